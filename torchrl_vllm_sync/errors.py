@@ -1,0 +1,141 @@
+"""The library's exceptions: one tree, each class also the standard error it stands for.
+
+Every constructor stores exactly its arguments in ``args``, so instances survive pickling across
+Ray and multiprocessing.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "FencedWriterError",
+    "GenerationError",
+    "GenerationTimeoutError",
+    "InvalidPromptError",
+    "LaunchError",
+    "NoReplicaAvailableError",
+    "PlacementError",
+    "ReplicaUnavailableError",
+    "ServiceClosedError",
+    "SnapshotError",
+    "StaleVersionError",
+    "SyncError",
+    "UnknownStrategyError",
+    "UnsupportedArgumentError",
+    "WeightMismatchError",
+    "WeightSyncError",
+]
+
+
+class SyncError(Exception):
+    """Base class of every error that this library raises on purpose."""
+
+
+class InvalidPromptError(SyncError, ValueError):
+    """A prompt or batch is empty, ambiguous, of a wrong type or longer than the model's context."""
+
+
+class UnsupportedArgumentError(SyncError, ValueError):
+    """An argument, or a combination, that the installed vLLM or the platform cannot honour."""
+
+
+class UnknownStrategyError(SyncError, ValueError):
+    """A routing strategy's name is not registered; the message lists those that are."""
+
+
+class PlacementError(SyncError, RuntimeError):
+    """The Ray cluster cannot hold the requested replicas; says what was asked and what is free."""
+
+
+class LaunchError(SyncError, RuntimeError):
+    """Replicas failed to start; everything that had been started is gone again.
+
+    Attributes:
+        failures: Replica id to the reason of its failure.
+    """
+
+    def __init__(self, failures: dict[str, str]) -> None:
+        super().__init__(failures)
+        self.failures = failures
+
+    def __str__(self) -> str:
+        return "launch failed: " + "; ".join(f"{name}: {why}" for name, why in self.failures.items())
+
+
+class ServiceClosedError(SyncError, RuntimeError):
+    """The service was shut down, or was never launched."""
+
+
+class NoReplicaAvailableError(SyncError, RuntimeError):
+    """No replica can take a request now; the message names each replica and its state."""
+
+
+class ReplicaUnavailableError(SyncError, RuntimeError):
+    """One replica refused or lost a request: it died, is stale, or is shutting down.
+
+    Attributes:
+        replica_id: Stable id of the replica.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, replica_id: str, reason: str) -> None:
+        super().__init__(replica_id, reason)
+        self.replica_id, self.reason = replica_id, reason
+
+    def __str__(self) -> str:
+        return f"replica {self.replica_id}: {self.reason}"
+
+
+class GenerationError(SyncError, RuntimeError):
+    """One request failed for good.
+
+    Attributes:
+        request_id: Id of the request.
+        reason: The last cause.
+    """
+
+    def __init__(self, request_id: str, reason: str) -> None:
+        super().__init__(request_id, reason)
+        self.request_id, self.reason = request_id, reason
+
+    def __str__(self) -> str:
+        return f"request {self.request_id}: {self.reason}"
+
+
+class GenerationTimeoutError(SyncError, TimeoutError):
+    """A request did not finish in time; its work in the engine was ended too."""
+
+
+class WeightMismatchError(SyncError, ValueError):
+    """A push does not fit the engines' model: missing or unknown names, wrong shapes or dtypes.
+
+    Raised before anything is written or loaded.
+    """
+
+
+class WeightSyncError(SyncError, RuntimeError):
+    """Some replicas did not reach ``version``; they admit no requests until repaired.
+
+    Attributes:
+        version: Policy version of the push.
+        failures: Replica id to the reason of its failure.
+    """
+
+    def __init__(self, version: int, failures: dict[str, str]) -> None:
+        super().__init__(version, failures)
+        self.version, self.failures = version, failures
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"replica {name}: {why}" for name, why in self.failures.items())
+        return f"version {self.version} did not reach every replica: {reasons}"
+
+
+class StaleVersionError(SyncError, ValueError):
+    """A version is not greater than the last one published or committed."""
+
+
+class SnapshotError(SyncError, RuntimeError):
+    """A snapshot directory is unusable: unwritable, full, foreign, truncated or corrupted."""
+
+
+class FencedWriterError(SyncError, RuntimeError):
+    """Another writer has taken over the snapshot directory; this one may no longer publish."""
