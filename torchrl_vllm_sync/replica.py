@@ -1,0 +1,69 @@
+"""What a replica is to the rest of the library: a stable id, an actor, a state, a last report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+__all__ = ["EngineReport", "Replica", "ReplicaState"]
+
+
+class ReplicaState(StrEnum):
+    """Lifecycle of a replica; only ``SERVING`` and ``UPDATING`` replicas may be sent requests.
+
+    Requests that reach an ``UPDATING`` replica wait inside it until the new weights are committed.
+    """
+
+    STARTING = "starting"
+    SERVING = "serving"
+    UPDATING = "updating"
+    DRAINING = "draining"
+    STALE = "stale"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+    @property
+    def admits_requests(self) -> bool:
+        """Whether a new request may be sent to a replica in this state."""
+        return self in (ReplicaState.SERVING, ReplicaState.UPDATING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """What one replica last said of itself; ``None`` wherever the engine has not said yet.
+
+    Attributes:
+        replica_id: Stable id of the replica.
+        state: Its state, held by the engine actor.
+        weight_version: Policy version of the weights it serves with; ``None`` before the first push.
+        num_unfinished: Requests inside the engine, exact at the time of the report.
+        num_running: Requests in the engine's running batch, from its scheduler's last statistics.
+        num_waiting: Requests queued in the engine, from the same statistics.
+        kv_cache_usage: Share of KV-cache blocks in use, 0 to 1, from the same statistics.
+        stats_age_s: Seconds between those statistics and this report.
+        reason: Why the replica is ``STALE`` or ``FAILED``; empty otherwise.
+    """
+
+    replica_id: str
+    state: ReplicaState
+    weight_version: int | None = None
+    num_unfinished: int | None = None
+    num_running: int | None = None
+    num_waiting: int | None = None
+    kv_cache_usage: float | None = None
+    stats_age_s: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One Ray actor with one vLLM engine.
+
+    Attributes:
+        replica_id: Stable id, never reused within a service.
+        actor: Ray actor handle.
+    """
+
+    replica_id: str
+    actor: Any
