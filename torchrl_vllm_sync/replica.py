@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["EngineReport", "Replica", "ReplicaState"]
+__all__ = ["EngineDescription", "EngineReport", "Replica", "ReplicaState"]
 
 
 class ReplicaState(StrEnum):
@@ -54,6 +54,31 @@ class EngineReport:
     kv_cache_usage: float | None = None
     stats_age_s: float | None = None
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """Facts about one replica's engine that do not change while it lives.
+
+    Attributes:
+        replica_id: Stable id of the replica.
+        node_ip: Address of its node, reachable from the other nodes of the Ray cluster.
+        pid: Process id of its actor.
+        max_model_len: Longest sequence, prompt and output together, in tokens.
+        vocab_size: Number of token ids.
+        block_size: Tokens in one KV-cache block.
+        num_kv_blocks: KV-cache blocks of the engine; ``None`` if vLLM does not say.
+        vllm_version: Version of vLLM that runs it.
+    """
+
+    replica_id: str
+    node_ip: str
+    pid: int
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_kv_blocks: int | None
+    vllm_version: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The engine side: everything that runs inside a replica's actor and its vLLM workers."""

@@ -1,0 +1,406 @@
+"""One replica: a Ray actor that owns one vLLM engine, its state and its policy version."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray.util
+from vllm import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from torchrl_vllm_sync.engine import internals
+from torchrl_vllm_sync.engine.admission import AdmissionGate, RunningRequest
+from torchrl_vllm_sync.engine.checkpoint import checkpoint_metadata
+from torchrl_vllm_sync.engine.native import NativeWeightTransfer
+from torchrl_vllm_sync.engine.updates import WeightUpdates
+from torchrl_vllm_sync.errors import GenerationError, GenerationTimeoutError, SyncError
+from torchrl_vllm_sync.prompts import as_requests
+from torchrl_vllm_sync.replica import EngineDescription, EngineReport, ReplicaState
+from torchrl_vllm_sync.requests import EngineRequest, EngineResult
+from torchrl_vllm_sync.wire import pack_output, unpack_output
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    from vllm import AsyncEngineArgs, RequestOutput
+
+__all__ = ["EngineActor"]
+
+logger = logging.getLogger(__name__)
+
+# What may end a request without being a fault of this library; see ``EngineActor._failure``.
+REQUEST_FAILURES = (
+    SyncError,
+    TimeoutError,
+    EngineDeadError,
+    EngineGenerateError,
+    ValueError,
+    TypeError,
+    asyncio.CancelledError,
+)
+# Finished outputs of a batch are sent back together, at most this much later than they finished.
+BATCH_LINGER_S = 0.05
+
+
+class EngineActor(NativeWeightTransfer):
+    """The class behind each replica's Ray actor; subclass it to pass an ``actor_class`` of your own.
+
+    Lifecycle: constructed (``STARTING``), :meth:`start` builds the engine (``SERVING``), weight
+    updates pass through ``UPDATING``, :meth:`close` ends the engine (``CLOSED``). An update that
+    fails leaves ``STALE``, a dead engine core ``FAILED``; neither takes requests.
+
+    Args:
+        replica_id: Stable id within the service.
+        engine_args: vLLM engine arguments of this replica.
+        environment: Environment variables to set before the engine's processes start.
+    """
+
+    def __init__(
+        self, *, replica_id: str, engine_args: AsyncEngineArgs, environment: dict[str, str]
+    ) -> None:
+        self.replica_id = replica_id
+        self._engine_args = engine_args
+        self._environment = environment
+        self._gate = AdmissionGate(replica_id)
+        self._stats = internals.StatsRecorder()
+        self._restarts = 0
+
+    # ---------------------------------------------------------------- lifecycle
+
+    async def start(self) -> EngineDescription:
+        """Builds the engine and begins to serve.
+
+        Returns:
+            What the service needs to know of the engine.
+
+        Raises:
+            Exception: Whatever vLLM raises when it cannot start with these arguments.
+        """
+        os.environ.update(self._environment)
+        self.engine = AsyncLLM.from_engine_args(self._engine_args, stat_loggers=[self._stats])
+        self._updates = WeightUpdates(self.engine, self._gate)
+        self._gate.set(ReplicaState.SERVING)
+        self._health = asyncio.create_task(self._watch_health())
+        return self.describe()
+
+    def describe(self) -> EngineDescription:
+        """Returns the facts about the engine that do not change while it lives."""
+        config = self.engine.vllm_config
+        return EngineDescription(
+            replica_id=self.replica_id,
+            node_ip=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            max_model_len=config.model_config.max_model_len,
+            vocab_size=config.model_config.get_vocab_size(),
+            block_size=config.cache_config.block_size,
+            num_kv_blocks=config.cache_config.num_gpu_blocks,
+            vllm_version=str(internals.installed_vllm()),
+        )
+
+    def ready(self) -> bool:
+        """Returns whether the replica serves requests."""
+        return self._gate.state is ReplicaState.SERVING
+
+    async def close(self) -> None:
+        """Ends the engine and its processes; later requests are refused. Idempotent."""
+        if self._gate.state is ReplicaState.CLOSED:
+            return
+        self._gate.set(ReplicaState.CLOSED, "the service was shut down")
+        self._health.cancel()
+        self._updates.stop_following()
+        await asyncio.to_thread(self.engine.shutdown)
+
+    async def _watch_health(self) -> None:
+        """Notices a dead engine core within a second, requests or not."""
+        while True:
+            await asyncio.sleep(1.0)
+            if self.engine.errored:
+                self._gate.set(ReplicaState.FAILED, f"engine core died: {self.engine.dead_error}")
+                return
+
+    def report(self) -> EngineReport:
+        """Returns state, version and load as they are now."""
+        stats = self._stats.latest()
+        started = self._gate.state is not ReplicaState.STARTING
+        return EngineReport(
+            replica_id=self.replica_id,
+            state=self._gate.state,
+            weight_version=self._updates.version if started else None,
+            num_unfinished=internals.num_unfinished_requests(self.engine) if started else None,
+            num_running=stats.num_running if stats else None,
+            num_waiting=stats.num_waiting if stats else None,
+            kv_cache_usage=stats.kv_cache_usage if stats else None,
+            stats_age_s=time.monotonic() - stats.measured_at if stats else None,
+            reason=self._gate.reason,
+        )
+
+    # ---------------------------------------------------------------- requests
+
+    async def run_batch(
+        self, requests: list[EngineRequest], *, want_prompt: bool
+    ) -> AsyncIterator[list[EngineResult]]:
+        """Runs ``requests`` side by side and yields results as they finish, several at a time.
+
+        Every request is answered exactly once, with an output or with an error, each within its
+        own ``timeout_s``.
+
+        Args:
+            requests: Requests of one caller.
+            want_prompt: Send the prompts back too, for callers that did not keep them.
+
+        Yields:
+            Results that finished since the last yield.
+        """
+        tasks = {asyncio.create_task(self._answer(one, want_prompt)) for one in requests}
+        try:
+            while tasks:
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if tasks:
+                    late, tasks = await asyncio.wait(tasks, timeout=BATCH_LINGER_S)
+                    done |= late
+                yield [task.result() for task in done]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def stream(self, request: EngineRequest) -> AsyncIterator[EngineResult]:
+        """Yields every partial output of one request as vLLM produces it, the last one finished."""
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                async for output, version in self._outputs(request):
+                    yield self._result(request, output, version, want_prompt=False)
+        except REQUEST_FAILURES as failure:
+            yield self._failure(request, failure)
+
+    async def _answer(self, request: EngineRequest, want_prompt: bool) -> EngineResult:
+        """Runs one request to its end; failures are results, so that siblings are kept."""
+        last: RequestOutput | None = None
+        version = self._updates.version
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                async for output, version in self._outputs(request):
+                    last = output
+            if last is None:
+                raise GenerationError(request.request_id, "the engine returned nothing")
+        except REQUEST_FAILURES as failure:
+            return self._failure(request, failure)
+        return self._result(request, last, version, want_prompt=want_prompt)
+
+    async def _outputs(self, request: EngineRequest) -> AsyncIterator[tuple[RequestOutput, int]]:
+        """Yields outputs with the version under which the request began.
+
+        A request that an update finds before its first token goes back to the gate and begins
+        again under the new weights: it must not start on cached keys of the old ones.
+        """
+        while True:
+            await self._gate.enter()
+            version = self._updates.version
+            self._restarts += 1
+            running = RunningRequest(
+                f"{request.request_id}~{self._restarts}", asyncio.current_task(), version
+            )
+            prompt = {**request.prompt, "cache_salt": self._salt(request, version)}
+            self._gate.running[running.engine_id] = running
+            try:
+                outputs = self.engine.generate(
+                    prompt,
+                    request.sampling_params,
+                    running.engine_id,
+                    lora_request=request.lora_request,
+                )
+                async with contextlib.aclosing(outputs):
+                    async for output in outputs:
+                        if running.restart and _was_aborted(output):
+                            break
+                        output.request_id = request.request_id
+                        yield output, version
+                    else:
+                        return
+            finally:
+                del self._gate.running[running.engine_id]
+
+    def _salt(self, request: EngineRequest, version: int) -> str:
+        """Keeps prefix-cache hits within one policy version, and within the caller's own salt."""
+        own = request.prompt.get("cache_salt")
+        return f"v{version}" if own is None else f"v{version}:{own}"
+
+    def _result(
+        self, request: EngineRequest, output: RequestOutput, version: int, *, want_prompt: bool
+    ) -> EngineResult:
+        return EngineResult(
+            request_id=request.request_id,
+            replica_id=self.replica_id,
+            output=pack_output(output, include_prompt=want_prompt),
+            min_version=version,
+            max_version=self._updates.version,
+        )
+
+    def _failure(self, request: EngineRequest, failure: BaseException) -> EngineResult:
+        """Turns what ended ``request`` into the error its caller sees.
+
+        Raises:
+            asyncio.CancelledError: The caller itself cancelled.
+        """
+        error: Exception
+        if isinstance(failure, asyncio.CancelledError):
+            if not self._gate.refuses:
+                raise failure
+            error = self._gate.refusal()  # the gate ended it: stale, failed or closed
+        elif isinstance(failure, EngineDeadError):
+            self._gate.set(ReplicaState.FAILED, f"engine core died: {failure}")
+            error = self._gate.refusal()
+        elif isinstance(failure, SyncError):
+            error = failure
+        elif isinstance(failure, TimeoutError):
+            error = GenerationTimeoutError(
+                f"request {request.request_id} did not finish within {request.timeout_s:g} s; "
+                "its work in the engine was ended"
+            )
+        else:
+            cause = failure.__cause__ or failure
+            error = GenerationError(request.request_id, f"{type(cause).__name__}: {cause}")
+        return EngineResult(
+            request_id=request.request_id, replica_id=self.replica_id, error=error
+        )
+
+    async def abort(self, request_ids: Iterable[str]) -> int:
+        """Ends the named requests' work in the engine.
+
+        Returns:
+            How many of them were running.
+        """
+        wanted = set(request_ids)
+        found = [
+            engine_id
+            for engine_id in self._gate.running
+            if engine_id.rpartition("~")[0] in wanted
+        ]
+        if found:
+            await self.engine.abort(found)
+        return len(found)
+
+    async def generate(
+        self,
+        prompts: Any = None,  # noqa: ANN401  every prompt form of the service
+        sampling_params: Any = None,  # noqa: ANN401
+        *,
+        prompt_token_ids: Any = None,  # noqa: ANN401
+        timeout_seconds: float = 3600.0,
+        lora_request: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """TorchRL's actor surface: generates on this replica and returns vLLM's own outputs.
+
+        Args:
+            prompts: Text, token ids, ``TokensPrompt`` or a list of these.
+            sampling_params: vLLM ``SamplingParams``; vLLM's defaults when ``None``.
+            prompt_token_ids: Token ids, flat or nested, instead of ``prompts``.
+            timeout_seconds: Limit for each request, in seconds.
+            lora_request: vLLM ``LoRARequest``.
+
+        Returns:
+            One ``RequestOutput``, or a list of them for a batch.
+
+        Raises:
+            InvalidPromptError: The prompts are not valid.
+            SyncError: The first failure among the requests.
+        """
+        normalised = as_requests(
+            prompts,
+            prompt_token_ids,
+            encode=self.engine.get_tokenizer().encode,
+            max_model_len=self.engine.vllm_config.model_config.max_model_len,
+        )
+        results = await asyncio.gather(
+            *(
+                self._answer(
+                    EngineRequest(
+                        request_id=f"direct-{id(record)}-{time.monotonic_ns()}",
+                        prompt=record.as_tokens_prompt(),
+                        sampling_params=sampling_params or SamplingParams(),
+                        timeout_s=timeout_seconds,
+                        lora_request=lora_request,
+                    ),
+                    want_prompt=True,
+                )
+                for record in normalised.prompts
+            )
+        )
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        outputs = [unpack_output(result.output) for result in results if result.output is not None]
+        return outputs if normalised.is_batch else outputs[0]
+
+    # ---------------------------------------------------------------- weights
+
+    async def model_metadata(self) -> list[dict[str, Any]]:
+        """Returns the tensors that a complete push must hold, as ``ParamMeta`` in JSON form."""
+        metas = await asyncio.to_thread(checkpoint_metadata, self.engine.vllm_config.model_config)
+        return [meta.to_json() for meta in metas]
+
+    async def load_snapshot(self, directory: str, run_id: str, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Loads the newest version stored in ``directory``; see ``WeightUpdates.load_snapshot``."""
+        report = await self._updates.load_snapshot(directory, run_id, **options)
+        return dataclasses.asdict(report)
+
+    async def follow_snapshots(self, directory: str, run_id: str, **options: Any) -> None:  # noqa: ANN401
+        """Loads new versions of ``directory`` as they appear, without being told."""
+        self._updates.follow(directory, run_id, **options)
+
+    async def stop_following(self) -> None:
+        """Ends :meth:`follow_snapshots`."""
+        self._updates.stop_following()
+
+    # ---------------------------------------------------------------- TorchRL's and vLLM's surface
+
+    def get_num_unfinished_requests(self) -> int:
+        """Returns the number of requests inside the engine, exactly."""
+        return internals.num_unfinished_requests(self.engine)
+
+    def get_cache_usage(self) -> float | None:
+        """Returns the share of KV-cache blocks in use, 0 to 1; ``None`` until the engine has said."""
+        stats = self._stats.latest()
+        return stats.kv_cache_usage if stats else None
+
+    def get_tokenizer(self) -> Any:  # noqa: ANN401  a transformers tokenizer
+        """Returns the engine's tokenizer."""
+        return self.engine.get_tokenizer()
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,  # noqa: ASYNC109  TorchRL's and vLLM's argument
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls ``method`` on every vLLM worker of this replica and returns their answers."""
+        return await self.engine.collective_rpc(method, timeout, args, kwargs)
+
+    collective_rpc_v1 = collective_rpc
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Drops cached prefixes.
+
+        Returns:
+            ``False`` when running requests hold blocks, in which case vLLM clears nothing.
+        """
+        return await self.engine.reset_prefix_cache(reset_running_requests)
+
+    def free_port(self) -> tuple[str, int]:
+        """Returns this node's address and a port that is free on it now."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return address, probe.getsockname()[1]
+
+
+def _was_aborted(output: RequestOutput) -> bool:
+    return output.finished and any(one.finish_reason == "abort" for one in output.outputs)

@@ -1,0 +1,64 @@
+"""What this library adds to every vLLM worker: methods called by ``collective_rpc``.
+
+vLLM mixes the class into its own worker class when ``worker_extension_cls`` names it, so only
+engines started by this library are touched. Names carry a prefix, because an attribute that
+collides with the worker's own fails an assertion. Failures come back as data: an exception that
+crosses ``collective_rpc`` loses its type.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from torchrl_vllm_sync.engine.reload import reload_model
+from torchrl_vllm_sync.weights.snapshot_reader import open_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SyncWorkerExtension"]
+
+
+class SyncWorkerExtension:
+    """Methods of a vLLM worker with which its replica's actor replaces and reads weights.
+
+    A ``worker_extension_cls`` of your own must subclass this one.
+    """
+
+    def sync_load_snapshot(self, path: str) -> dict[str, Any]:
+        """Loads one stored version into this worker's shard of the model.
+
+        The caller holds the lease on ``path`` and has verified it. A load that fails half-way is
+        repeated once from the start, which repairs what the first attempt left behind.
+
+        Args:
+            path: Where the version's tensors are stored.
+
+        Returns:
+            ``seconds`` and ``num_tensors`` of the load, ``attempts``, and ``error``: the last
+            traceback, or an empty string. With an error the weights of this worker are undefined.
+        """
+        begin, error, taken, attempt = time.perf_counter(), "", 0, 0
+        for attempt in (1, 2):
+            try:
+                weights = open_tensors(path)
+                taken = reload_model(self._sync_model(), self.vllm_config, weights.items())  # pyright: ignore[reportAttributeAccessIssue]
+            except Exception:  # noqa: BLE001  any failure is reported to the replica's actor
+                error = traceback.format_exc()
+            else:
+                error = ""
+                break
+        if not error and self.vllm_config.model_config.is_multimodal_model:  # pyright: ignore[reportAttributeAccessIssue]
+            self.model_runner.reset_encoder_cache()  # pyright: ignore[reportAttributeAccessIssue]
+            self.model_runner.reset_mm_cache()  # pyright: ignore[reportAttributeAccessIssue]
+        return {
+            "seconds": time.perf_counter() - begin,
+            "num_tensors": taken,
+            "attempts": attempt,
+            "error": error,
+        }
+
+    def _sync_model(self) -> torch.nn.Module:
+        return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]

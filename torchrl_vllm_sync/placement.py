@@ -1,0 +1,113 @@
+"""Where replicas go: what each one claims of the Ray cluster, and refusing what cannot fit."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchrl_vllm_sync.errors import PlacementError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["ReplicaResources", "actor_options", "place", "remove"]
+
+# Resources of actors that were just ended come back within about this many seconds.
+SETTLE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaResources:
+    """What one replica claims.
+
+    Attributes:
+        num_gpus: GPUs, one for each worker: tensor x pipeline x data parallel size.
+        num_cpus: CPUs; 0 claims none, which leaves them to collectors on a small machine.
+    """
+
+    num_gpus: int
+    num_cpus: float
+
+    def bundle(self) -> dict[str, float]:
+        """Returns the placement-group bundle of one replica, without zero entries."""
+        claims = {"GPU": float(self.num_gpus), "CPU": float(self.num_cpus)}
+        return {name: amount for name, amount in claims.items() if amount}
+
+
+def place(resources: ReplicaResources, num_replicas: int, *, timeout_s: float) -> list[Any]:
+    """Reserves one placement group for each replica, each on a single node.
+
+    Args:
+        resources: What each replica claims.
+        num_replicas: How many to place.
+        timeout_s: Seconds to wait once the cluster is known to have enough in total.
+
+    Returns:
+        Placement groups in replica order; an empty list when replicas claim nothing.
+
+    Raises:
+        PlacementError: The cluster cannot hold them; nothing stays reserved.
+    """
+    import ray
+    from ray.util.placement_group import placement_group
+
+    bundle = resources.bundle()
+    if not bundle:
+        return []
+    deadline = time.monotonic() + SETTLE_S
+    while missing := _missing(bundle, num_replicas, ray.available_resources()):
+        if time.monotonic() > deadline or _missing(bundle, num_replicas, ray.cluster_resources()):
+            raise PlacementError(_refusal(bundle, num_replicas, missing))
+        time.sleep(0.1)
+    groups = [placement_group([bundle], strategy="STRICT_PACK") for _ in range(num_replicas)]
+    deadline = time.monotonic() + timeout_s
+    for group in groups:
+        if not group.wait(max(0.0, deadline - time.monotonic())):
+            remove(groups)
+            raise PlacementError(
+                _refusal(bundle, num_replicas, "no single node holds one replica's share")
+            )
+    return groups
+
+
+def remove(groups: Sequence[Any]) -> None:
+    """Gives placement groups back; those that are gone already do no harm."""
+    from ray.util.placement_group import remove_placement_group
+
+    for group in groups:
+        remove_placement_group(group)
+
+
+def actor_options(resources: ReplicaResources, group: Any | None) -> dict[str, Any]:  # noqa: ANN401
+    """Returns the Ray options that put an actor into its replica's placement group."""
+    options: dict[str, Any] = {"num_gpus": resources.num_gpus, "num_cpus": resources.num_cpus}
+    if group is not None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            placement_group=group,
+            placement_group_bundle_index=0,
+            placement_group_capture_child_tasks=True,
+        )
+    return options
+
+
+def _missing(bundle: dict[str, float], num_replicas: int, free: dict[str, float]) -> str:
+    lacking = [
+        f"{name}: {amount * num_replicas:g} needed, {free.get(name, 0.0):g} free"
+        for name, amount in bundle.items()
+        if amount * num_replicas > free.get(name, 0.0) + 1e-9
+    ]
+    return ", ".join(lacking)
+
+
+def _refusal(bundle: dict[str, float], num_replicas: int, why: str) -> str:
+    import ray
+
+    asked = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+    free, total = ray.available_resources(), ray.cluster_resources()
+    state = ", ".join(
+        f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in ("GPU", "CPU")
+    )
+    return f"{num_replicas} replica(s) of {asked} each do not fit: {why}; free in the cluster: {state}"
