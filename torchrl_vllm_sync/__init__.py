@@ -1,0 +1,54 @@
+"""Replicated vLLM rollouts for TorchRL, and the trainer's weights inside the engines after a step.
+
+The names below are imported when they are first used: importing the package brings in neither vLLM
+nor Ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrl_vllm_sync import errors
+    from torchrl_vllm_sync.balancer import LoadBalancer
+    from torchrl_vllm_sync.policy import vLLMWrapper
+    from torchrl_vllm_sync.service import AsyncVLLM, attach, make_async_vllm_engine
+    from torchrl_vllm_sync.updater import WeightUpdater
+
+__all__ = [
+    "AsyncVLLM",
+    "LoadBalancer",
+    "WeightUpdater",
+    "__version__",
+    "attach",
+    "errors",
+    "make_async_vllm_engine",
+    "vLLMWrapper",
+]
+
+_HOMES = {
+    "AsyncVLLM": "torchrl_vllm_sync.service",
+    "LoadBalancer": "torchrl_vllm_sync.balancer",
+    "WeightUpdater": "torchrl_vllm_sync.updater",
+    "attach": "torchrl_vllm_sync.service",
+    "make_async_vllm_engine": "torchrl_vllm_sync.service",
+    "vLLMWrapper": "torchrl_vllm_sync.policy",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 (a class, a function, a module or a string)
+    if name == "__version__":
+        value: Any = metadata.version("torchrl-vllm-sync")
+    elif name == "errors":
+        value = import_module("torchrl_vllm_sync.errors")
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
