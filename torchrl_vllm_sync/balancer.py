@@ -1,0 +1,466 @@
+"""LoadBalancer: admits requests, keeps the ledger of those in flight and asks the strategies."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from torchrl_vllm_sync.errors import (
+    InvalidPromptError,
+    NoReplicaAvailableError,
+    UnsupportedArgumentError,
+)
+from torchrl_vllm_sync.load import LoadSnapshot, LoadTracker
+from torchrl_vllm_sync.load_monitor import BareActorReader, LoadMonitor
+from torchrl_vllm_sync.replica import Replica, ReplicaState
+from torchrl_vllm_sync.routing import RoutingRequest, StrategySettings, strategy_factory
+from torchrl_vllm_sync.routing.strategies import LeastRequests, RoundRobin
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from torchrl_vllm_sync.routing import RoutingStrategy
+
+__all__ = ["BalancedService", "LoadBalancer", "Reservation"]
+
+_DEFAULT_STRATEGY = ("prefix-aware", "requests")
+_MAX_REPORT_AGE_S = 5.0
+
+
+@runtime_checkable
+class BalancedService(Protocol):
+    """What a balancer needs of a service: its actors, and the ledger that the service feeds."""
+
+    @property
+    def actors(self) -> list[Any]:
+        """Actor handles, in the order of ``load.replica_ids``."""
+        ...
+
+    @property
+    def load(self) -> LoadTracker:
+        """The ledger of these replicas."""
+        ...
+
+
+class Reservation:
+    """One request that counts as in flight on a replica until ``release``.
+
+    Made by ``LoadBalancer.reserve``, which has counted it already. Leaving ``with`` or
+    ``async with`` releases it, whichever way it is left.
+
+    Attributes:
+        replica_id: Stable id of the replica.
+        index: Its position in the balancer's ``actors`` when the request was reserved.
+    """
+
+    __slots__ = ("_released", "_tracker", "index", "replica_id")
+
+    def __init__(self, tracker: LoadTracker, replica_id: str, index: int) -> None:
+        self._tracker, self._released = tracker, False
+        self.replica_id, self.index = replica_id, index
+
+    def release(self) -> None:
+        """Gives the place back; does nothing the second time."""
+        with self._tracker.lock:
+            if not self._released:
+                self._released = True
+                self._tracker.release(self.replica_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class LoadBalancer:
+    """Distributes requests over replicas; no decision costs an actor call.
+
+    Strategies are asked in order, the first that can tell decides, and where none can the replica
+    that holds the fewest requests is taken. Only replicas whose state admits requests are
+    candidates. Names, arguments and results of TorchRL's ``LoadBalancer`` are kept.
+
+    A service feeds its own ledger. For a list of actors with TorchRL's
+    ``get_num_unfinished_requests`` and ``get_cache_usage`` the balancer keeps one, with the ids
+    ``"0"``, ``"1"``, ..., counts them as serving until they prove dead, and asks them in the
+    background until ``close``.
+
+    Every method is safe to call from any thread, and none blocks for more than a decision, so they
+    may be called on an event loop. A pickled copy has an empty ledger, forgets which prompts went
+    where, and draws a seed of its own, so that copies do not move in step.
+
+    Example:
+        >>> balancer = LoadBalancer(actors, ["prefix-aware", "requests"])
+        >>> with balancer.reserve("Hello world") as reservation:
+        ...     ray.get(actors[reservation.index].generate.remote("Hello world"))
+
+    Args:
+        actors_or_service: A service, or a list of actors.
+        strategy: One name or several in fallback order: ``"prefix-aware"``, ``"requests"``,
+            ``"kv-cache"``, ``"round-robin"``, or what ``register_strategy`` added. None means
+            ``["prefix-aware", "requests"]``.
+        prefix_length: Tokens in a block of a prompt, for ``"prefix-aware"``; at least 1.
+        overload_threshold: Multiple of the mean load above which a replica counts as overloaded;
+            at least 1.
+        seed: Seeds ties.
+        tracker: A ledger that somebody else feeds, with one replica for each actor; None takes the
+            service's, or makes one.
+        monitor_interval_s: Seconds between two questions to each actor of a list. Figures older
+            than 5 s, or 3 intervals if that is longer, count as unknown.
+
+    Raises:
+        UnsupportedArgumentError: A setting is out of range, there are no actors, or
+            ``actors_or_service`` is neither.
+        UnknownStrategyError: A strategy's name is not registered.
+
+    Attributes:
+        strategies: Names of the strategies in fallback order.
+        strategy: The first of them.
+        prefix_length: As given.
+        overload_threshold: As given.
+        seed: As given; a pickled copy's own.
+    """
+
+    def __init__(
+        self,
+        actors_or_service: Sequence[Any] | BalancedService,
+        strategy: str | Sequence[str] | None = None,
+        prefix_length: int = 8,
+        overload_threshold: float = 1.5,
+        *,
+        seed: int = 0,
+        tracker: LoadTracker | None = None,
+        monitor_interval_s: float = 1.0,
+    ) -> None:
+        if strategy is None:
+            strategy = _DEFAULT_STRATEGY
+        self.strategies = [strategy] if isinstance(strategy, str) else list(strategy)
+        if not self.strategies:
+            raise UnsupportedArgumentError(f"strategy must name at least one, got {strategy!r}")
+        if prefix_length < 1:
+            raise UnsupportedArgumentError(f"prefix_length must be at least 1, got {prefix_length}")
+        if not overload_threshold >= 1:
+            raise UnsupportedArgumentError(
+                f"overload_threshold must be at least 1, got {overload_threshold}"
+            )
+        if not monitor_interval_s > 0:
+            raise UnsupportedArgumentError(
+                f"monitor_interval_s must be greater than 0, got {monitor_interval_s}"
+            )
+        self.strategy = self.strategies[0]
+        self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
+        self.seed = seed
+        self._monitor_interval_s = monitor_interval_s
+        self._factories = [strategy_factory(name) for name in self.strategies]
+        self._build_strategies(first_turn=0)
+
+        self._service: BalancedService | None = None
+        self._actors: list[Any] = []
+        self._tracker = tracker
+        self._monitor: LoadMonitor | None = None
+        if isinstance(actors_or_service, (list, tuple)):
+            self._take_actors(list(actors_or_service))
+        elif isinstance(actors_or_service, BalancedService):
+            self._service = actors_or_service
+            if not self.actors:
+                raise UnsupportedArgumentError("actors_or_service must have at least 1 actor")
+        else:
+            raise UnsupportedArgumentError(
+                "actors_or_service must be a service with actors and load, or a list of actors, "
+                f"got {actors_or_service!r}"
+            )
+
+    @property
+    def actors(self) -> list[Any]:
+        """The current actors; ``select_actor`` returns positions in this list."""
+        return self._actors if self._service is None else self._service.actors
+
+    @property
+    def load(self) -> LoadTracker:
+        """The ledger."""
+        if self._tracker is not None:
+            return self._tracker
+        assert self._service is not None, "a balancer without a service has its own tracker"
+        return self._service.load
+
+    def select_actor(
+        self, prompt: object = None, request_context: Mapping[str, Any] | None = None
+    ) -> int:
+        """Position in ``actors`` of the actor to use for a request; reserves nothing.
+
+        Args:
+            prompt: See ``reserve``.
+            request_context: Passed on to the strategies.
+
+        Raises:
+            InvalidPromptError: The prompt is empty or of a wrong type.
+            NoReplicaAvailableError: No replica can take a request.
+        """
+        request = RoutingRequest(_as_prompt(prompt), request_context)
+        with self._ready().lock:
+            return self._choose(request, ())[0]
+
+    def reserve(
+        self,
+        prompt: object = None,
+        *,
+        context: Mapping[str, Any] | None = None,
+        exclude: Collection[str] = (),
+    ) -> Reservation:
+        """Chooses a replica for a request and counts it there, in one step.
+
+        Args:
+            prompt: Text, token ids (list, tuple or 1-D integer array), or a dict with
+                ``prompt_token_ids`` or ``prompt``, the shapes of vLLM's ``TokensPrompt`` and
+                ``TextPrompt``. None if unknown.
+            context: Passed on to the strategies.
+            exclude: Ids of replicas not to use, such as one that has just lost this request.
+
+        Raises:
+            InvalidPromptError: The prompt is empty or of a wrong type.
+            NoReplicaAvailableError: No replica can take a request.
+        """
+        request = RoutingRequest(_as_prompt(prompt), context)
+        tracker = self._ready()
+        with tracker.lock:
+            return self._reserve(tracker, request, exclude)
+
+    def reserve_batch(
+        self,
+        prompts: Sequence[object],
+        *,
+        context: Mapping[str, Any] | None = None,
+        exclude: Collection[str] = (),
+    ) -> list[Reservation]:
+        """Reserves for every prompt of a batch in one step: for all of them, or for none.
+
+        Args:
+            prompts: At least one; each as in ``reserve``.
+            context: Passed on to the strategies with each prompt.
+            exclude: Ids of replicas not to use.
+
+        Raises:
+            InvalidPromptError: The batch or a prompt is empty, or of a wrong type.
+            NoReplicaAvailableError: No replica can take a request.
+        """
+        if isinstance(prompts, (str, Mapping)) or not len(prompts):
+            raise InvalidPromptError(f"prompts must be a sequence of prompts, got {prompts!r}")
+        requests = [RoutingRequest(_as_prompt(prompt), context) for prompt in prompts]
+        tracker = self._ready()
+        reservations: list[Reservation] = []
+        with tracker.lock, ExitStack() as undo:
+            for request in requests:
+                reservation = self._reserve(tracker, request, exclude)
+                undo.callback(reservation.release)
+                reservations.append(reservation)
+            undo.pop_all()
+        return reservations
+
+    def get_stats(self) -> dict[str, Any]:
+        """What the balancer is set to, counted and was told.
+
+        Returns:
+            TorchRL's keys. ``round_robin_index`` is the position whose turn is next. Each entry of
+            ``actor_stats`` has ``pending_requests``, counted here; ``cache_usage`` and the engine's
+            other figures, None where unknown; their age in ``age_s``; and the replica's id, state
+            and weight version.
+        """
+        tracker = self._ready()
+        with tracker.lock:
+            snapshots = tracker.snapshots()
+            round_robin_index = self._round_robin_index(snapshots)
+        return {
+            "strategies": list(self.strategies),
+            "primary_strategy": self.strategy,
+            "num_actors": len(snapshots),
+            "prefix_length": self.prefix_length,
+            "overload_threshold": self.overload_threshold,
+            "round_robin_index": round_robin_index,
+            "actor_stats": [
+                {
+                    "actor_index": index,
+                    "replica_id": snapshot.replica_id,
+                    "state": str(snapshot.state),
+                    "reason": snapshot.reason,
+                    "pending_requests": snapshot.in_flight,
+                    "num_unfinished": snapshot.num_unfinished,
+                    "num_running": snapshot.num_running,
+                    "num_waiting": snapshot.num_waiting,
+                    "cache_usage": snapshot.kv_cache_usage,
+                    "weight_version": snapshot.weight_version,
+                    "age_s": snapshot.age_s,
+                }
+                for index, snapshot in enumerate(snapshots)
+            ],
+        }
+
+    def close(self) -> None:
+        """Stops asking the actors of a list; the balancer goes on with what it counts itself."""
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.stop()
+
+    def _take_actors(self, actors: list[Any]) -> None:
+        if not actors:
+            raise UnsupportedArgumentError("actors_or_service must have at least 1 actor, got []")
+        self._actors = actors
+        if self._tracker is None:
+            replica_ids = [str(index) for index in range(len(actors))]
+            self._tracker = LoadTracker(replica_ids, state=ReplicaState.SERVING)
+            self._monitor = self._new_monitor()
+            self._monitor.start()
+        elif len(self._tracker.replica_ids) != len(actors):
+            raise UnsupportedArgumentError(
+                f"tracker must have one replica for each of the {len(actors)} actors, "
+                f"got {self._tracker.replica_ids}"
+            )
+
+    def _new_monitor(self) -> LoadMonitor:
+        assert self._tracker is not None, "only a balancer with its own tracker has a monitor"
+        return LoadMonitor(
+            self._tracker,
+            self._bare_replicas,
+            interval_s=self._monitor_interval_s,
+            read=BareActorReader(),
+        )
+
+    def _bare_replicas(self) -> list[Replica]:
+        return [Replica(str(index), actor) for index, actor in enumerate(self._actors)]
+
+    def _ready(self) -> LoadTracker:
+        """The ledger, with its monitor running: a copy's, or a forked child's, is started here."""
+        if self._monitor is not None:
+            self._monitor.start()
+        return self.load
+
+    def _build_strategies(self, first_turn: int) -> None:
+        settings = StrategySettings(
+            prefix_length=self.prefix_length,
+            overload_threshold=self.overload_threshold,
+            max_report_age_s=max(_MAX_REPORT_AGE_S, 3 * self._monitor_interval_s),
+            seed=self.seed,
+            first_turn=first_turn,
+        )
+        self._strategies: list[RoutingStrategy] = [make(settings) for make in self._factories]
+        self._last_resort = LeastRequests(settings)
+
+    def _choose(self, request: RoutingRequest, exclude: Collection[str]) -> tuple[int, str]:
+        """Position among all replicas, and id, of the one to use. The ledger must be locked."""
+        snapshots = self.load.snapshots()
+        candidates = [
+            (index, snapshot)
+            for index, snapshot in enumerate(snapshots)
+            if snapshot.state.admits_requests and snapshot.replica_id not in exclude
+        ]
+        if not candidates:
+            raise NoReplicaAvailableError(
+                f"no replica can take a request: {_describe(snapshots, exclude)}"
+            )
+        choices = [snapshot for _, snapshot in candidates]
+        for name, strategy in zip(self.strategies, self._strategies, strict=True):
+            position = strategy.choose(request, choices)
+            if position is None:
+                continue
+            if not 0 <= position < len(choices):
+                raise IndexError(
+                    f"strategy {name!r} must choose one of {len(choices)} positions, got {position}"
+                )
+            break
+        else:
+            position = self._last_resort.choose(request, choices)
+        index, snapshot = candidates[position]
+        return index, snapshot.replica_id
+
+    def _reserve(
+        self, tracker: LoadTracker, request: RoutingRequest, exclude: Collection[str]
+    ) -> Reservation:
+        index, replica_id = self._choose(request, exclude)
+        tracker.reserve(replica_id)
+        return Reservation(tracker, replica_id, index)
+
+    def _round_robin_index(self, snapshots: list[LoadSnapshot]) -> int:
+        candidates = [
+            (index, snapshot)
+            for index, snapshot in enumerate(snapshots)
+            if snapshot.state.admits_requests
+        ]
+        for strategy in self._strategies:
+            if isinstance(strategy, RoundRobin) and candidates:
+                return candidates[strategy.peek([snapshot for _, snapshot in candidates])][0]
+        return 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_strategies"], state["_last_resort"]
+        state["_monitor"] = self._monitor is not None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A service that holds this balancer may not be whole yet: leave it alone.
+        has_monitor = state.pop("_monitor")
+        self.__dict__.update(state)
+        self.seed = secrets.randbits(63)
+        self._build_strategies(first_turn=self.seed)
+        self._monitor = self._new_monitor() if has_monitor else None
+
+
+def _as_prompt(prompt: object) -> str | Sequence[int] | None:
+    """The part of a prompt that strategies look at, checked as far as that costs no time.
+
+    Raises:
+        InvalidPromptError: It is empty or of a wrong type.
+    """
+    if isinstance(prompt, Mapping):
+        ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+        prompt = text if ids is None else ids
+        if prompt is None:
+            raise InvalidPromptError("a prompt dict must have prompt_token_ids or prompt, got none")
+    if prompt is None:
+        return None
+    if isinstance(prompt, np.ndarray):
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise InvalidPromptError(
+                "an array of token ids must have 1 dimension and an integer dtype, "
+                f"got shape {prompt.shape} and {prompt.dtype}"
+            )
+    elif not isinstance(prompt, (str, list, tuple)):
+        raise InvalidPromptError(
+            f"a prompt must be text, token ids or a dict of these, got {type(prompt).__name__}"
+        )
+    if not len(prompt):
+        raise InvalidPromptError(f"a prompt must not be empty, got {prompt!r}")
+    if isinstance(prompt, (list, tuple)) and not isinstance(prompt[0], (int, np.integer)):
+        raise InvalidPromptError(f"token ids must be integers, got {type(prompt[0]).__name__}")
+    return prompt  # pyright: ignore[reportReturnType] - an integer array is a sequence of ids
+
+
+def _describe(snapshots: list[LoadSnapshot], exclude: Collection[str]) -> str:
+    if not snapshots:
+        return "there is none"
+    return ", ".join(
+        f"replica {snapshot.replica_id} is {snapshot.state}"
+        + (f" ({snapshot.reason})" if snapshot.reason else "")
+        + (" and excluded" if snapshot.replica_id in exclude else "")
+        for snapshot in snapshots
+    )

@@ -1,0 +1,274 @@
+"""Background thread that asks every replica for its load, so that no routing decision has to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from inspect import ismethod
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torchrl_vllm_sync.load import LoadTracker
+
+__all__ = ["BareActorReader", "LoadMonitor", "LoadReader", "ReportReader"]
+
+logger = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S = 5.0
+
+
+class LoadReader(Protocol):
+    """How to learn the load of one kind of actor."""
+
+    def ask(self, replica: Replica) -> list[Any]:
+        """Starts the actor calls that the load is read from; returns their object refs."""
+        ...
+
+    def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:
+        """Makes a report of the answers, one for each ref; a failed call's answer is its error.
+
+        Raises:
+            Exception: An error among the answers, where no report can be made without that one.
+        """
+        ...
+
+
+class ReportReader:
+    """Reads this library's engine actors: ``report() -> EngineReport``."""
+
+    def ask(self, replica: Replica) -> list[Any]:
+        """Asks for the report."""
+        return [replica.actor.report.remote()]
+
+    def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:
+        """The report itself."""
+        del replica_id
+        (report,) = answers
+        if isinstance(report, Exception):
+            raise report
+        if not isinstance(report, EngineReport):
+            raise TypeError(f"report() must return an EngineReport, got {report!r}")
+        return report
+
+
+class BareActorReader:
+    """Reads actors with TorchRL's methods, which know no state: whoever answers is serving.
+
+    ``get_num_unfinished_requests() -> int`` and ``get_cache_usage() -> float`` are taken at their
+    word; a figure whose call fails stays unknown.
+    """
+
+    def ask(self, replica: Replica) -> list[Any]:
+        """Asks for both figures."""
+        actor = replica.actor
+        return [actor.get_num_unfinished_requests.remote(), actor.get_cache_usage.remote()]
+
+    def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:
+        """A report of what the actor could say."""
+        num_unfinished, cache_usage = answers
+        return EngineReport(
+            replica_id=replica_id,
+            state=ReplicaState.SERVING,
+            num_unfinished=num_unfinished if isinstance(num_unfinished, int) else None,
+            kv_cache_usage=float(cache_usage) if isinstance(cache_usage, (int, float)) else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """Calls under way to one actor."""
+
+    replica: Replica
+    futures: list[Future[Any]]
+    asked_at: float
+
+
+class LoadMonitor:
+    """Asks every replica for its load once an interval and tells a tracker.
+
+    One daemon thread a process. Calls are asynchronous, so an actor that hangs delays nobody's
+    news; it is asked again only when it has answered, is logged once when it has been silent for
+    ``timeout_s``, and meanwhile its figures just age. An actor that Ray calls dead or unavailable
+    is marked ``FAILED``. The thread ends by itself when Ray is shut down, or when the object whose
+    bound method ``replicas`` is has gone; it keeps neither alive.
+
+    A pickled copy is not started. In a forked child the thread is gone; ``start`` starts another.
+
+    Example:
+        >>> monitor = LoadMonitor(tracker, lambda: replicas)
+        >>> monitor.start()
+        >>> monitor.stop()
+
+    Args:
+        tracker: Where reports go.
+        replicas: Returns the replicas to ask, afresh every interval. Called in the thread.
+        interval_s: Seconds from one round of questions to the next.
+        timeout_s: Seconds after which a silent actor is logged.
+        read: How to ask; ``ReportReader()`` suits this library's engine actors.
+
+    Raises:
+        UnsupportedArgumentError: ``interval_s`` or ``timeout_s`` is not positive.
+    """
+
+    def __init__(
+        self,
+        tracker: LoadTracker,
+        replicas: Callable[[], Sequence[Replica]],
+        *,
+        interval_s: float = 1.0,
+        timeout_s: float = 5.0,
+        read: LoadReader | None = None,
+    ) -> None:
+        for name, value in (("interval_s", interval_s), ("timeout_s", timeout_s)):
+            if not value > 0:
+                raise UnsupportedArgumentError(f"{name} must be greater than 0, got {value}")
+        self._tracker = tracker
+        self._replicas = weakref.WeakMethod(replicas) if ismethod(replicas) else lambda: replicas
+        self._interval_s, self._timeout_s = interval_s, timeout_s
+        self._reader: LoadReader = ReportReader() if read is None else read
+        self._lock = threading.Lock()
+        self._started_in: int | None = None
+        self._thread: threading.Thread | None = None
+        self._stop: Future[None] = Future()
+        self._complained: set[str] = set()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs in this process."""
+        return self._started_in == os.getpid() and bool(self._thread and self._thread.is_alive())
+
+    def start(self) -> None:
+        """Starts the thread, unless it was started in this process and not stopped since."""
+        if self._started_in == os.getpid():
+            return
+        with self._lock:
+            if self._started_in == os.getpid():
+                return
+            self._stop = Future()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._stop,), name="load-monitor", daemon=True
+            )
+            self._started_in = os.getpid()
+            self._thread.start()
+
+    def stop(self, timeout_s: float = _JOIN_TIMEOUT_S) -> None:
+        """Ends the thread and waits for that, for at most ``timeout_s``; does nothing twice."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            started_here = self._started_in == os.getpid()
+            self._started_in = None
+            if not started_here or thread is None:
+                return
+            self._stop.set_result(None)
+        if thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    def _run(self, stop: Future[None]) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            return
+        connection = _connection()
+        asks: dict[str, _Ask] = {}
+        while not stop.done():
+            provider = self._replicas()
+            if provider is None:
+                return
+            try:
+                replicas = provider()
+                del provider  # a bound method keeps its object alive
+                # A handle of an earlier connection must not be used in a later one.
+                if not ray.is_initialized() or _connection() != connection:
+                    return
+                self._ask_all(replicas, asks)
+                del replicas
+            except Exception:
+                if ray.is_initialized():
+                    raise
+                return  # Ray was shut down in between
+            round_ends = time.monotonic() + self._interval_s
+            while (left_s := round_ends - time.monotonic()) > 0 and not stop.done():
+                waiting = [f for ask in asks.values() for f in ask.futures if not f.done()]
+                wait([stop, *waiting], timeout=left_s, return_when=FIRST_COMPLETED)
+                self._take_answers(asks)
+
+    def _ask_all(self, replicas: Sequence[Replica], asks: dict[str, _Ask]) -> None:
+        current = {replica.replica_id: replica for replica in replicas}
+        for replica_id, ask in list(asks.items()):
+            replica = current.get(replica_id)
+            if replica is None or replica.actor is not ask.replica.actor:
+                del asks[replica_id]  # removed, or restarted as another actor
+            elif (silent_s := time.monotonic() - ask.asked_at) > self._timeout_s:
+                self._complain(replica_id, f"no answer for {silent_s:.1f} s; its figures age")
+        for replica_id, replica in current.items():
+            if replica_id in asks:
+                continue
+            asked_at = time.monotonic()
+            try:
+                futures = [ref.future() for ref in self._reader.ask(replica)]
+            except AttributeError as error:  # the actor lacks a method
+                self._complain(replica_id, f"cannot be asked for its load: {error}")
+                continue
+            asks[replica_id] = _Ask(replica, futures, asked_at)
+
+    def _take_answers(self, asks: dict[str, _Ask]) -> None:
+        from ray.exceptions import RayActorError, RayError
+
+        for replica_id, ask in list(asks.items()):
+            if not all(future.done() for future in ask.futures):
+                continue
+            del asks[replica_id]
+            answers = [future.exception() or future.result() for future in ask.futures]
+            dead = next((answer for answer in answers if isinstance(answer, RayActorError)), None)
+            if dead is not None:
+                self._bury(replica_id, str(dead))
+                continue
+            try:
+                report = self._reader.read(replica_id, answers)
+            except (RayError, TypeError) as error:  # the call failed inside a live actor
+                self._complain(replica_id, f"its report failed: {error}")
+                continue
+            self._complained.discard(replica_id)
+            self._tracker.observe(report, asked_at=ask.asked_at)
+
+    def _bury(self, replica_id: str, reason: str) -> None:
+        self._complain(replica_id, reason)
+        with self._tracker.lock:
+            if replica_id in self._tracker.replica_ids:
+                self._tracker.mark(replica_id, ReplicaState.FAILED, reason)
+
+    def _complain(self, replica_id: str, what: str) -> None:
+        """Logs what is wrong with a replica, once until it answers again."""
+        if replica_id not in self._complained:
+            self._complained.add(replica_id)
+            logger.warning("replica %s: %s", replica_id, what)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "tracker": self._tracker,
+            "replicas": self._replicas(),
+            "interval_s": self._interval_s,
+            "timeout_s": self._timeout_s,
+            "read": self._reader,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state.pop("tracker"), state.pop("replicas"), **state)
+
+
+def _connection() -> tuple[str, str]:
+    """What tells this process's connection to a Ray cluster from an earlier one."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()

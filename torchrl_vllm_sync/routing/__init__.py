@@ -1,0 +1,19 @@
+"""Routing: which replica a request goes to, decided from load snapshots and without any I/O."""
+
+from torchrl_vllm_sync.routing.strategies import (
+    RoutingRequest,
+    RoutingStrategy,
+    StrategySettings,
+    known_strategies,
+    register_strategy,
+    strategy_factory,
+)
+
+__all__ = [
+    "RoutingRequest",
+    "RoutingStrategy",
+    "StrategySettings",
+    "known_strategies",
+    "register_strategy",
+    "strategy_factory",
+]
