@@ -1,0 +1,359 @@
+"""The data file of one version: a consolidated TensorDict, written in place chunk by chunk.
+
+``TensorDict.from_consolidated`` reads it. Keys are flat: each is a parameter's name, dots included,
+so ``flatten_keys(".")`` leaves them as they are and no name can collide with another's prefix.
+Tensors begin at multiples of 4 KiB in the order of the metadata; the description that TensorDict
+reads (JSON and its length) follows the last one.
+
+Dtypes that TensorDict 0.14 has no name for (float8, sub-byte) are stored as integers of the same
+size; ``open_tensordict`` views them back, TensorDict's own loader shows the integers.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import xxhash
+from tensordict import TensorDict
+
+from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
+from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, metadata_digest
+from torchrl_vllm_sync.weights.storage import TEMPORARY_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+DATA_FILE = "weights.td"
+ALIGNMENT_BYTES = 4096
+# Source and destination of one piece stay in a core's cache until the piece is hashed, and the cost
+# of a Python call per piece stays below 1 %.
+CHUNK_BYTES = 2 << 20
+
+_QUANTIZED_DTYPES = frozenset(
+    {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+)
+# What tensordict 0.14 can name in a consolidated file; a unit test compares with its table.
+_TENSORDICT_DTYPES = frozenset(
+    {
+        torch.bfloat16,
+        torch.bool,
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    }
+)
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class DataLayout:
+    """Where every parameter lies in a data file.
+
+    Attributes:
+        metadata: Parameters in order.
+        digest: ``metadata_digest`` of them.
+        offsets: First byte of each.
+        trailer: TensorDict's description, as it stands at the end of the file.
+        num_bytes: Length of the file.
+        payload_bytes: Bytes of the parameters alone.
+    """
+
+    metadata: tuple[ParamMeta, ...]
+    digest: str
+    offsets: tuple[int, ...]
+    trailer: bytes
+    num_bytes: int
+    payload_bytes: int
+
+    @classmethod
+    def of(cls, metadata: Sequence[ParamMeta]) -> DataLayout:
+        """Lays ``metadata`` out.
+
+        Raises:
+            WeightMismatchError: A name is empty or twice there, or a dtype needs a quantizer.
+        """
+        leaves: dict[str, list[Any]] = {}
+        offsets: list[int] = []
+        end = 0
+        for meta in metadata:
+            if not meta.name or meta.name in leaves:
+                raise WeightMismatchError(
+                    f"parameter names must be unique, got {meta.name!r} twice"
+                )
+            if meta.dtype in _QUANTIZED_DTYPES:
+                raise WeightMismatchError(
+                    f"{meta.name}: dtype {dtype_name(meta.dtype)} has a quantizer, which a "
+                    "snapshot does not hold; send its integers and scales as parameters"
+                )
+            start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            end = start + meta.num_bytes
+            offsets.append(start)
+            leaves[meta.name] = [str(_stored_dtype(meta.dtype)), list(meta.shape), start, end, 0]
+        description = json.dumps(
+            {
+                "cls": "TensorDict",
+                "non_tensors": {},
+                "leaves": leaves,
+                "cls_metadata": {
+                    "device": None,
+                    "names": [],
+                    "batch_size": [],
+                    "is_locked": False,
+                },
+            },
+            separators=(",", ":"),
+        ).encode()
+        trailer = description + len(description).to_bytes(8, "little")
+        return cls(
+            tuple(metadata),
+            metadata_digest(metadata),
+            tuple(offsets),
+            trailer,
+            end + len(trailer),
+            sum(meta.num_bytes for meta in metadata),
+        )
+
+    @property
+    def trailer_checksum(self) -> int:
+        """xxh3-64 of the trailer."""
+        return xxhash.xxh3_64_intdigest(self.trailer)
+
+
+class DataFile:
+    """One data file open for writing.
+
+    In memory a reused file is mapped, and the mapping stays for the next version: one copy, no page
+    faults. All its blocks are allocated first, since a full tmpfs answers a store with SIGBUS.
+    Elsewhere ``pwrite`` is faster: flushing a mapped page makes the next store to it fault again.
+    """
+
+    def __init__(self, path: Path, layout: DataLayout, handle: int, *, mapped: bool) -> None:
+        self.path = path
+        self.layout = layout
+        self._handle = handle
+        self._pages: NDArray[np.uint8] | None = None
+        if mapped:
+            pages = mmap.mmap(handle, layout.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._pages = np.frombuffer(pages, dtype=np.uint8)
+
+    @classmethod
+    def create(cls, path: Path, layout: DataLayout, *, allocate: bool, mapped: bool) -> DataFile:
+        """Makes a new file under a temporary name, complete but for the parameters, and renames it.
+
+        A file that had the name keeps its pages for whoever has it mapped.
+
+        Args:
+            path: Name of the file.
+            layout: What it is to hold.
+            allocate: Whether to take all its blocks now.
+            mapped: Whether to write through a mapping; needs ``allocate``.
+
+        Raises:
+            OSError: The file system refuses, for instance because it is full.
+        """
+        temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            if allocate:
+                os.posix_fallocate(handle, 0, layout.num_bytes)
+            _pwrite(handle, layout.trailer, layout.num_bytes - len(layout.trailer))
+            os.rename(temporary, path)
+            return cls(path, layout, handle, mapped=mapped)
+        except BaseException:
+            os.close(handle)
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+    @classmethod
+    def reopen(cls, path: Path, layout: DataLayout, *, mapped: bool) -> DataFile | None:
+        """Opens a file that an earlier writer left; None if it is not exactly of this layout."""
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        length = len(layout.trailer)
+        same = (
+            os.fstat(handle).st_size == layout.num_bytes
+            and os.pread(handle, length, layout.num_bytes - length) == layout.trailer
+        )
+        if not same:
+            os.close(handle)
+            return None
+        try:
+            # Blocks may be missing where the file came from a copy that kept holes.
+            os.posix_fallocate(handle, 0, layout.num_bytes)
+            return cls(path, layout, handle, mapped=mapped)
+        except BaseException:
+            os.close(handle)
+            raise
+
+    def write(self, piece: NDArray[np.uint8], offset: int) -> NDArray[np.uint8]:
+        """Stores ``piece`` at ``offset``; returns the bytes to hash, which are still in cache."""
+        if self._pages is None:
+            _pwrite(self._handle, piece, offset)
+            return piece
+        stored = self._pages[offset : offset + len(piece)]
+        np.copyto(stored, piece)
+        return stored
+
+    def flush(self) -> None:
+        """Makes everything written durable, stores through the mapping included."""
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Gives mapping and handle back."""
+        self._pages = None
+        os.close(self._handle)
+
+
+@dataclass
+class FillTimes:
+    """Seconds spent copying (and casting) and hashing."""
+
+    copy_s: float = 0.0
+    hash_s: float = 0.0
+
+
+class TensorWriter:
+    """Copies tensors into a ``DataFile`` piece by piece, and hashes each while it is in cache.
+
+    Only one piece is ever held besides the tensor itself. Tensors of another dtype are cast piece
+    by piece; those of a GPU pass through two page-locked pieces, one filling while the other is
+    stored.
+    """
+
+    def __init__(self, *, checksums: bool) -> None:
+        self._checksums = checksums
+        self._staging: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def write(
+        self, tensor: torch.Tensor, meta: ParamMeta, file: DataFile, offset: int, times: FillTimes
+    ) -> int | None:
+        """Stores ``tensor`` as ``meta`` says; returns the xxh3-64 of the stored bytes, if wanted.
+
+        Raises:
+            OSError: The file system refuses.
+        """
+        state = xxhash.xxh3_64() if self._checksums else None
+        started = time.perf_counter()
+        for piece in self._pieces(tensor.detach(), meta.dtype):
+            stored = file.write(piece, offset)
+            offset += len(piece)
+            copied = time.perf_counter()
+            times.copy_s += copied - started
+            started = copied
+            if state is not None:
+                state.update(cast("bytes", stored))
+                started = time.perf_counter()
+                times.hash_s += started - copied
+        return None if state is None else state.intdigest()
+
+    def _pieces(self, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[NDArray[np.uint8]]:
+        flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+        if flat.device.type != "cpu":
+            yield from self._device_pieces(flat, dtype)
+        elif flat.dtype == dtype:
+            content = flat.view(torch.uint8).numpy()
+            for start in range(0, len(content), CHUNK_BYTES):
+                yield content[start : start + CHUNK_BYTES]
+        else:
+            staging = self._staging_for("cpu")[0].view(dtype)
+            for part in flat.split(staging.numel()):
+                converted = staging[: part.numel()]
+                converted.copy_(part)
+                yield converted.view(torch.uint8).numpy()
+
+    def _device_pieces(self, flat: torch.Tensor, dtype: torch.dtype) -> Iterator[NDArray[np.uint8]]:
+        buffers = [piece.view(dtype) for piece in self._staging_for(flat.device.type)]
+        accelerator = torch.get_device_module(flat.device)
+        waiting: tuple[torch.Tensor, Any] | None = None
+        for index, part in enumerate(flat.split(buffers[0].numel())):
+            target = buffers[index % 2][: part.numel()]
+            target.copy_(part.to(dtype), non_blocking=True)
+            arrived = accelerator.Event()
+            arrived.record(accelerator.current_stream(flat.device))
+            if waiting is not None:
+                waiting[1].synchronize()
+                yield waiting[0].view(torch.uint8).numpy()
+            waiting = (target, arrived)
+        if waiting is not None:
+            waiting[1].synchronize()
+            yield waiting[0].view(torch.uint8).numpy()
+
+    def _staging_for(self, device_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if device_type not in self._staging:
+            pinned = device_type != "cpu"
+            self._staging[device_type] = (
+                torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned),
+                torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned),
+            )
+        return self._staging[device_type]
+
+
+def open_tensordict(path: Path, metadata: Sequence[ParamMeta], trailer_checksum: int) -> TensorDict:
+    """Maps a data file, copying nothing.
+
+    The mapping is private: a store into one of its tensors stays in this process.
+
+    Raises:
+        OSError: The file is not there or cannot be read.
+        SnapshotError: Its description is not the one that was published.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 8, 0))
+        length = int.from_bytes(file.read(8), "little")
+        if length + 8 > size:
+            raise SnapshotError(f"{path}: corrupted: no description at its end")
+        file.seek(size - 8 - length)
+        if xxhash.xxh3_64_intdigest(file.read(length + 8)) != trailer_checksum:
+            raise SnapshotError(f"{path}: corrupted: its description is not the published one")
+    stored = TensorDict.from_consolidated(str(path))
+    for meta in metadata:
+        if _stored_dtype(meta.dtype) != meta.dtype:
+            stored.set(meta.name, stored.get(meta.name).view(meta.dtype))
+    return stored.lock_()
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """xxh3-64 of a tensor's bytes, as ``TensorWriter.write`` returns it."""
+    content = tensor.reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_intdigest(cast("bytes", content))
+
+
+def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in _TENSORDICT_DTYPES else _CARRIERS[dtype.itemsize]
+
+
+def _pwrite(handle: int, content: bytes | NDArray[np.uint8], offset: int) -> None:
+    """Writes all of ``content``; one call may write less, for instance near a file-size limit."""
+    view = memoryview(cast("bytes", content))
+    while view:
+        written = os.pwrite(handle, view, offset)
+        view = view[written:]
+        offset += written

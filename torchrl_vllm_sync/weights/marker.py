@@ -1,0 +1,80 @@
+"""The marker: the file that makes a directory ours, and says whose run it belongs to."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torchrl_vllm_sync.errors import SnapshotError
+from torchrl_vllm_sync.weights.lease import READERS
+from torchrl_vllm_sync.weights.storage import TEMPORARY_PREFIX, read_json, write_json
+from torchrl_vllm_sync.weights.writer_lock import COMMIT, EPOCH, LOCK
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LayoutName = Literal["slots", "versions"]
+MARKER = "SNAPSHOTS.json"
+_FORMAT = 1
+# What a writer may have made before it died and before the marker was there.
+_BEFORE_MARKER = frozenset({LOCK, COMMIT, EPOCH, READERS})
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """What a snapshot directory says of itself.
+
+    Attributes:
+        run_id: The training run; versions are comparable only within one.
+        layout: ``"slots"`` or ``"versions"``.
+        format: Number of the on-disk format.
+    """
+
+    run_id: str
+    layout: str
+    format: int = _FORMAT
+
+    @classmethod
+    def read(cls, directory: Path) -> Marker | None:
+        """The directory's marker; None if it is new: absent, empty, or barely begun.
+
+        Raises:
+            SnapshotError: The directory holds something else, or another format.
+            OSError: The directory cannot be read, for instance because it is a file.
+        """
+        path = directory / MARKER
+        try:
+            record = read_json(path)
+        except FileNotFoundError:
+            try:
+                names = os.listdir(directory)
+            except FileNotFoundError:
+                return None
+            foreign = sorted(
+                name
+                for name in names
+                if name not in _BEFORE_MARKER and not name.startswith(TEMPORARY_PREFIX)
+            )
+            if foreign and MARKER not in foreign:
+                raise SnapshotError(
+                    f"{directory}: holds other files ({', '.join(foreign[:5])}) and no {MARKER}; "
+                    "name a new or empty directory"
+                ) from None
+            return None
+        if record.get("format") != _FORMAT:
+            raise SnapshotError(f"{path}: format must be {_FORMAT}, got {record.get('format')!r}")
+        try:
+            return cls(str(record["run_id"]), str(record["layout"]))
+        except KeyError as error:
+            raise SnapshotError(f"{path}: corrupted: {error!r}") from error
+
+    def write(self, directory: Path, *, fsync: bool) -> None:
+        """Makes ``directory`` ours."""
+        write_json(directory / MARKER, asdict(self), fsync=fsync)
+
+
+def new_run_id() -> str:
+    """A run id that no other run has."""
+    return uuid.uuid4().hex

@@ -1,0 +1,97 @@
+"""What a parameter is: its name, dtype and shape, in memory, on the wire and as one digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["ParamMeta", "from_json", "metadata_digest", "to_json"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamMeta:
+    """One parameter as the trainer announces it and as the engine receives it.
+
+    Attributes:
+        name: Hugging Face parameter name, dots included.
+        dtype: Dtype of the transferred values.
+        shape: Full shape, never that of a shard.
+
+    Example:
+        >>> meta = ParamMeta("lm_head.weight", torch.bfloat16, (32, 8))
+        >>> meta.num_bytes
+        512
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Number of values; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values, without padding."""
+        return self.num_elements * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> ParamMeta:
+        """The metadata of ``tensor`` under ``name``."""
+        return cls(name, tensor.dtype, tuple(tensor.shape))
+
+
+def to_json(metadata: Iterable[ParamMeta]) -> list[list[Any]]:
+    """Lists ``[name, dtype, shape]`` that JSON holds, dtypes as ``"float32"``."""
+    return [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in metadata]
+
+
+def from_json(items: Sequence[Sequence[Any]]) -> list[ParamMeta]:
+    """The inverse of ``to_json``.
+
+    Raises:
+        ValueError: An item is no triple, or names a dtype that this torch does not have.
+    """
+    metadata: list[ParamMeta] = []
+    for item in items:
+        if len(item) != 3:
+            raise ValueError(f"a parameter must be [name, dtype, shape], got {item!r}")
+        name, dtype, shape = item
+        metadata.append(ParamMeta(str(name), dtype_from_name(dtype), tuple(int(d) for d in shape)))
+    return metadata
+
+
+def metadata_digest(metadata: Iterable[ParamMeta]) -> str:
+    """A digest of names, dtypes and shapes in their order, equal in every process and host.
+
+    The order counts, because transfers go item by item.
+    """
+    text = json.dumps(to_json(metadata), separators=(",", ":"), ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` to ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """``"float32"`` to ``torch.float32``.
+
+    Raises:
+        ValueError: This torch has no dtype of that name.
+    """
+    dtype = getattr(torch, name, None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise ValueError(f"dtype must be one of torch's, such as 'bfloat16', got {name!r}")

@@ -1,0 +1,388 @@
+"""The writer's side of snapshots: publishes whole versions of the weights through a file system.
+
+Each version is a consolidated TensorDict in one file (``data_file``), named by one manifest that is
+replaced atomically (``manifest``), so a reader sees exactly one version whatever is killed when.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, WeightMismatchError
+from torchrl_vllm_sync.weights.data_file import DataFile, DataLayout, FillTimes, TensorWriter
+from torchrl_vllm_sync.weights.head import Head
+from torchrl_vllm_sync.weights.lease import READERS
+from torchrl_vllm_sync.weights.manifest import CURRENT, Manifest, ManifestFile, write_manifest
+from torchrl_vllm_sync.weights.marker import LayoutName, Marker, new_run_id
+from torchrl_vllm_sync.weights.slot_store import SlotSettings, SlotStore
+from torchrl_vllm_sync.weights.storage import is_memory_file_system, storage_errors
+from torchrl_vllm_sync.weights.version_store import VersionStore
+from torchrl_vllm_sync.weights.writer_lock import WriterLock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    import torch
+
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+
+__all__ = ["PublishReport", "SnapshotWriter"]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What one publish did.
+
+    Attributes:
+        version: Policy version, now current.
+        path: Folder that holds it.
+        num_bytes: Bytes of the parameters.
+        seconds: From call to return.
+        phases: Seconds of ``acquire`` (a folder to write into), ``source`` (waiting for the next
+            tensor), ``copy``, ``hash``, ``flush`` and ``flip``.
+    """
+
+    version: int
+    path: Path
+    num_bytes: int
+    seconds: float
+    phases: Mapping[str, float]
+
+
+class SnapshotWriter:
+    """The one writer of a snapshot directory.
+
+    Lifecycle: construct (takes the directory), ``publish`` any number of times, ``close``. One
+    thread at a time. A writer that dies leaves the last published version current; the next one
+    goes on from there.
+
+    Args:
+        directory: New, empty, or left by an earlier writer.
+        layout: ``"slots"`` for one host (shared memory, local disk): folders are written in turn,
+            so that their pages exist already. ``"versions"`` for shared file systems: a new folder
+            each.
+        num_slots: Slots in turn.
+        max_slots: Slots when readers hold the others.
+        checksums: Whether to store an xxh3-64 of every tensor.
+        fsync: Whether to make a version durable before it becomes current; None: except in memory.
+        lease_timeout_s: Seconds without heartbeat after which a reader's lease may be broken.
+        slot_timeout_s: Seconds that a publish waits when ``max_slots`` slots are taken.
+        lock_timeout_s: Seconds to wait for another writer in the middle of a commit.
+        run_id: The training run; None goes on with the directory's, or makes one up.
+        takeover: Whether to replace a live writer, which is fenced, or another run, whose versions
+            go.
+
+    Raises:
+        SnapshotError: The directory is foreign, unwritable or damaged, another writer holds it, or
+            it belongs to another run.
+        ValueError: A setting breaks its rule.
+
+    Example:
+        >>> with SnapshotWriter("/dev/shm/policy") as writer:  # doctest: +SKIP
+        ...     metadata = [ParamMeta.of(name, p) for name, p in model.named_parameters()]
+        ...     writer.publish(model.named_parameters(), metadata, version=1)
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        layout: LayoutName = "slots",
+        num_slots: int = 3,
+        max_slots: int = 6,
+        checksums: bool = True,
+        fsync: bool | None = None,
+        lease_timeout_s: float = 60.0,
+        slot_timeout_s: float = 5.0,
+        lock_timeout_s: float = 10.0,
+        run_id: str | None = None,
+        takeover: bool = False,
+    ) -> None:
+        if layout not in {"slots", "versions"}:
+            raise ValueError(f"layout must be 'slots' or 'versions', got {layout!r}")
+        if run_id is not None and (not run_id or run_id.split() != [run_id]):
+            raise ValueError(f"run_id must be a word without spaces, got {run_id!r}")
+        settings = SlotSettings(num_slots, max_slots, lease_timeout_s, slot_timeout_s)
+        self.directory = Path(directory)
+        self._closed = False
+        self._layout: DataLayout | None = None
+        self._manifest_file = ManifestFile(self.directory)
+        self._tensor_writer = TensorWriter(checksums=checksums)
+        with storage_errors(f"{self.directory}: cannot be opened"), ExitStack() as undo:
+            marker = self._marker_for(layout, run_id, takeover=takeover)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / READERS).mkdir(exist_ok=True)
+            in_memory = is_memory_file_system(self.directory)
+            self._fsync = not in_memory if fsync is None else fsync
+            self._lock = WriterLock(self.directory, timeout_s=lock_timeout_s, fsync=self._fsync)
+            self._lock.acquire(takeover=takeover)
+            undo.callback(self._lock.release)
+            # Before the lock was taken another writer may have made the directory its own.
+            self._marker = marker = self._marker_for(
+                layout, run_id or marker.run_id, takeover=takeover
+            )
+            known = Marker.read(self.directory)
+            if known != marker:
+                with self._lock.commit():
+                    (self.directory / CURRENT).unlink(missing_ok=True)
+                    marker.write(self.directory, fsync=self._fsync)
+            self._current = self._manifest_file.read()
+            if self._current is not None and self._current.run_id != marker.run_id:
+                raise SnapshotError(
+                    f"{self._manifest_file.path}: is of run {self._current.run_id}, the directory "
+                    f"of run {marker.run_id}"
+                )
+            self._store: SlotStore | VersionStore
+            current = None if self._current is None else self._current.path
+            if layout == "slots":
+                self._store = SlotStore(
+                    self.directory,
+                    self._lock,
+                    settings,
+                    current=current,
+                    mapped=in_memory,
+                    fsync=self._fsync,
+                )
+            else:
+                self._store = VersionStore(
+                    self.directory,
+                    self._lock,
+                    lease_timeout_s,
+                    current=current,
+                    fsync=self._fsync,
+                )
+            undo.pop_all()
+
+    @property
+    def run_id(self) -> str:
+        """The training run."""
+        return self._marker.run_id
+
+    @property
+    def epoch(self) -> int:
+        """This writer's epoch; a later writer has a higher one."""
+        return self._lock.epoch
+
+    @property
+    def last_version(self) -> int | None:
+        """The version that is current as far as this writer knows; None before the first."""
+        return None if self._current is None else self._current.version
+
+    def current(self) -> Manifest | None:
+        """The manifest on disk; None before the first publish.
+
+        Raises:
+            SnapshotError: It is damaged or unreadable.
+        """
+        with storage_errors(f"{self.directory}: reading {CURRENT}"):
+            return self._manifest_file.read()
+
+    def prepare(self, metadata: Sequence[ParamMeta]) -> None:
+        """Makes all slots now, so that no publish pays for new pages; needs no tensors.
+
+        Raises:
+            SnapshotError: No space, or not writable.
+            FencedWriterError: Another writer has taken over.
+            WeightMismatchError: The metadata cannot be laid out.
+        """
+        self._require_open()
+        layout = self._layout_of(metadata)
+        if isinstance(self._store, SlotStore):
+            with self._storage("preparing slots"):
+                self._lock.check()
+                self._store.prepare(layout, self._head(-1, layout, complete=False))
+
+    def publish(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        metadata: Sequence[ParamMeta],
+        version: int,
+    ) -> PublishReport:
+        """Stores every tensor as ``version`` and makes that current.
+
+        Protocol: HEAD "being written", data, flush, then under the commit lock HEAD "complete" and
+        the manifest by rename. On any error the version before stays current.
+
+        Args:
+            tensors: Yields ``(name, tensor of full shape)`` in the order of ``metadata``; each
+                is stored, cast to the announced dtype, before the next is asked for.
+            metadata: Names, dtypes and shapes to store.
+            version: Greater than ``last_version``.
+
+        Raises:
+            StaleVersionError: ``version`` is not greater than the last one.
+            WeightMismatchError: ``tensors`` does not agree with ``metadata``.
+            FencedWriterError: Another writer has taken over.
+            SnapshotError: No space, not writable, or readers hold every slot (named).
+        """
+        self._require_open()
+        started = time.perf_counter()
+        if version < 0:
+            raise ValueError(f"version must not be negative, got {version}")
+        if self.last_version is not None and version <= self.last_version:
+            raise StaleVersionError(
+                f"{self.directory}: version must be greater than {self.last_version}, got {version}"
+            )
+        layout = self._layout_of(metadata)
+        doing = f"publishing version {version}"
+        phases: dict[str, float] = {}
+        with ExitStack() as undo:
+            with self._storage(doing), _timed(phases, "acquire"):
+                self._lock.check()
+                folder, file = self._store.begin(
+                    layout,
+                    self._head(version, layout, complete=False),
+                )
+            undo.callback(self._store.abandon, folder)
+            checksums = self._fill(file, tensors, doing, phases)
+            with self._storage(doing), _timed(phases, "flush"):
+                if self._fsync:
+                    file.flush()
+            with self._storage(doing), _timed(phases, "flip"), self._lock.commit():
+                folder = self._store.complete(folder, self._head(version, layout, complete=True))
+                undo.pop_all()
+                manifest = Manifest(
+                    run_id=self.run_id,
+                    epoch=self.epoch,
+                    version=version,
+                    layout=self._marker.layout,
+                    path=folder,
+                    num_bytes=layout.num_bytes,
+                    trailer_checksum=layout.trailer_checksum,
+                    metadata=layout.metadata,
+                    offsets=layout.offsets,
+                    checksums=checksums,
+                )
+                write_manifest(self.directory, manifest, fsync=self._fsync)
+                self._current = manifest
+                self._store.flipped(folder)
+        with self._storage(f"version {version} is current, but removing old ones failed"):
+            self._store.collect()
+        return PublishReport(
+            version,
+            self.directory / folder,
+            layout.payload_bytes,
+            time.perf_counter() - started,
+            phases,
+        )
+
+    def close(self, *, remove: bool = False) -> None:
+        """Gives the directory back; a second call does nothing.
+
+        Args:
+            remove: Whether to delete the directory with all versions.
+
+        Raises:
+            FencedWriterError: ``remove`` is asked for and another writer has taken over.
+            SnapshotError: The directory cannot be removed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._store.close()
+        try:
+            if remove:
+                with self._storage("removing it"):
+                    with self._lock.commit():
+                        (self.directory / CURRENT).unlink(missing_ok=True)
+                    shutil.rmtree(self.directory)
+        finally:
+            with storage_errors(f"{self.directory}: closing"):
+                self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _fill(
+        self,
+        file: DataFile,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        doing: str,
+        phases: dict[str, float],
+    ) -> tuple[int, ...] | None:
+        layout, times = file.layout, FillTimes()
+        phases["source"] = 0.0
+        checksums: list[int | None] = []
+        iterator = iter(tensors)
+        for meta, offset in zip(layout.metadata, layout.offsets, strict=True):
+            with _timed(phases, "source"):
+                item = next(iterator, None)
+            if item is None:
+                raise WeightMismatchError(
+                    f"{doing}: tensors end after {len(checksums)} of {len(layout.metadata)}; "
+                    f"{meta.name} is missing"
+                )
+            name, tensor = item
+            if name != meta.name or tuple(tensor.shape) != meta.shape:
+                raise WeightMismatchError(
+                    f"{doing}: tensor {len(checksums)} must be {meta.name} of shape "
+                    f"{meta.shape}, got {name} of shape {tuple(tensor.shape)}"
+                )
+            with self._storage(doing):
+                checksums.append(self._tensor_writer.write(tensor, meta, file, offset, times))
+        surplus = next(iterator, None)
+        if surplus is not None:
+            raise WeightMismatchError(f"{doing}: {surplus[0]} is not in the metadata")
+        phases["copy"], phases["hash"] = times.copy_s, times.hash_s
+        taken = tuple(value for value in checksums if value is not None)
+        return taken if len(taken) == len(checksums) else None
+
+    def _head(self, version: int, layout: DataLayout, *, complete: bool) -> Head:
+        return Head(self.run_id, self.epoch, version, layout.digest, complete)
+
+    def _layout_of(self, metadata: Sequence[ParamMeta]) -> DataLayout:
+        if self._layout is None or self._layout.metadata != tuple(metadata):
+            self._layout = DataLayout.of(metadata)
+        return self._layout
+
+    def _marker_for(self, layout: LayoutName, run_id: str | None, *, takeover: bool) -> Marker:
+        """The marker that the directory should have, after looking at the one that it has."""
+        known = Marker.read(self.directory)
+        if known is None:
+            return Marker(run_id or new_run_id(), layout)
+        if known.layout != layout:
+            raise SnapshotError(f"{self.directory}: has layout {known.layout!r}, got {layout!r}")
+        if run_id is not None and known.run_id != run_id and not takeover:
+            raise SnapshotError(
+                f"{self.directory}: belongs to run {known.run_id}, this is run {run_id}; name "
+                "another directory, or pass takeover=True to drop its versions"
+            )
+        return Marker(run_id or known.run_id, layout)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise SnapshotError(f"{self.directory}: this writer is closed")
+
+    @contextmanager
+    def _storage(self, doing: str) -> Iterator[None]:
+        try:
+            with storage_errors(f"{self.directory}: {doing}"):
+                yield
+        except SnapshotError:
+            # A successor removes this writer's folders: that is the cause to name, not a lost file.
+            self._lock.check()
+            raise
+
+
+@contextmanager
+def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        phases[name] = phases.get(name, 0.0) + time.perf_counter() - started

@@ -1,0 +1,170 @@
+"""Who may publish: one writer a directory, and an epoch that shuts out those that came before.
+
+``LOCK`` is held by ``flock`` for the writer's life. ``EPOCH`` names the owner and counts up with
+each; a writer moves ``CURRENT`` only inside ``commit()``, which holds ``COMMIT`` and finds its own
+epoch still in force. A writer that was stopped, lost its lock or was replaced therefore changes
+nothing visible.
+``flock`` reaches other hosts only where the file system carries it; the epoch works on all of them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
+from torchrl_vllm_sync.weights.storage import ProcessIdentity, read_json, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LOCK, COMMIT, EPOCH = "LOCK", "COMMIT", "EPOCH"
+_POLL_S = 0.005
+
+
+class WriterLock:
+    """The right to publish into one directory, from ``acquire`` to ``release``.
+
+    Attributes:
+        epoch: This writer's number.
+        inherited: Whether the previous owner has certainly ended, so that its files may be reused.
+            Otherwise it may wake up and write on into them.
+    """
+
+    def __init__(self, directory: Path, *, timeout_s: float, fsync: bool) -> None:
+        self._directory = directory
+        self._timeout_s = timeout_s
+        self._fsync = fsync
+        self._process = ProcessIdentity.current()
+        self._handle = -1
+        self.epoch = 0
+        self.inherited = True
+
+    def acquire(self, *, takeover: bool) -> None:
+        """Becomes the owner.
+
+        Args:
+            takeover: Whether to replace an owner that is alive; it is fenced from then on.
+
+        Raises:
+            SnapshotError: There is a live owner (named), or ``COMMIT`` stays locked.
+            OSError: The directory is not writable.
+        """
+        with self._locked_commit():
+            previous = self._owner()
+            released = previous is None or previous[2]
+            gone = True if previous is None or released else previous[1].is_gone()
+            if gone is False and not takeover:
+                raise self._held_error(previous)
+            path = self._directory / LOCK
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(handle)
+                # A dead owner's lock lives on in processes that it forked; that is no owner.
+                if (released or not gone) and not takeover:
+                    raise self._held_error(previous) from error
+                os.unlink(path)
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._handle = handle
+            self.inherited = gone is True
+            self.epoch = 1 if previous is None else previous[0] + 1
+            self._write_epoch(released=False)
+
+    def check(self) -> None:
+        """Finds out whether this writer still owns the directory.
+
+        Raises:
+            FencedWriterError: Another one has taken over (named).
+        """
+        owner = self._owner()
+        if owner is None:
+            raise FencedWriterError(
+                f"{self._directory}: {EPOCH} is gone: the directory was removed or replaced"
+            )
+        epoch, process, _ = owner
+        if epoch != self.epoch:
+            raise FencedWriterError(
+                f"{self._directory}: writer of epoch {self.epoch} was replaced by {process}, "
+                f"epoch {epoch}"
+            )
+
+    @contextmanager
+    def commit(self) -> Iterator[None]:
+        """Keeps every other writer out of the few file operations that make a version visible.
+
+        Raises:
+            FencedWriterError: Another writer has taken over.
+            SnapshotError: ``COMMIT`` stays locked beyond the deadline.
+        """
+        with self._locked_commit():
+            self.check()
+            yield
+
+    def now(self) -> float:
+        """The file system's time in seconds, which hosts that share it agree on."""
+        os.utime(self._handle)
+        return os.fstat(self._handle).st_mtime
+
+    def release(self) -> None:
+        """Gives the right back; what a fenced writer had is another's already."""
+        if self._handle < 0:
+            return
+        try:
+            with suppress(FencedWriterError, FileNotFoundError), self.commit():
+                self._write_epoch(released=True)
+        finally:
+            os.close(self._handle)
+            self._handle = -1
+
+    def _held_error(self, owner: tuple[int, ProcessIdentity, bool] | None) -> SnapshotError:
+        who = "an unknown process" if owner is None else str(owner[1])
+        return SnapshotError(
+            f"{self._directory}: another writer holds it: {who}; end that process, or pass "
+            "takeover=True to fence it"
+        )
+
+    def _owner(self) -> tuple[int, ProcessIdentity, bool] | None:
+        path = self._directory / EPOCH
+        try:
+            record = read_json(path)
+        except FileNotFoundError:
+            return None
+        try:
+            epoch, released = int(record["epoch"]), bool(record["released"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise SnapshotError(f"{path}: corrupted: {error!r}") from error
+        return epoch, ProcessIdentity.from_record(record, path), released
+
+    def _write_epoch(self, *, released: bool) -> None:
+        record = self._process.to_record() | {"epoch": self.epoch, "released": released}
+        write_json(self._directory / EPOCH, record, fsync=self._fsync)
+
+    @contextmanager
+    def _locked_commit(self) -> Iterator[None]:
+        path = self._directory / COMMIT
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            deadline = time.monotonic() + self._timeout_s
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        owner = self._owner()
+                        who = "unknown" if owner is None else str(owner[1])
+                        raise SnapshotError(
+                            f"{path}: locked for {self._timeout_s} s; the owner, {who}, may be "
+                            "stopped in the middle of a commit"
+                        ) from error
+                    time.sleep(_POLL_S)
+            yield
+        finally:
+            os.close(handle)
