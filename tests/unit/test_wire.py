@@ -1,0 +1,362 @@
+import importlib.util
+import pickle
+import random  # noqa: TID251 - seeded random.Random only
+import struct
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_vllm_sync.wire import pack_output, unpack_output
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytestmark = pytest.mark.filterwarnings(
+    # Importing vLLM 0.32 on torch 2.11 and later.
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)
+
+PLAIN = (bool, int, str, bytes, type(None), type)
+NAN_WITH_PAYLOAD = struct.unpack("<d", bytes.fromhex("010000000000f87f"))[0]
+ODD_FLOATS = (
+    *map(float, ("-inf", "inf", "nan", "-0.0", "0", "0.1", "1e300", "5e-324")),
+    NAN_WITH_PAYLOAD,
+)
+ODD_TEXTS = ("", " the", "\x00", "Ġ猫", "\ud83d", "\N{GRINNING FACE}")
+
+
+def assert_same(left, right, path="output"):
+    """The two graphs agree in every type, value, bit of a float and order of a dict."""
+    assert type(left) is type(right), f"{path}: {type(left)} and {type(right)}"
+    if isinstance(left, PLAIN):
+        assert left == right, f"{path}: {left!r} and {right!r}"
+    elif isinstance(left, float):
+        assert struct.pack("<d", left) == struct.pack("<d", right), f"{path}: {left}, {right}"
+    elif isinstance(left, dict):
+        assert_same(list(left), list(right), f"{path} keys")
+        for key, value in left.items():
+            assert_same(value, right[key], f"{path}[{key!r}]")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), f"{path}: lengths {len(left)} and {len(right)}"
+        for position, (a, b) in enumerate(zip(left, right, strict=True)):
+            assert_same(a, b, f"{path}[{position}]")
+    elif isinstance(left, (np.ndarray, torch.Tensor)):
+        a, b = np.asarray(left), np.asarray(right)
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), path
+    elif hasattr(left, "__dict__"):
+        assert_same(vars(left), vars(right), path)
+    else:
+        assert left == right, f"{path}: {left!r} and {right!r}"
+
+
+def across_ray(value):
+    """Pickles as Ray does: arrays come back as read-only views."""
+    buffers = []
+    data = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
+
+
+def round_trip(output):
+    return unpack_output(across_ray(pack_output(output, include_prompt=True)))
+
+
+class OutputMaker:
+    """Random outputs of vLLM's own classes, odd in every attribute that can be."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+
+    def maybe(self, make):
+        return make() if self.random.random() < 0.5 else None
+
+    def ids(self, length):
+        return [self.random.randrange(151_000) for _ in range(length)]
+
+    def logprob(self, *, odd):
+        from vllm.logprobs import Logprob
+
+        if odd:
+            return Logprob(
+                self.random.choice(ODD_FLOATS),
+                self.random.choice([None, 1, 2**40, 2**70]),
+                self.random.choice([None, *ODD_TEXTS]),
+            )
+        return Logprob(float(np.float32(-10 * self.random.random())), self.random.randrange(1, 300))
+
+    def positions(self, token_ids, *, odd=False):
+        """As vLLM has it: the sampled token first, then those ranked 1, 2, ..."""
+        counts = [self.random.randrange(4) for _ in token_ids]
+        return [
+            {key: self.logprob(odd=odd) for key in [token_id, *self.ids(count)]}
+            for token_id, count in zip(token_ids, counts, strict=True)
+        ]
+
+    def container(self, positions):
+        from vllm.logprobs import FlatLogprobs
+
+        if self.random.random() < 0.7:
+            return positions
+        flat = FlatLogprobs()
+        flat.extend(positions)
+        return flat
+
+    def lora(self):
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("adapter", 1, "/tmp/adapter")
+
+    def completion(self, index, lora):
+        from vllm.outputs import CompletionOutput
+
+        ids = self.ids(self.random.randrange(40))
+        odd = self.random.random() < 0.5
+        completion = CompletionOutput(
+            index=index,
+            text=self.random.choice(ODD_TEXTS),
+            token_ids=tuple(ids) if self.random.random() < 0.1 else ids,
+            cumulative_logprob=self.random.choice([None, *ODD_FLOATS]),
+            logprobs=self.maybe(lambda: self.container(self.positions(ids, odd=odd))),
+            finish_reason=self.random.choice([None, "stop", "length", "abort"]),
+            stop_reason=self.random.choice([None, 7, "###"]),
+            lora_request=lora,
+            routed_experts=self.maybe(lambda: np.arange(12, dtype=np.int16).reshape(2, 3, 2)),
+        )
+        if self.random.random() < 0.5:
+            completion.weight_versions = self.spans(len(ids))
+        completion.of_a_newer_vllm = {"nested": [1, None, (2.0, "x")]}
+        return completion
+
+    def spans(self, length):
+        from vllm import outputs
+
+        if hasattr(outputs, "WeightVersionSpan"):  # from vLLM 0.32 on
+            return [outputs.WeightVersionSpan("3", 0, 1), outputs.WeightVersionSpan("4", 1, length)]
+        return None
+
+    def output(self):
+        from vllm.outputs import RequestOutput
+        from vllm.v1.metrics.stats import RequestStateStats
+
+        ids, lora = self.ids(self.random.randrange(1, 40)), self.maybe(self.lora)
+        odd = self.random.random() < 0.5
+        prompt_logprobs = [None, *self.positions(ids[1:], odd=odd)]
+        output = RequestOutput(
+            request_id=f"request-{self.random.random()}",
+            prompt=self.random.choice([None, *ODD_TEXTS]),
+            prompt_token_ids=self.random.choice([ids, ids, None]),
+            prompt_logprobs=self.maybe(lambda: self.container(prompt_logprobs)),
+            outputs=[self.completion(i, lora) for i in range(self.random.randrange(4))],
+            finished=self.random.random() < 0.5,
+            metrics=self.maybe(lambda: RequestStateStats(num_generation_tokens=3)),
+            lora_request=lora,
+            encoder_prompt=self.maybe(lambda: "encode"),
+            encoder_prompt_token_ids=self.maybe(lambda: self.ids(3)),
+            num_cached_tokens=self.random.choice([None, 0, 16]),
+            kv_transfer_params=self.maybe(lambda: {"blocks": [1, 2], "host": "a"}),
+        )
+        output.of_a_newer_vllm = self.random.choice(
+            [np.arange(3), [1.5, 2.5], [1, 2.5], [], [True, 2], [np.int64(3)], [{}], [{1: None}]]
+        )
+        return output
+
+    def training_output(self, *, num_prompt=6, num_tokens=5, n=1):
+        """What a rollout with vLLMWrapper's default parameters returns."""
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        prompt, samples = self.ids(num_prompt), [self.ids(num_tokens) for _ in range(n)]
+        return RequestOutput(
+            "request",
+            None,
+            prompt,
+            [None, *self.positions(prompt[1:])],
+            [
+                CompletionOutput(i, "", ids, -1.5, self.positions(ids), finish_reason="stop")
+                for i, ids in enumerate(samples)
+            ],
+            finished=True,
+            num_cached_tokens=0,
+        )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_round_trip_returns_the_same_graph(seed):
+    maker = OutputMaker(seed)
+    for _ in range(20):
+        output = maker.output()
+        assert_same(round_trip(output), output)
+
+
+def test_packing_leaves_the_output_as_it_was():
+    for seed in range(20):
+        output = OutputMaker(seed).output()
+        pack_output(output, include_prompt=False)
+        assert_same(output, OutputMaker(seed).output())
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [],
+        [None],
+        [None, None],
+        [{}],
+        [None, {}],
+        [{5: (-1.0, None, None)}],
+        [None, {7: (-1.0, 1, None), 3: (float("-inf"), 2, "a")}, {}, None],
+        [{1: (-0.5, 1, None)}, {1: (0, 1, None)}],
+        [{2**70: (-0.5, 1, None)}],
+        [{True: (-0.5, 1, None)}, {np.int64(2): (np.float64(1), np.int32(1), None)}],
+    ],
+)
+@pytest.mark.parametrize("flat", [False, True])
+def test_log_probs_of_any_form_return(positions, flat):
+    from vllm.logprobs import FlatLogprobs, Logprob
+
+    output = OutputMaker(0).training_output()
+    built = [p and {i: Logprob(*entry) for i, entry in p.items()} for p in positions]
+    if flat:
+        container = FlatLogprobs()
+        container.extend(built)
+        built = container
+    output.prompt_logprobs = output.outputs[0].logprobs = built
+
+    assert_same(round_trip(output), output)
+
+
+@pytest.mark.parametrize("value", ODD_FLOATS, ids=repr)
+def test_a_log_prob_returns_bit_by_bit(value):
+    output = OutputMaker(0).training_output()
+    for entries in output.outputs[0].logprobs:
+        for entry in entries.values():
+            entry.logprob = value
+
+    assert_same(round_trip(output), output)
+
+
+def test_entries_that_are_not_plain_log_probs_travel_as_they_are():
+    output = OutputMaker(0).training_output()
+    output.outputs[0].logprobs = [{5: {"logprob": -1.0}}]
+    output.prompt_logprobs = [None, {5: -1.0}]
+
+    assert_same(round_trip(output), output)
+
+
+def test_every_field_of_the_installed_completion_returns():
+    output = OutputMaker(0).training_output()
+    for field in fields(output.outputs[0]):
+        setattr(output.outputs[0], field.name, [field.name, 1])
+
+    assert_same(round_trip(output), output)
+
+
+def test_a_shared_lora_request_stays_shared():
+    maker = OutputMaker(0)
+    output = maker.training_output(n=2)
+    output.lora_request = output.outputs[0].lora_request = output.outputs[1].lora_request = (
+        maker.lora()
+    )
+    rebuilt = round_trip(output)
+
+    assert rebuilt.lora_request is rebuilt.outputs[0].lora_request
+    assert rebuilt.lora_request is rebuilt.outputs[1].lora_request
+
+
+def test_arrays_arrive_writable():
+    output = OutputMaker(0).training_output()
+    output.outputs[0].routed_experts = np.arange(4)
+
+    assert round_trip(output).outputs[0].routed_experts.flags.writeable
+
+
+def test_a_prompt_that_the_caller_holds_does_not_travel():
+    output = OutputMaker(0).training_output(num_prompt=1000)
+    output.prompt_logprobs, output.prompt = None, "the text"
+    ids = tuple(output.prompt_token_ids)
+    whole = pack_output(output, include_prompt=True)
+    wire = pack_output(output, include_prompt=False)
+
+    assert len(pickle.dumps(wire)) < len(pickle.dumps(whole)) - 3 * len(ids)
+    rebuilt = unpack_output(across_ray(wire), prompt_token_ids=ids, prompt="the text")
+    assert_same(rebuilt, output)
+
+
+def test_a_prompt_that_is_missing_is_asked_for():
+    wire = pack_output(OutputMaker(0).training_output(), include_prompt=False)
+
+    with pytest.raises(ValueError, match="prompt_token_ids must be given for request request"):
+        unpack_output(wire)
+
+
+def test_a_prompt_that_travelled_is_preferred_to_the_callers():
+    output = OutputMaker(0).training_output()
+    wire = pack_output(output, include_prompt=True)
+
+    assert_same(unpack_output(wire, prompt_token_ids=[1], prompt="before expansion"), output)
+
+
+def test_one_wire_output_can_be_unpacked_twice_without_sharing():
+    output = OutputMaker(0).training_output()
+    wire = pack_output(output, include_prompt=True)
+    first, second = unpack_output(wire), unpack_output(wire)
+    first.outputs[0].token_ids.append(1)
+    first.outputs[0].logprobs[0].clear()
+
+    assert_same(second, output)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_wire_is_less_than_two_thirds_of_the_pickled_object(flat):
+    from vllm.logprobs import FlatLogprobs
+
+    output = OutputMaker(0).training_output(num_prompt=600, num_tokens=500)
+    if flat:
+        positions, output.prompt_logprobs = output.outputs[0].logprobs, None
+        output.outputs[0].logprobs = FlatLogprobs()
+        output.outputs[0].logprobs.extend(positions)
+    wire = pack_output(output, include_prompt=False)
+
+    assert 3 * len(pickle.dumps(wire, protocol=5)) < 2 * len(pickle.dumps(output, protocol=5))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "message"),
+    [
+        ([1], [np.int64(1)], "int64"),
+        ([0.5], [np.float32(0.5)], "float32"),
+        ([0.0], [-0.0], "-0.0"),
+        ([1], [True], "bool"),
+        ([1], (1,), "tuple"),
+        ({1: 2, 3: 4}, {3: 4, 1: 2}, "keys"),
+        ([1], [1, 2], "lengths"),
+        (np.ones(2, np.int16), np.ones(2, np.int32), "output"),
+    ],
+)
+def test_the_comparison_above_notices(left, right, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_same(left, right)
+
+
+def test_the_comparison_above_notices_a_changed_log_prob():
+    output, other = OutputMaker(0).training_output(), OutputMaker(0).training_output()
+    entries = other.outputs[0].logprobs[3]
+    next(iter(entries.values())).logprob -= 1e-7
+
+    with pytest.raises(AssertionError, match=r"\['logprobs'\]\[3\]"):
+        assert_same(output, other)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_torchrl_converts_the_rebuilt_output_to_the_same_tensors(seed, n):
+    from torchrl.modules.llm.policies.vllm_wrapper import _RequestOutput_tc
+
+    output = OutputMaker(seed).training_output(n=n)
+    rebuilt = round_trip(output)
+
+    expected, got = map(_RequestOutput_tc.from_request_output, (output, rebuilt))
+    assert expected.outputs.logprobs.shape == ((5,) if n == 1 else (n, 5))
+    assert_same(got.to_dict(), expected.to_dict())
+
+    expected, got = (_RequestOutput_tc.from_request_output([o, o]) for o in (output, rebuilt))
+    assert_same(got.to_dict(), expected.to_dict())

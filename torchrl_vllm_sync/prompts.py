@@ -1,0 +1,278 @@
+"""Prompts: every form a caller may write, turned once into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+import torch
+
+from torchrl_vllm_sync.errors import InvalidPromptError
+
+__all__ = [
+    "NormalisedPrompts",
+    "PromptRecord",
+    "SamplingParamsLike",
+    "as_requests",
+    "check_sampling_params",
+]
+
+# The keys of vLLM's TokensPrompt that travel with the ids unread.
+_EXTRA_KEYS = (
+    "multi_modal_data",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "multi_modal_uuids",
+    "cache_salt",
+    "token_type_ids",
+    "prompt_token_offsets",
+)
+_KNOWN_KEYS = ("prompt", "prompt_token_ids", *_EXTRA_KEYS)
+
+# Engines keep ids in 32 bits. One that started without a tokenizer checks no id, and an id outside
+# the embedding table ends it.
+_NUM_INT32_IDS = 2**31
+
+_FORMS = "text, token ids, or a dict with 'prompt' or 'prompt_token_ids'"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """One prompt as the rest of the library sees it.
+
+    The ids are a tuple of plain integers: nobody can change them after routing has hashed them, and
+    a request that is retried carries the same ones.
+
+    Attributes:
+        token_ids: The prompt, at least one id.
+        text: The prompt as text, if the caller gave text.
+        extras: Other entries of vLLM's ``TokensPrompt``, such as ``multi_modal_data``.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+    extras: Mapping[str, object] = field(default_factory=dict)
+
+    def as_tokens_prompt(self) -> dict[str, object]:
+        """Returns a fresh dict of the shape of vLLM's ``TokensPrompt``."""
+        prompt: dict[str, object] = {"prompt_token_ids": list(self.token_ids), **self.extras}
+        if self.text is not None:
+            prompt["prompt"] = self.text
+        return prompt
+
+
+class NormalisedPrompts(NamedTuple):
+    """What ``as_requests`` returns.
+
+    Attributes:
+        prompts: One record a prompt, in the caller's order.
+        is_batch: Whether the caller passed a batch, and so gets a list back, of one result too.
+    """
+
+    prompts: list[PromptRecord]
+    is_batch: bool
+
+
+@runtime_checkable
+class SamplingParamsLike(Protocol):
+    """What tells vLLM's ``SamplingParams`` from other things without importing vLLM."""
+
+    n: int
+    max_tokens: int | None
+
+
+_Params = TypeVar("_Params", bound=SamplingParamsLike)
+
+
+def as_requests(
+    prompts: object = None,
+    prompt_token_ids: object = None,
+    *,
+    encode: Callable[[str], Sequence[int]] | None,
+    max_model_len: int | None,
+    vocab_size: int | None = None,
+) -> NormalisedPrompts:
+    """Turns what a caller passed to ``generate`` into records of token ids.
+
+    A prompt is text, a list or tuple of ids, a 1-D integer tensor or array, or a dict of the shape
+    of vLLM's ``TokensPrompt`` or ``TextPrompt``. A list or tuple of prompts, also of several forms,
+    is a batch. Nothing is returned unless every prompt is valid.
+
+    Example:
+        >>> as_requests([[1, 2], (3,)], encode=None, max_model_len=8).prompts[1].token_ids
+        (3,)
+
+    Args:
+        prompts: One prompt or a batch.
+        prompt_token_ids: The same as token ids alone: flat for one prompt, nested for a batch.
+        encode: Turns text into ids; None where there is no tokenizer.
+        max_model_len: The model's context in tokens; None leaves the length to the engine.
+        vocab_size: Ids must lie below it; None asks only that they fit 32 bits.
+
+    Raises:
+        InvalidPromptError: Both or none of ``prompts`` and ``prompt_token_ids`` are given, or a
+            prompt is empty, of a wrong type, text without ``encode``, out of the vocabulary, or
+            leaves no room in ``max_model_len`` for one new token (vLLM's own rule). The message
+            names the prompt's place in the batch.
+    """
+    if prompts is not None and prompt_token_ids is not None:
+        raise InvalidPromptError("pass prompts or prompt_token_ids, got both")
+    if prompts is None and prompt_token_ids is None:
+        raise InvalidPromptError("pass prompts or prompt_token_ids, got None for both")
+
+    door = _Door(encode, max_model_len, vocab_size)
+    if prompts is not None:
+        name, given, read = "prompts", prompts, door.read_prompt
+    else:
+        name, given, read = "prompt_token_ids", prompt_token_ids, door.read_ids_prompt
+
+    if not isinstance(given, (list, tuple)) or _is_flat(given):
+        return NormalisedPrompts([read(given, name)], is_batch=False)
+    if not given:
+        raise InvalidPromptError(f"{name} must hold at least one prompt, got {given!r}")
+    records = [read(prompt, f"{name}[{position}]") for position, prompt in enumerate(given)]
+    return NormalisedPrompts(records, is_batch=True)
+
+
+def check_sampling_params(
+    sampling_params: _Params | Sequence[_Params] | None, num_prompts: int
+) -> list[_Params] | list[None]:
+    """Returns one entry a prompt, as vLLM's ``LLM.generate`` pairs them.
+
+    Args:
+        sampling_params: One for all prompts, or a sequence with one a prompt; None stands for
+            the engine's defaults.
+        num_prompts: How many prompts the call has.
+
+    Raises:
+        InvalidPromptError: The lengths differ, or an entry is not a ``SamplingParams``.
+    """
+    if sampling_params is None:
+        return [None] * num_prompts
+    if not isinstance(sampling_params, Sequence):
+        _check_is_sampling_params(sampling_params, "sampling_params")
+        return [sampling_params] * num_prompts
+    if len(sampling_params) != num_prompts:
+        raise InvalidPromptError(
+            f"sampling_params must have one entry for each of the {num_prompts} prompts, "
+            f"got {len(sampling_params)}"
+        )
+    for position, entry in enumerate(sampling_params):
+        _check_is_sampling_params(entry, f"sampling_params[{position}]")
+    return list(sampling_params)
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """The rules of one call. ``where`` names the value in messages, for example ``prompts[3]``."""
+
+    encode: Callable[[str], Sequence[int]] | None
+    max_model_len: int | None
+    vocab_size: int | None
+
+    def read_prompt(self, prompt: object, where: str) -> PromptRecord:
+        if isinstance(prompt, str):
+            return PromptRecord(self._encoded(prompt, where), prompt)
+        if isinstance(prompt, Mapping):
+            return self._read_mapping(prompt, where)
+        return PromptRecord(self._checked(prompt, where, expected=_FORMS))
+
+    def read_ids_prompt(self, prompt: object, where: str) -> PromptRecord:
+        return PromptRecord(self._checked(prompt, where, expected="token ids"))
+
+    def _read_mapping(self, prompt: Mapping[object, object], where: str) -> PromptRecord:
+        unknown = [key for key in prompt if key not in _KNOWN_KEYS]
+        if unknown:
+            raise InvalidPromptError(
+                f"{where} may have the keys {', '.join(_KNOWN_KEYS)}, got {unknown}"
+            )
+        extras = {key: prompt[key] for key in _EXTRA_KEYS if prompt.get(key) is not None}
+        if not isinstance(salt := extras.get("cache_salt", ""), str):
+            raise InvalidPromptError(f"{where}['cache_salt'] must be text, got {_shown(salt)}")
+
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise InvalidPromptError(f"{where}['prompt'] must be text, got {_shown(text)}")
+        if ids is not None:
+            checked = self._checked(ids, f"{where}['prompt_token_ids']", expected="token ids")
+        elif text is not None:
+            checked = self._encoded(text, f"{where}['prompt']")
+        else:
+            raise InvalidPromptError(
+                f"{where} must have 'prompt' or 'prompt_token_ids', got {list(prompt)}"
+            )
+        return PromptRecord(checked, text, extras)
+
+    def _encoded(self, text: str, where: str) -> tuple[int, ...]:
+        if not text:
+            raise InvalidPromptError(f"{where} must not be empty, got ''")
+        if self.encode is None:
+            raise InvalidPromptError(
+                f"{where} is text and there is no tokenizer to encode it: pass token ids, "
+                f"got {_shown(text)}"
+            )
+        return self._checked(self.encode(text), f"encode({where})", expected="token ids")
+
+    def _checked(self, ids: object, where: str, *, expected: str) -> tuple[int, ...]:
+        if isinstance(ids, (torch.Tensor, np.ndarray)):
+            ids = _from_array(ids, where)
+        elif not isinstance(ids, (list, tuple)):
+            raise InvalidPromptError(f"{where} must be {expected}, got {_shown(ids)}")
+        if not ids:
+            raise InvalidPromptError(f"{where} must have at least 1 token, got 0")
+        if set(map(type, ids)) == {int}:
+            checked: tuple[int, ...] = tuple(ids)
+        else:
+            checked = tuple(_as_id(each, where, at) for at, each in enumerate(ids))
+
+        limit = _NUM_INT32_IDS if self.vocab_size is None else self.vocab_size
+        if min(checked) < 0 or max(checked) >= limit:
+            rule = "2**31" if self.vocab_size is None else f"vocab_size={limit}"
+            at, bad = next((at, x) for at, x in enumerate(checked) if not 0 <= x < limit)
+            raise InvalidPromptError(
+                f"{where} must have ids of at least 0 and below {rule}, got {bad} at token {at}"
+            )
+        if self.max_model_len is not None and len(checked) >= self.max_model_len:
+            raise InvalidPromptError(
+                f"{where} must have fewer tokens than max_model_len={self.max_model_len}, so that "
+                f"one more fits, got {len(checked)}"
+            )
+        return checked
+
+
+def _is_flat(given: list[object] | tuple[object, ...]) -> bool:
+    """Whether a sequence is one prompt; floats count, to be refused as ids."""
+    return bool(given) and isinstance(given[0], (int, float, np.number, np.bool_))
+
+
+def _from_array(ids: torch.Tensor | np.ndarray, where: str) -> list[int]:
+    if isinstance(ids, torch.Tensor):
+        integral = not (ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex())
+    else:
+        integral = ids.dtype.kind in "iu"
+    if not integral:
+        raise InvalidPromptError(f"{where} must have an integer dtype, got {ids.dtype}")
+    if ids.ndim != 1:
+        raise InvalidPromptError(
+            f"{where} must have 1 dimension, got shape {tuple(ids.shape)}: pass a list of 1-D ones "
+            "for a batch, as padding would be read as tokens"
+        )
+    return ids.tolist()
+
+
+def _as_id(value: object, where: str, at: int) -> int:
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return int(value)
+    raise InvalidPromptError(f"{where} must have integer ids, got {_shown(value)} at token {at}")
+
+
+def _check_is_sampling_params(value: object, where: str) -> None:
+    if not isinstance(value, SamplingParamsLike):
+        raise InvalidPromptError(f"{where} must be a SamplingParams, got {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
