@@ -23,7 +23,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 BENCHMARKS := $(filter-out benchmarks/record.py,$(sort $(wildcard benchmarks/[a-z]*.py)))
 
-.PHONY: help setup grpo test lint format bench-smoke tutorial-smoke public-api lock clean
+.PHONY: help setup grpo test lint format bench-smoke bench-table tutorial-smoke public-api lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -59,6 +59,9 @@ format: $(STAMP)  ## Fix what ruff can fix
 bench-smoke: $(STAMP)  ## Run every benchmark for a few seconds
 	@for file in $(BENCHMARKS); do name=$${file%.py}; \
 	    echo "== $$file --smoke"; $(BIN)/python -m "$${name//\//.}" --smoke; done
+
+bench-table: $(STAMP)  ## Print the table of all recorded results
+	@$(BIN)/python -m benchmarks.record benchmarks/results/*.json
 
 tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
 	@for file in $(TUTORIALS); do echo "== $$file --smoke"; $(BIN)/python "$$file" --smoke; done

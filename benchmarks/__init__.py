@@ -1,0 +1,1 @@
+"""Benchmarks: each runs as ``python -m benchmarks.<name>``, takes ``--smoke``, keeps a record."""

