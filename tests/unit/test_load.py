@@ -1,14 +1,16 @@
-"""The ledger: exact counts, last reports, marks."""
+"""The ledger: exact counts, last reports, marks; and the monitor before it is started."""
 
-import asyncio
+import gc
 import pickle
 import threading
 import time
 
 import pytest
 
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.load import LoadSnapshot, LoadTracker
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.load_monitor import BareActorReader, LoadMonitor, ReportReader
+from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
 
 SERVING, FAILED = ReplicaState.SERVING, ReplicaState.FAILED
 
@@ -156,10 +158,49 @@ def test_threads_leave_the_counts_at_zero(_):
     assert [s.in_flight for s in tracker.snapshots()] == [0, 0]
 
 
-async def test_lock_is_reentrant_on_an_event_loop():
+def test_one_thread_may_hold_the_lock_and_count():
     tracker = LoadTracker(["0"])
     with tracker.lock:
         tracker.reserve("0")
         tracker.release("0")
-    await asyncio.sleep(0)
     assert tracker.total_in_flight == 0
+
+
+class Owner:
+    """Has a monitor and is asked by it, as a service is."""
+
+    def __init__(self):
+        self.tracker = LoadTracker(["0"], state=SERVING)
+        self.monitor = LoadMonitor(self.tracker, self.replicas, interval_s=0.5)
+
+    def replicas(self):
+        return [Replica("0", "handle")]
+
+
+@pytest.mark.parametrize("name", ["interval_s", "timeout_s"])
+def test_monitor_settings_are_refused_by_name(name):
+    with pytest.raises(UnsupportedArgumentError, match=f"{name} must be greater than 0, got 0"):
+        LoadMonitor(LoadTracker([]), list, **{name: 0})
+
+
+def test_monitor_does_not_keep_its_owner_alive_and_pickles_unstarted():
+    owner = Owner()
+    copy = pickle.loads(pickle.dumps(owner))
+    assert not copy.monitor.is_running
+    assert copy.monitor._tracker is copy.tracker
+    assert copy.monitor._replicas()() == [Replica("0", "handle")]
+    gone = owner.monitor
+    del owner
+    gc.collect()
+    assert gone._replicas() is None
+
+
+def test_readers_tell_an_answer_from_a_failure():
+    own, bare = ReportReader(), BareActorReader()
+    assert own.read("0", [report(num_running=1)]).num_running == 1
+    with pytest.raises(ZeroDivisionError):
+        own.read("0", [ZeroDivisionError()])
+    with pytest.raises(TypeError, match="must return an EngineReport, got 7"):
+        own.read("0", [7])
+    assert bare.read("0", [3, RuntimeError()]) == report(num_unfinished=3)
+    assert bare.read("0", [RuntimeError(), 0.5]) == report(kv_cache_usage=0.5)

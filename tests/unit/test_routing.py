@@ -367,5 +367,5 @@ def test_prompt_shorter_than_a_block_is_repeated_but_not_continued():
 
 
 def test_long_prompts_cost_few_digests():
-    assert len(digest_prompt(list(range(2048)), 8).anchors) < 120
-    assert len(digest_prompt(list(range(32768)), 8).anchors) < 260
+    assert len(digest_prompt(list(range(2048)), 8).anchors) < 80
+    assert len(digest_prompt(list(range(32768)), 8).anchors) < 140

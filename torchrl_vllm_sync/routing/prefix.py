@@ -13,20 +13,24 @@ import xxhash
 from torchrl_vllm_sync.errors import InvalidPromptError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["PrefixMemory", "PromptDigest", "Recollection", "digest_prompt"]
 
 _BYTES_PER_TOKEN = 4
-# The block ends at which digests are taken lie ever further apart, by a 32nd of their depth: a
-# prompt of 256 blocks costs 115 digests, one of 4096 costs 207.
-_GROWTH_BITS = 5
+_TEXT, _IDS = 1, 2  # seeds: text and ids with the same bytes are different prompts
+# The block ends at which digests are taken lie ever further apart, by a 16th of their depth: a
+# prompt of 256 blocks costs 69 digests, one of 4096 about 115.
+_GROWTH_BITS = 4
 _CAPACITY = 65536
+# A beginning after which prompts end at more places than this is a template's; a conversation whose
+# end was pushed out keeps its replica from its next turn on.
+_MAX_TAILS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PromptDigest:
-    """A prompt as stable digests: the same in every process, on every host of one byte order.
+    """A prompt as stable digests of 64 bits: the same in every process.
 
     Attributes:
         data: The prompt's bytes; token ids take four each, text its UTF-8.
@@ -36,8 +40,8 @@ class PromptDigest:
     """
 
     data: bytes
-    whole: bytes
-    anchors: list[tuple[int, bytes]]
+    whole: int
+    anchors: list[tuple[int, int]]
 
 
 def digest_prompt(prompt: str | Sequence[int], prefix_length: int) -> PromptDigest:
@@ -49,31 +53,25 @@ def digest_prompt(prompt: str | Sequence[int], prefix_length: int) -> PromptDige
         InvalidPromptError: An id is not an integer of 32 bits.
     """
     if isinstance(prompt, str):
-        kind, data = b"text", prompt.encode("utf-8", "surrogatepass")
+        digest, data = _TEXT, prompt.encode("utf-8", "surrogatepass")
     else:
-        kind, data = b"ids", _pack_ids(prompt)
+        digest, data = _IDS, _pack_ids(prompt)
     block = prefix_length * _BYTES_PER_TOKEN
-    hasher = xxhash.xxh3_128(kind)
-    anchors: list[tuple[int, bytes]] = []
-    done = 0
-    for depth in _anchor_depths(len(data) // block):
-        end = depth * block
-        hasher.update(data[done:end])
-        anchors.append((end, hasher.digest()))
-        done = end
-    return PromptDigest(data, _extend(anchors[-1][1] if anchors else kind, data[done:]), anchors)
-
-
-def _anchor_depths(num_blocks: int) -> Iterator[int]:
-    depth = 1
+    num_blocks = len(data) // block
+    anchors: list[tuple[int, int]] = []
+    done, depth = 0, 1
     while depth <= num_blocks:
-        yield depth
-        depth += max(1, depth >> _GROWTH_BITS)
+        end = depth * block
+        digest = _extend(digest, data[done:end])
+        anchors.append((end, digest))
+        done = end
+        depth += (depth >> _GROWTH_BITS) or 1
+    return PromptDigest(data, _extend(digest, data[done:]), anchors)
 
 
-def _extend(digest: bytes, tail: bytes) -> bytes:
-    """Digest of a whole prompt from that of its last anchor and what follows it."""
-    return xxhash.xxh3_128_digest(digest + tail)
+def _extend(digest: int, more: bytes) -> int:
+    """Digest of a beginning and of ``more`` after it."""
+    return xxhash.xxh3_64_intdigest(more, digest)
 
 
 def _pack_ids(ids: Sequence[int]) -> bytes:
@@ -127,10 +125,10 @@ class PrefixMemory:
     def __init__(self, prefix_length: int, capacity: int = _CAPACITY) -> None:
         self._prefix_length = prefix_length
         self._capacity = capacity
-        self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
-        # Lengths in bytes, past an anchor, at which remembered prompts end. A forgotten prompt may
-        # leave its length behind: looking there finds nothing.
-        self._tails: OrderedDict[bytes, set[int]] = OrderedDict()
+        self._turns: OrderedDict[int, _Turn] = OrderedDict()
+        # Lengths in bytes, past an anchor, at which remembered prompts end; latest last. A prompt
+        # that was forgotten may leave its length behind: looking there finds nothing.
+        self._tails: OrderedDict[int, dict[int, None]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -178,8 +176,13 @@ class PrefixMemory:
         if not prompt.anchors:
             return
         length, anchor = prompt.anchors[-1]
-        self._tails.setdefault(anchor, set()).add(len(prompt.data) - length)
+        tail = len(prompt.data) - length
+        tails = self._tails.setdefault(anchor, {})
         self._tails.move_to_end(anchor)
+        tails.pop(tail, None)
+        tails[tail] = None
+        if len(tails) > _MAX_TAILS:
+            del tails[next(iter(tails))]
         if len(self._tails) > self._capacity:
             self._tails.popitem(last=False)
 

@@ -201,9 +201,8 @@ class PrefixAware:
         if home in open_positions:
             position = home
         else:
-            position = max(
-                open_positions, key=lambda at: _affinity(prompt.whole, snapshots[at].replica_id)
-            )
+            key = prompt.whole.to_bytes(8, "little")
+            position = max(open_positions, key=lambda at: _affinity(key, snapshots[at].replica_id))
         self._memory.record(prompt, recalled, snapshots[position].replica_id, moved=home is None)
         return position
 
