@@ -8,9 +8,9 @@ import threading
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import AsyncIterator, Coroutine, Iterator
 
-__all__ = ["run_blocking"]
+__all__ = ["iterate_blocking", "run_blocking"]
 
 _Result = TypeVar("_Result")
 _lock = threading.Lock()
@@ -23,9 +23,7 @@ def _loop() -> asyncio.AbstractEventLoop:
         loop = _loops.get(os.getpid())
         if loop is None:
             loop = asyncio.new_event_loop()
-            threading.Thread(
-                target=loop.run_forever, name="torchrl_vllm_sync", daemon=True
-            ).start()
+            threading.Thread(target=loop.run_forever, name="torchrl_vllm_sync", daemon=True).start()
             _loops[os.getpid()] = loop
         return loop
 
@@ -48,3 +46,30 @@ def run_blocking(coroutine: Coroutine[object, object, _Result]) -> _Result:
     except BaseException:
         future.cancel()
         raise
+
+
+def iterate_blocking(stream: AsyncIterator[_Result]) -> Iterator[_Result]:
+    """Iterates over ``stream`` from code that is not asynchronous.
+
+    Dropping the iterator closes the stream, which ends whatever feeds it.
+
+    Args:
+        stream: An asynchronous generator; it bounds its own waits.
+    """
+    try:
+        while True:
+            try:
+                item = run_blocking(_next(stream))
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        run_blocking(_close(stream))
+
+
+async def _next(stream: AsyncIterator[_Result]) -> _Result:
+    return await anext(stream)
+
+
+async def _close(stream: AsyncIterator[_Result]) -> None:
+    await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]  an asynchronous generator

@@ -6,6 +6,11 @@ Ray and multiprocessing.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchrl_vllm_sync.replica import ReplicaState
+
 __all__ = [
     "FencedWriterError",
     "GenerationError",
@@ -58,7 +63,9 @@ class LaunchError(SyncError, RuntimeError):
         self.failures = failures
 
     def __str__(self) -> str:
-        return "launch failed: " + "; ".join(f"{name}: {why}" for name, why in self.failures.items())
+        return "launch failed: " + "; ".join(
+            f"{name}: {why}" for name, why in self.failures.items()
+        )
 
 
 class ServiceClosedError(SyncError, RuntimeError):
@@ -74,15 +81,18 @@ class ReplicaUnavailableError(SyncError, RuntimeError):
 
     Attributes:
         replica_id: Stable id of the replica.
+        state: Its state.
         reason: What is wrong with it.
     """
 
-    def __init__(self, replica_id: str, reason: str) -> None:
-        super().__init__(replica_id, reason)
-        self.replica_id, self.reason = replica_id, reason
+    def __init__(self, replica_id: str, state: ReplicaState, reason: str = "") -> None:
+        super().__init__(replica_id, state, reason)
+        self.replica_id, self.state, self.reason = replica_id, state, reason
 
     def __str__(self) -> str:
-        return f"replica {self.replica_id}: {self.reason}"
+        return f"replica {self.replica_id} is {self.state}" + (
+            f": {self.reason}" if self.reason else ""
+        )
 
 
 class GenerationError(SyncError, RuntimeError):

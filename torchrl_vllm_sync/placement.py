@@ -110,4 +110,6 @@ def _refusal(bundle: dict[str, float], num_replicas: int, why: str) -> str:
     state = ", ".join(
         f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in ("GPU", "CPU")
     )
-    return f"{num_replicas} replica(s) of {asked} each do not fit: {why}; free in the cluster: {state}"
+    return (
+        f"{num_replicas} replica(s) of {asked} each do not fit: {why}; free in the cluster: {state}"
+    )

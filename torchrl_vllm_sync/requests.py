@@ -38,6 +38,7 @@ class EngineResult:
         request_id: Id of the request it answers.
         replica_id: Replica that answered.
         output: The output, flattened; ``None`` when ``error`` is set.
+        finished: Whether this is the request's last output.
         error: Why the request failed; ``None`` when it did not.
         min_version: Oldest policy version that may have sampled a token of this output.
         max_version: Newest one.
@@ -46,6 +47,7 @@ class EngineResult:
     request_id: str
     replica_id: str
     output: WireOutput | None = None
+    finished: bool = True
     error: Exception | None = None
     min_version: int | None = None
     max_version: int | None = None

@@ -25,6 +25,7 @@ from torchrl_vllm_sync.errors import GenerationError, GenerationTimeoutError, Sy
 from torchrl_vllm_sync.prompts import as_requests
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport, ReplicaState
 from torchrl_vllm_sync.requests import EngineRequest, EngineResult
+from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.wire import pack_output, unpack_output
 
 if TYPE_CHECKING:
@@ -61,17 +62,25 @@ class EngineActor(NativeWeightTransfer):
         replica_id: Stable id within the service.
         engine_args: vLLM engine arguments of this replica.
         environment: Environment variables to set before the engine's processes start.
+        service_name: Name of the service it belongs to.
     """
 
     def __init__(
-        self, *, replica_id: str, engine_args: AsyncEngineArgs, environment: dict[str, str]
+        self,
+        *,
+        replica_id: str,
+        engine_args: AsyncEngineArgs,
+        environment: dict[str, str],
+        service_name: str = "alone",
     ) -> None:
         self.replica_id = replica_id
+        self._service_name = service_name
         self._engine_args = engine_args
         self._environment = environment
         self._gate = AdmissionGate(replica_id)
         self._stats = internals.StatsRecorder()
         self._restarts = 0
+        self._card: dict[str, Any] = {}
 
     # ---------------------------------------------------------------- lifecycle
 
@@ -86,7 +95,7 @@ class EngineActor(NativeWeightTransfer):
         """
         os.environ.update(self._environment)
         self.engine = AsyncLLM.from_engine_args(self._engine_args, stat_loggers=[self._stats])
-        self._updates = WeightUpdates(self.engine, self._gate)
+        self._updates = WeightUpdates(self.engine, self._gate, self._service_name)
         self._gate.set(ReplicaState.SERVING)
         self._health = asyncio.create_task(self._watch_health())
         return self.describe()
@@ -141,6 +150,14 @@ class EngineActor(NativeWeightTransfer):
             stats_age_s=time.monotonic() - stats.measured_at if stats else None,
             reason=self._gate.reason,
         )
+
+    def keep_card(self, card: dict[str, Any]) -> None:
+        """Keeps what a process needs to attach to the service."""
+        self._card = card
+
+    def card(self) -> dict[str, Any]:
+        """Returns what :meth:`keep_card` was given."""
+        return self._card
 
     # ---------------------------------------------------------------- requests
 
@@ -239,6 +256,7 @@ class EngineActor(NativeWeightTransfer):
             request_id=request.request_id,
             replica_id=self.replica_id,
             output=pack_output(output, include_prompt=want_prompt),
+            finished=output.finished,
             min_version=version,
             max_version=self._updates.version,
         )
@@ -267,9 +285,7 @@ class EngineActor(NativeWeightTransfer):
         else:
             cause = failure.__cause__ or failure
             error = GenerationError(request.request_id, f"{type(cause).__name__}: {cause}")
-        return EngineResult(
-            request_id=request.request_id, replica_id=self.replica_id, error=error
-        )
+        return EngineResult(request_id=request.request_id, replica_id=self.replica_id, error=error)
 
     async def abort(self, request_ids: Iterable[str]) -> int:
         """Ends the named requests' work in the engine.
@@ -279,9 +295,7 @@ class EngineActor(NativeWeightTransfer):
         """
         wanted = set(request_ids)
         found = [
-            engine_id
-            for engine_id in self._gate.running
-            if engine_id.rpartition("~")[0] in wanted
+            engine_id for engine_id in self._gate.running if engine_id.rpartition("~")[0] in wanted
         ]
         if found:
             await self.engine.abort(found)
@@ -341,10 +355,10 @@ class EngineActor(NativeWeightTransfer):
 
     # ---------------------------------------------------------------- weights
 
-    async def model_metadata(self) -> list[dict[str, Any]]:
+    async def model_metadata(self) -> list[list[Any]]:
         """Returns the tensors that a complete push must hold, as ``ParamMeta`` in JSON form."""
         metas = await asyncio.to_thread(checkpoint_metadata, self.engine.vllm_config.model_config)
-        return [meta.to_json() for meta in metas]
+        return to_json(metas)
 
     async def load_snapshot(self, directory: str, run_id: str, **options: Any) -> dict[str, Any]:  # noqa: ANN401
         """Loads the newest version stored in ``directory``; see ``WeightUpdates.load_snapshot``."""

@@ -64,9 +64,7 @@ class AdmissionGate:
 
     def refusal(self) -> ReplicaUnavailableError:
         """Returns the error with which this replica refuses a request in its present state."""
-        return ReplicaUnavailableError(
-            self.replica_id, f"{self.state}: {self.reason}" if self.reason else str(self.state)
-        )
+        return ReplicaUnavailableError(self.replica_id, self.state, self.reason)
 
     @property
     def refuses(self) -> bool:

@@ -7,11 +7,13 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.errors import SnapshotError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.weights.data_file import DATA_FILE
+from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 SEND_BACK_TIMEOUT_S = 10.0
 # Seconds within which a paused engine must answer the call to resume.
 RESUME_TIMEOUT_S = 30.0
+# Seconds between signs of life to the writer of a snapshot that is being loaded.
+HEARTBEAT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +74,18 @@ class WeightUpdates:
     Args:
         engine: The replica's engine.
         gate: The gate in front of it.
+        service_name: Tells this service's readers from those of others in one directory.
     """
 
-    def __init__(self, engine: AsyncLLM, gate: AdmissionGate) -> None:
+    def __init__(self, engine: AsyncLLM, gate: AdmissionGate, service_name: str) -> None:
         self.version = 0
         self._engine = engine
         self._gate = gate
         self._lock = asyncio.Lock()
         self._whole = True
         self._follower: asyncio.Task[None] | None = None
+        self._readers: dict[tuple[str, str, bool], SnapshotReader] = {}
+        self._reader_id = f"{service_name}-{gate.replica_id}"
 
     async def load_snapshot(
         self,
@@ -108,9 +115,7 @@ class WeightUpdates:
                 requests until a later load succeeds.
         """
         async with self._lock:
-            reader = SnapshotReader(
-                directory, reader_id=self._gate.replica_id, run_id=run_id, verify=verify
-            )
+            reader = self._reader(directory, run_id, verify=verify)
             begin = time.perf_counter()
             lease = reader.read(newer_than=self.version if self._whole else None)
             snapshot = await asyncio.to_thread(lease.__enter__)
@@ -128,22 +133,25 @@ class WeightUpdates:
                     )
                 verified = time.perf_counter()
                 return await self._apply(
-                    snapshot, verified - begin, mode, clear_cache, timeout_s
+                    reader, snapshot, verified - begin, mode, clear_cache, timeout_s
                 )
             finally:
                 await asyncio.to_thread(lease.__exit__, None, None, None)
 
     async def _apply(
-        self, snapshot: Snapshot, verify_s: float, mode: str, clear_cache: bool, timeout_s: float
+        self,
+        reader: SnapshotReader,
+        snapshot: Snapshot,
+        verify_s: float,
+        mode: str,
+        clear_cache: bool,
+        timeout_s: float,
     ) -> LoadReport:
         begin = time.perf_counter()
         async with self._paused(mode, clear_cache, timeout_s) as num_restarted:
             paused = time.perf_counter()
             self._whole = False
-            answers = await asyncio.wait_for(
-                self._engine.collective_rpc("sync_load_snapshot", args=(str(snapshot.path),)),
-                timeout_s,
-            )
+            answers = await self._load_in_workers(reader, snapshot, timeout_s)
             for rank, answer in enumerate(answers):
                 if answer["error"]:
                     raise SyncError(f"worker {rank} could not load: {answer['error']}")
@@ -163,6 +171,34 @@ class WeightUpdates:
             num_restarted=num_restarted,
             attempts=max(answer["attempts"] for answer in answers),
         )
+
+    async def _load_in_workers(
+        self, reader: SnapshotReader, snapshot: Snapshot, timeout_s: float
+    ) -> list[dict[str, Any]]:
+        """Has every worker load; keeps the lease on the snapshot alive meanwhile."""
+        load = asyncio.ensure_future(
+            self._engine.collective_rpc(
+                "sync_load_snapshot",
+                args=(
+                    str(reader.directory / snapshot.manifest.path / DATA_FILE),
+                    to_json(snapshot.metadata),
+                    snapshot.manifest.trailer_checksum,
+                ),
+            )
+        )
+        async with asyncio.timeout(timeout_s):
+            while not (await asyncio.wait({load}, timeout=HEARTBEAT_S))[0]:
+                snapshot.heartbeat()
+        return load.result()
+
+    def _reader(self, directory: str, run_id: str, *, verify: bool) -> SnapshotReader:
+        """Returns the reader of one directory; readers keep mappings from load to load."""
+        key = (directory, run_id, verify)
+        if key not in self._readers:
+            self._readers[key] = SnapshotReader(
+                directory, reader_id=self._reader_id, run_id=run_id, verify=verify
+            )
+        return self._readers[key]
 
     @contextlib.asynccontextmanager
     async def _paused(self, mode: str, clear_cache: bool, timeout_s: float) -> AsyncIterator[int]:
@@ -235,7 +271,7 @@ class WeightUpdates:
     async def _follow(
         self, directory: str, run_id: str, interval_s: float, timeout_s: float, verify: bool
     ) -> None:
-        reader = SnapshotReader(directory, reader_id=f"{self._gate.replica_id}-follow", run_id=run_id)
+        reader = self._reader(directory, run_id, verify=verify)
         while True:
             try:
                 manifest = await asyncio.to_thread(reader.current)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.engine.reload import reload_model
-from torchrl_vllm_sync.weights.snapshot_reader import open_tensors
+from torchrl_vllm_sync.weights.data_file import open_tensordict
+from torchrl_vllm_sync.weights.metadata import from_json
 
 if TYPE_CHECKING:
     import torch
@@ -27,14 +29,18 @@ class SyncWorkerExtension:
     A ``worker_extension_cls`` of your own must subclass this one.
     """
 
-    def sync_load_snapshot(self, path: str) -> dict[str, Any]:
+    def sync_load_snapshot(
+        self, path: str, metadata: list[list[Any]], trailer_checksum: int
+    ) -> dict[str, Any]:
         """Loads one stored version into this worker's shard of the model.
 
         The caller holds the lease on ``path`` and has verified it. A load that fails half-way is
         repeated once from the start, which repairs what the first attempt left behind.
 
         Args:
-            path: Where the version's tensors are stored.
+            path: File that holds the version's tensors.
+            metadata: Names, dtypes and shapes, in the JSON form of ``ParamMeta``.
+            trailer_checksum: Checksum of the file's layout.
 
         Returns:
             ``seconds`` and ``num_tensors`` of the load, ``attempts``, and ``error``: the last
@@ -43,7 +49,7 @@ class SyncWorkerExtension:
         begin, error, taken, attempt = time.perf_counter(), "", 0, 0
         for attempt in (1, 2):
             try:
-                weights = open_tensors(path)
+                weights = open_tensordict(Path(path), from_json(metadata), trailer_checksum)
                 taken = reload_model(self._sync_model(), self.vllm_config, weights.items())  # pyright: ignore[reportAttributeAccessIssue]
             except Exception:  # noqa: BLE001  any failure is reported to the replica's actor
                 error = traceback.format_exc()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MemmapTransport"]
 
+# Beside pausing and loading, which the replica bounds itself, it reads and verifies the snapshot.
+VERIFY_TIMEOUT_S = 120.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the usual mount of Linux's tmpfs
 
 
@@ -77,9 +78,7 @@ class MemmapTransport:
         """
         if self._writer is None:
             directory = self._given or _new_directory(client.service_name)
-            self._writer = SnapshotWriter(
-                directory, layout=self._layout, takeover=self._takeover
-            )
+            self._writer = SnapshotWriter(directory, layout=self._layout, takeover=self._takeover)
 
     def send(
         self,
@@ -112,8 +111,9 @@ class MemmapTransport:
             verify=self._verify,
             clear_cache=clear_cache,
             timeout_s=timeout_s,
+            deadline_s=2 * timeout_s + VERIFY_TIMEOUT_S,
         )
-        num_bytes = sum(_num_bytes(meta) for meta in metadata)
+        num_bytes = sum(meta.num_bytes for meta in metadata)
         return SendOutcome(
             num_bytes=num_bytes,
             phases=phases,
@@ -123,11 +123,8 @@ class MemmapTransport:
     def close(self) -> None:
         """Stops writing; removes the directory if this transport made it. Idempotent."""
         if self._writer is not None:
-            directory = self._writer.directory
-            self._writer.close()
+            self._writer.close(remove=self._given is None)
             self._writer = None
-            if self._given is None:
-                shutil.rmtree(directory)
 
 
 def _outcome(replica_id: str, answer: Any) -> ReplicaOutcome:  # noqa: ANN401
@@ -137,13 +134,6 @@ def _outcome(replica_id: str, answer: Any) -> ReplicaOutcome:  # noqa: ANN401
         )
     phases = {name: float(value) for name, value in answer.items() if name != "version"}
     return ReplicaOutcome(replica_id=replica_id, version=answer["version"], phases=phases)
-
-
-def _num_bytes(meta: Any) -> int:  # noqa: ANN401
-    count = 1
-    for size in meta.shape:
-        count *= size
-    return count * meta.dtype.itemsize
 
 
 def _new_directory(service_name: str) -> Path:

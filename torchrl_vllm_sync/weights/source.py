@@ -75,40 +75,44 @@ class ModuleSource:
 
     def metadata(self) -> list[ParamMeta]:
         """Returns name, dtype and full shape of each tensor, without merging anything."""
-        with torch.device("meta"):
-            tensors = {
-                name: torch.empty(read.shape, dtype=read.dtype)
-                for name, read in self._readers().items()
-            }
         return [
-            ParamMeta(name, tensor.dtype, tuple(tensor.shape))
-            for name, tensor in self._published(tensors).items()
+            ParamMeta(published, tensor.dtype, tuple(tensor.shape))
+            for name, read in self._readers().items()
+            for published, tensor in self._published(name, read.stand_in()).items()
         ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields each tensor, detached, merged and whole."""
-        for fused_name, read in self._readers().items():
-            yield from self._published({fused_name: read()}).items()
+        for name, read in self._readers().items():
+            yield from self._published(name, read()).items()
 
     def _readers(self) -> dict[str, _Reader]:
-        return _lora_readers(self._module) if _is_peft(self._module) else _plain_readers(self._module)
+        return (
+            _lora_readers(self._module) if _is_peft(self._module) else _plain_readers(self._module)
+        )
 
-    def _published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _published(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the one or more tensors as which a checkpoint holds ``tensor``."""
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
 
         model = self._module.get_base_model() if _is_peft(self._module) else self._module  # pyright: ignore[reportCallIssue]
         if not isinstance(model, PreTrainedModel):
-            return tensors
-        return revert_weight_conversion(model, tensors)
+            return {name: tensor}
+        return revert_weight_conversion(model, {name: tensor})
 
 
 class _Reader:
-    """Reads one tensor of a module when called; knows its dtype and shape without reading."""
+    """Reads one tensor of a module, merged and whole, when called."""
 
-    def __init__(self, tensor: torch.Tensor, delta: Callable[[], torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, delta: Callable[[], torch.Tensor] | None = None
+    ) -> None:
         self._tensor, self._delta = tensor, delta
-        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+
+    def stand_in(self) -> torch.Tensor:
+        """Returns a tensor of the same dtype and full shape without any storage."""
+        return torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device="meta")
 
     def __call__(self) -> torch.Tensor:
         with torch.no_grad():
@@ -182,12 +186,16 @@ def _lora_readers(model: Any) -> dict[str, _Reader]:  # noqa: ANN401  peft.PeftM
 
 def _lora_delta(name: str, layer: Any) -> Callable[[], torch.Tensor] | None:  # noqa: ANN401
     """Returns a function that computes what the active adapters add to ``layer``'s weight."""
-    active = [one for one in layer.active_adapters if one in layer.lora_A or one in layer.lora_embedding_A]
+    active = [
+        one for one in layer.active_adapters if one in layer.lora_A or one in layer.lora_embedding_A
+    ]
     if layer.disable_adapters or layer.merged or not active:
         return None
     if any(getattr(layer, "use_dora", {}).get(one, False) for one in active):
         raise WeightMismatchError(f"{name}: DoRA adapters cannot be merged tensor by tensor")
-    return lambda: sum((layer.get_delta_weight(one) for one in active[1:]), layer.get_delta_weight(active[0]))
+    return lambda: sum(
+        (layer.get_delta_weight(one) for one in active[1:]), layer.get_delta_weight(active[0])
+    )
 
 
 def as_weight_source(weights: Any) -> WeightSource:  # noqa: ANN401  every form the trainer may hold
@@ -259,7 +267,9 @@ def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightS
     optional = {"lm_head.weight"} - set(wanted)
     problems = [
         _listing("missing", [name for name in wanted if name not in found]),
-        _listing("unknown", [name for name in found if name not in wanted | dict.fromkeys(optional)]),
+        _listing(
+            "unknown", [name for name in found if name not in wanted | dict.fromkeys(optional)]
+        ),
         _listing(
             "of another shape",
             [

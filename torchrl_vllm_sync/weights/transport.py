@@ -96,9 +96,9 @@ class ReplicaClient(Protocol):
         ...
 
     def call_replicas(
-        self, method: str, *args: Any, timeout_s: float, **kwargs: Any
+        self, method: str, *args: Any, deadline_s: float, **kwargs: Any
     ) -> dict[str, Any]:
-        """Calls an engine actor's method on every replica.
+        """Calls an engine actor's method on every replica and waits ``deadline_s`` for them.
 
         Returns:
             Replica id to the answer, or to the exception with which the call ended.

@@ -1,0 +1,183 @@
+"""vLLM engine arguments: from TorchRL's spelling, made to fit the platform, refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import inspect
+import os
+from typing import TYPE_CHECKING, Any
+
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs
+
+__all__ = [
+    "engine_environment",
+    "make_engine_args",
+    "num_workers",
+    "on_cpu",
+    "prepare_engine_args",
+]
+
+WORKER_EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
+# vLLM's own defaults take most of a host's memory for the KV cache of one CPU engine.
+CPU_KV_CACHE_BYTES = 256 * 2**20
+CPU_MEMORY_FRACTION = 0.05
+# torchrl/modules/llm/backends/vllm/vllm_plugin.py: turns on TorchRL's FP32 output layers.
+FP32_OUTPUT_ENVIRONMENT = {"VLLM_ENABLE_FP32_OUTPUT": "1", "TORCHRL_VLLM_FP32_OVERRIDES": "1"}
+
+
+def on_cpu() -> bool:
+    """Returns whether the installed vLLM runs its engines on CPUs."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def make_engine_args(
+    model_name: str,
+    *,
+    num_devices: int | None = None,
+    compile: bool = True,  # noqa: A002  TorchRL's spelling
+    tensor_parallel_size: int | None = None,
+    data_parallel_size: int | None = None,
+    pipeline_parallel_size: int | None = None,
+    **kwargs: Any,
+) -> AsyncEngineArgs:
+    """Builds engine arguments from the arguments of ``make_async_vllm_engine``.
+
+    On a CPU the model runs eagerly whatever ``compile`` says, in ``float32`` unless ``dtype`` is
+    given, and with a small KV cache unless one is asked for.
+
+    Args:
+        model_name: Name or path of the checkpoint.
+        num_devices: Tensor-parallel size, in TorchRL's spelling.
+        compile: Let vLLM compile the model.
+        tensor_parallel_size: The same as ``num_devices``.
+        data_parallel_size: Data-parallel engines in a replica.
+        pipeline_parallel_size: Pipeline stages in a replica.
+        **kwargs: Further fields of vLLM's ``AsyncEngineArgs``.
+
+    Raises:
+        UnsupportedArgumentError: The installed vLLM does not have an argument, sizes contradict
+            each other, or a size is below 1.
+    """
+    from vllm import AsyncEngineArgs
+
+    if tensor_parallel_size is None:
+        tensor_parallel_size = 1 if num_devices is None else num_devices
+    elif num_devices not in (None, tensor_parallel_size):
+        raise UnsupportedArgumentError(
+            f"num_devices and tensor_parallel_size must agree, got {num_devices} and "
+            f"{tensor_parallel_size}"
+        )
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    unknown = sorted(set(kwargs) - known)
+    if unknown:
+        raise UnsupportedArgumentError(
+            f"the installed vLLM has no engine argument {', '.join(unknown)}"
+        )
+    kwargs.setdefault("enable_prefix_caching", True)
+    if on_cpu():
+        kwargs.setdefault("dtype", "float32")
+        kwargs.setdefault("enforce_eager", True)
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            kwargs.setdefault("kv_cache_memory_bytes", CPU_KV_CACHE_BYTES)
+        kwargs.setdefault("gpu_memory_utilization", CPU_MEMORY_FRACTION)
+    else:
+        kwargs.setdefault("compilation_config", {"mode": 3 if compile else 0})
+    return AsyncEngineArgs(
+        model=model_name,
+        tensor_parallel_size=tensor_parallel_size,
+        data_parallel_size=1 if data_parallel_size is None else data_parallel_size,
+        pipeline_parallel_size=1 if pipeline_parallel_size is None else pipeline_parallel_size,
+        **kwargs,
+    )
+
+
+def prepare_engine_args(engine_args: AsyncEngineArgs) -> AsyncEngineArgs:
+    """Returns a copy that this library's replicas can run; the caller's object stays as it is.
+
+    Raises:
+        UnsupportedArgumentError: A parallel size that cannot run on this platform, or a
+            ``worker_extension_cls`` that is not a subclass of this library's.
+    """
+    prepared = copy.copy(engine_args)
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if getattr(prepared, name) < 1:
+            raise UnsupportedArgumentError(
+                f"{name} must be at least 1, got {getattr(prepared, name)}"
+            )
+    if prepared.disable_log_stats:
+        raise UnsupportedArgumentError(
+            "disable_log_stats must be False: replicas report their load from these statistics"
+        )
+    prepared.worker_extension_cls = _checked_extension(prepared.worker_extension_cls)
+    if on_cpu():
+        _refuse_on_cpu(prepared)
+        if prepared.distributed_executor_backend is None and num_workers(prepared) == 1:
+            prepared.distributed_executor_backend = "uni"
+    return prepared
+
+
+def num_workers(engine_args: AsyncEngineArgs) -> int:
+    """Returns the vLLM workers of one replica: tensor x pipeline x data parallel size."""
+    return (
+        engine_args.tensor_parallel_size
+        * engine_args.pipeline_parallel_size
+        * engine_args.data_parallel_size
+    )
+
+
+def engine_environment(
+    engine_args: AsyncEngineArgs, *, verbose: bool, enable_fp32_output: bool
+) -> dict[str, str]:
+    """Returns environment variables for a replica's processes; what is set already stays.
+
+    On a CPU a single worker lives inside the engine core, with one OpenMP thread: more of them
+    spin against the other replicas. Several workers are left unbound, because vLLM's automatic
+    choice binds every replica to the same core.
+    """
+    wanted: dict[str, str] = {}
+    if not verbose:
+        wanted["VLLM_LOGGING_LEVEL"] = "ERROR"
+    if enable_fp32_output:
+        wanted |= FP32_OUTPUT_ENVIRONMENT
+    if on_cpu():
+        wanted["OMP_NUM_THREADS"] = "1"
+        if engine_args.distributed_executor_backend == "uni":
+            wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        else:
+            wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return wanted | {name: os.environ[name] for name in wanted if name in os.environ}
+
+
+def _checked_extension(given: str | None) -> str:
+    if not given:
+        return WORKER_EXTENSION
+    module_name, _, class_name = given.rpartition(".")
+    ours_module, _, ours_name = WORKER_EXTENSION.rpartition(".")
+    extension = getattr(importlib.import_module(module_name), class_name)
+    ours = getattr(importlib.import_module(ours_module), ours_name)
+    if not (inspect.isclass(extension) and issubclass(extension, ours)):
+        raise UnsupportedArgumentError(
+            f"worker_extension_cls must be a subclass of {WORKER_EXTENSION}, got {given}"
+        )
+    return given
+
+
+def _refuse_on_cpu(engine_args: AsyncEngineArgs) -> None:
+    """Refuses what vLLM's CPU backend was seen to crash on (0.32; SIGSEGV, NotImplementedError)."""
+    if engine_args.pipeline_parallel_size > 1:
+        raise UnsupportedArgumentError(
+            "pipeline_parallel_size must be 1 on vLLM's CPU backend, "
+            f"got {engine_args.pipeline_parallel_size}"
+        )
+    if engine_args.enable_expert_parallel and num_workers(engine_args) > 1:
+        raise UnsupportedArgumentError(
+            "enable_expert_parallel needs tensor and data parallel size 1 on vLLM's CPU backend, "
+            f"got {engine_args.tensor_parallel_size} and {engine_args.data_parallel_size}"
+        )

@@ -1,0 +1,218 @@
+"""The request side of a service: from what a caller passes to ``RequestOutput`` objects."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from tqdm.auto import tqdm
+
+from torchrl_vllm_sync.dispatch import Dispatcher
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
+from torchrl_vllm_sync.requests import EngineRequest, EngineResult
+from torchrl_vllm_sync.wire import unpack_output
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Collection, Sequence
+
+    from vllm import RequestOutput
+
+    from torchrl_vllm_sync.balancer import LoadBalancer, Reservation
+    from torchrl_vllm_sync.load import LoadTracker
+    from torchrl_vllm_sync.prompts import PromptRecord
+    from torchrl_vllm_sync.replica import EngineDescription, Replica
+
+__all__ = ["Generation", "PinnedBalancer", "PreparedBatch"]
+
+# A bar appears for batches of at least this many prompts that take longer than this many seconds.
+PROGRESS_MIN_PROMPTS = 32
+PROGRESS_DELAY_S = 1.0
+TOKENIZER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A checked call to ``generate``: nothing has been sent yet.
+
+    Attributes:
+        requests: One for each prompt, in the caller's order.
+        records: The prompts.
+        is_batch: Whether the caller passed a batch, and so gets a list.
+    """
+
+    requests: list[EngineRequest]
+    records: list[PromptRecord]
+    is_batch: bool
+
+
+class Generation:
+    """Checks calls, runs them over replicas and rebuilds vLLM's outputs.
+
+    Args:
+        replicas: Returns the current replicas.
+        load: Ledger of these replicas.
+        description: Facts about the engines, which are all alike.
+    """
+
+    def __init__(
+        self,
+        replicas: Callable[[], list[Replica]],
+        load: LoadTracker,
+        description: EngineDescription,
+    ) -> None:
+        self._replicas, self._description = replicas, description
+        self._dispatcher = Dispatcher(replicas, load)
+        self._tokenizer: Any = None
+        self._prefix = uuid.uuid4().hex[:12]
+        self._counter = itertools.count()
+
+    def prepare(
+        self,
+        prompts: Any,  # noqa: ANN401  every form that ``as_requests`` takes
+        prompt_token_ids: Any,  # noqa: ANN401
+        sampling_params: Any,  # noqa: ANN401
+        *,
+        lora_request: Any,  # noqa: ANN401
+        timeout_s: float,
+        stream: bool,
+    ) -> PreparedBatch:
+        """Checks everything about a call before any of it is sent.
+
+        Raises:
+            InvalidPromptError: A prompt or the sampling parameters are not valid.
+            UnsupportedArgumentError: The time limit is not positive.
+        """
+        if not timeout_s > 0:
+            raise UnsupportedArgumentError(
+                f"timeout_seconds must be greater than 0, got {timeout_s}"
+            )
+        normalised = as_requests(
+            prompts,
+            prompt_token_ids,
+            encode=self._encode,
+            max_model_len=self._description.max_model_len,
+            vocab_size=self._description.vocab_size,
+        )
+        given = check_sampling_params(sampling_params, len(normalised.prompts))
+        prepared = _prepared_sampling_params(given, stream=stream)
+        requests = [
+            EngineRequest(
+                request_id=f"{self._prefix}-{next(self._counter)}",
+                prompt=record.as_tokens_prompt(),
+                sampling_params=params,
+                lora_request=lora_request,
+                timeout_s=timeout_s,
+            )
+            for record, params in zip(normalised.prompts, prepared, strict=True)
+        ]
+        return PreparedBatch(requests, normalised.prompts, normalised.is_batch)
+
+    async def run(
+        self, batch: PreparedBatch, balancer: LoadBalancer | PinnedBalancer, *, use_tqdm: bool
+    ) -> list[RequestOutput | Exception]:
+        """Runs a prepared call; each entry is an output, or the error of that request.
+
+        Raises:
+            NoReplicaAvailableError: No replica takes requests.
+        """
+        total = len(batch.requests)
+        with tqdm(
+            total=total,
+            desc="Processed prompts",
+            unit="prompt",
+            delay=PROGRESS_DELAY_S,
+            disable=not use_tqdm or total < PROGRESS_MIN_PROMPTS,
+            dynamic_ncols=True,
+        ) as progress:
+            results = await self._dispatcher.run(
+                batch.requests, _reserver(balancer), on_result=lambda _: progress.update()
+            )
+        return [
+            _as_output(result, record)
+            for result, record in zip(results, batch.records, strict=True)
+        ]
+
+    async def stream(
+        self, batch: PreparedBatch, balancer: LoadBalancer | PinnedBalancer
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields the outputs of a prepared call with one prompt as they grow.
+
+        Raises:
+            SyncError: The request failed.
+        """
+        (request,), (record,) = batch.requests, batch.records
+        async for result in self._dispatcher.stream(request, _reserver(balancer)):
+            output = _as_output(result, record)
+            if isinstance(output, Exception):
+                raise output
+            yield output
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokenises as the engines would, with their tokenizer, fetched once in each process."""
+        if self._tokenizer is None:
+            actor = self._replicas()[0].actor
+            self._tokenizer = ray.get(actor.get_tokenizer.remote(), timeout=TOKENIZER_TIMEOUT_S)
+        return self._tokenizer.encode(text)
+
+
+class PinnedBalancer:
+    """Stands for a balancer where the caller chose the replica: there is no second choice.
+
+    Args:
+        balancer: Keeps counting.
+        replica_id: The replica to use.
+    """
+
+    def __init__(self, balancer: LoadBalancer, replica_id: str) -> None:
+        self._balancer = balancer
+        self._others = {one for one in balancer.load.replica_ids if one != replica_id}
+
+    def reserve_batch(
+        self, prompts: Sequence[object], *, exclude: Collection[str] = ()
+    ) -> list[Reservation]:
+        """Reserves on the chosen replica.
+
+        Raises:
+            NoReplicaAvailableError: It takes no requests.
+        """
+        return self._balancer.reserve_batch(prompts, exclude={*self._others, *exclude})
+
+
+def _reserver(
+    balancer: LoadBalancer | PinnedBalancer,
+) -> Callable[[Sequence[EngineRequest], Collection[str]], list[Reservation]]:
+    return lambda requests, avoid: balancer.reserve_batch(
+        [request.prompt for request in requests], exclude=avoid
+    )
+
+
+def _prepared_sampling_params(given: Sequence[Any], *, stream: bool) -> list[Any]:
+    """Copies each distinct object once; whole outputs are wanted only at the end, unless streamed."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    copies: dict[int, Any] = {}
+    for one in given:
+        if id(one) not in copies:
+            params = SamplingParams() if one is None else copy.copy(one)
+            if not stream:
+                params.output_kind = RequestOutputKind.FINAL_ONLY
+            copies[id(one)] = params
+    return [copies[id(one)] for one in given]
+
+
+def _as_output(result: EngineResult, record: PromptRecord) -> RequestOutput | Exception:
+    """Rebuilds vLLM's output and adds what only this library knows of it."""
+    if result.error is not None:
+        return result.error
+    assert result.output is not None, "a result without an error has an output"
+    output = unpack_output(result.output, prompt_token_ids=record.token_ids, prompt=record.text)
+    output.replica_id = result.replica_id  # pyright: ignore[reportAttributeAccessIssue]
+    output.min_version = result.min_version  # pyright: ignore[reportAttributeAccessIssue]
+    output.max_version = result.max_version  # pyright: ignore[reportAttributeAccessIssue]
+    return output

@@ -1,0 +1,211 @@
+"""Starting and ending a service's replicas, so that a launch that fails leaves nothing behind."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.util
+
+from torchrl_vllm_sync import placement
+from torchrl_vllm_sync.errors import LaunchError, ServiceClosedError, UnsupportedArgumentError
+from torchrl_vllm_sync.replica import Replica
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm import AsyncEngineArgs
+
+    from torchrl_vllm_sync.replica import EngineDescription
+
+__all__ = [
+    "LaunchPlan",
+    "LaunchedReplicas",
+    "close_replicas",
+    "find_replicas",
+    "launch_replicas",
+    "launch_timeout_s",
+]
+
+NAMESPACE = "torchrl_vllm"
+LAUNCH_TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
+CLOSE_TIMEOUT_S = 20.0
+ATTACH_TIMEOUT_S = 30.0
+# Requests run on an actor's default group; questions about it must not queue behind them.
+MAX_CONCURRENT_CALLS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """Everything needed to start replicas.
+
+    Attributes:
+        name: Name of the service, unique on the cluster.
+        engine_args: Prepared engine arguments.
+        num_replicas: How many to start.
+        resources: What each claims.
+        environment: Environment variables of the replicas' processes.
+        actor_class: ``EngineActor`` or a subclass of it, decorated by ``ray.remote`` or not.
+        detached: Whether replicas outlive the process that starts them.
+        timeout_s: Seconds until all must serve.
+    """
+
+    name: str
+    engine_args: AsyncEngineArgs
+    num_replicas: int
+    resources: placement.ReplicaResources
+    environment: dict[str, str]
+    actor_class: Any
+    detached: bool
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class LaunchedReplicas:
+    """Replicas that serve, and the placement groups that hold their resources."""
+
+    replicas: list[Replica] = field(default_factory=list)
+    descriptions: list[EngineDescription] = field(default_factory=list)
+    groups: list[Any] = field(default_factory=list)
+
+    def without_actors(self) -> LaunchedReplicas:
+        """Returns a copy that holds no actor handles, which an actor may keep of its own service."""
+        return LaunchedReplicas([], self.descriptions, self.groups)
+
+
+def launch_timeout_s() -> float:
+    """Returns the launch limit in seconds: the environment's, or 300 as in TorchRL.
+
+    Raises:
+        UnsupportedArgumentError: The variable does not hold a positive number.
+    """
+    given = os.environ.get(LAUNCH_TIMEOUT_VARIABLE, "300")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise UnsupportedArgumentError(
+            f"{LAUNCH_TIMEOUT_VARIABLE} must be a positive number of seconds, got {given!r}"
+        )
+    return seconds
+
+
+def launch_replicas(plan: LaunchPlan) -> LaunchedReplicas:
+    """Starts every replica and waits until all serve.
+
+    Raises:
+        PlacementError: The cluster cannot hold them.
+        LaunchError: Some did not start in time, with a reason for each. Nothing is left behind.
+    """
+    _ensure_ray()
+    launched = LaunchedReplicas(
+        groups=placement.place(plan.resources, plan.num_replicas, timeout_s=plan.timeout_s)
+    )
+    try:
+        actor_class = _as_remote(plan.actor_class)
+        for index in range(plan.num_replicas):
+            group = launched.groups[index] if launched.groups else None
+            actor = actor_class.options(
+                name=actor_name(plan.name, index),
+                namespace=NAMESPACE,
+                lifetime="detached" if plan.detached else None,
+                max_concurrency=MAX_CONCURRENT_CALLS,
+                **placement.actor_options(plan.resources, group),
+            ).remote(
+                replica_id=str(index),
+                engine_args=plan.engine_args,
+                environment=plan.environment,
+                service_name=plan.name,
+            )
+            launched.replicas.append(Replica(str(index), actor))
+        launched.descriptions = _await_start(launched.replicas, plan.timeout_s)
+    except BaseException:
+        close_replicas(launched.replicas, launched.groups, timeout_s=0.0)
+        raise
+    return launched
+
+
+def actor_name(service_name: str, index: int | str) -> str:
+    """Returns the name of one replica's actor in :data:`NAMESPACE`."""
+    return f"async-vllm-replica-{service_name}-{index}"
+
+
+def find_replicas(service_name: str) -> dict[str, Any]:
+    """Returns the shared state of a running service, its replicas filled in.
+
+    Raises:
+        ServiceClosedError: No replica of a service of this name runs on the cluster.
+    """
+    _ensure_ray()
+    prefix = actor_name(service_name, "")
+    names = sorted(
+        found["name"]
+        for found in ray.util.list_named_actors(all_namespaces=True)
+        if found["namespace"] == NAMESPACE and found["name"].startswith(prefix)
+    )
+    if not names:
+        raise ServiceClosedError(f"no service named {service_name!r} runs on this Ray cluster")
+    actors = {name.removeprefix(prefix): ray.get_actor(name, NAMESPACE) for name in names}
+    cards = [actor.card.remote() for actor in actors.values()]
+    ready, _ = ray.wait(cards, num_returns=1, timeout=ATTACH_TIMEOUT_S)
+    if not ready:
+        raise ServiceClosedError(
+            f"service {service_name!r} did not answer within {ATTACH_TIMEOUT_S:g} s"
+        )
+    state: dict[str, Any] = ray.get(ready[0])
+    launched: LaunchedReplicas = state["_launched_replicas"]
+    launched.replicas = [
+        Replica(one.replica_id, actors[one.replica_id])
+        for one in launched.descriptions
+        if one.replica_id in actors
+    ]
+    return state
+
+
+def _ensure_ray() -> None:
+    """Joins the cluster named by ``RAY_ADDRESS``, or starts a local one, unless that is done."""
+    if not ray.is_initialized():
+        ray.init(address=os.environ.get("RAY_ADDRESS", "local"))
+
+
+def _await_start(replicas: Sequence[Replica], timeout_s: float) -> list[EngineDescription]:
+    starting = {replica.actor.start.remote(): replica.replica_id for replica in replicas}
+    done, late = ray.wait(list(starting), num_returns=len(starting), timeout=timeout_s)
+    failures = {starting[ref]: f"not serving after {timeout_s:g} s" for ref in late}
+    started: dict[str, EngineDescription] = {}
+    for ref in done:
+        try:
+            started[starting[ref]] = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            failures[starting[ref]] = str(error).strip()
+    if failures:
+        raise LaunchError(failures)
+    return [started[replica.replica_id] for replica in replicas]
+
+
+def close_replicas(replicas: Sequence[Replica], groups: Sequence[Any], *, timeout_s: float) -> None:
+    """Ends replicas, giving engines ``timeout_s`` to end by themselves, and frees their resources.
+
+    A replica that is dead already, or does not answer, is ended all the same.
+    """
+    deadline = time.monotonic() + timeout_s
+    if timeout_s > 0:
+        closing = [replica.actor.close.remote() for replica in replicas]
+        if closing:
+            ray.wait(
+                closing, num_returns=len(closing), timeout=max(0.0, deadline - time.monotonic())
+            )
+    for replica in replicas:
+        ray.kill(replica.actor)
+    placement.remove(groups)
+
+
+def _as_remote(actor_class: Any) -> Any:  # noqa: ANN401  a class, or a Ray actor class
+    if inspect.isclass(actor_class):
+        return ray.remote(actor_class)
+    return actor_class

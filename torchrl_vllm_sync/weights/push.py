@@ -1,0 +1,149 @@
+"""One push: reconcile, send, acknowledge, commit; and the ledger of who holds which version."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from torchrl_vllm_sync.errors import StaleVersionError
+from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
+from torchrl_vllm_sync.weights.transport import PushReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+    from torchrl_vllm_sync.weights.transport import ReplicaClient, SendOutcome, WeightTransport
+
+__all__ = ["VersionLedger", "WeightPusher"]
+
+STOCK_TIMEOUT_S = 30.0
+
+
+class VersionLedger:
+    """Which version each replica last acknowledged, and which one all of them do.
+
+    A version is committed once every replica holds it; a push that fails commits nothing.
+
+    Attributes:
+        committed: Newest version that every replica acknowledged; 0 is what engines launch with.
+        held: What each replica last acknowledged; ``None`` after a failed update.
+    """
+
+    def __init__(self) -> None:
+        self.committed = 0
+        self.held: dict[str, int | None] = {}
+
+    @property
+    def newest(self) -> int:
+        """Newest version that any replica acknowledged."""
+        return max([self.committed, *(one for one in self.held.values() if one is not None)])
+
+    def record(self, outcome: SendOutcome, version: int) -> None:
+        """Notes each replica's answer, and commits ``version`` if all of them hold it."""
+        for one in outcome.replicas:
+            self.held[one.replica_id] = one.version
+        if not any(one.error for one in outcome.replicas):
+            self.committed = max(self.committed, version)
+
+
+class WeightPusher:
+    """Pushes a trainer's weights to a service's replicas, one push at a time.
+
+    Args:
+        client: The replicas.
+        expected: Returns the tensors that the engines' model consists of.
+    """
+
+    def __init__(self, client: ReplicaClient, expected: Callable[[], list[ParamMeta]]) -> None:
+        self._ledger: VersionLedger | None = None
+        self._client, self._expected = client, expected
+        self._transport: WeightTransport | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def committed(self) -> int:
+        """Newest version that this process brought every replica to; 0 before its first push."""
+        return self._ledger.committed if self._ledger else 0
+
+    @property
+    def transport(self) -> WeightTransport:
+        """The transport that pushes use unless told otherwise: memmap in shared memory."""
+        if self._transport is None:
+            self._transport = MemmapTransport()
+        return self._transport
+
+    def use(self, transport: WeightTransport) -> None:
+        """Makes ``transport`` the one that pushes use; closes the one before."""
+        with self._lock:
+            if self._transport is not None and self._transport is not transport:
+                self._transport.close()
+            self._transport = transport
+
+    def open(self) -> None:
+        """Opens the transport; does nothing when it is open."""
+        with self._lock:
+            self.transport.open(self._client)
+
+    def push(
+        self,
+        weights: Any,  # noqa: ANN401  every form that ``as_weight_source`` takes
+        *,
+        version: int | None,
+        timeout_s: float,
+        clear_cache: bool,
+    ) -> PushReport:
+        """Brings every replica to ``version``.
+
+        Args:
+            weights: See :func:`as_weight_source`.
+            version: Policy version of these weights; by default one more than the newest. A
+                version that was sent before is not sent again: the replicas that missed it get it.
+            timeout_s: Seconds after which a silent replica counts as failed.
+            clear_cache: Recompute keys and values of requests in flight.
+
+        Returns:
+            The report of a push that every replica acknowledged.
+
+        Raises:
+            WeightMismatchError: ``weights`` do not fit the engines' model. Nothing was sent.
+            StaleVersionError: ``version`` is older than the newest. Nothing was sent.
+            WeightSyncError: Some replicas did not reach ``version``; they take no requests until
+                they do. Pushing the same version again is safe.
+        """
+        begin = time.perf_counter()
+        with self._lock:
+            ledger = self._ledger = self._ledger or self._take_stock()
+            source = fit_to_model(as_weight_source(weights), self._expected())
+            if version is None:
+                version = ledger.newest + 1
+            elif version < max(ledger.newest, 1):
+                raise StaleVersionError(
+                    f"version must be at least {max(ledger.newest, 1)}, got {version}"
+                )
+            transport = self.transport
+            outcome = transport.send(
+                self._client, source, version, timeout_s=timeout_s, clear_cache=clear_cache
+            )
+            ledger.record(outcome, version)
+        return PushReport.from_outcome(
+            outcome, version=version, transport=transport.name, seconds=time.perf_counter() - begin
+        )
+
+    def _take_stock(self) -> VersionLedger:
+        """Asks the replicas what they hold, before this process's first push."""
+        reports = self._client.call_replicas("report", deadline_s=STOCK_TIMEOUT_S)
+        ledger = VersionLedger()
+        for replica_id, report in reports.items():
+            ledger.held[replica_id] = getattr(report, "weight_version", None)
+        versions = [one for one in ledger.held.values() if one is not None]
+        ledger.committed = min(versions, default=0)
+        return ledger
+
+    def close(self) -> None:
+        """Closes the transport; idempotent."""
+        with self._lock:
+            if self._transport is not None:
+                self._transport.close()
