@@ -280,6 +280,41 @@ def test_choosing_and_reserving_is_one_step_for_threads_of_two_balancers(service
     assert in_flight(service) == [50, 50, 50, 50]
 
 
+def test_ledger_is_locked_from_the_choice_to_the_count(service, monkeypatch):
+    events = []
+
+    def note(what):
+        """Notes whether another thread could take the ledger's lock now."""
+
+        def try_to_enter():
+            if entered := service.load.lock.acquire(blocking=False):
+                service.load.lock.release()
+            events.append((what, "open" if entered else "locked"))
+
+        thread = threading.Thread(target=try_to_enter)
+        thread.start()
+        thread.join()
+
+    class Noting:
+        def __init__(self, settings): ...
+        def choose(self, request, snapshots):
+            note("choose")
+            return 0
+
+    monkeypatch.setitem(strategies._FACTORIES, "noting", Noting)
+    monkeypatch.setattr(service.load, "_count", lambda snapshot, change: note(f"count {change}"))
+    service.load.reserve("r0")
+    balancer = LoadBalancer(service, "noting")
+    balancer.reserve()
+    balancer.reserve_batch([IDS, IDS])
+    note("after")
+    assert events == [
+        ("count 1", "locked"),
+        *[("choose", "locked"), ("count 1", "locked")] * 3,
+        ("after", "open"),
+    ]
+
+
 @pytest.mark.parametrize("_", range(20))
 async def test_counters_are_exact_whatever_the_ending(service, _):
     balancer, gate = LoadBalancer(service), asyncio.Event()
