@@ -245,7 +245,7 @@ def _gpus() -> list[dict[str, str]]:
     count = torch.cuda.device_count()
     if not count:
         return []
-    fields = ("name", "driver_version", "memory.total")
+    fields: tuple[str, ...] = ("name", "driver_version", "memory.total")
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
     rows = [dict(zip(fields, map(str.strip, line.split(",")), strict=True)) for line in lines]
@@ -271,9 +271,11 @@ def _versions(details: dict[str, Any]) -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     if details["gpus"]:
+        from torch.cuda import nccl
+
         versions["driver"] = details["gpus"][0]["driver_version"]
         versions["cuda"] = str(torch.version.cuda)
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["nccl"] = ".".join(map(str, nccl.version()))
     return versions
 
 

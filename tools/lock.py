@@ -52,7 +52,7 @@ def resolve(requirements: list[str], *options: str) -> list[dict]:
 
 def main() -> None:
     """Resolves and writes the lock; leaves it alone if that would bring a CUDA build."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Writes requirements.lock.")
     parser.add_argument("--upgrade", action="store_true", help="ignore the versions pinned now")
     options: list[str] = [] if parser.parse_args().upgrade else ["--constraint", str(LOCK)]
 

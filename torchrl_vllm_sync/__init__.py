@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.service import AsyncVLLM, attach, make_async_vllm_engine
     from torchrl_vllm_sync.updater import WeightUpdater
 
+    __version__: str
+
 __all__ = [
     "AsyncVLLM",
     "LoadBalancer",
