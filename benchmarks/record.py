@@ -248,8 +248,8 @@ def _gpus() -> list[dict[str, str]]:
     fields: tuple[str, ...] = ("name", "driver_version", "memory.total")
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-    rows = [dict(zip(fields, map(str.strip, line.split(",")), strict=True)) for line in lines]
-    return rows[:count]
+    values = [[value.strip() for value in line.split(",")] for line in lines[:count]]
+    return [dict(zip(fields, row, strict=True)) for row in values]
 
 
 def _hardware_name(details: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 
 import pytest
@@ -127,6 +128,21 @@ def test_a_name_unfit_for_files_is_refused():
 def test_hardware_names_are_short(names, expected):
     details = {"cpus": 2, "gpus": [{"name": name} for name in names]}
     assert record._hardware_name(details) == expected
+
+
+def test_gpus_are_described_by_the_driver(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    line = "NVIDIA H200, 580.65.06, 143771 MiB"
+    program.write_text(f"#!/bin/sh\nfor i in 0 1 2; do echo '{line}'; done\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    gpus = record._gpus()
+    assert (
+        gpus
+        == [{"name": "NVIDIA H200", "driver_version": "580.65.06", "memory.total": "143771 MiB"}]
+        * 2
+    )
 
 
 def test_paths_inside_the_project_are_recorded_relative_to_it(root):
