@@ -298,7 +298,8 @@ class AsyncVLLM(RLvLLMEngine):
         return {name: getattr(self, name) for name in _SHARED}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.__getstate__())
+        kind = None if type(self) is AsyncVLLM else type(self)  # its module name is not importable
+        return _rebuild, (kind, self.__getstate__())
 
     # ---------------------------------------------------------------- replicas
 
@@ -665,6 +666,10 @@ class AsyncVLLM(RLvLLMEngine):
         return self._pusher.push(
             weights, version=version, timeout_s=timeout_s, clear_cache=clear_cache
         )
+
+    def use_transport(self, transport: WeightTransport) -> None:
+        """Makes ``transport`` the one that pushes use, and closes the one before."""
+        self._pusher.use(transport)
 
     def init_weight_update_group(
         self, master_address: str | None = None, master_port: int | str | None = None

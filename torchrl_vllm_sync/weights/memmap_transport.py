@@ -19,7 +19,7 @@ __all__ = ["MemmapTransport"]
 
 # Beside pausing and loading, which the replica bounds itself, it reads and verifies the snapshot.
 VERIFY_TIMEOUT_S = 120.0
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the usual mount of Linux's tmpfs
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class MemmapTransport:
@@ -119,6 +119,9 @@ class MemmapTransport:
             phases=phases,
             replicas=[_outcome(replica_id, answer) for replica_id, answer in answers.items()],
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_writer": None}  # a copy in another process opens its own
 
     def close(self) -> None:
         """Stops writing; removes the directory if this transport made it. Idempotent."""
