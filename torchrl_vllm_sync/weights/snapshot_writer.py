@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, WeightMismatchError
-from torchrl_vllm_sync.weights.data_file import DataFile, DataLayout, FillTimes, TensorWriter
+from torchrl_vllm_sync.weights.data_file import DataFile, DataLayout
 from torchrl_vllm_sync.weights.head import Head
 from torchrl_vllm_sync.weights.lease import READERS
 from torchrl_vllm_sync.weights.manifest import CURRENT, Manifest, ManifestFile, write_manifest
 from torchrl_vllm_sync.weights.marker import LayoutName, Marker, new_run_id
 from torchrl_vllm_sync.weights.slot_store import SlotSettings, SlotStore
 from torchrl_vllm_sync.weights.storage import is_memory_file_system, storage_errors
+from torchrl_vllm_sync.weights.tensor_writer import FillTimes, TensorWriter
 from torchrl_vllm_sync.weights.version_store import VersionStore
 from torchrl_vllm_sync.weights.writer_lock import WriterLock
 

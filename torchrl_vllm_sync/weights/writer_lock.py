@@ -82,10 +82,11 @@ class WriterLock:
 
         Raises:
             FencedWriterError: Another one has taken over (named).
+            SnapshotError: The directory is no longer there.
         """
         owner = self._owner()
         if owner is None:
-            raise FencedWriterError(
+            raise SnapshotError(
                 f"{self._directory}: {EPOCH} is gone: the directory was removed or replaced"
             )
         epoch, process, _ = owner

@@ -1,0 +1,266 @@
+"""What is damaged, foreign, full or stale is refused by name, and the version before stays."""
+
+import json
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_vllm_sync.errors import SnapshotError
+from torchrl_vllm_sync.weights.data_file import DATA_FILE
+from torchrl_vllm_sync.weights.head import HEAD
+from torchrl_vllm_sync.weights.manifest import CURRENT
+from torchrl_vllm_sync.weights.marker import MARKER
+from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+
+PAGE = 4096
+
+
+@pytest.fixture(params=["slots", "versions"])
+def layout(request):
+    return request.param
+
+
+@pytest.fixture
+def published(tmp_path, layout):
+    """A directory with version 1 of two one-page tensors, and no writer."""
+    with SnapshotWriter(tmp_path / "run", layout=layout, run_id="ours") as writer:
+        publish(writer, 1)
+    return tmp_path / "run"
+
+
+def publish(writer, version, pages=1):
+    tensors = [(name, torch.full((pages * PAGE,), version, dtype=torch.int8)) for name in "ab"]
+    return writer.publish(tensors, [ParamMeta.of(name, t) for name, t in tensors], version)
+
+
+def read_version(directory, **kwargs):
+    with SnapshotReader(directory, **kwargs).read() as snapshot:
+        values = {int(value) for _, tensor in snapshot.tensors() for value in tensor.unique()}
+        assert values == {snapshot.version}
+        return snapshot.version
+
+
+def data_file(directory):
+    return directory / SnapshotReader(directory).current().path / DATA_FILE
+
+
+@pytest.fixture
+def largest_file():
+    """Limits the size of files that this process writes: a disk that is full half-way."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(num_bytes):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_directory_with_other_content_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("42")
+    with pytest.raises(SnapshotError, match=r"thesis\.tex"):
+        SnapshotWriter(tmp_path)
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("place", ["a_file", "a_file/below", "/proc/snapshots"])
+def test_an_unusable_place_is_named(tmp_path, place):
+    (tmp_path / "a_file").write_text("")
+    with pytest.raises(SnapshotError, match=Path(place).name):
+        SnapshotWriter(tmp_path / place)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"layout": "files"}, "'files'"),
+        ({"num_slots": 1}, "num_slots must be at least 2, got 1"),
+        ({"max_slots": 2}, "max_slots must be at least num_slots"),
+        ({"lease_timeout_s": 0}, "lease_timeout_s must be positive"),
+        ({"slot_timeout_s": -1}, "slot_timeout_s must not be negative"),
+        ({"run_id": "two words"}, "run_id"),
+    ],
+)
+def test_settings_are_refused_by_name(tmp_path, setting, message):
+    with pytest.raises(ValueError, match=message):
+        SnapshotWriter(tmp_path / "run", **setting)
+    with pytest.raises(ValueError, match="version must not be negative"):
+        publish(SnapshotWriter(tmp_path / "run"), -1)
+    with pytest.raises(ValueError, match="reader_id"):
+        SnapshotReader(tmp_path, reader_id="../up")
+
+
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_written(published, layout):
+    with SnapshotWriter(published, layout=layout) as writer:
+        huge = torch.zeros(1).expand(1 << 60)
+        with pytest.raises(SnapshotError, match="bytes are needed"):
+            writer.publish([("a", huge)], [ParamMeta.of("a", huge)], 2)
+        assert read_version(published) == 1
+        publish(writer, 2)
+    assert read_version(published) == 2
+
+
+def test_a_disk_that_fills_up_half_way_leaves_the_version_before(published, layout, largest_file):
+    with SnapshotWriter(published, layout=layout) as writer:
+        largest_file(64 * PAGE)
+        with pytest.raises(SnapshotError, match="publishing version 2: File too large"):
+            publish(writer, 2, pages=100)
+        assert read_version(published) == 1
+        publish(writer, 3)
+    assert read_version(published) == 3
+
+
+def test_two_slots_go_on_when_there_is_no_space_for_a_third(tmp_path, monkeypatch):
+    with SnapshotWriter(tmp_path) as writer:
+        publish(writer, 1)
+        publish(writer, 2)
+
+        def full(directory):
+            return os.statvfs_result((4096, 4096, 10, 0, 0, 0, 0, 0, 0, 255))
+
+        monkeypatch.setattr(os, "statvfs", full)
+        folders = {publish(writer, version).path.name for version in range(3, 9)}
+    assert len(folders) == 2
+    assert read_version(tmp_path) == 8
+
+
+@pytest.mark.parametrize("keep", [0, 10, 60, 200, -1])
+def test_a_truncated_manifest_is_named(published, keep):
+    content = (published / CURRENT).read_bytes()
+    (published / CURRENT).write_bytes(content[:keep])
+    with pytest.raises(SnapshotError, match=f"{CURRENT}: truncated"):
+        SnapshotReader(published).current()
+
+
+def test_a_changed_manifest_is_named(published, layout):
+    content = (published / CURRENT).read_bytes()
+    (published / CURRENT).write_bytes(content.replace(b'"int8"', b'"int4"', 1))
+    with pytest.raises(SnapshotError, match=f"{CURRENT}: corrupted: checksum"):
+        SnapshotReader(published).current()
+    with pytest.raises(SnapshotError, match=f"{CURRENT}: corrupted: checksum"):
+        SnapshotWriter(published, layout=layout)
+
+
+def test_another_format_is_named(published):
+    content = (published / CURRENT).read_bytes()
+    (published / CURRENT).write_bytes(content.replace(b" 1 ", b" 9 ", 1))
+    with pytest.raises(SnapshotError, match="format must be 1, got 9"):
+        SnapshotReader(published).current()
+    (published / MARKER).write_text(json.dumps({"format": 9}))
+    with pytest.raises(SnapshotError, match="format must be 1, got 9"):
+        SnapshotWriter(published)
+
+
+def test_a_truncated_data_file_is_named(published):
+    os.truncate(data_file(published), 5000)
+    with pytest.raises(SnapshotError, match=f"{DATA_FILE}: truncated or replaced: 5000 of"):
+        read_version(published)
+
+
+def test_a_missing_data_file_is_named_within_the_deadline(published):
+    path = data_file(published)
+    path.unlink()
+    with pytest.raises(SnapshotError, match="cannot be read: No such file"):
+        read_version(published, timeout_s=0.1)
+
+
+def test_a_flipped_bit_is_found_by_the_checksum_and_only_by_it(published):
+    path = data_file(published)
+    content = bytearray(path.read_bytes())
+    content[PAGE] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(SnapshotError, match=r"1 of 2 tensors differ .* first b"):
+        read_version(published)
+    with SnapshotReader(published, verify=False).read() as snapshot:
+        assert snapshot.version == 1
+
+
+def test_a_damaged_description_is_named(published):
+    path = data_file(published)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"int8", b"bool"))
+    with pytest.raises(SnapshotError, match="description is not the published one"):
+        read_version(published, verify=False)
+    path.write_bytes(content[:-8] + b"\xff" * 8)
+    with pytest.raises(SnapshotError, match="no description at its end"):
+        read_version(published, verify=False)
+
+
+def test_a_damaged_head_is_named_by_readers_and_healed_by_the_writer(published, layout):
+    (data_file(published).parent / HEAD).write_text("{")
+    with pytest.raises(SnapshotError, match=f"{HEAD}: not JSON"):
+        read_version(published)
+    with SnapshotWriter(published, layout=layout) as writer:
+        for version in (2, 3, 4):
+            publish(writer, version)
+    assert read_version(published) == 4
+
+
+def test_a_slot_left_half_written_is_taken_again(published, layout):
+    def dying():
+        yield "a", torch.full((PAGE,), 2, dtype=torch.int8)
+        raise KeyboardInterrupt
+
+    metadata = list(SnapshotReader(published).current().metadata)
+    with SnapshotWriter(published, layout=layout) as writer, pytest.raises(KeyboardInterrupt):
+        writer.publish(dying(), metadata, 2)
+    assert read_version(published) == 1
+    with SnapshotWriter(published, layout=layout, num_slots=2) as writer:
+        assert writer.last_version == 1
+        publish(writer, 2)
+    assert read_version(published) == 2
+    assert len([path for path in published.iterdir() if (path / DATA_FILE).exists()]) == 2
+
+
+def test_another_run_is_refused_unless_taken_over(published, layout):
+    with pytest.raises(SnapshotError, match="belongs to run ours, this is run theirs"):
+        SnapshotWriter(published, layout=layout, run_id="theirs")
+    pinned = SnapshotReader(published, run_id="ours")
+    with SnapshotWriter(published, layout=layout, run_id="theirs", takeover=True) as writer:
+        assert writer.last_version is None
+        assert pinned.current() is None
+        publish(writer, 0)
+        with pytest.raises(SnapshotError, match="is of run theirs, this reader follows run ours"):
+            pinned.current()
+    assert read_version(published, run_id="theirs") == 0
+
+
+def test_without_a_run_id_the_next_writer_continues_the_run(published, layout):
+    with SnapshotWriter(published, layout=layout) as writer:
+        assert (writer.run_id, writer.last_version, writer.epoch) == ("ours", 1, 2)
+
+
+def test_a_manifest_that_strayed_from_another_run_is_refused(published, layout, tmp_path):
+    with SnapshotWriter(tmp_path / "other", layout=layout) as writer:
+        publish(writer, 7)
+    (published / CURRENT).write_bytes((tmp_path / "other" / CURRENT).read_bytes())
+    with pytest.raises(SnapshotError, match="the directory of run ours"):
+        SnapshotWriter(published, layout=layout)
+
+
+def test_the_other_layout_is_refused(published, layout):
+    other = {"slots": "versions", "versions": "slots"}[layout]
+    with pytest.raises(SnapshotError, match=f"has layout '{layout}', got '{other}'"):
+        SnapshotWriter(published, layout=other, takeover=True)
+
+
+def test_a_closed_writer_says_so(tmp_path):
+    writer = SnapshotWriter(tmp_path)
+    writer.close()
+    writer.close()
+    with pytest.raises(SnapshotError, match="this writer is closed"):
+        publish(writer, 1)
+
+
+def test_a_removed_directory_is_an_error_not_a_wait(tmp_path):
+    writer = SnapshotWriter(tmp_path / "run")
+    publish(writer, 1)
+    (tmp_path / "run").rename(tmp_path / "gone")
+    with pytest.raises(SnapshotError, match="gone"):
+        publish(writer, 2)
+    writer.close()

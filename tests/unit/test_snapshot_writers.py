@@ -1,0 +1,184 @@
+"""One writer a directory: a second is refused, and one that was replaced changes nothing."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
+from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.writer_lock import COMMIT, LOCK
+
+NAMES = ("a", "b")
+
+# Holds the directory argv[1]; publishes each version it is told on stdin.
+OTHER_PROCESS = """
+import os, sys, torch
+from torchrl_vllm_sync.errors import SyncError
+from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+writer = SnapshotWriter(sys.argv[1], layout=sys.argv[2])
+print("ready", flush=True)
+for line in sys.stdin:
+    if line == "fork and die\\n":
+        if os.fork() == 0:
+            os.close(1)
+            os.read(0, 1)
+            os._exit(0)
+        os.kill(os.getpid(), 9)
+    tensor = torch.full((100,), int(line))
+    try:
+        metadata = [ParamMeta.of(name, tensor) for name in "ab"]
+        writer.publish([(name, tensor) for name in "ab"], metadata, int(line))
+        print("published", flush=True)
+    except SyncError as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+class OtherProcess:
+    def __init__(self, directory, layout):
+        command = [sys.executable, "-c", OTHER_PROCESS, str(directory), layout]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        assert self.process.stdout.readline() == "ready\n"
+
+    def ask(self, line):
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(params=["slots", "versions"])
+def layout(request):
+    return request.param
+
+
+@pytest.fixture
+def other(tmp_path, layout):
+    other = OtherProcess(tmp_path, layout)
+    yield other
+    other.end()
+
+
+def tensors(version):
+    return [(name, torch.full((100,), version)) for name in NAMES]
+
+
+METADATA = [ParamMeta(name, torch.int64, (100,)) for name in NAMES]
+
+
+def publish(writer, version):
+    return writer.publish(tensors(version), METADATA, version)
+
+
+def assert_whole(directory, version):
+    with SnapshotReader(directory).read() as snapshot:
+        assert snapshot.version == version
+        assert all(tensor.unique().tolist() == [version] for _, tensor in snapshot.tensors())
+
+
+def test_a_second_writer_is_refused_and_a_stopped_one_fenced(tmp_path, layout, other):
+    assert other.ask(1) == "published"
+    with pytest.raises(SnapshotError, match=f"another writer holds it: pid {other.process.pid} "):
+        SnapshotWriter(tmp_path, layout=layout)
+    other.process.send_signal(signal.SIGSTOP)
+    with SnapshotWriter(tmp_path, layout=layout, takeover=True) as writer:
+        assert writer.last_version == 1
+        other.process.send_signal(signal.SIGCONT)
+        assert other.ask(2) == "FencedWriterError"
+        assert_whole(tmp_path, 1)
+        publish(writer, 2)
+        assert other.ask(3) == "FencedWriterError"
+        assert_whole(tmp_path, 2)
+
+
+def test_a_lock_that_only_a_dead_writers_children_hold_is_no_owner(tmp_path, layout, other):
+    """Loader processes that a trainer forked inherit its lock, and may outlive it."""
+    assert other.ask(1) == "published"
+    assert other.ask("fork and die") == ""
+    assert other.process.wait() == -signal.SIGKILL
+    with (tmp_path / LOCK).open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with SnapshotWriter(tmp_path, layout=layout) as writer:
+        publish(writer, 2)
+    assert_whole(tmp_path, 2)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_writer_replaced_in_the_middle_of_a_publish_changes_nothing(tmp_path, layout, before):
+    zombie = SnapshotWriter(tmp_path, layout=layout)
+    for version in range(before):
+        publish(zombie, version)
+    successor = None
+
+    def replaced_half_way():
+        nonlocal successor
+        first, second = tensors(77)
+        yield first
+        successor = SnapshotWriter(tmp_path, layout=layout, takeover=True)
+        for version in (5, 6, 7):
+            publish(successor, version)
+        yield second
+
+    with pytest.raises(FencedWriterError, match=f"epoch 1 was replaced by pid {os.getpid()} "):
+        zombie.publish(replaced_half_way(), METADATA, 77)
+    assert_whole(tmp_path, 7)
+    with pytest.raises(FencedWriterError):
+        publish(zombie, 78)
+    with pytest.raises(FencedWriterError):
+        zombie.close(remove=True)
+    publish(successor, 8)
+    assert_whole(tmp_path, 8)
+    successor.close()
+
+
+def test_a_lost_lock_file_does_not_let_a_second_writer_in(tmp_path):
+    with SnapshotWriter(tmp_path) as writer:
+        (tmp_path / LOCK).unlink()
+        with pytest.raises(SnapshotError, match="another writer holds it"):
+            SnapshotWriter(tmp_path)
+        publish(writer, 1)
+
+
+def test_a_writer_stopped_inside_its_commit_meets_a_deadline(tmp_path):
+    with SnapshotWriter(tmp_path) as writer:
+        publish(writer, 1)
+        with (tmp_path / COMMIT).open() as commit:
+            fcntl.flock(commit, fcntl.LOCK_EX)
+            with pytest.raises(
+                SnapshotError, match=f"locked for 0.05 s; the owner, pid {os.getpid()}"
+            ):
+                SnapshotWriter(tmp_path, takeover=True, lock_timeout_s=0.05)
+        publish(writer, 2)
+
+
+def test_a_refused_takeover_fences_nobody(tmp_path):
+    with SnapshotWriter(tmp_path, layout="slots") as writer:
+        with pytest.raises(SnapshotError, match="layout"):
+            SnapshotWriter(tmp_path, layout="versions", takeover=True)
+        publish(writer, 1)
+
+
+def test_slots_of_a_writer_that_may_wake_up_are_not_reused(tmp_path):
+    zombie = SnapshotWriter(tmp_path)
+    for version in range(3):
+        publish(zombie, version)
+    with SnapshotWriter(tmp_path, takeover=True) as successor:
+        for version in range(3, 7):
+            assert publish(successor, version).path.name.startswith("slot-2-")
+        assert not list(tmp_path.glob("slot-1-*"))
+    zombie.close()
