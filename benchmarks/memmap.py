@@ -1,0 +1,243 @@
+"""Snapshots through a file system beside what the memory and the file system can do at best.
+
+In every repetition each system runs once, one after the other, so that a busy machine slows all of
+them. Sources and destinations are memory that exists already, and so are the files that are written
+again (except ``versions``, whose files are always new). On a disk every write ends with ``fsync``.
+
+``python -m benchmarks.memmap`` takes minutes, ``--smoke`` seconds; ``--place`` names directories.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDict
+
+from benchmarks.record import Recorder
+from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.storage import file_system_type, is_memory_file_system
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NUM_TENSORS = 300
+Pairs = list[tuple[str, torch.Tensor]]
+
+
+def model(num_bytes: int) -> Pairs:
+    """300 bfloat16 tensors: an embedding with a tenth of the bytes, and layers of unequal ones."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [num_bytes // 20] + [
+        num_bytes * 9 // 20 // (NUM_TENSORS - 1) * (1 + i % 3) // 2 for i in range(NUM_TENSORS - 1)
+    ]
+    values = [torch.randint(-9, 9, (size,), generator=generator) for size in sizes]
+    return [
+        (f"model.layers.{i}.mlp.weight", value.to(torch.bfloat16)) for i, value in enumerate(values)
+    ]
+
+
+def copy_all(source: Pairs, destination: Pairs) -> None:
+    """Copies every tensor into the one of the same place."""
+    for (_, from_), (_, to) in zip(source, destination, strict=True):
+        to.copy_(from_)
+
+
+class Case:
+    """One place and size: the systems that run there, and their samples."""
+
+    def __init__(self, place: Path, num_bytes: int, repetitions: int) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="benchmark-memmap-", dir=place))
+        self.fsync = not is_memory_file_system(self.root)
+        self.repetitions = repetitions
+        self.source = model(num_bytes)
+        self.num_bytes = sum(tensor.nbytes for _, tensor in self.source)
+        self.destination = [(name, torch.zeros_like(tensor)) for name, tensor in self.source]
+        self.name = f"{file_system_type(self.root)}, {self.num_bytes / 2**20:,.0f} MiB"
+        self.samples: dict[tuple[str, str], list[float]] = {}
+
+    def measure(self, systems: dict[tuple[str, str], Callable[[], None]]) -> None:
+        """Runs all systems in turn; one round that does not count comes first."""
+        for repetition in range(self.repetitions + 1):
+            for key, run in systems.items():
+                started = time.perf_counter()
+                run()
+                seconds = time.perf_counter() - started
+                if repetition:
+                    self.samples.setdefault(key, []).append(self.num_bytes / seconds / 1e9)
+
+    def flush(self, *paths: Path) -> None:
+        """``fsync`` where it protects something."""
+        if self.fsync:
+            for path in paths:
+                handle = os.open(path, os.O_RDONLY)
+                os.fsync(handle)
+                os.close(handle)
+
+    def slots(self) -> None:
+        """Publishing and applying with reused slots, beside memcpy and a plain rewrite."""
+        metadata = [ParamMeta.of(name, tensor) for name, tensor in self.source]
+        path = self.root / "plain"
+        plain = torch.from_file(
+            str(path), shared=True, size=self.num_bytes // 2, dtype=torch.bfloat16
+        )
+        sizes = [tensor.numel() for _, tensor in self.source]
+        parts = [("", part) for part in plain.split(sizes)]
+        writer = SnapshotWriter(self.root / "slots")
+        reader = SnapshotReader(self.root / "slots")
+        trusting = SnapshotReader(self.root / "slots", verify=False)
+        for version in range(writer.last_version or 0, 3):
+            writer.publish(self.source, metadata, version)
+
+        def rewrite() -> None:
+            copy_all(self.source, parts)
+            self.flush(path)
+
+        def rewrite_by_pwrite() -> None:
+            with path.open("r+b", buffering=0) as file:
+                for _, tensor in self.source:
+                    content = memoryview(tensor.view(torch.uint8).numpy())
+                    while content:
+                        content = content[file.write(content) :]
+            self.flush(path)
+
+        def publish() -> None:
+            writer.publish(self.source, metadata, (writer.last_version or 0) + 1)
+
+        def apply(reader: SnapshotReader) -> None:
+            with reader.read() as snapshot:
+                assert snapshot is not None
+                copy_all(list(snapshot.tensors()), self.destination)
+
+        self.measure(
+            {
+                ("memcpy", "copy"): lambda: copy_all(self.source, self.destination),
+                ("plain file through a mapping", "rewrite"): rewrite,
+                ("plain file by write()", "rewrite"): rewrite_by_pwrite,
+                ("slots", "publish"): publish,
+                ("plain file through a mapping", "read-copy"): lambda: copy_all(
+                    parts, self.destination
+                ),
+                ("slots, checksums verified", "apply"): lambda: apply(reader),
+                ("slots, not verified", "apply"): lambda: apply(trusting),
+            }
+        )
+        writer.close(remove=True)
+        path.unlink()
+
+    def versions(self) -> None:
+        """Publishing into a new folder for each version."""
+        metadata = [ParamMeta.of(name, tensor) for name, tensor in self.source]
+        writer = SnapshotWriter(self.root / "versions", layout="versions")
+        reader = SnapshotReader(self.root / "versions")
+
+        def publish() -> None:
+            version = 1 if writer.last_version is None else writer.last_version + 1
+            writer.publish(self.source, metadata, version)
+
+        def apply() -> None:
+            with reader.read() as snapshot:
+                assert snapshot is not None
+                copy_all(list(snapshot.tensors()), self.destination)
+
+        self.measure(
+            {
+                ("versions", "publish"): publish,
+                ("versions, checksums verified", "apply"): apply,
+            }
+        )
+        writer.close(remove=True)
+
+    def formats(self) -> None:
+        """TensorDict's two formats on disk: rewrite, and open and read-copy.
+
+        The consolidated file is written without the snapshot protocol around it, as the folder is.
+        """
+        folder, file = self.root / "folder", self.root / "consolidated"
+        nested = TensorDict(dict(self.source)).unflatten_keys(".")
+        nested.memmap(str(folder))
+        TensorDict(dict(self.source)).consolidate(file)
+
+        def names(stored: TensorDict) -> Pairs:
+            flat = stored.flatten_keys(".")
+            return [(name, flat.get(name)) for name, _ in self.source]
+
+        in_folder = names(TensorDict.load_memmap(folder, allow_pickle=False))
+        sizes = [tensor.nbytes for _, tensor in self.source]
+        total = file.stat().st_size
+        in_file = torch.from_file(str(file), shared=True, size=total, dtype=torch.uint8)
+        offset, parts = 0, []
+        for size in sizes:
+            offset = -(-offset // 8) * 8
+            parts.append(("", in_file[offset : offset + size].view(torch.bfloat16)))
+            offset += size
+        folder_files = sorted(folder.rglob("*.memmap"))
+
+        def rewrite_folder() -> None:
+            copy_all(self.source, in_folder)
+            self.flush(*folder_files)
+
+        def rewrite_file() -> None:
+            copy_all(self.source, parts)
+            self.flush(file)
+
+        def apply_folder() -> None:
+            stored = TensorDict.load_memmap(folder, allow_pickle=False)
+            copy_all(names(stored), self.destination)
+
+        def apply_file() -> None:
+            copy_all(names(TensorDict.from_consolidated(file)), self.destination)
+
+        self.measure(
+            {
+                ("TensorDict, memmap folder", "rewrite"): rewrite_folder,
+                ("TensorDict, consolidated file", "rewrite"): rewrite_file,
+                ("TensorDict, memmap folder", "open and read-copy"): apply_folder,
+                ("TensorDict, consolidated file", "open and read-copy"): apply_file,
+            }
+        )
+        shutil.rmtree(folder)
+        file.unlink()
+
+
+def main(argv: list[str] | None = None) -> Path:
+    """Runs the benchmark and returns the path of its record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="8 MiB, in seconds")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the weights")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--place", type=Path, action="append", help="directory; can be repeated")
+    arguments = parser.parse_args(argv)
+    places = arguments.place or [Path("/dev/shm"), Path.cwd()]
+    recorder = Recorder("memmap")
+    for place in places:
+        case = Case(
+            place,
+            (8 if arguments.smoke else arguments.mib) << 20,
+            2 if arguments.smoke else arguments.repetitions,
+        )
+        try:
+            for group in (case.slots, case.versions, case.formats):
+                group()
+        finally:
+            shutil.rmtree(case.root)
+        for (system, metric), samples in case.samples.items():
+            recorder.add(case=case.name, system=system, metric=metric, unit="GB/s", samples=samples)
+            median = sorted(samples)[len(samples) // 2]
+            print(f"{case.name:24} {system:32} {metric:20} {median:6.2f} GB/s", flush=True)
+    path = recorder.write(smoke=arguments.smoke)
+    print(path)
+    return path
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
