@@ -47,6 +47,9 @@ generation
 placement engine_args
 launch
 service
+
+# TorchRL's side
+updater policy
 """
 
 
