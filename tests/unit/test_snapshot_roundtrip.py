@@ -109,6 +109,20 @@ def test_tensors_are_cast_to_the_announced_dtype_across_pieces(writer, reader):
         assert torch.equal(snapshot.tensordict.get("strided"), strided.double())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_of_a_gpu_pass_through_page_locked_pieces(writer, reader, dtype):
+    sizes = (3, 0, CHUNK_BYTES, 5 * CHUNK_BYTES // 4 + 7)
+    tensors = [(f"p{size}", torch.randn(size, device="cuda")) for size in sizes]
+    metadata = [ParamMeta(name, dtype, tuple(tensor.shape)) for name, tensor in tensors]
+    writer.publish(tensors, metadata, 1)
+    with reader.read() as snapshot:
+        for (name, sent), (got_name, got) in zip(tensors, snapshot.tensors(), strict=True):
+            assert got_name == name
+            assert torch.equal(got, sent.to(dtype).cpu())
+
+
 def test_tensors_are_stored_before_the_next_is_asked_for(writer, reader):
     def reusing_one_buffer():
         buffer = torch.zeros(1000)
@@ -246,7 +260,7 @@ def test_the_report_accounts_for_the_time_and_bytes(writer):
     report = publish(writer, 1)
     assert report.version == 1
     assert report.num_bytes == 2 * 15 * 4
-    assert set(report.phases) == {"acquire", "source", "copy", "hash", "flush", "flip"}
+    assert set(report.phases) == {"acquire", "source", "copy", "hash", "flush", "flip", "collect"}
     assert sum(report.phases.values()) <= report.seconds
 
 

@@ -182,3 +182,21 @@ def test_slots_of_a_writer_that_may_wake_up_are_not_reused(tmp_path):
             assert publish(successor, version).path.name.startswith("slot-2-")
         assert not list(tmp_path.glob("slot-1-*"))
     zombie.close()
+
+
+def test_a_writer_replaced_before_it_collects_removes_nothing_of_its_successor(tmp_path, layout):
+    zombie = SnapshotWriter(tmp_path, layout=layout)
+    storage, successors = zombie._storage, []
+
+    def replaced_before_collecting(doing):
+        if "removing old ones" in doing:
+            successors.append(SnapshotWriter(tmp_path, layout=layout, takeover=True))
+            publish(successors[0], 2)
+        return storage(doing)
+
+    zombie._storage = replaced_before_collecting
+    with pytest.raises(FencedWriterError):
+        publish(zombie, 1)
+    assert_whole(tmp_path, 2)
+    zombie.close()
+    successors[0].close()

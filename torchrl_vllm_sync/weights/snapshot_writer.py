@@ -47,7 +47,7 @@ class PublishReport:
         num_bytes: Bytes of the parameters.
         seconds: From call to return.
         phases: Seconds of ``acquire`` (a folder to write into), ``source`` (waiting for the next
-            tensor), ``copy``, ``hash``, ``flush`` and ``flip``.
+            tensor), ``copy``, ``hash``, ``flush``, ``flip`` and ``collect`` (removing old folders).
     """
 
     version: int
@@ -264,7 +264,9 @@ class SnapshotWriter:
                 write_manifest(self.directory, manifest, fsync=self._fsync)
                 self._current = manifest
                 self._store.flipped(folder)
-        with self._storage(f"version {version} is current, but removing old ones failed"):
+        # Under the lock too: a writer replaced by now would remove its successor's folders.
+        doing = f"version {version} is current, but removing old ones failed"
+        with self._storage(doing), _timed(phases, "collect"), self._lock.commit():
             self._store.collect()
         return PublishReport(
             version,
@@ -290,9 +292,8 @@ class SnapshotWriter:
         self._store.close()
         try:
             if remove:
-                with self._storage("removing it"):
-                    with self._lock.commit():
-                        (self.directory / CURRENT).unlink(missing_ok=True)
+                with self._storage("removing it"), self._lock.commit():
+                    (self.directory / CURRENT).unlink(missing_ok=True)
                     shutil.rmtree(self.directory)
         finally:
             with storage_errors(f"{self.directory}: closing"):
