@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -47,9 +48,9 @@ def model(num_bytes: int) -> Pairs:
 
 
 def copy_all(source: Pairs, destination: Pairs) -> None:
-    """Copies every tensor into the one of the same place."""
+    """Copies every tensor's bytes into the one of the same place."""
     for (_, from_), (_, to) in zip(source, destination, strict=True):
-        to.copy_(from_)
+        np.copyto(to.view(torch.uint8).numpy(), from_.view(torch.uint8).numpy())
 
 
 class Case:

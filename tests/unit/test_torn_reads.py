@@ -133,7 +133,7 @@ class Experiment:
     def kill(self, role):
         pid = self.pids.pop(role)
         os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
+        status = os.waitpid(pid, 0)[1]
         if not os.WIFSIGNALED(status):
             raise SystemExit(f"{role} ended by itself before it was killed")
         self.report["kills"] += 1
@@ -143,6 +143,14 @@ class Experiment:
         return 0 if manifest is None else manifest.version
 
     def run(self, kills):
+        try:
+            return self.run_to_the_end(kills)
+        finally:
+            for role in list(self.pids):
+                os.kill(self.pids[role], signal.SIGKILL)
+                os.waitpid(self.pids.pop(role), 0)
+
+    def run_to_the_end(self, kills):
         roles = ["writer", *range(NUM_READERS)]
         for role in roles:
             self.start(role)
