@@ -86,7 +86,7 @@ class Recorder:
         metric: str,
         unit: str,
         samples: Iterable[float],
-        **extra: Any,  # noqa: ANN401 (whatever JSON can hold)
+        **extra: Any,
     ) -> None:
         """Adds all samples of one measurement.
 

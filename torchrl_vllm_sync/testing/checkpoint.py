@@ -45,7 +45,7 @@ def make_tiny_checkpoint(
     tied: bool = True,
     seed: int = 0,
     diverse: bool = True,
-    **config_overrides: Any,  # noqa: ANN401 (whatever the architecture's config takes)
+    **config_overrides: Any,
 ) -> Path:
     """Writes a random float32 causal language model and its tokenizer to ``directory``.
 
