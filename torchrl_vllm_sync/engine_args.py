@@ -118,7 +118,12 @@ def prepare_engine_args(engine_args: AsyncEngineArgs) -> AsyncEngineArgs:
     prepared.worker_extension_cls = _checked_extension(prepared.worker_extension_cls)
     if on_cpu():
         _refuse_on_cpu(prepared)
-        if prepared.distributed_executor_backend is None and num_workers(prepared) == 1:
+    if prepared.distributed_executor_backend is None:
+        # A replica sits on one node. Left alone, vLLM would take the actor's placement group for
+        # its Ray executor, which wants one bundle a GPU.
+        if num_workers(prepared) > 1:
+            prepared.distributed_executor_backend = "mp"
+        elif on_cpu():
             prepared.distributed_executor_backend = "uni"
     return prepared
 
