@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,8 +14,12 @@ if TYPE_CHECKING:
 __all__ = ["iterate_blocking", "run_blocking"]
 
 _Result = TypeVar("_Result")
+# An interrupted caller waits this long for its coroutine to clean up.
+CLEAN_UP_TIMEOUT_S = 10.0
+
 _lock = threading.Lock()
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
+_closing: set[asyncio.Task[None]] = set()
 
 
 def _loop() -> asyncio.AbstractEventLoop:
@@ -31,8 +36,8 @@ def _loop() -> asyncio.AbstractEventLoop:
 def run_blocking(coroutine: Coroutine[object, object, _Result]) -> _Result:
     """Runs ``coroutine`` on the background loop and returns its result.
 
-    Works in any thread, inside a running loop (a notebook) too. An interrupt of the waiting thread
-    cancels the coroutine and lets it clean up.
+    Works in any thread but the loop's own, inside a running loop (a notebook) too. An interrupt of
+    the waiting thread cancels the coroutine and lets it clean up.
 
     Args:
         coroutine: What to run; it bounds its own waits.
@@ -40,11 +45,20 @@ def run_blocking(coroutine: Coroutine[object, object, _Result]) -> _Result:
     Raises:
         BaseException: Whatever the coroutine raises.
     """
-    future = asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    ended = threading.Event()
+
+    async def run() -> _Result:
+        try:
+            return await coroutine
+        finally:
+            ended.set()
+
+    future = asyncio.run_coroutine_threadsafe(run(), _loop())
     try:
         return future.result()
     except BaseException:
-        future.cancel()
+        if future.cancel():  # it had not ended: this thread was interrupted
+            ended.wait(CLEAN_UP_TIMEOUT_S)
         raise
 
 
@@ -64,6 +78,23 @@ def iterate_blocking(stream: AsyncIterator[_Result]) -> Iterator[_Result]:
                 return
             yield item
     finally:
+        _close_blocking(stream)
+
+
+def _close_blocking(stream: AsyncIterator[object]) -> None:
+    """Closes ``stream``, and waits for that wherever waiting cannot last for ever.
+
+    Iterators are also dropped by the garbage collector, in whatever thread it runs, and at the very
+    end of the process, when the background loop no longer does.
+    """
+    if sys.is_finalizing():
+        return
+    loop = _loop()
+    if asyncio._get_running_loop() is loop:
+        task = loop.create_task(_close(stream))
+        _closing.add(task)
+        task.add_done_callback(_closing.discard)
+    else:
         run_blocking(_close(stream))
 
 
@@ -71,5 +102,5 @@ async def _next(stream: AsyncIterator[_Result]) -> _Result:
     return await anext(stream)
 
 
-async def _close(stream: AsyncIterator[_Result]) -> None:
+async def _close(stream: AsyncIterator[object]) -> None:
     await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]  an asynchronous generator

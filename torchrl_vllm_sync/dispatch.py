@@ -1,4 +1,4 @@
-"""Sending a batch to its replicas: one Ray call for each of them, and every request answered once."""
+"""Sending a batch to its replicas: one Ray call for each, and every request answered once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from torchrl_vllm_sync.errors import (
     GenerationError,
@@ -19,7 +19,7 @@ from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests import EngineResult
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Sequence
+    from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
     from torchrl_vllm_sync.balancer import Reservation
     from torchrl_vllm_sync.load import LoadTracker
@@ -76,6 +76,7 @@ class Dispatcher:
         """
         results: dict[str, EngineResult] = {}
         waiting = list(requests)
+        lost: list[tuple[EngineRequest, ReplicaUnavailableError]] = []
         avoid: set[str] = set()
 
         def accept(result: EngineResult) -> None:
@@ -83,23 +84,20 @@ class Dispatcher:
             if on_result is not None:
                 on_result(result)
 
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        for attempt in range(MAX_ATTEMPTS):
             try:
                 reservations = reserve(waiting, avoid)
-            except NoReplicaAvailableError as error:
-                if attempt == 1:
+            except NoReplicaAvailableError:
+                if attempt == 0:
                     raise
-                for request in waiting:
-                    accept(_failed(request, GenerationError(request.request_id, str(error))))
                 break
             lost = await self._attempt(waiting, reservations, accept)
             avoid |= {error.replica_id for _, error in lost}
-            if attempt == MAX_ATTEMPTS:
-                for request, error in lost:
-                    accept(_failed(request, error))
             waiting = [request for request, _ in lost]
             if not waiting:
                 break
+        for request, error in lost:
+            accept(_failed(request, error))
         return [results[request.request_id] for request in requests]
 
     async def _attempt(
@@ -115,11 +113,14 @@ class Dispatcher:
         with contextlib.ExitStack() as releases:
             for reservation in reservations:
                 releases.callback(reservation.release)
-            async with asyncio.TaskGroup() as group:
-                calls = [
-                    group.create_task(self._call(replica_id, share, accept))
-                    for replica_id, share in shares.items()
-                ]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    calls = [
+                        group.create_task(self._call(replica_id, share, accept))
+                        for replica_id, share in shares.items()
+                    ]
+            except BaseExceptionGroup as failures:  # such as what cannot be pickled
+                raise failures.exceptions[0] from None
         return [one for call in calls for one in call.result()]
 
     async def _call(
@@ -129,9 +130,18 @@ class Dispatcher:
         accept: Callable[[EngineResult], None],
     ) -> list[tuple[EngineRequest, ReplicaUnavailableError]]:
         """Makes the one call to one replica, giving places back as results arrive."""
-        actor = self._actor(replica_id)
         open_requests = {request.request_id: (request, place) for request, place in share}
         lost: list[tuple[EngineRequest, ReplicaUnavailableError]] = []
+
+        def lose_all(error: ReplicaUnavailableError) -> None:
+            self._mark(error)
+            lost.extend((request, error) for request, _ in open_requests.values())
+            open_requests.clear()
+
+        actor = self._actor(replica_id)
+        if actor is None:
+            lose_all(_gone(replica_id))
+            return lost
         limit_s = max(request.timeout_s for request, _ in share) + GRACE_S
         batch = [request for request, _ in share]
         try:
@@ -143,28 +153,28 @@ class Dispatcher:
                         request, place = open_requests.pop(result.request_id)
                         place.release()
                         if isinstance(result.error, ReplicaUnavailableError):
-                            self._load.mark(replica_id, result.error.state, result.error.reason)
+                            self._mark(result.error)
                             lost.append((request, result.error))
                         else:
                             accept(result)
-        except RayActorError as death:
-            error = _death(replica_id, death)
-            self._load.mark(replica_id, error.state, error.reason)
-            lost += [(request, error) for request, _ in open_requests.values()]
-            open_requests.clear()
-        except TimeoutError:
+        except (RayActorError, ObjectLostError) as death:
+            lose_all(_death(replica_id, death))
+        except RayError as error:
             for request, _ in open_requests.values():
-                message = (
-                    f"request {request.request_id}: replica {replica_id} did not answer within "
-                    f"{limit_s:g} s"
-                )
-                accept(_failed(request, GenerationTimeoutError(message)))
+                reason = f"replica {replica_id}: {error}"
+                accept(_failed(request, GenerationError(request.request_id, reason)))
+        except TimeoutError:
+            self._mark(_silence(replica_id, limit_s))
+            for request, _ in open_requests.values():
+                accept(_failed(request, _timeout(request, replica_id, limit_s)))
         finally:
             if open_requests:
                 await asyncio.shield(self._abort(actor, list(open_requests)))
         return lost
 
-    async def stream(self, request: EngineRequest, reserve: Reserve) -> AsyncIterator[EngineResult]:
+    async def stream(
+        self, request: EngineRequest, reserve: Reserve
+    ) -> AsyncGenerator[EngineResult]:
         """Yields the partial outputs of one request, the last one finished.
 
         A stream that has begun stays with its replica: if that dies, the stream ends with the
@@ -178,38 +188,55 @@ class Dispatcher:
             NoReplicaAvailableError: No replica takes requests.
         """
         (reservation,) = reserve([request], ())
+        replica_id = reservation.replica_id
+        # A stream may be read slowly, and each step in a task of its own: the limit is on silence.
+        limit_s = request.timeout_s + GRACE_S
         with reservation:
-            actor = self._actor(reservation.replica_id)
+            actor = self._actor(replica_id)
+            if actor is None:
+                yield _failed(request, _gone(replica_id))
+                return
             finished = False
             try:
-                async with asyncio.timeout(request.timeout_s + GRACE_S):
-                    async for ref in actor.stream.options(num_returns="streaming").remote(request):
-                        result: EngineResult = await ref
-                        finished = result.error is not None or result.finished
-                        yield result
-            except RayActorError as death:
+                refs = aiter(actor.stream.options(num_returns="streaming").remote(request))
+                while not finished:
+                    async with asyncio.timeout(limit_s):
+                        result: EngineResult = await (await anext(refs))
+                    finished = result.error is not None or result.finished
+                    if isinstance(result.error, ReplicaUnavailableError):
+                        self._mark(result.error)
+                    yield result
+            except (RayActorError, ObjectLostError) as death:
                 finished = True
-                error = _death(reservation.replica_id, death)
-                self._load.mark(error.replica_id, error.state, error.reason)
+                error = _death(replica_id, death)
+                self._mark(error)
                 yield _failed(request, error)
+            except RayError as error:
+                reason = f"replica {replica_id}: {error}"
+                yield _failed(request, GenerationError(request.request_id, reason))
             except TimeoutError:
-                message = (
-                    f"request {request.request_id}: replica {reservation.replica_id} is silent"
-                )
-                yield _failed(request, GenerationTimeoutError(message))
+                self._mark(_silence(replica_id, limit_s))
+                yield _failed(request, _timeout(request, replica_id, limit_s))
             finally:
                 if not finished:
                     await asyncio.shield(self._abort(actor, [request.request_id]))
 
-    def _actor(self, replica_id: str) -> Any:  # noqa: ANN401  a Ray actor handle
-        return next(one.actor for one in self._replicas() if one.replica_id == replica_id)
+    def _actor(self, replica_id: str) -> Any | None:  # noqa: ANN401  a Ray actor handle
+        """Returns a replica's actor, or ``None`` if it was removed or the service shut down."""
+        return next((one.actor for one in self._replicas() if one.replica_id == replica_id), None)
+
+    def _mark(self, error: ReplicaUnavailableError) -> None:
+        """Has the balancer avoid a replica until it reports that it serves."""
+        with self._load.lock:
+            if error.replica_id in self._load.replica_ids:
+                self._load.mark(error.replica_id, error.state, error.reason)
 
     async def _abort(self, actor: Any, request_ids: list[str]) -> None:  # noqa: ANN401
         """Has the engine drop requests; one that is dead or hung has nothing to drop."""
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await actor.abort.remote(request_ids)
-        except (RayActorError, TimeoutError) as error:
+        except (RayError, TimeoutError) as error:
             logger.warning("could not abort %d requests: %s", len(request_ids), error)
 
 
@@ -217,6 +244,21 @@ def _failed(request: EngineRequest, error: Exception) -> EngineResult:
     return EngineResult(request_id=request.request_id, replica_id="", error=error)
 
 
-def _death(replica_id: str, error: RayActorError) -> ReplicaUnavailableError:
+def _death(replica_id: str, error: RayError) -> ReplicaUnavailableError:
     first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return ReplicaUnavailableError(replica_id, ReplicaState.FAILED, f"its actor died: {first_line}")
+
+
+def _gone(replica_id: str) -> ReplicaUnavailableError:
+    return ReplicaUnavailableError(replica_id, ReplicaState.CLOSED, "it left the service")
+
+
+def _silence(replica_id: str, limit_s: float) -> ReplicaUnavailableError:
+    reason = f"it was silent for {limit_s:g} s"
+    return ReplicaUnavailableError(replica_id, ReplicaState.FAILED, reason)
+
+
+def _timeout(request: EngineRequest, replica_id: str, limit_s: float) -> GenerationTimeoutError:
+    return GenerationTimeoutError(
+        f"request {request.request_id}: replica {replica_id} did not answer within {limit_s:g} s"
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import inspect
 import os
 from typing import TYPE_CHECKING, Any
@@ -163,10 +162,15 @@ def engine_environment(
 def _checked_extension(given: str | None) -> str:
     if not given:
         return WORKER_EXTENSION
-    module_name, _, class_name = given.rpartition(".")
-    ours_module, _, ours_name = WORKER_EXTENSION.rpartition(".")
-    extension = getattr(importlib.import_module(module_name), class_name)
-    ours = getattr(importlib.import_module(ours_module), ours_name)
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    try:
+        extension = resolve_obj_by_qualname(given)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnsupportedArgumentError(
+            f"worker_extension_cls must name an importable class, got {given!r}: {error}"
+        ) from error
+    ours = resolve_obj_by_qualname(WORKER_EXTENSION)
     if not (inspect.isclass(extension) and issubclass(extension, ours)):
         raise UnsupportedArgumentError(
             f"worker_extension_cls must be a subclass of {WORKER_EXTENSION}, got {given}"

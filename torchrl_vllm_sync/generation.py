@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import uuid
@@ -9,16 +10,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 from tqdm.auto import tqdm
 
 from torchrl_vllm_sync.dispatch import Dispatcher
-from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.errors import (
+    InvalidPromptError,
+    NoReplicaAvailableError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
 from torchrl_vllm_sync.requests import EngineRequest, EngineResult
 from torchrl_vllm_sync.wire import unpack_output
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Sequence
+    from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
     from vllm import RequestOutput
 
@@ -86,6 +92,7 @@ class Generation:
         Raises:
             InvalidPromptError: A prompt or the sampling parameters are not valid.
             UnsupportedArgumentError: The time limit is not positive.
+            NoReplicaAvailableError: There is text, and no replica to tell how it is tokenised.
         """
         if not timeout_s > 0:
             raise UnsupportedArgumentError(
@@ -98,6 +105,10 @@ class Generation:
             max_model_len=self._description.max_model_len,
             vocab_size=self._description.vocab_size,
         )
+        if stream and len(normalised.prompts) > 1:
+            raise InvalidPromptError(
+                f"a stream must have exactly 1 prompt, got {len(normalised.prompts)}"
+            )
         given = check_sampling_params(sampling_params, len(normalised.prompts))
         prepared = _prepared_sampling_params(given, stream=stream)
         requests = [
@@ -121,6 +132,10 @@ class Generation:
             NoReplicaAvailableError: No replica takes requests.
         """
         total = len(batch.requests)
+
+        def on_result(_: EngineResult) -> None:
+            progress.update()
+
         with tqdm(
             total=total,
             desc="Processed prompts",
@@ -130,7 +145,7 @@ class Generation:
             dynamic_ncols=True,
         ) as progress:
             results = await self._dispatcher.run(
-                batch.requests, _reserver(balancer), on_result=lambda _: progress.update()
+                batch.requests, _reserver(balancer), on_result=on_result
             )
         return [
             _as_output(result, record)
@@ -139,25 +154,35 @@ class Generation:
 
     async def stream(
         self, batch: PreparedBatch, balancer: LoadBalancer | PinnedBalancer
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Yields the outputs of a prepared call with one prompt as they grow.
 
         Raises:
             SyncError: The request failed.
         """
         (request,), (record,) = batch.requests, batch.records
-        async for result in self._dispatcher.stream(request, _reserver(balancer)):
-            output = _as_output(result, record)
-            if isinstance(output, Exception):
-                raise output
-            yield output
+        results = self._dispatcher.stream(request, _reserver(balancer))
+        async with contextlib.aclosing(results):
+            async for result in results:
+                output = _as_output(result, record)
+                if isinstance(output, Exception):
+                    raise output
+                yield output
 
     def _encode(self, text: str) -> list[int]:
         """Tokenises as the engines would, with their tokenizer, fetched once in each process."""
         if self._tokenizer is None:
-            actor = self._replicas()[0].actor
-            self._tokenizer = ray.get(actor.get_tokenizer.remote(), timeout=TOKENIZER_TIMEOUT_S)
+            self._tokenizer = self._fetch_tokenizer()
         return self._tokenizer.encode(text)
+
+    def _fetch_tokenizer(self) -> Any:  # noqa: ANN401  a transformers tokenizer
+        reasons: list[str] = []
+        for one in self._replicas():
+            try:
+                return ray.get(one.actor.get_tokenizer.remote(), timeout=TOKENIZER_TIMEOUT_S)
+            except (RayActorError, GetTimeoutError) as error:
+                reasons.append(f"replica {one.replica_id}: {type(error).__name__}")
+        raise NoReplicaAvailableError(f"no replica could send its tokenizer: {', '.join(reasons)}")
 
 
 class PinnedBalancer:
@@ -192,7 +217,7 @@ def _reserver(
 
 
 def _prepared_sampling_params(given: Sequence[Any], *, stream: bool) -> list[Any]:
-    """Copies each distinct object once; whole outputs are wanted only at the end, unless streamed."""
+    """Copies each distinct object once; only streams want anything before the end."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.util
+from ray.exceptions import RayActorError, RayError
 
 from torchrl_vllm_sync import placement
 from torchrl_vllm_sync.errors import LaunchError, ServiceClosedError, UnsupportedArgumentError
@@ -31,10 +34,14 @@ __all__ = [
     "launch_timeout_s",
 ]
 
+logger = logging.getLogger(__name__)
+
 NAMESPACE = "torchrl_vllm"
 LAUNCH_TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
 CLOSE_TIMEOUT_S = 20.0
 ATTACH_TIMEOUT_S = 30.0
+# Replicas often fail for the same reason at about the same time: all of them are named.
+FAILURE_GRACE_S = 2.0
 # Requests run on an actor's default group; questions about it must not queue behind them.
 MAX_CONCURRENT_CALLS = 4096
 
@@ -73,7 +80,7 @@ class LaunchedReplicas:
     groups: list[Any] = field(default_factory=list)
 
     def without_actors(self) -> LaunchedReplicas:
-        """Returns a copy that holds no actor handles, which an actor may keep of its own service."""
+        """Returns a copy without actor handles, which an actor may keep of its own service."""
         return LaunchedReplicas([], self.descriptions, self.groups)
 
 
@@ -88,7 +95,7 @@ def launch_timeout_s() -> float:
         seconds = float(given)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
+    if not 0 < seconds < math.inf:
         raise UnsupportedArgumentError(
             f"{LAUNCH_TIMEOUT_VARIABLE} must be a positive number of seconds, got {given!r}"
         )
@@ -104,7 +111,7 @@ def launch_replicas(plan: LaunchPlan) -> LaunchedReplicas:
     """
     _ensure_ray()
     launched = LaunchedReplicas(
-        groups=placement.place(plan.resources, plan.num_replicas, timeout_s=plan.timeout_s)
+        groups=placement.place(plan.resources, plan.num_replicas, detached=plan.detached)
     )
     try:
         actor_class = _as_remote(plan.actor_class)
@@ -143,21 +150,20 @@ def find_replicas(service_name: str) -> dict[str, Any]:
     """
     _ensure_ray()
     prefix = actor_name(service_name, "")
+    named: Any = ray.util.list_named_actors(all_namespaces=True)  # dicts, whatever its type says
     names = sorted(
-        found["name"]
-        for found in ray.util.list_named_actors(all_namespaces=True)
-        if found["namespace"] == NAMESPACE and found["name"].startswith(prefix)
+        one["name"]
+        for one in named
+        if one["namespace"] == NAMESPACE and one["name"].startswith(prefix)
     )
     if not names:
         raise ServiceClosedError(f"no service named {service_name!r} runs on this Ray cluster")
     actors = {name.removeprefix(prefix): ray.get_actor(name, NAMESPACE) for name in names}
-    cards = [actor.card.remote() for actor in actors.values()]
-    ready, _ = ray.wait(cards, num_returns=1, timeout=ATTACH_TIMEOUT_S)
-    if not ready:
+    state = _first_answer([actor.card.remote() for actor in actors.values()])
+    if state is None:
         raise ServiceClosedError(
-            f"service {service_name!r} did not answer within {ATTACH_TIMEOUT_S:g} s"
+            f"no replica of service {service_name!r} answered within {ATTACH_TIMEOUT_S:g} s"
         )
-    state: dict[str, Any] = ray.get(ready[0])
     launched: LaunchedReplicas = state["_launched_replicas"]
     launched.replicas = [
         Replica(one.replica_id, actors[one.replica_id])
@@ -167,6 +173,23 @@ def find_replicas(service_name: str) -> dict[str, Any]:
     return state
 
 
+def _first_answer(refs: list[Any]) -> dict[str, Any] | None:
+    """Returns the first answer of a live replica that is not empty, as it is during launch."""
+    deadline = time.monotonic() + ATTACH_TIMEOUT_S
+    while refs:
+        ready, refs = ray.wait(refs, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        try:
+            answer = ray.get(ready[0])
+        except RayActorError as error:
+            logger.warning("a replica is dead: %s", error)
+        else:
+            if answer:
+                return answer
+    return None
+
+
 def _ensure_ray() -> None:
     """Joins the cluster named by ``RAY_ADDRESS``, or starts a local one, unless that is done."""
     if not ray.is_initialized():
@@ -174,17 +197,26 @@ def _ensure_ray() -> None:
 
 
 def _await_start(replicas: Sequence[Replica], timeout_s: float) -> list[EngineDescription]:
+    """Starts the engines side by side; the first failure ends the wait for the others."""
     starting = {replica.actor.start.remote(): replica.replica_id for replica in replicas}
-    done, late = ray.wait(list(starting), num_returns=len(starting), timeout=timeout_s)
-    failures = {starting[ref]: f"not serving after {timeout_s:g} s" for ref in late}
+    deadline = time.monotonic() + timeout_s
+    failures: dict[str, str] = {}
     started: dict[str, EngineDescription] = {}
-    for ref in done:
+    waiting = list(starting)
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            break
+        replica_id = starting[done[0]]
         try:
-            started[starting[ref]] = ray.get(ref)
-        except ray.exceptions.RayError as error:
-            failures[starting[ref]] = str(error).strip()
+            started[replica_id] = ray.get(done[0])
+        except RayError as error:
+            failures[replica_id] = str(error).strip()
+            deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
     if failures:
         raise LaunchError(failures)
+    if waiting:
+        raise LaunchError({starting[ref]: f"not serving after {timeout_s:g} s" for ref in waiting})
     return [started[replica.replica_id] for replica in replicas]
 
 

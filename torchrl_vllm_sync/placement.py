@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 from torchrl_vllm_sync.errors import PlacementError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["ReplicaResources", "actor_options", "place", "remove"]
 
 # Resources of actors that were just ended come back within about this many seconds.
 SETTLE_S = 3.0
+# Where every node's share is free, placement groups are ready within about this many seconds.
+PLACE_TIMEOUT_S = 6.0
+NO_NODE = "no single node holds one replica's share"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +38,13 @@ class ReplicaResources:
         return {name: amount for name, amount in claims.items() if amount}
 
 
-def place(resources: ReplicaResources, num_replicas: int, *, timeout_s: float) -> list[Any]:
+def place(resources: ReplicaResources, num_replicas: int, *, detached: bool) -> list[Any]:
     """Reserves one placement group for each replica, each on a single node.
 
     Args:
         resources: What each replica claims.
         num_replicas: How many to place.
-        timeout_s: Seconds to wait once the cluster is known to have enough in total.
+        detached: Whether the groups outlive the process that reserves them.
 
     Returns:
         Placement groups in replica order; an empty list when replicas claim nothing.
@@ -55,19 +58,29 @@ def place(resources: ReplicaResources, num_replicas: int, *, timeout_s: float) -
     bundle = resources.bundle()
     if not bundle:
         return []
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     deadline = time.monotonic() + SETTLE_S
-    while missing := _missing(bundle, num_replicas, ray.available_resources()):
+    while why := _missing(bundle, num_replicas, ray.available_resources()):
         if time.monotonic() > deadline or _missing(bundle, num_replicas, ray.cluster_resources()):
-            raise PlacementError(_refusal(bundle, num_replicas, missing))
+            raise PlacementError(_refusal(bundle, num_replicas, why))
         time.sleep(0.1)
-    groups = [placement_group([bundle], strategy="STRICT_PACK") for _ in range(num_replicas)]
-    deadline = time.monotonic() + timeout_s
-    for group in groups:
-        if not group.wait(max(0.0, deadline - time.monotonic())):
-            remove(groups)
-            raise PlacementError(
-                _refusal(bundle, num_replicas, "no single node holds one replica's share")
+    if not any(not _missing(bundle, 1, node) for node in nodes):
+        raise PlacementError(_refusal(bundle, num_replicas, NO_NODE))
+    groups: list[Any] = []
+    try:
+        for _ in range(num_replicas):
+            groups.append(  # noqa: PERF401  those made so far are removed when one fails
+                placement_group(
+                    [bundle], strategy="STRICT_PACK", lifetime="detached" if detached else None
+                )
             )
+        deadline = time.monotonic() + PLACE_TIMEOUT_S
+        for group in groups:
+            if not group.wait(max(0.0, deadline - time.monotonic())):
+                raise PlacementError(_refusal(bundle, num_replicas, NO_NODE))  # noqa: TRY301
+    except BaseException:
+        remove(groups)
+        raise
     return groups
 
 
@@ -93,7 +106,7 @@ def actor_options(resources: ReplicaResources, group: Any | None) -> dict[str, A
     return options
 
 
-def _missing(bundle: dict[str, float], num_replicas: int, free: dict[str, float]) -> str:
+def _missing(bundle: dict[str, float], num_replicas: int, free: Mapping[str, float]) -> str:
     lacking = [
         f"{name}: {amount * num_replicas:g} needed, {free.get(name, 0.0):g} free"
         for name, amount in bundle.items()

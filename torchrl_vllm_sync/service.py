@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import secrets
 import socket
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import ray
 import ray.util
 import torch
+from ray.exceptions import RayActorError, RayTaskError
 from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
 
 from torchrl_vllm_sync.background import iterate_blocking, run_blocking
@@ -22,7 +25,11 @@ from torchrl_vllm_sync.engine_args import (
     on_cpu,
     prepare_engine_args,
 )
-from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import (
+    ReplicaUnavailableError,
+    ServiceClosedError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.generation import Generation, PinnedBalancer
 from torchrl_vllm_sync.launch import (
     CLOSE_TIMEOUT_S,
@@ -41,7 +48,8 @@ from torchrl_vllm_sync.weights.metadata import from_json
 from torchrl_vllm_sync.weights.push import WeightPusher
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    import os
+    from collections.abc import AsyncGenerator, Sequence
     from types import TracebackType
 
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
@@ -55,6 +63,7 @@ __all__ = ["AsyncVLLM", "attach", "make_async_vllm_engine"]
 logger = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 60.0
+FIGURE_TIMEOUT_S = 10.0
 DEFAULT_REQUEST_TIMEOUT_S = 3600.0
 DEFAULT_PUSH_TIMEOUT_S = 300.0
 _CONSTRUCTOR_KEYWORDS = (
@@ -251,7 +260,11 @@ class AsyncVLLM(RLvLLMEngine):
             **self.__getstate__(),
             "_launched_replicas": self._launched_replicas.without_actors(),
         }
-        self._call_all("keep_card", card)
+        try:
+            self._call_all("keep_card", card)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def _begin(self) -> None:
         """Makes what belongs to this process alone: ledger, balancer, monitor, pusher."""
@@ -365,11 +378,12 @@ class AsyncVLLM(RLvLLMEngine):
                 continue
             try:
                 answers[replica_id] = ray.get(ref)
-            except ray.exceptions.RayTaskError as error:
+            except RayTaskError as error:
                 answers[replica_id] = error.cause
-            except ray.exceptions.RayActorError as error:
-                self.load.mark(replica_id, ReplicaState.FAILED, str(error))
-                answers[replica_id] = error
+            except RayActorError as error:
+                death = ReplicaUnavailableError(replica_id, ReplicaState.FAILED, str(error))
+                self.load.mark(replica_id, death.state, death.reason)
+                answers[replica_id] = death
         return answers
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
@@ -380,18 +394,23 @@ class AsyncVLLM(RLvLLMEngine):
                 raise answer
         return answers
 
-    def _call_indexed(self, method: str, actor_index: int | None) -> Any:  # noqa: ANN401
-        """TorchRL's convention: one replica's answer by position, or the list of all."""
-        answers = None if actor_index is not None else self._call_all(method)
-        if answers is not None:
-            return answers
-        replica = self._at(actor_index)
-        return ray.get(getattr(replica.actor, method).remote(), timeout=RPC_TIMEOUT_S)
+    def _figure(self, method: str, actor_index: int | None) -> Any:  # noqa: ANN401
+        """TorchRL's convention: one replica's figure by position, or the list of all.
 
-    def _at(self, actor_index: int | None) -> Replica:
+        What a replica that is dead or silent would have said is unknown: ``None``.
+        """
+        chosen = None if actor_index is None else self._at(actor_index).replica_id
+        answers = self.call_replicas(method, deadline_s=FIGURE_TIMEOUT_S)
+        figures = {
+            replica_id: None if isinstance(answer, BaseException) else answer
+            for replica_id, answer in answers.items()
+        }
+        return list(figures.values()) if chosen is None else figures[chosen]
+
+    def _at(self, actor_index: int) -> Replica:
         self._serving()
         replicas = self._current_replicas()
-        if actor_index is None or not 0 <= actor_index < len(replicas):
+        if not 0 <= actor_index < len(replicas):
             raise IndexError(f"actor_index must be in [0, {len(replicas)}), got {actor_index}")
         return replicas[actor_index]
 
@@ -444,13 +463,19 @@ class AsyncVLLM(RLvLLMEngine):
             GenerationError: A request failed in the engine.
             ServiceClosedError: The service is not launched, or was shut down.
         """
+        for name, value in (
+            ("prompt_adapter_request", prompt_adapter_request),
+            ("guided_options_request", guided_options_request),
+        ):
+            if value is not None:
+                raise UnsupportedArgumentError(
+                    f"{name} must be None: vLLM no longer has it, got {type(value).__name__}"
+                )
         batch, balancer = self._prepare(
             prompts,
             sampling_params,
             prompt_token_ids,
             lora_request,
-            prompt_adapter_request,
-            guided_options_request,
             timeout_seconds,
             actor_index,
             stream=stream,
@@ -477,13 +502,12 @@ class AsyncVLLM(RLvLLMEngine):
 
         Arguments, results and errors are those of :meth:`generate`.
         """
-        batch, balancer = self._prepare(
+        batch, balancer = await asyncio.to_thread(  # fetches the tokenizer, encodes text
+            self._prepare,
             prompts,
             sampling_params,
             prompt_token_ids,
             lora_request,
-            None,
-            None,
             timeout_seconds,
             actor_index,
             stream=False,
@@ -492,7 +516,7 @@ class AsyncVLLM(RLvLLMEngine):
         outputs = await generation.run(batch, balancer, use_tqdm=use_tqdm)
         return _unbatch(outputs, batch, return_exceptions=return_exceptions)
 
-    def astream(
+    async def astream(
         self,
         prompt: Any = None,  # noqa: ANN401
         sampling_params: SamplingParams | None = None,
@@ -501,20 +525,21 @@ class AsyncVLLM(RLvLLMEngine):
         lora_request: Any = None,  # noqa: ANN401
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """``generate(stream=True)`` for asyncio: yields the growing outputs of one prompt."""
-        batch, balancer = self._prepare(
+        batch, balancer = await asyncio.to_thread(
+            self._prepare,
             prompt,
             sampling_params,
             prompt_token_ids,
             lora_request,
-            None,
-            None,
             timeout_seconds,
             actor_index,
             stream=True,
         )
-        return self._serving()[0].stream(batch, balancer)
+        async with contextlib.aclosing(self._serving()[0].stream(batch, balancer)) as outputs:
+            async for output in outputs:
+                yield output
 
     def _prepare(
         self,
@@ -522,21 +547,11 @@ class AsyncVLLM(RLvLLMEngine):
         sampling_params: Any,  # noqa: ANN401
         prompt_token_ids: Any,  # noqa: ANN401
         lora_request: Any,  # noqa: ANN401
-        prompt_adapter_request: Any,  # noqa: ANN401
-        guided_options_request: Any,  # noqa: ANN401
         timeout_seconds: float | None,
         actor_index: int | None,
         *,
         stream: bool,
     ) -> tuple[PreparedBatch, LoadBalancer | PinnedBalancer]:
-        for name, value in (
-            ("prompt_adapter_request", prompt_adapter_request),
-            ("guided_options_request", guided_options_request),
-        ):
-            if value is not None:
-                raise UnsupportedArgumentError(
-                    f"{name} must be None: vLLM no longer has it, got {type(value).__name__}"
-                )
         generation, balancer = self._serving()
         batch = generation.prepare(
             prompts,
@@ -575,23 +590,27 @@ class AsyncVLLM(RLvLLMEngine):
         self._serving()
         return secrets.randbelow(len(self._current_replicas()))
 
-    def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
+    def get_num_unfinished_requests(
+        self, actor_index: int | None = None
+    ) -> int | list[int | None] | None:
         """Returns the requests inside one engine, or the list for all, as they say themselves.
 
+        ``None`` stands for an engine that does not answer.
+
         Raises:
             IndexError: ``actor_index`` is out of range.
         """
-        return self._call_indexed("get_num_unfinished_requests", actor_index)
+        return self._figure("get_num_unfinished_requests", actor_index)
 
-    def get_cache_usage(self, actor_index: int | None = None) -> float | None | list[float | None]:
+    def get_cache_usage(self, actor_index: int | None = None) -> float | list[float | None] | None:
         """Returns the share of KV-cache blocks in use, 0 to 1, of one engine, or the list for all.
 
-        ``None`` until an engine has said.
+        ``None`` until an engine has said, and for one that does not answer.
 
         Raises:
             IndexError: ``actor_index`` is out of range.
         """
-        return self._call_indexed("get_cache_usage", actor_index)
+        return self._figure("get_cache_usage", actor_index)
 
     def reset_prefix_cache(self) -> None:
         """Drops cached prefixes on all replicas, unless prefix caching is off.
@@ -656,9 +675,11 @@ class AsyncVLLM(RLvLLMEngine):
 
         Raises:
             WeightMismatchError: The weights do not fit the model; nothing was sent.
-            StaleVersionError: ``version`` is not newer; nothing was sent.
+            StaleVersionError: ``version`` is older than the newest; nothing was sent.
+            SnapshotError: The memmap transport could not store the weights; nothing was loaded.
             WeightSyncError: Some replicas did not reach the version; they take no requests until
-                they do. Pushing the same version again is safe.
+                they do. Pushing the same version again is safe. If none reached it, those that are
+                whole go on with what they hold.
         """
         self._serving()
         if transport is not None:
@@ -666,6 +687,50 @@ class AsyncVLLM(RLvLLMEngine):
         return self._pusher.push(
             weights, version=version, timeout_s=timeout_s, clear_cache=clear_cache
         )
+
+    def follow_snapshots(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        run_id: str | None = None,
+        interval_s: float = 1.0,
+        timeout_s: float = DEFAULT_PUSH_TIMEOUT_S,
+        verify: bool = True,
+    ) -> None:
+        """Has every replica load new versions of a snapshot directory on its own, as they appear.
+
+        For a trainer that only writes, with ``SnapshotWriter``, and knows nothing of the service.
+        Each replica applies each version at most once and skips those it was too late for, so
+        that replicas may differ for a moment; outputs say which version sampled them. Following
+        another directory ends following the one before.
+
+        Args:
+            directory: Visible to every replica's node; it need not exist yet.
+            run_id: Load snapshots of this training run only; ``None`` loads those of any.
+            interval_s: Seconds between looks, greater than 0.
+            timeout_s: Seconds for each load.
+            verify: Check the stored checksums before each load.
+
+        Raises:
+            UnsupportedArgumentError: ``interval_s`` is not greater than 0.
+        """
+        if not interval_s > 0:
+            raise UnsupportedArgumentError(f"interval_s must be greater than 0, got {interval_s}")
+        answers = self.call_replicas(
+            "follow_snapshots",
+            str(directory),
+            run_id,
+            interval_s=interval_s,
+            timeout_s=timeout_s,
+            verify=verify,
+        )
+        for answer in answers.values():
+            if isinstance(answer, BaseException):
+                raise answer
+
+    def stop_following(self) -> None:
+        """Ends :meth:`follow_snapshots`; a load under way is finished first."""
+        self._call_all("stop_following")
 
     def use_transport(self, transport: WeightTransport) -> None:
         """Makes ``transport`` the one that pushes use, and closes the one before."""
@@ -693,9 +758,9 @@ class AsyncVLLM(RLvLLMEngine):
         """Replaces the weights on all replicas; TorchRL's and vLLM's name for it.
 
         Args:
-            weights: An iterator of ``(name, tensor)`` or whatever :meth:`push_weights` takes. vLLM's
-                own ``WeightTransferUpdateRequest``, or a mapping with ``update_info``, goes to the
-                engines' native transfer instead.
+            weights: An iterator of ``(name, tensor)`` or whatever :meth:`push_weights` takes.
+                vLLM's own ``WeightTransferUpdateRequest``, or a mapping with ``update_info``, goes
+                to the engines' native transfer instead.
 
         Raises:
             WeightMismatchError: See :meth:`push_weights`.
@@ -754,7 +819,7 @@ AsyncVLLM.__module__ = "torchrl.modules.llm.backends.vllm.torchrl_vllm_sync"
 
 def _rebuild(kind: type[AsyncVLLM] | None, state: dict[str, Any]) -> AsyncVLLM:
     service = object.__new__(kind or AsyncVLLM)
-    service.__dict__.update(state)
+    vars(service).update(state)
     service._begin()
     return service
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray.util
 from vllm import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.admission import AdmissionGate, RunningRequest
@@ -22,14 +22,14 @@ from torchrl_vllm_sync.engine.checkpoint import checkpoint_metadata
 from torchrl_vllm_sync.engine.native import NativeWeightTransfer
 from torchrl_vllm_sync.engine.updates import WeightUpdates
 from torchrl_vllm_sync.errors import GenerationError, GenerationTimeoutError, SyncError
-from torchrl_vllm_sync.prompts import as_requests
+from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport, ReplicaState
 from torchrl_vllm_sync.requests import EngineRequest, EngineResult
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.wire import pack_output, unpack_output
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
     from vllm import AsyncEngineArgs, RequestOutput
 
@@ -37,22 +37,16 @@ __all__ = ["EngineActor"]
 
 logger = logging.getLogger(__name__)
 
-# What may end a request without being a fault of this library; see ``EngineActor._failure``.
-REQUEST_FAILURES = (
-    SyncError,
-    TimeoutError,
-    EngineDeadError,
-    EngineGenerateError,
-    ValueError,
-    TypeError,
-    asyncio.CancelledError,
-)
 # Finished outputs of a batch are sent back together, at most this much later than they finished.
 BATCH_LINGER_S = 0.05
+# Ids of requests given up before they arrived, of which at most this many are remembered.
+MAX_GIVEN_UP = 10_000
+# Seconds between looks at whether requests that were given up have left the engine.
+ABORT_POLL_S = 0.005
 
 
 class EngineActor(NativeWeightTransfer):
-    """The class behind each replica's Ray actor; subclass it to pass an ``actor_class`` of your own.
+    """The class behind each replica's Ray actor; subclass it for an ``actor_class`` of your own.
 
     Lifecycle: constructed (``STARTING``), :meth:`start` builds the engine (``SERVING``), weight
     updates pass through ``UPDATING``, :meth:`close` ends the engine (``CLOSED``). An update that
@@ -79,6 +73,7 @@ class EngineActor(NativeWeightTransfer):
         self._environment = environment
         self._gate = AdmissionGate(replica_id)
         self._stats = internals.StatsRecorder()
+        self._given_up: dict[str, None] = {}
         self._restarts = 0
         self._card: dict[str, Any] = {}
 
@@ -176,7 +171,9 @@ class EngineActor(NativeWeightTransfer):
         Yields:
             Results that finished since the last yield.
         """
-        tasks = {asyncio.create_task(self._answer(one, want_prompt)) for one in requests}
+        tasks = {
+            asyncio.create_task(self._answer(one, want_prompt=want_prompt)) for one in requests
+        }
         try:
             while tasks:
                 done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -190,28 +187,44 @@ class EngineActor(NativeWeightTransfer):
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineResult]:
         """Yields every partial output of one request as vLLM produces it, the last one finished."""
+        steps: asyncio.Queue[EngineResult | None] = asyncio.Queue()
+        # A task of its own: Ray takes the cancelling of its task for a caller's wish.
+        task = asyncio.create_task(
+            self._answer(request, want_prompt=False, on_step=steps.put_nowait)
+        )
+        task.add_done_callback(lambda _: steps.put_nowait(None))
         try:
-            async with asyncio.timeout(request.timeout_s):
-                async for output, version in self._outputs(request):
-                    yield self._result(request, output, version, want_prompt=False)
-        except REQUEST_FAILURES as failure:
-            yield self._failure(request, failure)
+            while (step := await steps.get()) is not None:
+                yield step
+            yield task.result()
+        finally:
+            task.cancel()
 
-    async def _answer(self, request: EngineRequest, want_prompt: bool) -> EngineResult:
+    async def _answer(
+        self,
+        request: EngineRequest,
+        *,
+        want_prompt: bool,
+        on_step: Callable[[EngineResult], None] | None = None,
+    ) -> EngineResult:
         """Runs one request to its end; failures are results, so that siblings are kept."""
-        last: RequestOutput | None = None
-        version = self._updates.version
+        last: tuple[RequestOutput, int] | None = None
         try:
             async with asyncio.timeout(request.timeout_s):
-                async for output, version in self._outputs(request):
-                    last = output
-            if last is None:
-                raise GenerationError(request.request_id, "the engine returned nothing")
-        except REQUEST_FAILURES as failure:
+                async for step in self._outputs(request):
+                    last = step
+                    if on_step is not None and not step[0].finished:
+                        on_step(self._result(request, *step, want_prompt=want_prompt))
+        except (Exception, asyncio.CancelledError) as failure:  # noqa: BLE001  a result, too
             return self._failure(request, failure)
-        return self._result(request, last, version, want_prompt=want_prompt)
+        finally:
+            self._given_up.pop(request.request_id, None)
+        if last is None:
+            nothing = GenerationError(request.request_id, "the engine returned nothing")
+            return self._failure(request, nothing)
+        return self._result(request, *last, want_prompt=want_prompt)
 
-    async def _outputs(self, request: EngineRequest) -> AsyncIterator[tuple[RequestOutput, int]]:
+    async def _outputs(self, request: EngineRequest) -> AsyncGenerator[tuple[RequestOutput, int]]:
         """Yields outputs with the version under which the request began.
 
         A request that an update finds before its first token goes back to the gate and begins
@@ -219,6 +232,8 @@ class EngineActor(NativeWeightTransfer):
         """
         while True:
             await self._gate.enter()
+            if request.request_id in self._given_up:
+                raise GenerationError(request.request_id, "its caller gave it up")
             version = self._updates.version
             self._restarts += 1
             running = RunningRequest(
@@ -284,22 +299,32 @@ class EngineActor(NativeWeightTransfer):
             )
         else:
             cause = failure.__cause__ or failure
+            if not isinstance(cause, (ValueError, TypeError)):  # these are the caller's fault
+                logger.error("request %s failed", request.request_id, exc_info=failure)
             error = GenerationError(request.request_id, f"{type(cause).__name__}: {cause}")
         return EngineResult(request_id=request.request_id, replica_id=self.replica_id, error=error)
 
     async def abort(self, request_ids: Iterable[str]) -> int:
-        """Ends the named requests' work in the engine.
+        """Ends the named requests' work in the engine, and waits until it has ended.
+
+        A request that has yet to arrive, or waits at the gate, will not begin.
 
         Returns:
-            How many of them were running.
+            How many of them were inside the engine.
         """
         wanted = set(request_ids)
-        found = [
+        self._given_up.update(dict.fromkeys(wanted))
+        for _ in range(len(self._given_up) - MAX_GIVEN_UP):
+            del self._given_up[next(iter(self._given_up))]
+        ended: set[str] = set()
+        # A request that has just passed the gate may not be known to vLLM yet, hence the loop.
+        while left := [
             engine_id for engine_id in self._gate.running if engine_id.rpartition("~")[0] in wanted
-        ]
-        if found:
-            await self.engine.abort(found)
-        return len(found)
+        ]:
+            ended.update(left)
+            await self.engine.abort(left)
+            await asyncio.sleep(ABORT_POLL_S)
+        return len(ended)
 
     async def generate(
         self,
@@ -314,7 +339,7 @@ class EngineActor(NativeWeightTransfer):
 
         Args:
             prompts: Text, token ids, ``TokensPrompt`` or a list of these.
-            sampling_params: vLLM ``SamplingParams``; vLLM's defaults when ``None``.
+            sampling_params: For all prompts, or one for each; vLLM's defaults when ``None``.
             prompt_token_ids: Token ids, flat or nested, instead of ``prompts``.
             timeout_seconds: Limit for each request, in seconds.
             lora_request: vLLM ``LoRARequest``.
@@ -331,20 +356,22 @@ class EngineActor(NativeWeightTransfer):
             prompt_token_ids,
             encode=self.engine.get_tokenizer().encode,
             max_model_len=self.engine.vllm_config.model_config.max_model_len,
+            vocab_size=self.engine.vllm_config.model_config.get_vocab_size(),
         )
+        given = check_sampling_params(sampling_params, len(normalised.prompts))
         results = await asyncio.gather(
             *(
                 self._answer(
                     EngineRequest(
                         request_id=f"direct-{id(record)}-{time.monotonic_ns()}",
                         prompt=record.as_tokens_prompt(),
-                        sampling_params=sampling_params or SamplingParams(),
+                        sampling_params=SamplingParams() if params is None else params,
                         timeout_s=timeout_seconds,
                         lora_request=lora_request,
                     ),
                     want_prompt=True,
                 )
-                for record in normalised.prompts
+                for record, params in zip(normalised.prompts, given, strict=True)
             )
         )
         for result in results:
@@ -360,18 +387,28 @@ class EngineActor(NativeWeightTransfer):
         metas = await asyncio.to_thread(checkpoint_metadata, self.engine.vllm_config.model_config)
         return to_json(metas)
 
-    async def load_snapshot(self, directory: str, run_id: str, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+    async def load_snapshot(
+        self,
+        directory: str,
+        run_id: str | None,
+        **options: Any,
+    ) -> dict[str, Any]:
         """Loads the newest version stored in ``directory``; see ``WeightUpdates.load_snapshot``."""
         report = await self._updates.load_snapshot(directory, run_id, **options)
         return dataclasses.asdict(report)
 
-    async def follow_snapshots(self, directory: str, run_id: str, **options: Any) -> None:  # noqa: ANN401
+    async def follow_snapshots(self, directory: str, run_id: str | None, **options: Any) -> None:
         """Loads new versions of ``directory`` as they appear, without being told."""
         self._updates.follow(directory, run_id, **options)
 
     async def stop_following(self) -> None:
-        """Ends :meth:`follow_snapshots`."""
+        """Ends :meth:`follow_snapshots`; a load under way is finished first."""
         self._updates.stop_following()
+        await self._updates.settled()
+
+    def hold_back(self, version: int) -> None:
+        """Takes the replica out of service until it holds ``version``."""
+        self._updates.hold_back(version)
 
     # ---------------------------------------------------------------- TorchRL's and vLLM's surface
 
@@ -380,7 +417,7 @@ class EngineActor(NativeWeightTransfer):
         return internals.num_unfinished_requests(self.engine)
 
     def get_cache_usage(self) -> float | None:
-        """Returns the share of KV-cache blocks in use, 0 to 1; ``None`` until the engine has said."""
+        """Returns the share of KV-cache blocks in use, 0 to 1; ``None`` until it is known."""
         stats = self._stats.latest()
         return stats.kv_cache_usage if stats else None
 

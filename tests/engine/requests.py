@@ -1,0 +1,33 @@
+"""What the tests of the request side share."""
+
+import time
+
+
+def sampling(**fields):
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **fields})
+
+
+def endless(**fields):
+    """Parameters of a request that fills the context of the test engines: 256 tokens."""
+    return sampling(max_tokens=250, ignore_eos=True, **fields)
+
+
+def eventually(condition, timeout_s=20.0):
+    """Waits until ``condition()`` is true and returns its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.02)
+    return value
+
+
+def is_idle(service):
+    """Whether neither this process nor any engine has a request in flight."""
+    unfinished = service.get_num_unfinished_requests()
+    return service.load.total_in_flight == 0 and set(unfinished) == {0}
+
+
+def token_ids(output):
+    return list(output.outputs[0].token_ids)

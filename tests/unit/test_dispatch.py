@@ -1,0 +1,333 @@
+"""Dispatcher over fake actors: every request answered once, every place given back."""
+
+import asyncio
+import contextlib
+import random  # noqa: TID251  seeded below
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from torchrl_vllm_sync import dispatch
+from torchrl_vllm_sync.balancer import LoadBalancer
+from torchrl_vllm_sync.dispatch import Dispatcher
+from torchrl_vllm_sync.errors import (
+    GenerationError,
+    GenerationTimeoutError,
+    NoReplicaAvailableError,
+    ReplicaUnavailableError,
+)
+from torchrl_vllm_sync.load import LoadTracker
+from torchrl_vllm_sync.replica import Replica, ReplicaState
+from torchrl_vllm_sync.requests import EngineRequest, EngineResult
+
+
+class Method:
+    def __init__(self, function):
+        self.remote = function
+
+    def options(self, **options):
+        assert options == {"num_returns": "streaming"}
+        return self
+
+
+class FakeActor:
+    """Answers the first ``num_answers`` requests of each call, then does what ``then`` does."""
+
+    def __init__(self, replica_id, num_answers=10**6, then=None, answer=None):
+        self.replica_id, self.num_answers, self.then = replica_id, num_answers, then
+        self.calls, self.aborted, self.answer = [], [], answer or self.result
+        self.run_batch, self.stream = Method(self._run_batch), Method(self._stream)
+        self.abort = Method(self._abort)
+
+    def result(self, request, **fields):
+        return EngineResult(request_id=request.request_id, replica_id=self.replica_id, **fields)
+
+    async def _run_batch(self, requests, *, want_prompt):
+        assert not want_prompt
+        self.calls.append([request.request_id for request in requests])
+        for request in list(reversed(requests))[: self.num_answers]:
+            await asyncio.sleep(0)
+            yield ready([self.answer(request)])
+        if self.then is not None:
+            await self.then()
+
+    async def _stream(self, request):
+        self.calls.append([request.request_id])
+        for step in range(min(self.num_answers, 3)):
+            yield ready(self.result(request, finished=step == 2))
+        if self.then is not None:
+            await self.then()
+
+    async def _abort(self, request_ids):
+        self.aborted += request_ids
+        return len(request_ids)
+
+
+def ready(value):
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(value)
+    return future
+
+
+def raises(error):
+    async def fail():
+        raise error
+
+    return fail
+
+
+async def hang():
+    await asyncio.Event().wait()
+
+
+class Rig:
+    def __init__(self, *actors, strategy="round-robin"):
+        ids = [actor.replica_id for actor in actors]
+        self.actors = list(actors)
+        self.load = LoadTracker(ids, state=ReplicaState.SERVING)
+        self.replicas = [Replica(actor.replica_id, actor) for actor in actors]
+        self.balancer = LoadBalancer(self.actors, strategy, tracker=self.load)
+        self.dispatcher = Dispatcher(lambda: self.replicas, self.load)
+
+    def reserve(self, requests, avoid):
+        return self.balancer.reserve_batch([one.prompt for one in requests], exclude=avoid)
+
+    async def run(self, requests, **kwargs):
+        return await self.dispatcher.run(requests, self.reserve, **kwargs)
+
+    def stream(self, request):
+        return self.dispatcher.stream(request, self.reserve)
+
+    def states(self):
+        return [str(one.state) for one in self.load.snapshots()]
+
+
+def make_requests(num, timeout_s=60.0):
+    return [
+        EngineRequest(
+            request_id=f"r{i}",
+            prompt={"prompt_token_ids": [i + 1, i + 2]},
+            sampling_params=None,
+            timeout_s=timeout_s,
+        )
+        for i in range(num)
+    ]
+
+
+def ids(requests_or_results):
+    return [one.request_id for one in requests_or_results]
+
+
+async def test_results_come_in_order_with_one_call_a_replica():
+    rig = Rig(FakeActor("a"), FakeActor("b"), FakeActor("c"))
+    requests, seen = make_requests(50), []
+    results = await rig.run(requests, on_result=seen.append)
+    assert ids(results) == ids(requests)
+    assert sorted(ids(seen)) == sorted(ids(requests))
+    assert ids(seen) != ids(requests)  # answered in another order
+    assert [len(actor.calls) for actor in rig.actors] == [1, 1, 1]
+    assert sorted(one for actor in rig.actors for one in actor.calls[0]) == sorted(ids(requests))
+    assert rig.load.total_in_flight == 0
+    assert not any(actor.aborted for actor in rig.actors)
+
+
+async def test_places_are_given_back_as_results_arrive():
+    rig = Rig(FakeActor("a"))
+    counts = []
+    await rig.run(make_requests(5), on_result=lambda _: counts.append(rig.load.total_in_flight))
+    assert counts == [4, 3, 2, 1, 0]
+
+
+async def test_what_a_dead_replica_lost_goes_to_the_others_and_the_rest_is_kept():
+    dying = FakeActor("a", num_answers=3, then=raises(ActorDiedError()))
+    rig = Rig(dying, FakeActor("b"), FakeActor("c"))
+    requests = make_requests(30)
+    results = await rig.run(requests)
+    assert ids(results) == ids(requests)
+    assert all(result.error is None for result in results)
+    assert [one.replica_id for one in results].count("a") == 3
+    assert len(dying.calls) == 1
+    assert sum(len(call) for actor in rig.actors[1:] for call in actor.calls) == 27
+    assert rig.states() == ["failed", "serving", "serving"]
+    assert rig.load.total_in_flight == 0
+    assert not dying.aborted
+
+
+async def test_what_a_stale_replica_refuses_goes_elsewhere():
+    refusal = ReplicaUnavailableError("a", ReplicaState.STALE, "update failed")
+    stale = FakeActor("a")
+    stale.answer = lambda request: stale.result(request, error=refusal)
+    rig = Rig(stale, FakeActor("b"))
+    results = await rig.run(make_requests(10))
+    assert {result.replica_id for result in results} == {"b"}
+    assert rig.states() == ["stale", "serving"]
+    assert rig.load.total_in_flight == 0
+
+
+async def test_when_every_replica_dies_each_request_says_which_one_lost_it():
+    actors = [FakeActor(name, 2, raises(ActorDiedError())) for name in "abcde"]
+    rig = Rig(*actors)
+    results = await rig.run(make_requests(60))
+    errors = [result.error for result in results if result.error is not None]
+    assert errors
+    assert all(isinstance(error, ReplicaUnavailableError) for error in errors)
+    assert all("its actor died" in str(error) for error in errors)
+    assert rig.load.total_in_flight == 0
+    with pytest.raises(NoReplicaAvailableError, match="a is failed"):
+        await rig.run(make_requests(1))
+
+
+async def test_attempts_are_bounded():
+    """Replicas that refuse but are not marked down, as if they recovered at once."""
+    rig = Rig(*[FakeActor(name) for name in "abcdef"])
+    for actor in rig.actors:
+        refusal = ReplicaUnavailableError(actor.replica_id, ReplicaState.SERVING, "odd")
+        actor.answer = lambda request, actor=actor, refusal=refusal: actor.result(
+            request, error=refusal
+        )
+    (result,) = await rig.run(make_requests(1))
+    assert isinstance(result.error, ReplicaUnavailableError)
+    assert sum(len(actor.calls) for actor in rig.actors) == dispatch.MAX_ATTEMPTS
+
+
+async def test_a_replica_that_left_between_choice_and_call_costs_an_attempt_only():
+    rig = Rig(FakeActor("a"), FakeActor("b"))
+    del rig.replicas[0]
+    results = await rig.run(make_requests(6))
+    assert {result.replica_id for result in results} == {"b"}
+    rig.replicas.clear()
+    results = await rig.run(make_requests(2))
+    assert all("left the service" in str(result.error) for result in results)
+    assert rig.load.total_in_flight == 0
+
+
+async def test_cancelling_ends_the_engines_work_and_gives_every_place_back():
+    rig = Rig(FakeActor("a", 3, hang), FakeActor("b", 2, hang))
+    answered = asyncio.Queue()
+    requests = make_requests(20)
+    task = asyncio.create_task(rig.run(requests, on_result=answered.put_nowait))
+    done = [(await answered.get()).request_id for _ in range(5)]
+    assert rig.load.total_in_flight == 15
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert rig.load.total_in_flight == 0
+    aborted = sorted(rig.actors[0].aborted + rig.actors[1].aborted)
+    assert aborted == sorted(set(ids(requests)) - set(done))
+
+
+async def test_a_silent_replica_times_out_and_is_avoided(monkeypatch):
+    monkeypatch.setattr(dispatch, "GRACE_S", 0.05)
+    silent = FakeActor("a", 1, hang)
+    rig = Rig(silent, FakeActor("b"))
+    results = await rig.run(make_requests(10, timeout_s=0.05))
+    errors = [result.error for result in results if result.error is not None]
+    assert len(errors) == 4
+    assert all(isinstance(error, GenerationTimeoutError) for error in errors)
+    assert rig.states() == ["failed", "serving"]
+    assert len(silent.aborted) == 4
+    assert rig.load.total_in_flight == 0
+
+
+async def test_an_unexpected_failure_of_a_call_fails_its_requests_alone():
+    error = RayTaskError("run_batch", "ValueError: surprise", ValueError("surprise"))
+    broken = FakeActor("a", 1, raises(error))
+    rig = Rig(broken, FakeActor("b"))
+    results = await rig.run(make_requests(10))
+    errors = [result.error for result in results if result.error is not None]
+    assert len(errors) == 4
+    assert all(isinstance(one, GenerationError) and "surprise" in str(one) for one in errors)
+    assert len(broken.aborted) == 4
+    assert rig.load.total_in_flight == 0
+
+
+async def test_what_cannot_be_sent_is_raised_as_it_is():
+    rig = Rig(FakeActor("a"))
+
+    def refuse(*_, **__):
+        raise TypeError("cannot pickle")
+
+    rig.actors[0].run_batch = Method(refuse)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        await rig.run(make_requests(2))
+    assert rig.load.total_in_flight == 0
+
+
+async def test_an_abort_that_fails_hides_nothing(monkeypatch):
+    monkeypatch.setattr(dispatch, "ABORT_TIMEOUT_S", 0.05)
+    for failing in (raises(ActorDiedError()), hang):
+        actor = FakeActor("a", 0, hang)
+        actor.abort = Method(lambda _, failing=failing: failing())
+        rig = Rig(actor)
+        task = asyncio.create_task(rig.run(make_requests(3)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert actor.calls
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert rig.load.total_in_flight == 0
+
+
+async def test_cancelled_at_any_moment_the_ledger_ends_at_zero():
+    generator = random.Random(0)
+    for _ in range(200):
+        rig = Rig(FakeActor("a"), FakeActor("b", 4, raises(ActorDiedError())), FakeActor("c"))
+        task = asyncio.create_task(rig.run(make_requests(20)))
+        for _ in range(generator.randrange(60)):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            assert len(await task) == 20
+        assert rig.load.total_in_flight == 0
+
+
+async def test_a_stream_yields_its_steps_and_then_leaves_nothing():
+    rig = Rig(FakeActor("a"))
+    (request,) = make_requests(1)
+    assert [result.finished async for result in rig.stream(request)] == [False, False, True]
+    assert not rig.actors[0].aborted
+    assert rig.load.total_in_flight == 0
+
+
+async def test_a_stream_that_is_dropped_ends_the_engines_work():
+    rig = Rig(FakeActor("a"))
+    (request,) = make_requests(1)
+    async with contextlib.aclosing(rig.stream(request)) as stream:
+        async for _ in stream:
+            assert rig.load.total_in_flight == 1
+            break
+    assert rig.actors[0].aborted == ["r0"]
+    assert rig.load.total_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("then", "error", "aborts"),
+    [
+        (raises(ActorDiedError()), ReplicaUnavailableError, []),
+        (raises(RayTaskError("stream", "trace", ValueError("odd"))), GenerationError, ["r0"]),
+        (hang, GenerationTimeoutError, ["r0"]),
+    ],
+)
+async def test_a_stream_ends_with_its_replicas_error(monkeypatch, then, error, aborts):
+    monkeypatch.setattr(dispatch, "GRACE_S", 0.05)
+    rig = Rig(FakeActor("a", 2, then))
+    (request,) = make_requests(1, timeout_s=0.05)
+    *steps, last = [result async for result in rig.stream(request)]
+    assert len(steps) == 2
+    assert isinstance(last.error, error)
+    assert rig.actors[0].aborted == aborts
+    assert rig.load.total_in_flight == 0
+
+
+async def test_a_stream_read_slowly_does_not_time_out(monkeypatch):
+    """Each step in a task of its own, as a blocking iterator reads it."""
+    monkeypatch.setattr(dispatch, "GRACE_S", 0.02)
+    rig = Rig(FakeActor("a"))
+    stream = rig.stream(make_requests(1, timeout_s=0.02)[0])
+    steps = []
+    for _ in range(3):
+        steps.append(await asyncio.create_task(anext(stream)))
+        await asyncio.sleep(0.1)
+    await stream.aclose()
+    assert [step.error for step in steps] == [None] * 3
