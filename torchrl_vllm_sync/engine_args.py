@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "engine_environment",
+    "for_replica",
     "make_engine_args",
     "num_workers",
     "on_cpu",
@@ -125,6 +126,17 @@ def prepare_engine_args(engine_args: AsyncEngineArgs) -> AsyncEngineArgs:
         elif on_cpu():
             prepared.distributed_executor_backend = "uni"
     return prepared
+
+
+def for_replica(engine_args: AsyncEngineArgs, index: int) -> AsyncEngineArgs:
+    """Returns a copy for one replica, whose seed is its own.
+
+    Engines with one seed draw the same random numbers: as long as their batches keep step, equal
+    prompts on two of them get equal answers.
+    """
+    own = copy.copy(engine_args)
+    own.seed += index
+    return own
 
 
 def num_workers(engine_args: AsyncEngineArgs) -> int:

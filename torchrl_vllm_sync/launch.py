@@ -15,6 +15,7 @@ import ray.util
 from ray.exceptions import RayActorError, RayError
 
 from torchrl_vllm_sync import placement
+from torchrl_vllm_sync.engine_args import for_replica
 from torchrl_vllm_sync.errors import LaunchError, ServiceClosedError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import Replica
 
@@ -125,7 +126,7 @@ def launch_replicas(plan: LaunchPlan) -> LaunchedReplicas:
                 **placement.actor_options(plan.resources, group),
             ).remote(
                 replica_id=str(index),
-                engine_args=plan.engine_args,
+                engine_args=for_replica(plan.engine_args, index),
                 environment=plan.environment,
                 service_name=plan.name,
             )

@@ -106,7 +106,8 @@ class AsyncVLLM(RLvLLMEngine):
         ...     service.push_weights(trained_model)
 
     Args:
-        engine_args: vLLM engine arguments; a copy is used.
+        engine_args: vLLM engine arguments; a copy is used. Replica ``i`` samples with
+            ``seed + i``, so that replicas do not give equal prompts equal answers.
         num_replicas: Engines to start, at least 1.
         actor_class: ``EngineActor``, the default, or a subclass of it, decorated by ``ray.remote``
             or not.
@@ -173,6 +174,7 @@ class AsyncVLLM(RLvLLMEngine):
         self._balancing: dict[str, Any] = {}
         self._rendezvous: tuple[str, int] | None = None
         self._launched_replicas: LaunchedReplicas | None = None
+        self._is_copy = False
         self._begin()
 
     # ---------------------------------------------------------------- starting and ending
@@ -289,12 +291,17 @@ class AsyncVLLM(RLvLLMEngine):
         Requests still running end with ``ReplicaUnavailableError``. Called on a pickled or attached
         copy it ends the service for everybody; leaving ``with`` there only lets go.
         """
+        launched = self._let_go()
+        if launched is not None and ray.is_initialized():
+            close_replicas(launched.replicas, launched.groups, timeout_s=CLOSE_TIMEOUT_S)
+
+    def _let_go(self) -> LaunchedReplicas | None:
+        """Ends what belongs to this process alone; returns the replicas, which live on."""
         launched, self._launched_replicas = self._launched_replicas, None
         self._monitor.stop()
         self._pusher.close()
-        if launched is not None and ray.is_initialized():
-            close_replicas(launched.replicas, launched.groups, timeout_s=CLOSE_TIMEOUT_S)
         self._begin()
+        return launched
 
     def __enter__(self) -> Self:
         return self
@@ -305,7 +312,10 @@ class AsyncVLLM(RLvLLMEngine):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.shutdown()
+        if self._is_copy:
+            self._let_go()
+        else:
+            self.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _SHARED}
@@ -819,7 +829,7 @@ AsyncVLLM.__module__ = "torchrl.modules.llm.backends.vllm.torchrl_vllm_sync"
 
 def _rebuild(kind: type[AsyncVLLM] | None, state: dict[str, Any]) -> AsyncVLLM:
     service = object.__new__(kind or AsyncVLLM)
-    vars(service).update(state)
+    vars(service).update(state, _is_copy=True)
     service._begin()
     return service
 
