@@ -1,4 +1,4 @@
-"""The policy that TorchRL's collectors run: TorchRL's wrapper, plus what it drops of each output."""
+"""The policy for TorchRL's collectors: TorchRL's wrapper, plus what it drops of each output."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             self.out_keys = [*self.out_keys, "policy_version", "finish_reason"]
 
     def _call_generate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if self._model_type == "async_vllm":
+            kwargs.setdefault("use_tqdm", False)  # the loop that collects has its own bar
         outputs = super()._call_generate(*args, **kwargs)
         _outputs.set(outputs if isinstance(outputs, list) else [outputs])
         return outputs
@@ -84,6 +86,6 @@ def _stamped(convert: Callable[..., TensorDictBase], *args: Any, **kwargs: Any) 
     completions = [(request, one) for request in _outputs.get() for one in request.outputs]
     versions = torch.tensor([request.min_version for request, _ in completions], dtype=torch.int64)
     out.set("policy_version", versions.view(out.shape))
-    flat = NonTensorStack(*[one.finish_reason for _, one in completions])
+    flat = NonTensorStack(*[one.finish_reason for _, one in completions])  # pyright: ignore[reportAbstractUsage]
     out.set("finish_reason", flat if out.ndim == 1 else flat.view(out.shape))
     return out
