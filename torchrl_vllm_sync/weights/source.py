@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch.distributed.tensor import DTensor
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.module_tensors import (
+    TensorReader,
+    is_peft,
+    module_readers,
+    same_values,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_weight_source", "fit_to_model"]
+
+HEAD = "lm_head.weight"
+# Buffers that no checkpoint holds, since they follow from its configuration; a TensorDict may.
+DERIVED = ("inv_freq", "original_inv_freq", "position_ids")
 
 
 @runtime_checkable
@@ -41,30 +52,39 @@ class MappingSource:
 
     Args:
         tensors: Hugging Face name to tensor. ``DTensor`` values are gathered one at a time.
+
+    Raises:
+        TypeError: A value is no tensor (named).
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = dict(tensors)
+        for name, tensor in self._tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"weights must be tensors, got {type(tensor).__name__} for {name!r}"
+                )
 
     def metadata(self) -> list[ParamMeta]:
         """Returns name, dtype and full shape of each tensor."""
-        return [
-            ParamMeta(name, tensor.dtype, tuple(tensor.shape))
-            for name, tensor in self._tensors.items()
-        ]
+        return [ParamMeta.of(name, tensor) for name, tensor in self._tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields each tensor, detached and whole."""
         for name, tensor in self._tensors.items():
-            yield name, _whole(tensor)
+            yield name, whole(tensor)
+
+    def same_values(self, name: str, other: str) -> bool:
+        """Whether two of the tensors are equal."""
+        return same_values(self._tensors[name], self._tensors[other])
 
 
 class ModuleSource:
-    """A Hugging Face model, plain or wrapped by PEFT or by a TorchRL policy.
+    """A Hugging Face model, plain or wrapped by PEFT, by a TorchRL policy, by DDP or by compile.
 
     Every iteration reads the parameters as they are then. LoRA adapters are merged one tensor at a
     time into a fresh tensor, so that the training copy is never touched. Experts that transformers
-    holds fused are split into their published names (views, no copies).
+    holds fused are split into their published names, one layer at a time.
 
     Args:
         module: The model.
@@ -75,127 +95,79 @@ class ModuleSource:
 
     def metadata(self) -> list[ParamMeta]:
         """Returns name, dtype and full shape of each tensor, without merging anything."""
-        return [
-            ParamMeta(published, tensor.dtype, tuple(tensor.shape))
-            for name, read in self._readers().items()
-            for published, tensor in self._published(name, read.stand_in()).items()
-        ]
+        plan = self._plan(self._readers())
+        return [meta for published in plan.values() for meta in published]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields each tensor, detached, merged and whole."""
-        for name, read in self._readers().items():
-            yield from self._published(name, read()).items()
+        readers = self._readers()
+        for name, published in self._plan(readers).items():
+            tensor = readers[name]()
+            if [(one.name, one.shape) for one in published] == [(name, readers[name].shape)]:
+                yield name, tensor
+            else:
+                yield from _published(self._model, {name: tensor}).items()
 
-    def _readers(self) -> dict[str, _Reader]:
-        return (
-            _lora_readers(self._module) if _is_peft(self._module) else _plain_readers(self._module)
-        )
+    def same_values(self, name: str, other: str) -> bool:
+        """Whether two of the model's tensors, by their names in it, are equal."""
+        readers = self._readers()
+        return readers[name].same_as(readers[other])
 
-    def _published(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the one or more tensors as which a checkpoint holds ``tensor``."""
-        from transformers import PreTrainedModel
-        from transformers.core_model_loading import revert_weight_conversion
+    @property
+    def _model(self) -> torch.nn.Module:
+        return self._module.get_base_model() if is_peft(self._module) else self._module  # pyright: ignore[reportCallIssue]
 
-        model = self._module.get_base_model() if _is_peft(self._module) else self._module  # pyright: ignore[reportCallIssue]
-        if not isinstance(model, PreTrainedModel):
-            return {name: tensor}
-        return revert_weight_conversion(model, {name: tensor})
+    def _readers(self) -> dict[str, TensorReader]:
+        return module_readers(self._module)
 
+    def _plan(self, readers: dict[str, TensorReader]) -> dict[str, list[ParamMeta]]:
+        """Returns as which tensors a checkpoint holds each of the model's.
 
-class _Reader:
-    """Reads one tensor of a module, merged and whole, when called."""
-
-    def __init__(
-        self, tensor: torch.Tensor, delta: Callable[[], torch.Tensor] | None = None
-    ) -> None:
-        self._tensor, self._delta = tensor, delta
-
-    def stand_in(self) -> torch.Tensor:
-        """Returns a tensor of the same dtype and full shape without any storage."""
-        return torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device="meta")
-
-    def __call__(self) -> torch.Tensor:
-        with torch.no_grad():
-            tensor = _whole(self._tensor)
-            if self._delta is None:
-                return tensor
-            return tensor + self._delta().to(tensor.dtype)
+        Working it out takes milliseconds for each fused tensor, so it is kept with the module.
+        """
+        facts = [(name, one.shape, one.dtype) for name, one in readers.items()]
+        known = _PLANS.get(self._module)
+        if known is None or known[0] != facts:
+            model = self._model
+            plan = {
+                name: [
+                    ParamMeta.of(published, tensor)
+                    for published, tensor in _published(model, {name: one.stand_in()}).items()
+                ]
+                for name, one in readers.items()
+            }
+            _PLANS[self._module] = known = facts, plan
+        return known[1]
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+_PLANS: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, dict[str, list[ParamMeta]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _published(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns ``tensors`` as a checkpoint on a hub holds them."""
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not isinstance(model, PreTrainedModel):
+        return tensors
+    return revert_weight_conversion(model, tensors)
 
 
 def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Returns the language model inside a TorchRL policy wrapper, or ``module`` itself."""
+    """Returns the language model inside wrappers of TorchRL and torch, or ``module`` itself."""
+    from torch._dynamo.eval_frame import OptimizedModule
+    from torch.nn.parallel import DistributedDataParallel
     from torchrl.modules.llm import TransformersWrapper
 
     if isinstance(module, TransformersWrapper):
-        return module.model
-    if isinstance(module, TensorDictModuleBase) and isinstance(
-        getattr(module, "module", None), torch.nn.Module
-    ):
-        return _unwrap(module.module)  # pyright: ignore[reportArgumentType]
-    return module
-
-
-def _plain_readers(module: torch.nn.Module) -> dict[str, _Reader]:
-    """Readers for the state dict, without the second name of a tied tensor."""
-    tied = set(getattr(module, "all_tied_weights_keys", ()))
-    return {
-        name: _Reader(tensor) for name, tensor in module.state_dict().items() if name not in tied
-    }
-
-
-def _is_peft(module: torch.nn.Module) -> bool:
-    return type(module).__module__.startswith("peft.")
-
-
-def _lora_readers(model: Any) -> dict[str, _Reader]:  # noqa: ANN401  peft.PeftModel, an optional dependency
-    """Readers for the base model's names, each adding the active adapters' change on reading."""
-    from peft.tuners.lora import LoraLayer
-    from peft.utils import ModulesToSaveWrapper
-
-    base = model.get_base_model()
-    layers = {
-        name: module
-        for name, module in base.named_modules()
-        if isinstance(module, LoraLayer | ModulesToSaveWrapper)
-    }
-    tied = set(getattr(base, "all_tied_weights_keys", ()))
-    readers: dict[str, _Reader] = {}
-    for name, tensor in base.state_dict().items():
-        owner = next((layer for layer in layers if name.startswith(layer + ".")), None)
-        if owner is None:
-            if name not in tied:
-                readers[name] = _Reader(tensor)
-            continue
-        layer, inner = layers[owner], name.removeprefix(owner + ".")
-        if isinstance(layer, ModulesToSaveWrapper):
-            chosen = f"modules_to_save.{layer.active_adapters[0]}."
-            if inner.startswith(chosen):
-                readers[f"{owner}.{inner.removeprefix(chosen)}"] = _Reader(tensor)
-        elif inner.startswith("base_layer."):
-            plain = f"{owner}.{inner.removeprefix('base_layer.')}"
-            changed = inner == "base_layer.weight"
-            if plain not in tied:
-                readers[plain] = _Reader(tensor, _lora_delta(plain, layer) if changed else None)
-    return readers
-
-
-def _lora_delta(name: str, layer: Any) -> Callable[[], torch.Tensor] | None:  # noqa: ANN401
-    """Returns a function that computes what the active adapters add to ``layer``'s weight."""
-    active = [
-        one for one in layer.active_adapters if one in layer.lora_A or one in layer.lora_embedding_A
-    ]
-    if layer.disable_adapters or layer.merged or not active:
-        return None
-    if any(getattr(layer, "use_dora", {}).get(one, False) for one in active):
-        raise WeightMismatchError(f"{name}: DoRA adapters cannot be merged tensor by tensor")
-    return lambda: sum(
-        (layer.get_delta_weight(one) for one in active[1:]), layer.get_delta_weight(active[0])
-    )
+        return _unwrap(module.model)
+    if isinstance(module, OptimizedModule):
+        return _unwrap(module._orig_mod)
+    inner = getattr(module, "module", None)
+    wraps = isinstance(module, TensorDictModuleBase | DistributedDataParallel)
+    return _unwrap(inner) if wraps and isinstance(inner, torch.nn.Module) else module
 
 
 def as_weight_source(weights: Any) -> WeightSource:  # noqa: ANN401  every form the trainer may hold
@@ -207,7 +179,7 @@ def as_weight_source(weights: Any) -> WeightSource:  # noqa: ANN401  every form 
             or an iterable of ``(name, tensor)``, which is read once, here.
 
     Raises:
-        TypeError: ``weights`` is none of these.
+        TypeError: ``weights`` is none of these, or holds something that is no tensor.
     """
     if isinstance(weights, torch.nn.Module) and not isinstance(weights, TensorDictBase):
         return ModuleSource(weights)
@@ -229,14 +201,18 @@ class _FittedSource:
     """A source whose names and dtypes are those of the engines' model, in its order of sending."""
 
     def __init__(
-        self, source: WeightSource, prefix: str, accepted: Mapping[str, ParamMeta]
+        self,
+        source: WeightSource,
+        prefix: str,
+        accepted: Mapping[str, ParamMeta],
+        metadata: list[ParamMeta],
     ) -> None:
         self._source, self._prefix, self._accepted = source, prefix, accepted
+        self._metadata = metadata
 
     def metadata(self) -> list[ParamMeta]:
         """Returns what the engines expect, in the source's order."""
-        names = (meta.name.removeprefix(self._prefix) for meta in self._source.metadata())
-        return [self._accepted[name] for name in names if name in self._accepted]
+        return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors the engines expect; the transport casts them."""
@@ -250,7 +226,8 @@ def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightS
     """Checks that ``source`` is a complete push for the engines' model and renames it to fit.
 
     A prefix that all names share, as wrappers add, is removed. A tied output head may be present
-    or not. Any floating-point dtype may stand for another, since transports cast.
+    or not, but must equal the embedding. Any floating-point dtype may stand for another, since
+    transports cast.
 
     Args:
         source: What the trainer wants to send.
@@ -258,13 +235,17 @@ def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightS
 
     Raises:
         WeightMismatchError: Tensors are missing or unknown, or have other shapes or kinds of
-            dtype. The message names up to five of each.
+            dtype (up to five of each are named), or a head that the engines tie is not tied.
     """
     wanted = {meta.name: meta for meta in expected}
-    given = {meta.name: meta for meta in source.metadata()}
+    given = {
+        meta.name: meta
+        for meta in source.metadata()
+        if meta.name in wanted or meta.name.rpartition(".")[2] not in DERIVED
+    }
     prefix = _common_prefix(given, wanted)
     found = {name.removeprefix(prefix): meta for name, meta in given.items()}
-    optional = {"lm_head.weight"} - set(wanted)
+    optional = {HEAD} - set(wanted)
     problems = [
         _listing("missing", [name for name in wanted if name not in found]),
         _listing(
@@ -288,11 +269,32 @@ def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightS
             ],
         ),
     ]
+    if HEAD in optional and HEAD in found:
+        problems.append(_untied(source, prefix, found, wanted))
     if any(problems):
         raise WeightMismatchError(
             "the push does not fit the engines' model: " + "; ".join(filter(None, problems))
         )
-    return _FittedSource(source, prefix, wanted)
+    metadata = [wanted[name] for name in found if name in wanted]
+    return _FittedSource(source, prefix, wanted, metadata)
+
+
+def _untied(
+    source: WeightSource,
+    prefix: str,
+    found: Mapping[str, ParamMeta],
+    wanted: Mapping[str, ParamMeta],
+) -> str:
+    """Says if ``source`` has an output head of its own, which engines that tie it would drop."""
+    same = getattr(source, "same_values", None)
+    twins = [
+        name
+        for name, meta in found.items()
+        if name in wanted and "embed" in name and meta.shape == found[HEAD].shape
+    ]
+    if same is None or len(twins) != 1 or same(prefix + HEAD, prefix + twins[0]):
+        return ""
+    return f"{HEAD} differs from {twins[0]}, to which the engines tie it"
 
 
 def _common_prefix(given: Iterable[str], wanted: Mapping[str, ParamMeta]) -> str:

@@ -1,0 +1,371 @@
+"""What a push sends: names, shapes and values, from each form in which a trainer holds a model."""
+
+import copy
+import gc
+
+import peft
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.modules.llm import TransformersWrapper
+
+from torchrl_vllm_sync.errors import WeightMismatchError
+from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
+from torchrl_vllm_sync.weights import source as source_module
+from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.source import (
+    MappingSource,
+    ModuleSource,
+    as_weight_source,
+    fit_to_model,
+)
+
+IDS = list(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "tied": make_tiny_checkpoint(root / "tied", num_hidden_layers=2),
+        "untied": make_tiny_checkpoint(root / "untied", tied=False, num_hidden_layers=2),
+        "moe": make_tiny_checkpoint(
+            root / "moe", architecture="qwen3_moe", tied=False, num_hidden_layers=2
+        ),
+    }
+
+
+@pytest.fixture
+def tied(checkpoints):
+    return load_tiny_model(checkpoints["tied"])
+
+
+@pytest.fixture
+def untied(checkpoints):
+    return load_tiny_model(checkpoints["untied"])
+
+
+def expected_of(model):
+    """What engines that run ``model`` ask for."""
+    return ModuleSource(model).metadata()
+
+
+def saved(path):
+    """Names of the tensors in a checkpoint's file."""
+    from safetensors import safe_open
+
+    with safe_open(path / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def assert_agrees(source):
+    """Metadata and iteration agree item by item."""
+    items = [ParamMeta.of(name, tensor) for name, tensor in source]
+    assert items == source.metadata()
+    assert len({meta.name for meta in items}) == len(items)
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "moe"])
+def test_a_module_is_published_as_its_checkpoint_is(checkpoints, kind):
+    source = ModuleSource(load_tiny_model(checkpoints[kind]))
+    wanted = saved(checkpoints[kind])
+    assert_agrees(source)
+    found = dict(source)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_every_iteration_reads_the_parameters_as_they_are_then(tied):
+    source = ModuleSource(tied)
+    before = {name: tensor.clone() for name, tensor in source}
+    with torch.no_grad():
+        tied.model.norm.weight += 1
+    after = dict(source)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        "model.norm.weight"
+    }
+    assert not any(tensor.requires_grad for tensor in after.values())
+
+
+def test_plain_tensors_are_not_copied(tied):
+    pointers = {p.data_ptr() for p in tied.parameters()}
+    assert {tensor.data_ptr() for _, tensor in ModuleSource(tied)} == pointers
+
+
+def test_the_names_of_experts_are_worked_out_once(checkpoints, monkeypatch):
+    model = load_tiny_model(checkpoints["moe"])
+    calls = []
+    convert = source_module._published
+    monkeypatch.setattr(
+        source_module,
+        "_published",
+        lambda model, tensors: calls.append(next(iter(tensors))) or convert(model, tensors),
+    )
+    ModuleSource(model).metadata()
+    calls.clear()
+    source = ModuleSource(model)
+    source.metadata()
+    assert calls == []
+    list(source)
+    assert len(calls) == 4  # the fused experts of two layers; the rest goes as it is
+    gc.collect()
+    assert model in source_module._PLANS
+    del model, source
+    gc.collect()
+    assert not [key for key in source_module._PLANS if "Moe" in type(key).__name__]
+
+
+@pytest.mark.parametrize("wrap", ["TransformersWrapper", "DDP", "compile", "both"])
+def test_wrappers_are_looked_through(checkpoints, wrap, tmp_path):
+    model = load_tiny_model(checkpoints["moe"])
+    wanted = ModuleSource(model).metadata()
+    if wrap == "DDP":
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+        )
+        try:
+            wrapped = nn.parallel.DistributedDataParallel(model)
+            assert ModuleSource(wrapped).metadata() == wanted
+        finally:
+            torch.distributed.destroy_process_group()
+        return
+    wrapped = torch.compile(model) if wrap in ("compile", "both") else model
+    if wrap in ("TransformersWrapper", "both"):
+        tokenizer = source_tokenizer()
+        wrapped = TransformersWrapper(wrapped, tokenizer=tokenizer, input_mode="tokens")
+    assert ModuleSource(wrapped).metadata() == wanted
+
+
+def source_tokenizer():
+    from torchrl_vllm_sync.testing import make_tiny_tokenizer
+
+    return make_tiny_tokenizer()
+
+
+# ---------------------------------------------------------------- forms
+
+
+def test_a_generator_is_read_once_and_pushed_as_often_as_needed(untied):
+    reads = []
+
+    def pairs():
+        for name, parameter in untied.named_parameters():
+            reads.append(name)
+            yield name, parameter
+
+    source = as_weight_source(pairs())
+    for _ in range(2):
+        assert [name for name, _ in source] == [meta.name for meta in source.metadata()] == reads
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda model: model,
+        lambda model: model.state_dict(),
+        lambda model: list(model.named_parameters()),
+        lambda model: TensorDict.from_module(model),
+        lambda model: TensorDict.from_module(model, as_module=True),
+        lambda model: TensorDict(model.state_dict()),
+        lambda model: TensorDict(model.state_dict()).unflatten_keys("."),
+        lambda model: {f"policy.module.{name}": p for name, p in model.named_parameters()},
+    ],
+)
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_every_form_fits_and_holds_the_same_values(checkpoints, kind, form):
+    model = load_tiny_model(checkpoints[kind])
+    wanted = dict(ModuleSource(model))
+    fitted = fit_to_model(as_weight_source(form(model)), expected_of(model))
+    assert_agrees(fitted)
+    found = dict(fitted)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("weights", [None, 3, "weights", b"weights", object()])
+def test_other_things_are_refused(weights):
+    with pytest.raises(TypeError, match=f"got {type(weights).__name__}"):
+        as_weight_source(weights)
+
+
+def test_a_value_that_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match="got list for 'a'"):
+        as_weight_source({"a": [1.0]})
+
+
+# ---------------------------------------------------------------- fitting
+
+
+def test_a_tied_head_may_come_along(tied):
+    with_head = {"lm_head.weight": tied.get_input_embeddings().weight.clone(), **tied.state_dict()}
+    fitted = fit_to_model(MappingSource(with_head), expected_of(tied))
+    assert "lm_head.weight" not in dict(fitted)
+    assert "lm_head.weight" not in {meta.name for meta in fitted.metadata()}
+
+
+@pytest.mark.parametrize("prefix", ["", "actor."])
+def test_a_head_that_came_untied_is_refused(tied, prefix):
+    weights = {f"{prefix}{name}": tensor for name, tensor in tied.state_dict().items()}
+    weights[f"{prefix}lm_head.weight"] = tied.get_input_embeddings().weight + 1
+    with pytest.raises(WeightMismatchError, match=r"lm_head\.weight differs from model\.embed"):
+        fit_to_model(MappingSource(weights), expected_of(tied))
+
+
+def test_a_module_whose_head_came_untied_is_refused(tied):
+    expected = expected_of(tied)
+    tied.lm_head.weight = nn.Parameter(tied.lm_head.weight.detach() + 1)
+    with pytest.raises(WeightMismatchError, match=r"lm_head\.weight differs"):
+        fit_to_model(ModuleSource(tied), expected)
+
+
+def test_problems_are_listed_together(untied):
+    weights = dict(untied.state_dict())
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    weights["extra"] = torch.ones(2)
+    weights["model.norm.weight"] = torch.ones(3)
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.int8)
+    with pytest.raises(WeightMismatchError) as caught:
+        fit_to_model(MappingSource(weights), expected_of(untied))
+    assert str(caught.value) == (
+        "the push does not fit the engines' model: "
+        "1 missing: model.layers.0.self_attn.q_proj.weight; 1 unknown: extra; "
+        "1 of another shape: model.norm.weight [3] instead of [64]; "
+        "1 of another kind of dtype: lm_head.weight torch.int8 instead of torch.float32"
+    )
+
+
+def test_dtypes_announced_are_those_of_the_engines(untied):
+    expected = [ParamMeta(m.name, torch.bfloat16, m.shape) for m in expected_of(untied)]
+    fitted = fit_to_model(ModuleSource(untied), expected)
+    assert {meta.dtype for meta in fitted.metadata()} == {torch.bfloat16}
+
+
+# ---------------------------------------------------------------- adapters
+
+
+LORA = {
+    "attention and mlp": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "all linear": {"target_modules": "all-linear"},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "head": {"target_modules": ["lm_head", "q_proj"]},
+    "saved modules": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
+    "biases": {"target_modules": ["q_proj"], "lora_bias": True},
+    "rank-stabilised": {"target_modules": ["q_proj"], "use_rslora": True, "lora_alpha": 32},
+}
+
+
+def with_adapters(model, seed=0, **config):
+    """Wraps a copy of ``model`` and gives its adapters values that matter."""
+    config = {"r": 4, "lora_alpha": 16, **config}
+    wrapped = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**config)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return wrapped
+
+
+def loaded(like, source):
+    """A copy of ``like`` that holds what ``source`` sends."""
+    plain = copy.deepcopy(like)
+    plain.load_state_dict(dict(source), strict=False)
+    return plain
+
+
+@pytest.mark.parametrize("kind", LORA)
+def test_adapters_are_merged_without_touching_the_training_copy(untied, kind):
+    wrapped = with_adapters(untied, **LORA[kind])
+    before = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
+    source = fit_to_model(ModuleSource(wrapped), expected_of(untied))
+    assert_agrees(source)
+    plain = loaded(untied, source)
+    # The adapters' product is added to the weight here, and to its output there.
+    torch.testing.assert_close(
+        token_log_probs(plain, IDS), token_log_probs(wrapped, IDS), atol=2e-4, rtol=0
+    )
+    assert (token_log_probs(plain, IDS) - token_log_probs(untied, IDS)).abs().max() > 0.01
+    after = wrapped.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    merged = dict(ModuleSource(wrapped.merge_and_unload()))
+    for name, tensor in source:
+        torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-6)
+
+
+def test_disabled_and_merged_adapters(untied):
+    wrapped = with_adapters(untied, target_modules=["q_proj"], modules_to_save=["norm"])
+    merged = {name: tensor.clone() for name, tensor in ModuleSource(wrapped)}
+    with wrapped.disable_adapter():
+        plain = dict(ModuleSource(wrapped))
+    wanted = dict(ModuleSource(untied))
+    assert all(torch.equal(plain[name], wanted[name]) for name in wanted)
+    wrapped.merge_adapter()
+    again = dict(ModuleSource(wrapped))
+    assert all(torch.allclose(again[name], merged[name], atol=1e-6) for name in merged)
+
+
+def test_several_active_adapters_add_up(untied):
+    wrapped = with_adapters(untied, target_modules=["q_proj", "o_proj"])
+    wrapped.add_adapter(
+        "other", peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
+    )
+    wrapped.base_model.set_adapter(["default", "other"])
+    plain = loaded(untied, ModuleSource(wrapped))
+    torch.testing.assert_close(
+        token_log_probs(plain, IDS), token_log_probs(wrapped, IDS), atol=2e-4, rtol=0
+    )
+
+
+def test_adapters_on_experts(checkpoints):
+    model = load_tiny_model(checkpoints["moe"])
+    wrapped = with_adapters(
+        model,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        lora_dropout=0.0,
+    )
+    source = ModuleSource(wrapped)
+    assert_agrees(source)
+    assert {m.name for m in source.metadata()} == {m.name for m in ModuleSource(model).metadata()}
+    merged = dict(ModuleSource(wrapped.merge_and_unload()))
+    changed = dict(ModuleSource(model))
+    found = dict(source)
+    for name in merged:
+        torch.testing.assert_close(found[name], merged[name], atol=1e-6, rtol=1e-6)
+    expert = "model.layers.1.mlp.experts.3.down_proj.weight"
+    assert not torch.equal(found[expert], changed[expert])
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+)
+def test_adapters_on_one_of_two_tied_tensors_are_refused(tied, config):
+    wrapped = with_adapters(tied, **config)
+    with pytest.raises(WeightMismatchError, match=r"lm_head\.weight differs from model\.embed"):
+        fit_to_model(ModuleSource(wrapped), expected_of(tied))
+
+
+def test_adapters_elsewhere_leave_the_head_tied(tied):
+    wrapped = with_adapters(tied, target_modules=["q_proj"])
+    fitted = fit_to_model(ModuleSource(wrapped), expected_of(tied))
+    assert "lm_head.weight" not in dict(fitted)
+    torch.testing.assert_close(
+        token_log_probs(loaded(tied, fitted), IDS), token_log_probs(wrapped, IDS), atol=2e-4, rtol=0
+    )
+
+
+def test_adapters_that_do_not_add_up_are_refused_by_name(untied):
+    wrapped = with_adapters(untied, target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(WeightMismatchError, match=r"q_proj\.weight: adapter 'default' is no plain"):
+        ModuleSource(wrapped).metadata()
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(WeightMismatchError, match="prompt learning changes no weights"):
+        ModuleSource(peft.get_peft_model(copy.deepcopy(untied), config)).metadata()
