@@ -1,4 +1,4 @@
-"""The weight updater that TorchRL's collectors take: one push, one version, however it is called."""
+"""The weight updater that TorchRL's collectors take: one push, one version, either way."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ class WeightUpdater:
         self.last_report: PushReport | None = None
         self._transport = transport
         self._timeout_s, self._clear_cache = timeout_s, clear_cache
+        self._announced: int | None = None
         self._collectors: list[weakref.ref[Any]] = []
         self._post_hooks: list[Callable[[], Any]] = []
 
@@ -90,14 +91,13 @@ class WeightUpdater:
         Raises:
             UnsupportedArgumentError: There is nothing to send, or ``worker_ids`` is given.
             WeightMismatchError: The weights do not fit the model; nothing was sent.
-            StaleVersionError: ``version`` is not newer; nothing was sent.
+            StaleVersionError: ``version`` is older than the newest; nothing was sent.
             WeightSyncError: Some replicas did not reach the version. Collectors keep theirs.
         """
-        before = self.service.weight_version
+        before = self.service.weight_version if self._announced is None else self._announced
         report = self._push(policy_or_weights, worker_ids, version)
         if report.version > before:
-            for collector in self._live_collectors():
-                collector.increment_version()
+            self.increment_version()
         return report
 
     def __call__(
@@ -105,7 +105,7 @@ class WeightUpdater:
         policy_or_weights: Any = None,  # noqa: ANN401
         worker_ids: Any = None,  # noqa: ANN401
     ) -> PushReport:
-        """Pushes on behalf of a collector's ``update_policy_weights_``, which moves its own version.
+        """Pushes for a collector's ``update_policy_weights_``, which moves its version itself.
 
         Raises:
             UnsupportedArgumentError: Several collectors are registered: whose version has moved
@@ -131,6 +131,7 @@ class WeightUpdater:
             timeout_s=self._timeout_s,
             clear_cache=self._clear_cache,
         )
+        self._announced = max(self.last_report.version, self._announced or 0)
         for hook in self._post_hooks:
             hook()
         return self.last_report

@@ -65,7 +65,7 @@ def reload_model(
         initialize_layerwise_reload(model)
         expected = _loadable_names(model)
         try:
-            loaded = model.load_weights(counted())
+            loaded = model.load_weights(counted())  # pyright: ignore[reportCallIssue]  vLLM's, not a Tensor
         finally:
             finalize_layerwise_reload(model, vllm_config.model_config)
         repack_cpu(model)
@@ -101,8 +101,8 @@ def repack_cpu(model: torch.nn.Module) -> None:
         return
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if isinstance(module, ParallelLMHead) and method is not None:
-            method.process_weights_after_loading(module)
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if type(experts).__name__.endswith("CPUUnquantizedExperts"):
             experts.process_weights_after_loading(module)

@@ -18,9 +18,16 @@ from torchrl_vllm_sync.weights.data_file import open_tensordict
 from torchrl_vllm_sync.weights.metadata import from_json
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+
 __all__ = ["SyncWorkerExtension"]
+
+# The second attempt repairs what the first left behind; a third would not fare better.
+MAX_ATTEMPTS = 2
 
 
 class SyncWorkerExtension:
@@ -44,15 +51,17 @@ class SyncWorkerExtension:
 
         Returns:
             ``seconds`` and ``num_tensors`` of the load, ``attempts``, and ``error``: the last
-            traceback, or an empty string. With an error the weights of this worker are undefined.
+            failure and its traceback, or an empty string. With an error the weights of this worker
+            are undefined.
         """
-        begin, error, taken, attempt = time.perf_counter(), "", 0, 0
-        for attempt in (1, 2):
+        begin, error, taken, attempts = time.perf_counter(), "", 0, 0
+        while attempts < MAX_ATTEMPTS:
+            attempts += 1
             try:
-                weights = open_tensordict(Path(path), from_json(metadata), trailer_checksum)
-                taken = reload_model(self._sync_model(), self.vllm_config, weights.items())  # pyright: ignore[reportAttributeAccessIssue]
-            except Exception:  # noqa: BLE001  any failure is reported to the replica's actor
-                error = traceback.format_exc()
+                weights = self._sync_tensors(Path(path), from_json(metadata), trailer_checksum)
+                taken = reload_model(self._sync_model(), self.vllm_config, weights)  # pyright: ignore[reportAttributeAccessIssue]
+            except Exception as failure:  # noqa: BLE001  any is reported to the replica's actor
+                error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
             else:
                 error = ""
                 break
@@ -62,9 +71,15 @@ class SyncWorkerExtension:
         return {
             "seconds": time.perf_counter() - begin,
             "num_tensors": taken,
-            "attempts": attempt,
+            "attempts": attempts,
             "error": error,
         }
+
+    def _sync_tensors(
+        self, path: Path, metadata: list[ParamMeta], trailer_checksum: int
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Maps the stored tensors; none is copied here."""
+        return open_tensordict(path, metadata, trailer_checksum).items()
 
     def _sync_model(self) -> torch.nn.Module:
         return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.errors import SnapshotError
+from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
+from torchrl_vllm_sync.weights.writer_lock import LOCK
 
 if TYPE_CHECKING:
+    from torchrl_vllm_sync.weights.marker import LayoutName
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import ReplicaClient
 
 __all__ = ["MemmapTransport"]
 
-# Beside pausing and loading, which the replica bounds itself, it reads and verifies the snapshot.
-VERIFY_TIMEOUT_S = 120.0
+# A replica keeps to the time limit itself. One silent for this much longer has hung.
+GRACE_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "torchrl_vllm_sync-"
 
 
 class MemmapTransport:
@@ -27,7 +34,7 @@ class MemmapTransport:
 
     Args:
         directory: Where versions are stored; must be visible to every replica's node. By default
-            a new directory in shared memory, removed by :meth:`close`.
+            a new directory in shared memory, removed by :meth:`close` or with the process.
         layout: ``"slots"`` rewrites a few directories in turn, for one host; ``"versions"`` writes
             new immutable files each time, for shared filesystems.
         verify: Replicas check the stored checksums before they load.
@@ -40,13 +47,17 @@ class MemmapTransport:
         self,
         directory: str | os.PathLike[str] | None = None,
         *,
-        layout: str = "slots",
+        layout: LayoutName = "slots",
         verify: bool = True,
         takeover: bool = False,
     ) -> None:
         self._given = None if directory is None else Path(directory)
-        self._layout, self._verify, self._takeover = layout, verify, takeover
+        self._layout: LayoutName = layout
+        self._verify, self._takeover = verify, takeover
         self._writer: SnapshotWriter | None = None
+        self._pid = 0
+        self._sent: int | None = None
+        self._finalizer: weakref.finalize[..., MemmapTransport] | None = None
 
     @property
     def directory(self) -> Path:
@@ -55,9 +66,7 @@ class MemmapTransport:
         Raises:
             SnapshotError: The transport is not open.
         """
-        if self._writer is None:
-            raise SnapshotError("the memmap transport is not open")
-        return self._writer.directory
+        return self._open_writer().directory
 
     @property
     def run_id(self) -> str:
@@ -66,9 +75,21 @@ class MemmapTransport:
         Raises:
             SnapshotError: The transport is not open.
         """
-        if self._writer is None:
+        return self._open_writer().run_id
+
+    @property
+    def last_version(self) -> int:
+        """Newest version in the directory, an earlier process's included; 0 if there is none."""
+        return 0 if self._is_closed() else self._open_writer().last_version or 0
+
+    def _is_closed(self) -> bool:
+        """Whether there is no writer here; a forked child does not own its parent's."""
+        return self._writer is None or self._pid != os.getpid()
+
+    def _open_writer(self) -> SnapshotWriter:
+        if self._writer is None or self._is_closed():
             raise SnapshotError("the memmap transport is not open")
-        return self._writer.run_id
+        return self._writer
 
     def open(self, client: ReplicaClient) -> None:
         """Creates the directory, or takes it up, and becomes its only writer.
@@ -76,9 +97,19 @@ class MemmapTransport:
         Raises:
             SnapshotError: The directory is unusable, foreign or another writer's.
         """
-        if self._writer is None:
-            directory = self._given or _new_directory(client.service_name)
+        if not self._is_closed():
+            return
+        temporary = self._given is None
+        directory = _new_directory(client.service_name) if self._given is None else self._given
+        try:
             self._writer = SnapshotWriter(directory, layout=self._layout, takeover=self._takeover)
+        except BaseException:
+            if temporary:
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self._pid, self._sent = os.getpid(), None
+        # A process that ends without shutting down must not leave the weights in memory.
+        self._finalizer = weakref.finalize(self, _close, self._writer, self._pid, temporary)
 
     def send(
         self,
@@ -96,12 +127,12 @@ class MemmapTransport:
             SnapshotError: It could not be published; the last one stays in place.
         """
         self.open(client)
-        writer = self._writer
-        assert writer is not None
+        writer = self._open_writer()
         metadata = source.metadata()
         phases: dict[str, float] = {}
-        if version != writer.last_version:
+        if version != self._sent:
             report = writer.publish(source, metadata, version)
+            self._sent = version
             phases = {"publish_s": report.seconds, **report.phases}
         answers = client.call_replicas(
             "load_snapshot",
@@ -111,7 +142,7 @@ class MemmapTransport:
             verify=self._verify,
             clear_cache=clear_cache,
             timeout_s=timeout_s,
-            deadline_s=2 * timeout_s + VERIFY_TIMEOUT_S,
+            deadline_s=timeout_s + GRACE_S,
         )
         num_bytes = sum(meta.num_bytes for meta in metadata)
         return SendOutcome(
@@ -121,13 +152,21 @@ class MemmapTransport:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writer": None}  # a copy in another process opens its own
+        # A copy in another process opens its own.
+        return {**self.__dict__, "_writer": None, "_sent": None, "_finalizer": None}
 
     def close(self) -> None:
         """Stops writing; removes the directory if this transport made it. Idempotent."""
-        if self._writer is not None:
-            self._writer.close(remove=self._given is None)
-            self._writer = None
+        if not self._is_closed() and self._finalizer is not None:
+            self._finalizer()
+        self._writer = self._finalizer = self._sent = None
+
+
+def _close(writer: SnapshotWriter, pid: int, remove: bool) -> None:
+    """Gives the directory back, in the process that took it: a forked child only forgets it."""
+    if os.getpid() == pid:
+        with contextlib.suppress(FencedWriterError):  # it is the successor's now
+            writer.close(remove=remove)
 
 
 def _outcome(replica_id: str, answer: Any) -> ReplicaOutcome:  # noqa: ANN401
@@ -141,4 +180,17 @@ def _outcome(replica_id: str, answer: Any) -> ReplicaOutcome:  # noqa: ANN401
 
 def _new_directory(service_name: str) -> Path:
     root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    return Path(tempfile.mkdtemp(prefix=f"torchrl_vllm_sync-{service_name}-", dir=root))
+    if root is not None:
+        _remove_orphans(root)
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{service_name}-", dir=root))
+
+
+def _remove_orphans(root: Path) -> None:
+    """Frees the memory of trainers of this user that were killed before they could do it."""
+    for directory in root.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else's, locked by its writer, or gone by now
+            if directory.stat().st_uid != os.getuid():
+                continue
+            with (directory / LOCK).open("rb+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory)

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import StaleVersionError
+from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
 from torchrl_vllm_sync.weights.transport import PushReport
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["VersionLedger", "WeightPusher"]
 
 STOCK_TIMEOUT_S = 30.0
+HOLD_BACK_TIMEOUT_S = 5.0
 
 
 class VersionLedger:
@@ -59,6 +61,7 @@ class WeightPusher:
 
     def __init__(self, client: ReplicaClient, expected: Callable[[], list[ParamMeta]]) -> None:
         self._ledger: VersionLedger | None = None
+        self._attempted = self._committed = 0
         self._client, self._expected = client, expected
         self._transport: WeightTransport | None = None
         self._lock = threading.Lock()
@@ -66,7 +69,7 @@ class WeightPusher:
     @property
     def committed(self) -> int:
         """Newest version that this process brought every replica to; 0 before its first push."""
-        return self._ledger.committed if self._ledger else 0
+        return self._ledger.committed if self._ledger else self._committed
 
     @property
     def transport(self) -> WeightTransport:
@@ -110,36 +113,54 @@ class WeightPusher:
         Raises:
             WeightMismatchError: ``weights`` do not fit the engines' model. Nothing was sent.
             StaleVersionError: ``version`` is older than the newest. Nothing was sent.
+            SnapshotError: The transport could not store the weights. Replicas are as they were.
             WeightSyncError: Some replicas did not reach ``version``; they take no requests until
-                they do. Pushing the same version again is safe.
+                they do. Pushing the same version again is safe. If none reached it, those that are
+                whole go on with what they hold.
         """
         begin = time.perf_counter()
         with self._lock:
             ledger = self._ledger = self._ledger or self._take_stock()
             source = fit_to_model(as_weight_source(weights), self._expected())
+            transport = self.transport
+            transport.open(self._client)
             if version is None:
-                version = ledger.newest + 1
+                # A version that failed everywhere may be stored already: its number is used up.
+                version = max(ledger.newest, self._attempted, transport.last_version) + 1
             elif version < max(ledger.newest, 1):
                 raise StaleVersionError(
                     f"version must be at least {max(ledger.newest, 1)}, got {version}"
                 )
-            transport = self.transport
+            self._attempted = max(self._attempted, version)
             outcome = transport.send(
                 self._client, source, version, timeout_s=timeout_s, clear_cache=clear_cache
             )
             ledger.record(outcome, version)
+            if any(one.error for one in outcome.replicas):
+                self._settle(ledger, outcome, version)
         return PushReport.from_outcome(
             outcome, version=version, transport=transport.name, seconds=time.perf_counter() - begin
         )
 
+    def _settle(self, ledger: VersionLedger, outcome: SendOutcome, version: int) -> None:
+        """After a push that failed: whoever was left behind takes no requests until repaired.
+
+        If nobody reached ``version``, the replicas that are whole go on serving what they hold.
+        """
+        if any(not one.error for one in outcome.replicas):
+            self._client.call_replicas("hold_back", version, deadline_s=HOLD_BACK_TIMEOUT_S)
+        self._committed = ledger.committed
+        self._ledger = None  # the next push asks anew what the replicas hold
+
     def _take_stock(self) -> VersionLedger:
-        """Asks the replicas what they hold, before this process's first push."""
+        """Asks the replicas what they hold: before the first push, and after one that failed."""
         reports = self._client.call_replicas("report", deadline_s=STOCK_TIMEOUT_S)
         ledger = VersionLedger()
         for replica_id, report in reports.items():
-            ledger.held[replica_id] = getattr(report, "weight_version", None)
+            whole = isinstance(report, EngineReport) and report.state.admits_requests
+            ledger.held[replica_id] = report.weight_version if whole else None
         versions = [one for one in ledger.held.values() if one is not None]
-        ledger.committed = min(versions, default=0)
+        ledger.committed = self._committed = max(self._committed, min(versions, default=0))
         return ledger
 
     def close(self) -> None:

@@ -115,6 +115,11 @@ class WeightTransport(Protocol):
 
     name: str
 
+    @property
+    def last_version(self) -> int:
+        """Newest version that it holds already, from an earlier process too; 0 if none."""
+        ...
+
     def open(self, client: ReplicaClient) -> None:
         """Prepares to send to the replicas behind ``client``; does nothing when open already."""
         ...
