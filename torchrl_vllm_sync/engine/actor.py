@@ -138,7 +138,7 @@ class EngineActor(NativeWeightTransfer):
             replica_id=self.replica_id,
             state=self._gate.state,
             weight_version=self._updates.version if started else None,
-            num_unfinished=internals.num_unfinished_requests(self.engine) if started else None,
+            num_unfinished=self.get_num_unfinished_requests() if started else None,
             num_running=stats.num_running if stats else None,
             num_waiting=stats.num_waiting if stats else None,
             kv_cache_usage=stats.kv_cache_usage if stats else None,
@@ -413,8 +413,8 @@ class EngineActor(NativeWeightTransfer):
     # ---------------------------------------------------------------- TorchRL's and vLLM's surface
 
     def get_num_unfinished_requests(self) -> int:
-        """Returns the number of requests inside the engine, exactly."""
-        return internals.num_unfinished_requests(self.engine)
+        """Returns the number of requests inside the engine, exactly; a dead engine has none."""
+        return 0 if self.engine.errored else internals.num_unfinished_requests(self.engine)
 
     def get_cache_usage(self) -> float | None:
         """Returns the share of KV-cache blocks in use, 0 to 1; ``None`` until it is known."""

@@ -1,6 +1,6 @@
 """Every internal of vLLM that this library touches, with what it replaces and where it lives.
 
-Read in vLLM 0.26 and 0.32; ``tests/ray/test_internals.py`` names each of them.
+Read in vLLM 0.26 and 0.32; ``tests/engine/test_internals.py`` names each of them.
 """
 
 from __future__ import annotations
