@@ -94,9 +94,8 @@ class WeightUpdater:
             StaleVersionError: ``version`` is older than the newest; nothing was sent.
             WeightSyncError: Some replicas did not reach the version. Collectors keep theirs.
         """
-        before = self.service.weight_version if self._announced is None else self._announced
-        report = self._push(policy_or_weights, worker_ids, version)
-        if report.version > before:
+        report, moved = self._push(policy_or_weights, worker_ids, version)
+        if moved:
             self.increment_version()
         return report
 
@@ -116,14 +115,25 @@ class WeightUpdater:
                 "update_policy_weights_ moves the version of one collector only, and "
                 f"{len(self._live_collectors())} share this updater: call push_weights instead"
             )
-        return self._push(policy_or_weights, worker_ids, None)
+        return self._push(policy_or_weights, worker_ids, None)[0]
 
-    def _push(self, weights: Any, worker_ids: Any, version: int | None) -> PushReport:  # noqa: ANN401
+    def _push(
+        self,
+        weights: Any,  # noqa: ANN401
+        worker_ids: Any,  # noqa: ANN401
+        version: int | None,
+    ) -> tuple[PushReport, bool]:
+        """Pushes, and says whether collectors have not heard of the version yet.
+
+        A version that only survivors took is news still when the push is repeated.
+        """
         if worker_ids is not None:
             raise UnsupportedArgumentError(f"worker_ids must be None, got {worker_ids!r}")
         weights = self.source if weights is None else weights
         if weights is None:
             raise UnsupportedArgumentError("push_weights has nothing to send: no source was given")
+        if self._announced is None:
+            self._announced = self.service.weight_version
         self.last_report = self.service.push_weights(
             weights,
             version=version,
@@ -131,10 +141,11 @@ class WeightUpdater:
             timeout_s=self._timeout_s,
             clear_cache=self._clear_cache,
         )
-        self._announced = max(self.last_report.version, self._announced or 0)
+        moved = self.last_report.version > self._announced
+        self._announced = max(self.last_report.version, self._announced)
         for hook in self._post_hooks:
             hook()
-        return self.last_report
+        return self.last_report, moved
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Opens the transport before the first push, which would do it too; arguments are ignored.

@@ -9,7 +9,7 @@ repacked.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -100,9 +100,9 @@ def repack_cpu(model: torch.nn.Module) -> None:
     if not current_platform.is_cpu():
         return
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(module, ParallelLMHead) and method is not None:
+            method.process_weights_after_loading(module)
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if type(experts).__name__.endswith("CPUUnquantizedExperts"):
             experts.process_weights_after_loading(module)

@@ -1,0 +1,154 @@
+"""The pusher and its ledger, over replicas and a transport that only answer."""
+
+import pytest
+import torch
+
+from torchrl_vllm_sync.errors import StaleVersionError, WeightMismatchError, WeightSyncError
+from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.push import WeightPusher
+from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
+
+WEIGHTS = {"w": torch.ones(2)}
+
+
+class Replicas:
+    """Answers for two replicas: what they hold, and who was held back at which version."""
+
+    service_name = "fake"
+
+    def __init__(self, **held):
+        self.held, self.states, self.held_back, self.calls = held, {}, [], []
+
+    def call_replicas(self, method, *args, deadline_s, **kwargs):
+        self.calls.append(method)
+        if method == "hold_back":
+            self.held_back.append(args[0])
+        return {
+            name: EngineReport(
+                replica_id=name,
+                state=self.states.get(name, ReplicaState.SERVING),
+                weight_version=version,
+            )
+            for name, version in self.held.items()
+        }
+
+
+class Transport:
+    """Sends to :class:`Replicas`, failing where it is told."""
+
+    name, last_version = "fake", 0
+
+    def __init__(self, replicas):
+        self.replicas, self.failing, self.sent, self.closed = replicas, set(), [], 0
+
+    def open(self, client):
+        pass
+
+    def send(self, client, source, version, *, timeout_s, clear_cache):
+        self.sent.append(version)
+        outcomes = []
+        for name in self.replicas.held:
+            if name in self.failing:
+                self.replicas.states[name] = ReplicaState.STALE
+                outcomes.append(ReplicaOutcome(replica_id=name, version=None, error="injected"))
+            else:
+                self.replicas.states[name] = ReplicaState.SERVING
+                self.replicas.held[name] = version
+                outcomes.append(ReplicaOutcome(replica_id=name, version=version))
+        return SendOutcome(num_bytes=8, phases={}, replicas=outcomes)
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture
+def replicas():
+    return Replicas(a=0, b=0)
+
+
+@pytest.fixture
+def transport(replicas):
+    return Transport(replicas)
+
+
+@pytest.fixture
+def pusher(replicas, transport):
+    pusher = WeightPusher(replicas, lambda: [ParamMeta.of("w", WEIGHTS["w"])])
+    pusher.use(transport)
+    return pusher
+
+
+def push(pusher, version=None, weights=WEIGHTS):
+    return pusher.push(weights, version=version, timeout_s=1, clear_cache=False)
+
+
+def test_versions_count_up_from_what_the_replicas_hold(pusher, replicas, transport):
+    replicas.held = {"a": 7, "b": 9}
+    assert pusher.committed == 0
+    assert push(pusher).version == 10
+    assert push(pusher).version == pusher.committed == 11
+    assert push(pusher, 20).version == 20
+    assert transport.sent == [10, 11, 20]
+    assert replicas.calls == ["report"]  # asked once
+
+
+def test_versions_count_up_from_what_the_transport_holds(pusher, transport):
+    transport.last_version = 100
+    assert push(pusher).version == 101
+
+
+def test_older_versions_are_refused_and_equal_ones_sent_again(pusher, transport):
+    push(pusher, 5)
+    push(pusher, 5)
+    with pytest.raises(StaleVersionError, match="version must be at least 5, got 4"):
+        push(pusher, 4)
+    with pytest.raises(StaleVersionError, match="version must be at least 5, got 0"):
+        push(pusher, 0)
+    assert transport.sent == [5, 5]
+
+
+def test_who_was_left_behind_is_held_back_and_can_be_repaired(pusher, replicas, transport):
+    push(pusher)
+    transport.failing = {"b"}
+    with pytest.raises(
+        WeightSyncError, match=r"version 2 did not .* replica b: injected"
+    ) as caught:
+        push(pusher)
+    assert caught.value.failures == {"b": "injected"}
+    assert replicas.held_back == [2]
+    assert pusher.committed == 1
+    transport.failing = set()
+    with pytest.raises(StaleVersionError, match="at least 2, got 1"):
+        push(pusher, 1)
+    assert push(pusher, 2).version == pusher.committed == 2
+    assert push(pusher).version == 3
+
+
+def test_nobody_is_held_back_when_all_failed_and_the_number_is_used_up(pusher, replicas, transport):
+    push(pusher)
+    transport.failing = {"a", "b"}
+    with pytest.raises(WeightSyncError):
+        push(pusher)
+    assert replicas.held_back == []
+    transport.failing = set()
+    # Version 2 may be stored with the weights of then.
+    assert push(pusher).version == 3
+
+
+def test_weights_that_do_not_fit_are_not_sent_and_use_no_number(pusher, transport):
+    for weights in ({}, {"w": torch.ones(3)}, {"v": torch.ones(2)}):
+        with pytest.raises(WeightMismatchError):
+            push(pusher, weights=weights)
+    assert transport.sent == []
+    assert push(pusher).version == 1
+
+
+def test_a_transport_is_closed_when_another_takes_over(pusher, replicas, transport):
+    pusher.use(transport)
+    assert transport.closed == 0
+    second = Transport(replicas)
+    pusher.use(second)
+    assert (transport.closed, second.closed) == (1, 0)
+    pusher.close()
+    assert second.closed == 1

@@ -1,0 +1,164 @@
+"""The updater by itself: whose version moves when, over a service that only counts pushes."""
+
+import gc
+import pickle
+
+import pytest
+from torchrl.collectors.weight_update import WeightUpdaterBase
+
+from torchrl_vllm_sync import WeightUpdater
+from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
+from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+
+
+class Report:
+    def __init__(self, version):
+        self.version = version
+
+
+class Service:
+    """Counts pushes; fails the next ones on demand, after which survivors hold the version."""
+
+    def __init__(self):
+        self.weight_version, self.pushes, self.failures, self.opened = 0, [], 0, 0
+
+    def push_weights(self, weights, *, version, transport, timeout_s, clear_cache):
+        version = self.weight_version + 1 if version is None else version
+        self.weight_version = version
+        self.pushes.append((weights, version))
+        if self.failures:
+            self.failures -= 1
+            raise WeightSyncError(version, {"1": "injected"})
+        return Report(version)
+
+    def use_transport(self, transport):
+        self.transport = transport
+
+    def init_weight_update_group(self):
+        self.opened += 1
+
+
+class Collector:
+    """Moves its version as TorchRL's do: on request, and after ``update_policy_weights_``."""
+
+    def __init__(self, updater=None):
+        self.version, self.updater = 0, updater
+
+    def increment_version(self):
+        self.version += 1
+
+    def update_policy_weights_(self, weights=None):
+        self.updater(policy_or_weights=weights, worker_ids=None)
+        self.increment_version()
+
+
+@pytest.fixture
+def service():
+    return Service()
+
+
+@pytest.fixture
+def updater(service):
+    return WeightUpdater(service, source="the source")
+
+
+@pytest.fixture
+def collector(updater):
+    collector = Collector(updater)
+    updater.register_collector(collector)
+    return collector
+
+
+def test_it_passes_for_torchrls(updater):
+    assert isinstance(updater, WeightUpdaterBase)
+
+
+def test_either_way_moves_the_version_once(updater, collector, service):
+    updater.push_weights()
+    assert collector.version == 1
+    collector.update_policy_weights_("given")
+    assert collector.version == 2
+    updater.push_weights("other")
+    assert collector.version == service.weight_version == 3
+    assert service.pushes == [("the source", 1), ("given", 2), ("other", 3)]
+    assert updater.last_report.version == 3
+
+
+def test_pushing_a_version_again_moves_nothing(updater, collector):
+    updater.push_weights(version=4)
+    updater.push_weights(version=4)
+    assert collector.version == 1
+
+
+def test_a_push_that_failed_moves_nothing_until_it_is_repaired(updater, collector, service):
+    service.failures = 2
+    for _ in range(2):
+        with pytest.raises(WeightSyncError):
+            updater.push_weights(version=1)
+        assert collector.version == 0
+    updater.push_weights(version=1)
+    assert collector.version == 1
+    service.failures = 1
+    with pytest.raises(WeightSyncError):
+        collector.update_policy_weights_()
+    assert collector.version == 1
+
+
+def test_several_collectors_move_together(updater, collector):
+    second = Collector(updater)
+    updater.register_collector(second)
+    updater.register_collector(second)
+    updater.push_weights()
+    assert (collector.version, second.version) == (1, 1)
+    assert updater.collector is second
+    assert updater.collectors == [collector, second]
+    with pytest.raises(UnsupportedArgumentError, match="2 share this updater: call push_weights"):
+        collector.update_policy_weights_()
+    assert (collector.version, second.version) == (1, 1)
+
+
+def test_collectors_that_are_gone_are_forgotten_with_a_warning(updater, collector, caplog):
+    updater.register_collector(Collector())
+    gc.collect()
+    updater.push_weights()
+    assert collector.version == 1
+    assert [record.message for record in caplog.records] == ["1 registered collector(s) are gone"]
+    assert updater.collectors == [collector]
+    assert len(caplog.records) == 1
+
+
+def test_hooks_run_after_each_push_that_succeeded(updater, collector, service):
+    calls = []
+    updater.register_post_hook(lambda: calls.append(collector.version))
+    updater.push_weights()
+    collector.update_policy_weights_()
+    service.failures = 1
+    with pytest.raises(WeightSyncError):
+        updater.push_weights()
+    assert len(calls) == len(updater.post_hooks) + 1 == 2
+    assert service.weight_version == 3
+
+
+def test_a_pickled_copy_knows_the_service_only(updater, collector):
+    updater.register_post_hook(print)
+    updater.push_weights()
+    copy = pickle.loads(pickle.dumps(updater))
+    assert (copy.collectors, copy.collector, copy.post_hooks, copy.source) == ([], None, [], None)
+    with pytest.raises(UnsupportedArgumentError, match="nothing to send"):
+        copy.push_weights()
+    assert copy.push_weights("given").version == 2
+
+
+def test_what_cannot_be_honoured_is_refused(updater, service):
+    with pytest.raises(UnsupportedArgumentError, match="worker_ids must be None, got 0"):
+        updater.push_weights(worker_ids=0)
+    with pytest.raises(UnsupportedArgumentError, match="transport must be one of"):
+        WeightUpdater(service, transport="carrier pigeon")
+    assert service.pushes == []
+
+
+def test_init_opens_the_transport_and_takes_any_arguments(service):
+    transport = MemmapTransport()
+    updater = WeightUpdater(service, transport=transport)
+    updater.init("whatever", a="collector passes")
+    assert (service.transport, service.opened) == (transport, 1)
