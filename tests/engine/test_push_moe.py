@@ -1,0 +1,106 @@
+"""Mixtures of experts, and a replica of two workers: the same proof."""
+
+import pytest
+import ray
+
+from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
+from tests.engine.conftest import ENGINE
+from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync.errors import WeightMismatchError
+from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
+
+MODELS = {
+    "qwen3_moe, untied": {"architecture": "qwen3_moe", "tied": False},
+    "qwen2_moe, tied": {"architecture": "qwen2_moe", "tied": True},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def experts(request, cluster, tmp_path_factory):
+    """One replica of a mixture of experts; its checkpoint."""
+    path = make_tiny_checkpoint(
+        tmp_path_factory.mktemp("experts"), num_hidden_layers=2, seed=5, **MODELS[request.param]
+    )
+    with AsyncVLLM.from_pretrained(
+        str(path),
+        num_replicas=1,
+        worker_extension_cls="tests.engine.faults.FaultyWorker",
+        **ENGINE,
+    ) as service:
+        yield service, path
+
+
+def test_experts_arrive(experts):
+    service, path = experts
+    model = load_tiny_model(path)
+    assert_holds(service, model)
+    for step in range(1, 4):
+        perturbed(model, seed=step)
+        assert distance(service, model, 0) > 100 * TOLERANCE
+        service.push_weights(model)
+        assert_holds(service, model)
+
+
+@pytest.mark.parametrize("name", ["experts.3.down_proj.weight", "mlp.gate.weight"])
+def test_the_check_notices_a_lost_expert(experts, name):
+    service, path = experts
+    model = perturbed(load_tiny_model(path), seed=8)
+    plan(service, zero=f"model.layers.1.mlp.{name.removeprefix('mlp.')}")
+    service.push_weights(model)
+    with pytest.raises(AssertionError, match="replica 0 differs by"):
+        assert_holds(service, model)
+    plan(service)
+    service.push_weights(model)
+    assert_holds(service, model)
+
+
+def test_a_load_that_failed_among_the_experts_is_repaired(experts):
+    service, path = experts
+    model = perturbed(load_tiny_model(path), seed=9)
+    plan(service, fail_at=18, times=1)
+    assert service.push_weights(model).replicas[0].phases["attempts"] == 2
+    assert_holds(service, model)
+
+
+def test_a_push_that_lacks_one_expert_is_refused(experts):
+    service, path = experts
+    model = load_tiny_model(path)
+    service.push_weights(model)
+    weights = {name: p for name, p in saved(path).items() if "1.mlp.experts.2.up_proj" not in name}
+    with pytest.raises(WeightMismatchError, match=r"1 missing: model\.layers\.1\.mlp\.experts\.2"):
+        service.push_weights(weights)
+    service.push_weights(saved(path))
+    assert_holds(service, model)
+
+
+@pytest.mark.slow
+def test_two_workers_each_take_their_shard(cluster, checkpoint):
+    model = load_tiny_model(checkpoint)
+    with AsyncVLLM.from_pretrained(
+        str(checkpoint),
+        num_devices=2,
+        num_replicas=1,
+        worker_extension_cls="tests.engine.faults.FaultyWorker",
+        **{**ENGINE, "kv_cache_memory_bytes": 32 * 2**20},
+    ) as service:
+        assert service.get_world_size() == 2
+        assert_holds(service, model)
+        for step in range(1, 3):
+            perturbed(model, seed=step)
+            service.push_weights(model)
+            assert_holds(service, model)
+        perturbed(model, seed=3)
+        plan(service, fail_at=20, times=1)
+        assert service.push_weights(model).replicas[0].phases["attempts"] == 2
+        assert_holds(service, model)
+
+
+def plan(service, **faults):
+    ray.get(service.actors[0].collective_rpc.remote("sync_plan", kwargs=faults))
+
+
+def saved(path):
+    """The checkpoint's own tensors, under their published names."""
+    from safetensors.torch import load_file
+
+    return load_file(path / "model.safetensors")
