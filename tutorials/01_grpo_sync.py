@@ -1,0 +1,657 @@
+"""GRPO on several vLLM engines that get the trainer's weights after every step.
+
+Usage:
+    python tutorials/01_grpo_sync.py                 # tiny random model, no GPU, a few minutes
+    python tutorials/01_grpo_sync.py --smoke         # the same for six steps, as CI runs it
+    python tutorials/01_grpo_sync.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k --replicas 3
+
+The last line is ``PASS reward <first> -> <last> ess <min> push_ms <median> seconds <total>``, or
+``FAIL`` and the same figures, with the reasons above it and a non-zero exit status. ``seconds`` is
+the training loop; starting Ray and the engines comes before it and is printed on a line of its own.
+
+What PASS claims:
+
+- always: every sampled row carries the version pushed last before it, and the effective sample
+  size of each step's data, before the optimizer touches it, is 1 to the tolerance below;
+- by default also: the reward ends above 0.9;
+- with ``--smoke``: the reward ends no lower than it began, to within 0.1. Six steps show that the
+  parts fit together, not that the policy learns;
+- with ``--dataset gsm8k``: nothing about the reward. Steps are so small there that a single missed
+  push need not show in the effective sample size; the labels are what counts.
+
+``--seed`` fixes the tiny model, the prompts and the engines' random numbers. It does not fix which
+engine samples which answer, so that two runs with one seed begin alike and then differ a little.
+
+On GPUs each replica has one GPU to itself and the trainer has the last one, so that
+``--replicas 3`` needs four. Ray is told of all but the last, and places the engines on those.
+Engines run in bfloat16; the trainer keeps float32 weights, which lose no small update, and computes
+in bfloat16. GSM8K also needs ``pip install datasets``.
+"""
+
+# %% [markdown]
+# # GRPO with weights in the engines after every step
+#
+# Reinforcement learning of a language model is a loop of two halves. An *engine* samples answers
+# to prompts, and a *trainer* changes the model so that good answers become more likely. The two
+# hold copies of the same model, and here the copies are kept equal: after each optimizer step the
+# trainer *pushes* its weights into the engines.
+#
+# You will see
+#
+# - two vLLM engines behind one object, `AsyncVLLM`;
+# - that object as the policy of TorchRL's `LLMCollector`;
+# - `WeightUpdater.push_weights()` after each step;
+# - how to tell that the push has worked.
+#
+# Libraries first. The lines before the imports keep them from talking over our progress bar.
+
+# ruff: noqa: E402  settings come before the imports that read them
+
+# %%
+import argparse
+import contextlib
+import csv
+import importlib.util
+import logging
+import math
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local cluster of one user
+os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")  # TorchRL's logger
+logging.getLogger("vllm").setLevel(logging.ERROR)  # while vLLM is imported
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # draws files, needs no screen
+
+import ray
+import torch
+from matplotlib import pyplot as plt
+from tensordict import TensorDictBase, set_list_to_stack
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement, Unbounded
+from torchrl.envs import StepCounter, Transform, TransformedEnv
+from torchrl.envs.llm import ChatEnv, GSM8KEnv
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm.grpo import GRPOLoss, MCAdvantage
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from torchrl_vllm_sync import AsyncVLLM, WeightUpdater, errors, vLLMWrapper
+from torchrl_vllm_sync.testing import make_tiny_checkpoint
+
+set_list_to_stack(True).set()  # TorchRL's chat environments ask for it before any is made
+
+UPSTREAM_WARNINGS = [
+    # TorchRL 0.14 will append an InitTracker to the environment from 0.15 on.
+    ("The env passed to LLMCollector is missing transforms", FutureWarning),
+    # TorchRL 0.14 prefers weight_sync_schemes, which its LLMCollector does not take.
+    ("Using WeightUpdaterBase is deprecated", DeprecationWarning),
+    # TorchRL 0.14 adds the missing dimension to its wrapper's own output.
+    ("Response history should have one more batch dimension", UserWarning),
+    # TensorDict pads ragged rows through torch's nested tensors.
+    ("The PyTorch API of nested tensors is in prototype stage", UserWarning),
+]
+
+
+def keep_quiet() -> None:
+    """Silences other libraries' notes about themselves, and progress bars of loading."""
+    for message, category in UPSTREAM_WARNINGS:
+        warnings.filterwarnings("ignore", message, category)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+# %% [markdown]
+# ## Settings
+#
+# GRPO compares several answers to one prompt with each other: a *group*. One step samples
+# `groups` prompts with `group_size` answers each.
+
+# %%
+TINY = "tiny"
+PRESETS: dict[str, dict[str, Any]] = {
+    "low-ids": {
+        "model": TINY,
+        "steps": 40,
+        "lr": 5e-3,
+        "group_size": 8,
+        "groups": 4,
+        "max_tokens": 16,
+        "max_model_len": 256,
+        "rows_per_pass": 32,
+    },
+    "gsm8k": {
+        "model": "Qwen/Qwen2.5-0.5B-Instruct",
+        "steps": 100,
+        "lr": 1e-6,
+        "group_size": 16,
+        "groups": 8,
+        "max_tokens": 512,
+        "max_model_len": 1024,
+        "rows_per_pass": 8,
+    },
+}
+SMOKE_STEPS = 6
+REWARD_TARGET = 0.9
+REWARD_SLACK = 0.1  # how much lower than it began the reward may be after a smoke run
+# See "How to tell that a push has worked" below. bfloat16 rounds coarsely, and trainer and engines
+# round in different places: its value is an allowance, not a measurement.
+ESS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line; what is not given comes from the dataset's preset."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help=f"a Hugging Face name or path, or {TINY!r}")
+    parser.add_argument("--dataset", choices=sorted(PRESETS), default="low-ids")
+    parser.add_argument("--replicas", type=int, default=2, help="vLLM engines")
+    parser.add_argument("--steps", type=int, help="optimizer steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, help="learning rate of Adam")
+    parser.add_argument("--group-size", type=int, help="answers to each prompt")
+    parser.add_argument("--groups", type=int, help="prompts in each step")
+    parser.add_argument("--output", type=Path, default=Path("tutorials/output/01_grpo_sync"))
+    parser.add_argument("--smoke", action="store_true", help=f"{SMOKE_STEPS} steps, weaker claim")
+    args = parser.parse_args(argv)
+    preset = PRESETS[args.dataset] | ({"steps": SMOKE_STEPS} if args.smoke else {})
+    for name, value in preset.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    for name in ("replicas", "steps", "group_size", "groups"):
+        least = 2 if name == "group_size" else 1
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    # Whole groups and whole passes of equal size.
+    args.batch_size = args.group_size * args.groups
+    args.rows_per_pass = min(args.rows_per_pass, args.batch_size)
+    while args.batch_size % args.rows_per_pass:
+        args.rows_per_pass -= 1
+
+    num_gpus = torch.cuda.device_count()
+    if num_gpus <= args.replicas and (num_gpus or args.dataset == "gsm8k"):
+        parser.error(
+            f"--replicas {args.replicas} needs {args.replicas + 1} GPUs, one of them for the "
+            f"trainer, and there are {num_gpus}"
+        )
+    if args.dataset == "gsm8k" and importlib.util.find_spec("datasets") is None:
+        parser.error("--dataset gsm8k needs another package: pip install datasets")
+    args.engine_gpus = max(0, num_gpus - 1)
+    args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
+    args.dtype = torch.bfloat16 if num_gpus else torch.float32  # the engines'
+    return args
+
+
+# %% [markdown]
+# ## Prompts and rewards
+#
+# TorchRL's `ChatEnv` hands out prompts and takes answers. A *transform* appended to it gives the
+# reward. The default task is one that a random model of 100,000 parameters can learn: use tokens
+# from the first quarter of the vocabulary. The reward is the share of an answer's tokens with an
+# id below 128. There are 512 ids, so that the first answers score about 0.25.
+
+
+# %%
+class LowTokenIds(Transform):
+    """Reward: share of the answer's tokens whose id is below ``LIMIT``."""
+
+    LIMIT = 128
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        answers = tensordict.view(-1).get(("tokens", "response"), as_list=True)
+        shares = [float((ids < self.LIMIT).float().mean()) if len(ids) else 0.0 for ids in answers]
+        next_tensordict["reward"] = torch.tensor(shares).view(*next_tensordict.batch_size, 1, 1)
+        return next_tensordict
+
+    def transform_reward_spec(self, reward_spec: Any) -> Any:  # noqa: ANN401  a TorchRL Composite
+        """Announces the reward's shape."""
+        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1, 1), dtype=torch.float32)
+        return reward_spec
+
+
+def additions(seed: int) -> Iterator[dict[str, list[str]]]:
+    """Yields prompts for ever. The default reward does not care what they ask."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        a, b = torch.randint(0, 10, (2,), generator=generator).tolist()
+        yield {"query": [f"What is {a} + {b}?"]}
+
+
+def make_env(args: argparse.Namespace, tokenizer: Any) -> TransformedEnv:  # noqa: ANN401
+    """Returns the environment: each prompt ``group_size`` times, one answer to each."""
+    if args.dataset == "gsm8k":
+        return GSM8KEnv(
+            num_envs=args.batch_size,
+            repeats=args.group_size,
+            tokenizer=tokenizer,
+            seed=args.seed,
+        )
+    env = ChatEnv.from_dataloader(
+        dataloader=additions(args.seed),
+        batch_size=(args.batch_size,),
+        repeats=args.group_size,
+        tokenizer=tokenizer,
+        input_mode="history",
+    )
+    return env.append_transform(StepCounter(max_steps=1)).append_transform(LowTokenIds())
+
+
+# %% [markdown]
+# ## Engines
+#
+# `AsyncVLLM` starts each engine in a Ray actor and spreads requests over them. Without a GPU this
+# is vLLM's CPU build. `num_cpus_per_replica=0` has the engines claim no CPU of Ray's, so that two
+# of them fit on any laptop.
+#
+# `vLLMWrapper` makes the service a TorchRL policy. It notes for each answer which version of the
+# weights sampled it, and why it ended.
+#
+# The sampling parameters say "sample from the model as it is": GRPO weighs each token by how likely
+# trainer and engine say it is, and that is only the same distribution at temperature 1 and with no
+# token cut off.
+
+
+# %%
+def make_service(args: argparse.Namespace, checkpoint: str) -> AsyncVLLM:
+    """Starts the engines; leaving the service's ``with`` block ends them."""
+    return AsyncVLLM.from_pretrained(
+        checkpoint,
+        num_devices=1,
+        num_replicas=args.replicas,
+        num_cpus_per_replica=0,
+        dtype=str(args.dtype).removeprefix("torch."),
+        max_model_len=args.max_model_len,
+        max_num_seqs=64,
+        seed=args.seed,
+        verbose=False,
+    )
+
+
+def make_policy(args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any) -> vLLMWrapper:  # noqa: ANN401
+    """Returns the policy that samples."""
+    if "qwen" in args.model.lower():
+        template = {"chat_template_name": "qwen"}  # TorchRL has one that marks the answer
+    else:
+        template = {"chat_template": tokenizer.chat_template}
+    return vLLMWrapper(
+        service,
+        tokenizer=tokenizer,
+        input_mode="history",
+        **template,
+        return_log_probs=True,
+        pad_output=False,
+        generate_kwargs={
+            "max_tokens": args.max_tokens,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "include_stop_str_in_output": True,
+        },
+    )
+
+
+# %% [markdown]
+# ## How to tell that a push has worked
+#
+# Two signs, checked at every step.
+#
+# *Labels.* Each row of the data carries `policy_version`, written where it was sampled. It must be
+# the version pushed last.
+#
+# *Effective sample size (ESS).* For each sampled token the trainer computes the probability that
+# it gives to the token, and divides by the engine's. On fresh data, before the optimizer has
+# touched the trainer's copy, the two models are the same, every ratio is 1, and so is the ESS. If
+# the engines have other weights, ratios scatter and the ESS falls: for log-ratios with standard
+# deviation s it is about 1 - s². In float32 two programs that compute the same model differ by
+# rounding only: in default runs with three seeds every step was within 0.000002 of 1. We ask for
+# 0.9999.
+#
+# To show what a missed push would look like, the program also computes the ESS of the same rows
+# once more, right after the optimizer step, when the trainer's weights are no longer the engines'.
+# In the same runs that was 0.9995 or less, mostly near 0.98: one missed push makes a run fail.
+
+
+# %%
+@dataclass
+class Step:
+    """What is noted of one step.
+
+    Attributes:
+        step: Number, from 0.
+        version: Policy version that sampled the rows.
+        reward: Mean over the rows.
+        ess: Effective sample size of the fresh rows; the smallest, if they take several passes.
+        ess_without_push: The same of the last pass once more, after the optimizer step.
+        truncated: Rows that ended because ``max_tokens`` was reached.
+        sample_s: Seconds of sampling.
+        train_s: Seconds of forward and backward passes and of the optimizer.
+        push_ms: Milliseconds of the push.
+        seconds: Seconds from the begin of the loop to the end of this step.
+    """
+
+    step: int
+    version: int
+    reward: float
+    ess: float
+    ess_without_push: float
+    truncated: int
+    sample_s: float
+    train_s: float
+    push_ms: float
+    seconds: float
+
+
+class BadRowsError(RuntimeError):
+    """Sampled rows that must not be trained on."""
+
+
+def check_rows(rows: TensorDictBase, *, version: int, expected_rows: int) -> None:
+    """Refuses rows that are missing, of another version, or cut off by an engine.
+
+    Raises:
+        BadRowsError: They are.
+    """
+    if len(rows) != expected_rows:
+        raise BadRowsError(f"{len(rows)} rows instead of {expected_rows}")
+    versions = sorted(set(rows["policy_version"].flatten().tolist()))
+    if versions != [version]:
+        raise BadRowsError(f"rows of versions {versions}, though {version} was pushed last")
+    reasons = set(rows["finish_reason"])
+    if not reasons <= {"stop", "length"}:
+        raise BadRowsError(f"rows ended by {sorted(map(str, reasons))}, not by stop or length")
+
+
+# %% [markdown]
+# ## The loop
+#
+# TorchRL's collector samples `batch_size` rows into the replay buffer, where `MCAdvantage`
+# compares the answers of each group. Then come the loss, Adam, and the push. The buffer is emptied
+# each time: every row is used once, by the weights that sampled it.
+#
+# The model is in evaluation mode although it is trained, because dropout would make the trainer
+# another model than the engines'.
+
+
+# %%
+def train(
+    args: argparse.Namespace,
+    service: AsyncVLLM,
+    tokenizer: Any,  # noqa: ANN401
+    checkpoint: str,
+) -> Iterator[Step]:
+    """Runs the loop and yields each step.
+
+    Raises:
+        BadRowsError: The data of a step are not what they must be.
+        errors.SyncError: An engine failed.
+    """
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = model.eval().to(args.device)
+    trained_policy = TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        input_mode="tokens",
+        generate=False,
+        return_log_probs=True,
+        pad_output=False,
+        pad_model_input=True,
+        device=args.device,
+    )
+    loss_fn = GRPOLoss(
+        trained_policy, entropy_coeff=0.0, masking_strategy="sft", device=args.device
+    )
+    autocast = torch.autocast("cuda", torch.bfloat16, enabled=args.device.type == "cuda")
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(args.batch_size),
+        sampler=SamplerWithoutReplacement(),
+        transform=MCAdvantage(grpo_size=args.group_size),
+        batch_size=args.rows_per_pass,
+    )
+    updater = WeightUpdater(service, source=model)
+    collector = LLMCollector(
+        make_env(args, tokenizer),
+        policy=make_policy(args, service, tokenizer),
+        weight_updater=updater,
+        replay_buffer=buffer,
+        dialog_turns_per_batch=args.batch_size,
+        track_policy_version=True,
+    )
+    start = time.perf_counter()
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(collector.shutdown)
+        bar = cleanup.enter_context(tqdm(total=args.steps, desc="GRPO", unit="step"))
+        sampling = iter(collector)
+        version = 0  # what engines launch with: the weights that the trainer begins with
+        for step in range(args.steps):
+            begin = time.perf_counter()
+            next(sampling)  # fills the buffer
+            sampled = time.perf_counter()
+
+            rows = buffer[:]
+            check_rows(rows, version=version, expected_rows=args.batch_size)
+
+            ess = []
+            for batch in buffer:
+                with autocast:
+                    loss = loss_fn(batch.to(args.device))
+                ess.append(float(loss.ESS))
+                loss.mean(reduce=True).div(args.batch_size // args.rows_per_pass).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            trained = time.perf_counter()
+
+            report = updater.push_weights()  # to every engine, or it raises
+
+            with torch.no_grad(), autocast:
+                ess_without_push = float(loss_fn(batch.to(args.device)).ESS)
+            buffer.empty()
+            done = Step(
+                step=step,
+                version=version,
+                reward=float(rows["next", "reward"].mean()),
+                ess=min(ess),
+                ess_without_push=ess_without_push,
+                truncated=list(rows["finish_reason"]).count("length"),
+                sample_s=sampled - begin,
+                train_s=trained - sampled,
+                push_ms=1e3 * report.seconds,
+                seconds=time.perf_counter() - start,
+            )
+            bar.set_postfix_str(
+                f"reward {done.reward:.3f}, version {report.version}, push {done.push_ms:.0f} ms",
+                refresh=False,
+            )
+            bar.update()
+            version = report.version
+            yield done
+
+
+# %% [markdown]
+# ## Results
+#
+# A picture, a table and the raw figures of every step, in `--output`.
+
+
+# %%
+def plot(steps: list[Step], args: argparse.Namespace, path: Path) -> None:
+    """Draws reward, ESS and push time over the steps."""
+    at = [one.step for one in steps]
+    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+        figure, (reward, ess, push) = plt.subplots(
+            3, 1, figsize=(7, 7), sharex=True, layout="constrained", height_ratios=[3, 2, 2]
+        )
+        figure.suptitle(
+            f"GRPO, {args.model} model, {args.replicas} replicas, "
+            f"{args.group_size} answers to each of {args.groups} prompts",
+            fontsize=10,
+        )
+        reward.set_ylabel("mean reward")
+        if args.dataset == "low-ids":
+            reward.set_ylim(0, 1.02)
+            reward.axhline(REWARD_TARGET, color="grey", linestyle=":", linewidth=1)
+            reward.annotate(
+                f"PASS above {REWARD_TARGET}",
+                (0, REWARD_TARGET),
+                (0, -10),
+                color="grey",
+                textcoords="offset points",
+            )
+        reward.plot(at, [one.reward for one in steps], color="tab:blue")
+
+        ess.plot(at, [one.ess for one in steps], color="tab:green", label="fresh rows")
+        ess.plot(
+            at,
+            [one.ess_without_push for one in steps],
+            color="tab:red",
+            linestyle="--",
+            linewidth=1,
+            label="the next step's, had the push been missed",
+        )
+        ess.set_ylabel("effective sample size")
+        ess.legend(frameon=False)
+
+        times = [one.push_ms for one in steps]
+        push.bar(at, times, color="tab:orange", width=0.8)
+        push.axhline(statistics.median(times), color="black", linewidth=1)
+        push.set_ylabel("push, ms (line: median)")
+        push.margins(x=0.02)
+        push.set_xlabel("step")
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def table(steps: list[Step]) -> str:
+    """Returns about ten of the steps as text."""
+    header = f"{'step':>4} {'version':>7} {'reward':>7} {'ESS':>7} {'ESS, no push':>12} "
+    header += f"{'truncated':>9} {'sample s':>8} {'train s':>7} {'push ms':>7}"
+    stride = max(1, round(len(steps) / 8))
+    shown = [one for one in steps if one.step % stride == 0 or one is steps[-1]]
+    return "\n".join(
+        [header]
+        + [
+            f"{one.step:>4} {one.version:>7} {one.reward:>7.3f} {one.ess:>7.4f} "
+            f"{one.ess_without_push:>12.4f} {one.truncated:>9} {one.sample_s:>8.2f} "
+            f"{one.train_s:>7.2f} {one.push_ms:>7.1f}"
+            for one in shown
+        ]
+    )
+
+
+def save(steps: list[Step], args: argparse.Namespace) -> None:
+    """Writes picture, table and figures to the output directory, and prints the table."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    plot(steps, args, args.output / "curve.png")
+    text = table(steps)
+    (args.output / "table.txt").write_text(text + "\n")
+    with (args.output / "curve.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Step)])
+        writer.writeheader()
+        writer.writerows(asdict(one) for one in steps)
+    print(text)
+    print(f"Written to {args.output}: curve.png, curve.csv, table.txt")
+
+
+def shortcomings(steps: list[Step], args: argparse.Namespace) -> list[str]:
+    """Returns which of the claims at the top of this file the steps do not bear out."""
+    first, last, ess = steps[0].reward, steps[-1].reward, min(one.ess for one in steps)
+    found = []
+    floor = 1 - ESS_TOLERANCE[args.dtype]
+    if not ess >= floor:
+        found.append(f"effective sample size {ess:.4f}, below {floor:g}")
+    if args.dataset == "low-ids" and not args.smoke and not last > REWARD_TARGET:
+        found.append(f"the reward ended at {last:.3f}, not above {REWARD_TARGET}")
+    if args.smoke and not last >= first - REWARD_SLACK:
+        found.append(f"the reward fell from {first:.3f} to {last:.3f}")
+    return found
+
+
+# %% [markdown]
+# ## All together
+#
+# What is started is ended in reverse order, also on Ctrl-C: engines, Ray, temporary files. Guard
+# the call with `if __name__ == "__main__"`: processes that vLLM spawns import this file again.
+
+
+# %%
+def run(args: argparse.Namespace) -> Iterator[Step]:
+    """Starts everything, yields each step, and ends everything."""
+    began = time.perf_counter()
+    with contextlib.ExitStack() as cleanup:
+        checkpoint = args.model
+        if args.model == TINY:
+            directory = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="01_grpo_sync-"))
+            checkpoint = str(make_tiny_checkpoint(directory, seed=args.seed, diverse=False))
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+
+        where = "GPUs" if args.engine_gpus else "the CPU"
+        print(f"Starting Ray and {args.replicas} engines on {where}", flush=True)
+        cleanup.callback(ray.shutdown)
+        ray.init(
+            address="local",
+            num_gpus=args.engine_gpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        # Ray lets SIGTERM abort this process; here it ends like Ctrl-C, which cleans up.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        service = cleanup.enter_context(make_service(args, checkpoint))
+        print(f"Set up in {time.perf_counter() - began:.1f} s", flush=True)
+
+        yield from cleanup.enter_context(
+            contextlib.closing(train(args, service, tokenizer, checkpoint))
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tutorial.
+
+    Returns:
+        The exit status: 0 if all claims hold.
+    """
+    args = parse_args(argv)
+    keep_quiet()
+    torch.manual_seed(args.seed)
+
+    steps: list[Step] = []
+    problems: list[str] = []
+    try:
+        with contextlib.closing(run(args)) as running:
+            for step in running:
+                steps.append(step)  # noqa: PERF402  those before a failure are kept
+    except (BadRowsError, errors.SyncError) as error:
+        problems.append(f"step {len(steps)}: {type(error).__name__}: {error}")
+
+    if steps:
+        save(steps, args)
+        problems += shortcomings(steps, args)
+    first, last = (steps[0].reward, steps[-1].reward) if steps else (math.nan, math.nan)
+    ess = min((one.ess for one in steps), default=math.nan)
+    push_ms = statistics.median([one.push_ms for one in steps] or [math.nan])
+    seconds = steps[-1].seconds if steps else 0.0
+    print(*problems, sep="\n", end="\n" if problems else "")
+    print(
+        f"{'FAIL' if problems else 'PASS'} reward {first:.3f} -> {last:.3f} ess {ess:.3f} "
+        f"push_ms {push_ms:.1f} seconds {seconds:.1f}",
+        flush=True,
+    )
+    return 1 if problems else 0
+
+
+# %%
+if __name__ == "__main__":
+    # A notebook has arguments of its own, which are none of ours.
+    sys.exit(main([] if "ipykernel" in sys.modules else None))
