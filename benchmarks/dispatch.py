@@ -1,0 +1,188 @@
+"""AsyncVLLM beside the engine behind it, and beside one Ray call for each prompt.
+
+All systems use one and the same engine, one after the other in every repetition, on prompts that
+it has not seen. The bare engine is called inside its own process, by as many coroutines as there
+are prompts, and nothing of its outputs leaves that process; ``AsyncVLLM`` and the calls for each
+prompt bring every output to this one as vLLM's ``RequestOutput``.
+
+``python -m benchmarks.dispatch`` takes minutes, ``--smoke`` seconds; without ``--model`` the engine
+runs a tiny random checkpoint, so that everything but the model itself weighs most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from typing import TYPE_CHECKING
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import ray
+
+from benchmarks.record import Recorder
+from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync.testing import make_tiny_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from vllm import SamplingParams
+
+PROMPT_TOKENS = 32
+SYSTEMS = (
+    "AsyncVLLM",
+    "bare AsyncLLM, every step",
+    "bare AsyncLLM, final output only",
+    "one Ray call a prompt",
+)
+
+
+def own_actor() -> type:
+    """The replica's class with one more method: the bare engine, called where it lives."""
+    from torchrl_vllm_sync.engine.actor import EngineActor
+
+    class BareActor(EngineActor):
+        async def bare(self, prompts: list[list[int]], params: SamplingParams, name: str) -> int:
+            async def run(index: int, ids: list[int]) -> int:
+                last = None
+                outputs = self.engine.generate({"prompt_token_ids": ids}, params, f"{name}-{index}")
+                async for output in outputs:
+                    last = output
+                assert last is not None
+                return len(last.outputs[0].token_ids)
+
+            return sum(await asyncio.gather(*(run(*one) for one in enumerate(prompts))))
+
+    return BareActor
+
+
+class Bench:
+    """The systems over one service of one replica."""
+
+    def __init__(self, service: AsyncVLLM, vocab_size: int) -> None:
+        self.service, self.actor = service, service.actors[0]
+        self.generator = np.random.default_rng(0)
+        self.vocab_size = vocab_size
+        self.round = 0
+
+    def prompts(self, num: int) -> list[list[int]]:
+        """Random ids, so that no prefix is cached."""
+        return self.generator.integers(5, self.vocab_size, (num, PROMPT_TOKENS)).tolist()
+
+    def async_vllm(self, prompts: list[list[int]], params: SamplingParams) -> int:
+        """One call of the service."""
+        outputs = self.service.generate(prompts, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    def bare(self, prompts: list[list[int]], params: SamplingParams) -> int:
+        """The engine alone; only the number of tokens comes back."""
+        self.round += 1
+        return ray.get(self.actor.bare.remote(prompts, params, f"bare-{self.round}"))
+
+    def bare_final(self, prompts: list[list[int]], params: SamplingParams) -> int:
+        """The same with vLLM's cheapest kind of output."""
+        from vllm.sampling_params import RequestOutputKind
+
+        params = params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        return self.bare(prompts, params)
+
+    def call_a_prompt(self, prompts: list[list[int]], params: SamplingParams) -> int:
+        """As TorchRL's AsyncVLLM sends a batch."""
+        outputs = ray.get([self.actor.generate.remote(ids, params) for ids in prompts])
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    def seconds(
+        self, num_prompts: int, params: SamplingParams, repetitions: int
+    ) -> dict[str, list[float]]:
+        """Seconds of each system in each repetition, after one that does not count."""
+        systems: dict[str, Callable[[list[list[int]], SamplingParams], int]] = dict(
+            zip(
+                SYSTEMS,
+                (self.async_vllm, self.bare, self.bare_final, self.call_a_prompt),
+                strict=True,
+            )
+        )
+        samples: dict[str, list[float]] = {name: [] for name in systems}
+        order = list(systems)
+        for repetition in range(repetitions + 1):
+            order = order[1:] + order[:1]  # nobody always follows the same one
+            for name in order:
+                prompts = self.prompts(num_prompts)
+                begin = time.perf_counter()
+                num_tokens = systems[name](prompts, params)
+                taken = time.perf_counter() - begin
+                assert num_tokens == num_prompts * params.max_tokens
+                if repetition:
+                    samples[name].append(taken)
+        return samples
+
+
+def main(argv: list[str] | None = None) -> Path:
+    """Runs the benchmark and returns the path of its record."""
+    from vllm import SamplingParams
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="a few short requests")
+    parser.add_argument("--model", help="a checkpoint; a tiny random one if left out")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repetitions", type=int, default=9)
+    arguments = parser.parse_args(argv)
+    num_prompts, num_tokens = (8, 4) if arguments.smoke else (arguments.prompts, arguments.tokens)
+    recorder = Recorder("dispatch")
+    ray.init(address="local", include_dashboard=False, logging_level="error")
+    with tempfile.TemporaryDirectory() as directory:
+        model = arguments.model or str(make_tiny_checkpoint(directory))
+        engine = {"num_cpus_per_replica": 0, "verbose": False, "max_model_len": 1024}
+        with AsyncVLLM.from_pretrained(model, actor_class=own_actor(), **engine) as service:
+            vocab_size = ray.get(service.actors[0].describe.remote()).vocab_size
+            bench = Bench(service, vocab_size)
+            for log_probs in (None, 1):
+                params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=log_probs)
+                case = f"{num_prompts} prompts x {num_tokens} tokens" + (
+                    ", log-probs" if log_probs else ""
+                )
+                samples = bench.seconds(
+                    num_prompts, params, 1 if arguments.smoke else arguments.repetitions
+                )
+                report(recorder, case, samples, num_prompts, num_tokens)
+    ray.shutdown()
+    path = recorder.write(smoke=arguments.smoke)
+    print(path)
+    return path
+
+
+def report(
+    recorder: Recorder,
+    case: str,
+    samples: dict[str, list[float]],
+    num_prompts: int,
+    num_tokens: int,
+) -> None:
+    """Adds the samples of one case to the record, and prints their medians."""
+    ours = samples[SYSTEMS[0]]
+    for system, seconds in samples.items():
+        for metric, amount in (("tokens", num_prompts * num_tokens), ("requests", num_prompts)):
+            recorder.add(
+                case=case,
+                system=system,
+                metric=f"throughput in {metric}",
+                unit=f"{metric}/s",
+                samples=[amount / one for one in seconds],
+            )
+        speed = num_prompts * num_tokens / statistics.median(seconds)
+        ratio = statistics.median(theirs / mine for theirs, mine in zip(seconds, ours, strict=True))
+        print(f"{case:40} {system:34} {speed:8.0f} tokens/s; AsyncVLLM has {ratio:.3f} of it")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
