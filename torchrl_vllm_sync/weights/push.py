@@ -120,27 +120,49 @@ class WeightPusher:
         """
         begin = time.perf_counter()
         with self._lock:
-            ledger = self._ledger = self._ledger or self._take_stock()
             source = fit_to_model(as_weight_source(weights), self._expected())
             transport = self.transport
             transport.open(self._client)
-            if version is None:
-                # A version that failed everywhere may be stored already: its number is used up.
-                version = max(ledger.newest, self._attempted, transport.last_version) + 1
-            elif version < max(ledger.newest, 1):
-                raise StaleVersionError(
-                    f"version must be at least {max(ledger.newest, 1)}, got {version}"
+            for last_try in (version is not None, True):
+                ledger = self._ledger = self._ledger or self._take_stock()
+                chosen = self._choose(version, ledger, transport)
+                self._attempted = max(self._attempted, chosen)
+                outcome = transport.send(
+                    self._client, source, chosen, timeout_s=timeout_s, clear_cache=clear_cache
                 )
-            self._attempted = max(self._attempted, version)
-            outcome = transport.send(
-                self._client, source, version, timeout_s=timeout_s, clear_cache=clear_cache
-            )
-            ledger.record(outcome, version)
-            if any(one.error for one in outcome.replicas):
-                self._settle(ledger, outcome, version)
+                ledger.record(outcome, chosen)
+                if not any(one.error for one in outcome.replicas):
+                    break
+                self._settle(ledger, outcome, chosen)
+                if last_try or not self._was_overtaken(outcome, chosen):
+                    break
         return PushReport.from_outcome(
-            outcome, version=version, transport=transport.name, seconds=time.perf_counter() - begin
+            outcome, version=chosen, transport=transport.name, seconds=time.perf_counter() - begin
         )
+
+    def _choose(
+        self, version: int | None, ledger: VersionLedger, transport: WeightTransport
+    ) -> int:
+        """Returns the version to send.
+
+        Raises:
+            StaleVersionError: ``version`` is older than the newest.
+        """
+        if version is None:
+            # A version that failed everywhere may be stored already: its number is used up.
+            return max(ledger.newest, self._attempted, transport.last_version) + 1
+        if version < max(ledger.newest, 1):
+            raise StaleVersionError(
+                f"version must be at least {max(ledger.newest, 1)}, got {version}"
+            )
+        return version
+
+    def _was_overtaken(self, outcome: SendOutcome, version: int) -> bool:
+        """Whether nobody took ``version`` because another process pushed as many in between."""
+        if not all(one.error for one in outcome.replicas):
+            return False
+        self._ledger = self._take_stock()
+        return self._ledger.newest >= version
 
     def _settle(self, ledger: VersionLedger, outcome: SendOutcome, version: int) -> None:
         """After a push that failed: whoever was left behind takes no requests until repaired.
@@ -159,7 +181,7 @@ class WeightPusher:
         for replica_id, report in reports.items():
             whole = isinstance(report, EngineReport) and report.state.admits_requests
             ledger.held[replica_id] = report.weight_version if whole else None
-        versions = [one for one in ledger.held.values() if one is not None]
+        versions = [-1 if one is None else one for one in ledger.held.values()]
         ledger.committed = self._committed = max(self._committed, min(versions, default=0))
         return ledger
 
