@@ -36,7 +36,7 @@ class EngineReport:
     Attributes:
         replica_id: Stable id of the replica.
         state: Its state, held by the engine actor.
-        weight_version: Policy version of the weights it serves with; ``None`` before the first push.
+        weight_version: Policy version of its weights; ``None`` until its engine has started.
         num_unfinished: Requests inside the engine, exact at the time of the report.
         num_running: Requests in the engine's running batch, from its scheduler's last statistics.
         num_waiting: Requests queued in the engine, from the same statistics.

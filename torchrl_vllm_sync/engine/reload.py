@@ -101,8 +101,9 @@ def repack_cpu(model: torch.nn.Module) -> None:
         return
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
-        if isinstance(module, ParallelLMHead) and method is not None:
-            method.process_weights_after_loading(module)
+        if isinstance(module, ParallelLMHead):
+            head: Any = module
+            head.quant_method.process_weights_after_loading(head)
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if type(experts).__name__.endswith("CPUUnquantizedExperts"):
             experts.process_weights_after_loading(module)

@@ -21,6 +21,7 @@ from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.engine.admission import AdmissionGate
@@ -104,7 +105,7 @@ class WeightUpdates:
         *,
         at_least: int,
         verify: bool = True,
-        mode: str = "keep",
+        mode: PauseMode = "keep",
         clear_cache: bool = False,
         timeout_s: float,
     ) -> LoadReport:
@@ -188,7 +189,7 @@ class WeightUpdates:
         reader: SnapshotReader,
         snapshot: Snapshot,
         verify_s: float,
-        mode: str,
+        mode: PauseMode,
         clear_cache: bool,
         timeout_s: float,
     ) -> LoadReport:
@@ -280,7 +281,9 @@ class WeightUpdates:
         return self._readers[key]
 
     @contextlib.asynccontextmanager
-    async def _paused(self, mode: str, clear_cache: bool, timeout_s: float) -> AsyncIterator[int]:
+    async def _paused(
+        self, mode: PauseMode, clear_cache: bool, timeout_s: float
+    ) -> AsyncIterator[int]:
         """Freezes the engine, and on every way out leaves it whole and serving, or out of service.
 
         Requests in flight outlive a failure before the load began; a failure after that leaves
