@@ -100,10 +100,13 @@ def repack_cpu(model: torch.nn.Module) -> None:
     if not current_platform.is_cpu():
         return
     for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if isinstance(module, ParallelLMHead):
-            head: Any = module
-            head.quant_method.process_weights_after_loading(head)
+        method = getattr(module, "quant_method", None)
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if type(experts).__name__.endswith("CPUUnquantizedExperts"):
-            experts.process_weights_after_loading(module)
+            _process(experts, module)
+        elif isinstance(module, ParallelLMHead):
+            _process(method, module)
+
+
+def _process(method: Any, module: torch.nn.Module) -> None:  # noqa: ANN401  vLLM's own kinds
+    method.process_weights_after_loading(module)
