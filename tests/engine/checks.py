@@ -6,8 +6,8 @@ from vllm import SamplingParams
 from torchrl_vllm_sync.testing import token_log_probs
 
 # Both sides compute in float32 but add up in another order. Over 15 pushes the largest difference
-# was 6.4e-5 on a dense model and 1.5e-4 on a mixture of experts, with log-probabilities down to -17.
-# Tests with one tensor lost demand a difference of more than 100 times the tolerance.
+# was 6.4e-5 on a dense model and 1.5e-4 on a mixture of experts, of values down to -17. Tests with
+# one tensor lost demand a difference of more than 100 times the tolerance.
 TOLERANCE = 5e-4
 # Two sequences that share no prefix, longer than a block of the prefix cache.
 SEQUENCES = (list(range(5, 45)), list(range(300, 250, -1)))
