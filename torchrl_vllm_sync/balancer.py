@@ -382,9 +382,10 @@ class LoadBalancer:
             position = strategy.choose(request, choices)
             if position is None:
                 continue
-            if not 0 <= position < len(choices):
+            if not isinstance(position, int) or not 0 <= position < len(choices):
                 raise IndexError(
-                    f"strategy {name!r} must choose one of {len(choices)} positions, got {position}"
+                    f"strategy {name!r} must choose one of {len(choices)} positions, "
+                    f"got {position!r}"
                 )
             break
         else:

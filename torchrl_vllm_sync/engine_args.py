@@ -29,6 +29,13 @@ CPU_MEMORY_FRACTION = 0.05
 # torchrl/modules/llm/backends/vllm/vllm_plugin.py: turns on TorchRL's FP32 output layers.
 FP32_OUTPUT_ENVIRONMENT = {"VLLM_ENABLE_FP32_OUTPUT": "1", "TORCHRL_VLLM_FP32_OVERRIDES": "1"}
 
+# vLLM's, PyTorch's and Triton's chatter at start-up.
+QUIET_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+}
+
 
 def on_cpu() -> bool:
     """Returns whether the installed vLLM runs its engines on CPUs."""
@@ -159,7 +166,7 @@ def engine_environment(
     """
     wanted: dict[str, str] = {}
     if not verbose:
-        wanted["VLLM_LOGGING_LEVEL"] = "ERROR"
+        wanted |= QUIET_ENVIRONMENT
     if enable_fp32_output:
         wanted |= FP32_OUTPUT_ENVIRONMENT
     if on_cpu():

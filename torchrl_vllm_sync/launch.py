@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.util
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from torchrl_vllm_sync import placement
 from torchrl_vllm_sync.engine_args import for_replica
@@ -110,7 +110,7 @@ def launch_replicas(plan: LaunchPlan) -> LaunchedReplicas:
         PlacementError: The cluster cannot hold them.
         LaunchError: Some did not start in time, with a reason for each. Nothing is left behind.
     """
-    _ensure_ray()
+    _ensure_ray("local")
     launched = LaunchedReplicas(
         groups=placement.place(plan.resources, plan.num_replicas, detached=plan.detached)
     )
@@ -149,7 +149,13 @@ def find_replicas(service_name: str) -> dict[str, Any]:
     Raises:
         ServiceClosedError: No replica of a service of this name runs on the cluster.
     """
-    _ensure_ray()
+    try:
+        _ensure_ray("auto")
+    except ConnectionError as error:
+        raise ServiceClosedError(
+            f"no service named {service_name!r}: no Ray cluster was found on this machine; "
+            "set RAY_ADDRESS, or call ray.init(address=...) first"
+        ) from error
     prefix = actor_name(service_name, "")
     named: Any = ray.util.list_named_actors(all_namespaces=True)  # dicts, whatever its type says
     names = sorted(
@@ -191,10 +197,10 @@ def _first_answer(refs: list[Any]) -> dict[str, Any] | None:
     return None
 
 
-def _ensure_ray() -> None:
-    """Joins the cluster named by ``RAY_ADDRESS``, or starts a local one, unless that is done."""
+def _ensure_ray(default: str) -> None:
+    """Joins the cluster named by ``RAY_ADDRESS``, or else by ``default``, unless one is joined."""
     if not ray.is_initialized():
-        ray.init(address=os.environ.get("RAY_ADDRESS", "local"))
+        ray.init(address=os.environ.get("RAY_ADDRESS", default))
 
 
 def _await_start(replicas: Sequence[Replica], timeout_s: float) -> list[EngineDescription]:
@@ -212,7 +218,9 @@ def _await_start(replicas: Sequence[Replica], timeout_s: float) -> list[EngineDe
         try:
             started[replica_id] = ray.get(done[0])
         except RayError as error:
-            failures[replica_id] = str(error).strip()
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            failures[replica_id] = f"{type(cause).__name__}: {str(cause).strip()}"
+            logger.debug("replica %s did not start", replica_id, exc_info=error)
             deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
     if failures:
         raise LaunchError(failures)

@@ -9,6 +9,9 @@ import torch
 from tensordict import NonTensorStack
 from torchrl.modules.llm import vLLMWrapper as _TorchRLWrapper
 
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.service import AsyncVLLM
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -33,7 +36,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     Prompt log-probabilities are not asked for while generating unless ``generate_kwargs`` has
     ``prompt_logprobs``: asking makes vLLM skip its prefix cache (``vllm/sampling_params.py``,
     ``skip_reading_prefix_cache``). TorchRL then fills the prompt's slice with NaN, which
-    ``GRPOLoss`` masks.
+    ``GRPOLoss`` masks, and logs once that it got none.
 
     Example:
         >>> policy = vLLMWrapper(service, tokenizer=tokenizer, input_mode="history")
@@ -45,6 +48,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         **kwargs: Everything else of TorchRL's wrapper.
 
     Raises:
+        UnsupportedArgumentError: ``model`` is not a service of this library.
         ValueError: See TorchRL's wrapper.
     """
 
@@ -56,6 +60,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         generate_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(model, AsyncVLLM):
+            raise UnsupportedArgumentError(
+                f"model must be a torchrl_vllm_sync.AsyncVLLM, got {type(model).__name__}; "
+                "for other engines use torchrl.modules.llm.vLLMWrapper"
+            )
         generate_kwargs = dict(generate_kwargs or {})
         if generate:
             generate_kwargs.setdefault("prompt_logprobs", None)
@@ -64,8 +73,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             self.out_keys = [*self.out_keys, "policy_version", "finish_reason"]
 
     def _call_generate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if self._model_type == "async_vllm":
-            kwargs.setdefault("use_tqdm", False)  # the loop that collects has its own bar
+        kwargs.setdefault("use_tqdm", False)  # the loop that collects has its own bar
         outputs = super()._call_generate(*args, **kwargs)
         _outputs.set(outputs if isinstance(outputs, list) else [outputs])
         return outputs

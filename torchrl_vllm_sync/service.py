@@ -156,6 +156,8 @@ class AsyncVLLM(RLvLLMEngine):
                 f"request_timeout_s must be greater than 0, got {request_timeout_s}"
             )
         self.engine_args = prepare_engine_args(engine_args)
+        if not verbose:
+            self.engine_args.use_tqdm_on_load = False
         if enable_prefix_caching is not None:
             self.engine_args.enable_prefix_caching = enable_prefix_caching
         elif self.engine_args.enable_prefix_caching is None:
@@ -317,6 +319,10 @@ class AsyncVLLM(RLvLLMEngine):
         else:
             self.shutdown()
 
+    def __repr__(self) -> str:
+        replicas = f"{len(self.replicas)} replicas" if self._launched else "not launched"
+        return f"AsyncVLLM(name={self.name!r}, {replicas}, weight_version={self.weight_version})"
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _SHARED}
 
@@ -449,8 +455,9 @@ class AsyncVLLM(RLvLLMEngine):
 
         Args:
             prompts: Text, token ids (a list of ``int``, a 1-D integer tensor or array), vLLM's
-                ``TokensPrompt``, or a list or tuple of these.
-            sampling_params: For all prompts, or one for each; vLLM's defaults when ``None``.
+                ``TokensPrompt`` or ``TextPrompt``, or a list or tuple of these.
+            sampling_params: For all prompts, or one for each; ``SamplingParams()``, vLLM's
+                defaults with 16 tokens, when ``None``.
             prompt_token_ids: Token ids instead of ``prompts``, flat or nested.
             use_tqdm: Show a progress bar for batches of 32 prompts or more.
             lora_request: vLLM ``LoRARequest`` for all prompts.
@@ -458,7 +465,7 @@ class AsyncVLLM(RLvLLMEngine):
             guided_options_request: Must be ``None``: vLLM no longer has it.
             timeout_seconds: Time limit of each request; ``None`` means ``request_timeout_s``.
             actor_index: Use this replica instead of the balancer's choice.
-            stream: Yield partial outputs of a single prompt instead.
+            stream: Yield partial outputs of a single prompt instead; asyncio: :meth:`astream`.
             return_exceptions: Put errors into a batch's list instead of raising the first one.
 
         Returns:

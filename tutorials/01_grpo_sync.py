@@ -597,7 +597,7 @@ def run(args: argparse.Namespace) -> Iterator[Step]:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
 
         where = "GPUs" if args.engine_gpus else "the CPU"
-        print(f"Starting Ray and {args.replicas} engines on {where}", flush=True)
+        print(f"Starting Ray and {args.replicas} engines on {where}, a minute or so", flush=True)
         cleanup.callback(ray.shutdown)
         ray.init(
             address="local",
