@@ -160,3 +160,9 @@ class TestOutputs:
     def test_uniform_outputs_are_refused(self, outputs, message):
         with pytest.raises(AssertionError, match=message):
             assert_diverse(outputs)
+
+
+def test_checkpoint_tokenizer_splits_like_the_one_it_was_made_with(tmp_path):
+    text = "What is 3 + 4 = 71? They're 10% off,\n\n  naïve façade <|im_end|>"
+    reloaded = AutoTokenizer.from_pretrained(make_tiny_checkpoint(tmp_path))
+    assert reloaded(text)["input_ids"] == make_tiny_tokenizer()(text)["input_ids"]
