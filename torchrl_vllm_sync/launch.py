@@ -161,7 +161,9 @@ def find_replicas(service_name: str) -> dict[str, Any]:
     names = sorted(
         one["name"]
         for one in named
-        if one["namespace"] == NAMESPACE and one["name"].startswith(prefix)
+        if one["namespace"] == NAMESPACE
+        and one["name"].startswith(prefix)
+        and one["name"].removeprefix(prefix).isdecimal()  # not service "a-b" for "a"
     )
     if not names:
         raise ServiceClosedError(f"no service named {service_name!r} runs on this Ray cluster")

@@ -66,7 +66,8 @@ class TensorWriter:
         return None if state is None else state.intdigest()
 
     def _pieces(self, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[NDArray[np.uint8]]:
-        flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+        # A column of a matrix is flat already, and a view of it, but its bytes lie apart.
+        flat = tensor.resolve_conj().resolve_neg().reshape(-1).contiguous()
         if flat.device.type != "cpu":
             yield from self._device_pieces(flat, dtype)
         elif flat.dtype == dtype:
