@@ -47,6 +47,8 @@ generation
 # the service
 placement engine_args
 launch
+service_replicas
+service_requests service_weights
 service
 
 # TorchRL's side

@@ -71,6 +71,13 @@ class WeightPusher:
         """Newest version that this process brought every replica to; 0 before its first push."""
         return self._ledger.committed if self._ledger else self._committed
 
+    def acknowledged(self, replica_id: str) -> int | None:
+        """Returns what a replica last acknowledged to this process; ``None`` if nothing is known.
+
+        A replica's own report says the same, at most one interval of the monitor later.
+        """
+        return self._ledger.held.get(replica_id) if self._ledger else None
+
     @property
     def transport(self) -> WeightTransport:
         """The transport that pushes use unless told otherwise: memmap in shared memory."""

@@ -1,0 +1,130 @@
+"""A service's replicas, and calling all of them at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from torchrl_vllm_sync.errors import ReplicaUnavailableError, ServiceClosedError
+from torchrl_vllm_sync.replica import Replica, ReplicaState
+
+if TYPE_CHECKING:
+    from torchrl_vllm_sync.launch import LaunchedReplicas
+    from torchrl_vllm_sync.load import LoadTracker
+
+__all__ = ["FIGURE_TIMEOUT_S", "RPC_TIMEOUT_S", "ServiceReplicas"]
+
+RPC_TIMEOUT_S = 60.0
+FIGURE_TIMEOUT_S = 10.0
+
+
+class ServiceReplicas:
+    """The part of a service that knows its replicas.
+
+    Attributes:
+        name: Name of the service.
+        load: This process's ledger of requests in flight and of the engines' reports.
+    """
+
+    name: str
+    load: LoadTracker
+    _launched_replicas: LaunchedReplicas | None
+
+    @property
+    def actors(self) -> list[Any]:
+        """Ray actor handles of the current replicas; empty when the service is not launched."""
+        return [one.actor for one in self._current_replicas()]
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The current replicas."""
+        return self._current_replicas()
+
+    @property
+    def service_name(self) -> str:
+        """The same as ``name``."""
+        return self.name
+
+    @property
+    def _launched(self) -> bool:
+        return self._launched_replicas is not None
+
+    def _current_replicas(self) -> list[Replica]:
+        return list(self._launched_replicas.replicas) if self._launched_replicas else []
+
+    def call_replicas(
+        self, method: str, *args: Any, deadline_s: float = RPC_TIMEOUT_S, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Calls an engine actor's method on every replica at once.
+
+        Args:
+            method: Name of a method of ``EngineActor``.
+            *args: Its arguments.
+            deadline_s: Seconds to wait for all of them.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            Replica id to the answer, or to the exception with which that call ended.
+
+        Raises:
+            ServiceClosedError: The service is not launched, or was shut down.
+        """
+        self._require_launched()
+        calls = {
+            one.replica_id: getattr(one.actor, method).remote(*args, **kwargs)
+            for one in self._current_replicas()
+        }
+        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=deadline_s)
+        answers: dict[str, Any] = {}
+        for replica_id, ref in calls.items():
+            if ref not in ready:
+                answers[replica_id] = TimeoutError(f"no answer within {deadline_s:g} s")
+                continue
+            try:
+                answers[replica_id] = ray.get(ref)
+            except RayTaskError as error:
+                answers[replica_id] = error.cause
+            except RayActorError as error:
+                death = ReplicaUnavailableError(replica_id, ReplicaState.FAILED, str(error))
+                self.load.mark(replica_id, death.state, death.reason)
+                answers[replica_id] = death
+        return answers
+
+    def _call_all(self, method: str, *args: Any) -> list[Any]:
+        """Calls every replica and returns the answers in order; the first failure is raised."""
+        answers = list(self.call_replicas(method, *args).values())
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def _figure(self, method: str, actor_index: int | None) -> Any:  # noqa: ANN401
+        """TorchRL's convention: one replica's figure by position, or the list of all.
+
+        What a replica that is dead or silent would have said is unknown: ``None``.
+        """
+        chosen = None if actor_index is None else self._at(actor_index).replica_id
+        answers = self.call_replicas(method, deadline_s=FIGURE_TIMEOUT_S)
+        figures = {
+            replica_id: None if isinstance(answer, BaseException) else answer
+            for replica_id, answer in answers.items()
+        }
+        return list(figures.values()) if chosen is None else figures[chosen]
+
+    def _at(self, actor_index: int) -> Replica:
+        self._require_launched()
+        replicas = self._current_replicas()
+        if not 0 <= actor_index < len(replicas):
+            raise IndexError(f"actor_index must be in [0, {len(replicas)}), got {actor_index}")
+        return replicas[actor_index]
+
+    def _require_launched(self) -> None:
+        """Raises unless there are replicas.
+
+        Raises:
+            ServiceClosedError: The service is not launched, or was shut down.
+        """
+        if not self._launched:
+            raise ServiceClosedError(f"service {self.name} is not launched, or was shut down")

@@ -1,0 +1,283 @@
+"""The request side of a service: generating, and the load that decides where."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from torchrl_vllm_sync.background import iterate_blocking, run_blocking
+from torchrl_vllm_sync.balancer import LoadBalancer
+from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
+from torchrl_vllm_sync.generation import Generation, PinnedBalancer
+from torchrl_vllm_sync.service_replicas import ServiceReplicas
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
+
+    from torchrl_vllm_sync.generation import PreparedBatch
+
+__all__ = ["ServiceRequests"]
+
+logger = logging.getLogger(__name__)
+
+
+class ServiceRequests(ServiceReplicas):
+    """The part of a service that runs requests.
+
+    Attributes:
+        engine_args: The arguments that the replicas run with.
+        request_timeout_s: Time limit of requests that name none, in seconds.
+    """
+
+    engine_args: AsyncEngineArgs
+    request_timeout_s: float
+    _generation: Generation | None
+    _load_balancer: LoadBalancer | None
+    _balancing: dict[str, Any]
+
+    def _serving(self) -> tuple[Generation, LoadBalancer]:
+        """Returns the request side.
+
+        Raises:
+            ServiceClosedError: The service is not launched, or was shut down.
+        """
+        if self._generation is None or self._load_balancer is None:
+            raise ServiceClosedError(f"service {self.name} is not launched, or was shut down")
+        return self._generation, self._load_balancer
+
+    def generate(
+        self,
+        prompts: Any = None,  # noqa: ANN401  see Args
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,  # noqa: ANN401  vLLM's LoRARequest
+        prompt_adapter_request: Any = None,  # noqa: ANN401
+        guided_options_request: Any = None,  # noqa: ANN401
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
+        stream: bool = False,
+        return_exceptions: bool = False,
+    ) -> Any:  # noqa: ANN401  see Returns
+        """Generates on the replicas and waits for the result; callable from any thread.
+
+        Each output carries, beside vLLM's attributes, ``replica_id``, and ``min_version`` and
+        ``max_version``: the oldest and newest policy version that may have sampled one of its
+        tokens.
+
+        Args:
+            prompts: Text, token ids (a list of ``int``, a 1-D integer tensor or array), vLLM's
+                ``TokensPrompt`` or ``TextPrompt``, or a list or tuple of these.
+            sampling_params: For all prompts, or one for each; ``SamplingParams()``, vLLM's
+                defaults with 16 tokens, when ``None``.
+            prompt_token_ids: Token ids instead of ``prompts``, flat or nested.
+            use_tqdm: Show a progress bar for batches of 32 prompts or more.
+            lora_request: vLLM ``LoRARequest`` for all prompts.
+            prompt_adapter_request: Must be ``None``: vLLM no longer has it.
+            guided_options_request: Must be ``None``: vLLM no longer has it.
+            timeout_seconds: Time limit of each request; ``None`` means ``request_timeout_s``.
+            actor_index: Use this replica instead of the balancer's choice.
+            stream: Yield partial outputs of a single prompt instead; asyncio: :meth:`astream`.
+            return_exceptions: Put errors into a batch's list instead of raising the first one.
+
+        Returns:
+            A ``RequestOutput`` for one prompt, a list of them for a batch, or with ``stream`` an
+            iterator of growing outputs.
+
+        Raises:
+            InvalidPromptError: Prompts or sampling parameters are not valid; nothing was sent.
+            UnsupportedArgumentError: An argument that vLLM no longer has is given.
+            NoReplicaAvailableError: No replica takes requests.
+            GenerationTimeoutError: A request ran into its time limit; the engine dropped it.
+            GenerationError: A request failed in the engine.
+            ServiceClosedError: The service is not launched, or was shut down.
+        """
+        for name, value in (
+            ("prompt_adapter_request", prompt_adapter_request),
+            ("guided_options_request", guided_options_request),
+        ):
+            if value is not None:
+                raise UnsupportedArgumentError(
+                    f"{name} must be None: vLLM no longer has it, got {type(value).__name__}"
+                )
+        batch, balancer = self._prepare(
+            prompts,
+            sampling_params,
+            prompt_token_ids,
+            lora_request,
+            timeout_seconds,
+            actor_index,
+            stream=stream,
+        )
+        generation, _ = self._serving()
+        if stream:
+            return iterate_blocking(generation.stream(batch, balancer))
+        outputs = run_blocking(generation.run(batch, balancer, use_tqdm=use_tqdm))
+        return _unbatch(outputs, batch, return_exceptions=return_exceptions)
+
+    async def agenerate(
+        self,
+        prompts: Any = None,  # noqa: ANN401
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        use_tqdm: bool = False,
+        lora_request: Any = None,  # noqa: ANN401
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
+        return_exceptions: bool = False,
+    ) -> Any:  # noqa: ANN401
+        """:meth:`generate` for asyncio. Cancelling it ends the engines' work too.
+
+        Arguments, results and errors are those of :meth:`generate`.
+        """
+        batch, balancer = await asyncio.to_thread(  # fetches the tokenizer, encodes text
+            self._prepare,
+            prompts,
+            sampling_params,
+            prompt_token_ids,
+            lora_request,
+            timeout_seconds,
+            actor_index,
+            stream=False,
+        )
+        generation, _ = self._serving()
+        outputs = await generation.run(batch, balancer, use_tqdm=use_tqdm)
+        return _unbatch(outputs, batch, return_exceptions=return_exceptions)
+
+    async def astream(
+        self,
+        prompt: Any = None,  # noqa: ANN401
+        sampling_params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
+        lora_request: Any = None,  # noqa: ANN401
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """``generate(stream=True)`` for asyncio: yields the growing outputs of one prompt."""
+        batch, balancer = await asyncio.to_thread(
+            self._prepare,
+            prompt,
+            sampling_params,
+            prompt_token_ids,
+            lora_request,
+            timeout_seconds,
+            actor_index,
+            stream=True,
+        )
+        async with contextlib.aclosing(self._serving()[0].stream(batch, balancer)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def _prepare(
+        self,
+        prompts: Any,  # noqa: ANN401
+        sampling_params: Any,  # noqa: ANN401
+        prompt_token_ids: Any,  # noqa: ANN401
+        lora_request: Any,  # noqa: ANN401
+        timeout_seconds: float | None,
+        actor_index: int | None,
+        *,
+        stream: bool,
+    ) -> tuple[PreparedBatch, LoadBalancer | PinnedBalancer]:
+        generation, balancer = self._serving()
+        batch = generation.prepare(
+            prompts,
+            prompt_token_ids,
+            sampling_params,
+            lora_request=lora_request,
+            timeout_s=self.request_timeout_s if timeout_seconds is None else timeout_seconds,
+            stream=stream,
+        )
+        if actor_index is None:
+            return batch, balancer
+        return batch, PinnedBalancer(balancer, self._at(actor_index).replica_id)
+
+    def create_load_balancer(
+        self, strategy: str | Sequence[str] | None = None, **kwargs: Any
+    ) -> LoadBalancer:
+        """Replaces the balancer; requests in flight stay counted.
+
+        Args:
+            strategy: See :class:`LoadBalancer`.
+            **kwargs: Its other arguments.
+
+        Raises:
+            UnknownStrategyError: A strategy's name is not registered.
+            ServiceClosedError: The service is not launched, or was shut down.
+        """
+        self._serving()
+        self._load_balancer = LoadBalancer(self, strategy, **kwargs)
+        self._balancing = {"strategy": strategy, **kwargs}
+        return self._load_balancer
+
+    def get_random_actor_index(self) -> int:
+        """Returns the position of one of :attr:`actors`, at random."""
+        self._serving()
+        return secrets.randbelow(len(self._current_replicas()))
+
+    def get_num_unfinished_requests(
+        self, actor_index: int | None = None
+    ) -> int | list[int | None] | None:
+        """Returns the requests inside one engine, or the list for all, as they say themselves.
+
+        ``None`` stands for an engine that does not answer.
+
+        Raises:
+            IndexError: ``actor_index`` is out of range.
+        """
+        return self._figure("get_num_unfinished_requests", actor_index)
+
+    def get_cache_usage(self, actor_index: int | None = None) -> float | list[float | None] | None:
+        """Returns the share of KV-cache blocks in use, 0 to 1, of one engine, or the list for all.
+
+        ``None`` until an engine has said, and for one that does not answer.
+
+        Raises:
+            IndexError: ``actor_index`` is out of range.
+        """
+        return self._figure("get_cache_usage", actor_index)
+
+    def reset_prefix_cache(self) -> None:
+        """Drops cached prefixes on all replicas, unless prefix caching is off.
+
+        Pushes do not need it: requests are salted by policy version. Where running requests hold
+        blocks vLLM clears nothing, which is logged.
+        """
+        if not self.engine_args.enable_prefix_caching:
+            return
+        if not all(self._call_all("reset_prefix_cache")):
+            logger.warning("running requests hold KV blocks: some prefix caches were not reset")
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls ``method`` on every vLLM worker of every replica.
+
+        Returns:
+            One Ray object ref for each replica; its value is the list of its workers' answers.
+        """
+        self._serving()
+        return [actor.collective_rpc.remote(method, timeout, args, kwargs) for actor in self.actors]
+
+
+def _unbatch(
+    outputs: list[RequestOutput | Exception], batch: PreparedBatch, *, return_exceptions: bool
+) -> Any:  # noqa: ANN401
+    """Gives back a list for a batch and one output otherwise; raises the first error."""
+    if not return_exceptions or not batch.is_batch:
+        for output in outputs:
+            if isinstance(output, Exception):
+                raise output
+    return outputs if batch.is_batch else outputs[0]

@@ -1,0 +1,214 @@
+"""The weights side of a service: pushes, versions, and what a push must hold."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.util
+import torch
+
+from torchrl_vllm_sync.engine_args import num_workers
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.service_replicas import RPC_TIMEOUT_S, ServiceReplicas
+from torchrl_vllm_sync.weights.metadata import from_json
+
+if TYPE_CHECKING:
+    import os
+
+    from vllm import AsyncEngineArgs
+
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+    from torchrl_vllm_sync.weights.push import WeightPusher
+    from torchrl_vllm_sync.weights.transport import PushReport, WeightTransport
+
+__all__ = ["ServiceWeights"]
+
+DEFAULT_PUSH_TIMEOUT_S = 300.0
+
+
+class ServiceWeights(ServiceReplicas):
+    """The part of a service that takes weights.
+
+    Attributes:
+        engine_args: The arguments that the replicas run with.
+        num_replicas: Engines the service was asked for.
+    """
+
+    engine_args: AsyncEngineArgs
+    num_replicas: int
+    _metadata: list[ParamMeta] | None
+    _pusher: WeightPusher
+    _rendezvous: tuple[str, int] | None
+
+    @property
+    def weight_version(self) -> int:
+        """Newest policy version that every serving replica is known to hold; 0 before any push."""
+        held = [
+            max(one.weight_version or 0, self._pusher.acknowledged(one.replica_id) or 0)
+            for one in self.load.snapshots()
+            if one.state.admits_requests
+        ]
+        return max(self._pusher.committed, min(held, default=0))
+
+    def push_weights(
+        self,
+        weights: Any,  # noqa: ANN401  see Args
+        *,
+        version: int | None = None,
+        transport: WeightTransport | None = None,
+        timeout_s: float = DEFAULT_PUSH_TIMEOUT_S,
+        clear_cache: bool = False,
+    ) -> PushReport:
+        """Brings every replica to new weights, keeping requests in flight.
+
+        Args:
+            weights: A module, a state dict, a TensorDict, a ``WeightSource``, or an iterable of
+                ``(name, tensor)``.
+            version: Policy version; by default one more than the newest.
+            transport: How to send from now on; memmap in shared memory to begin with.
+            timeout_s: Seconds after which a silent replica counts as failed.
+            clear_cache: Recompute keys and values of requests in flight under the new weights.
+                Only then do their next tokens equal those of a fresh engine.
+
+        Returns:
+            What was sent, how long each phase took, and what each replica answered.
+
+        Raises:
+            WeightMismatchError: The weights do not fit the model; nothing was sent.
+            StaleVersionError: ``version`` is older than the newest; nothing was sent.
+            SnapshotError: The memmap transport could not store the weights; nothing was loaded.
+            WeightSyncError: Some replicas did not reach the version; they take no requests until
+                they do. Pushing the same version again is safe. If none reached it, those that are
+                whole go on with what they hold.
+        """
+        self._require_launched()
+        if transport is not None:
+            self._pusher.use(transport)
+        return self._pusher.push(
+            weights, version=version, timeout_s=timeout_s, clear_cache=clear_cache
+        )
+
+    def follow_snapshots(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        run_id: str | None = None,
+        interval_s: float = 1.0,
+        timeout_s: float = DEFAULT_PUSH_TIMEOUT_S,
+        verify: bool = True,
+    ) -> None:
+        """Has every replica load new versions of a snapshot directory on its own, as they appear.
+
+        For a trainer that only writes, with ``SnapshotWriter``, and knows nothing of the service.
+        Each replica applies each version at most once and skips those it was too late for, so
+        that replicas may differ for a moment; outputs say which version sampled them. Following
+        another directory ends following the one before.
+
+        Args:
+            directory: Visible to every replica's node; it need not exist yet.
+            run_id: Load snapshots of this training run only; ``None`` loads those of any.
+            interval_s: Seconds between looks, greater than 0.
+            timeout_s: Seconds for each load.
+            verify: Check the stored checksums before each load.
+
+        Raises:
+            UnsupportedArgumentError: ``interval_s`` is not greater than 0.
+        """
+        if not interval_s > 0:
+            raise UnsupportedArgumentError(f"interval_s must be greater than 0, got {interval_s}")
+        answers = self.call_replicas(
+            "follow_snapshots",
+            str(directory),
+            run_id,
+            interval_s=interval_s,
+            timeout_s=timeout_s,
+            verify=verify,
+        )
+        for answer in answers.values():
+            if isinstance(answer, BaseException):
+                raise answer
+
+    def stop_following(self) -> None:
+        """Ends :meth:`follow_snapshots`; a load under way is finished first."""
+        self._call_all("stop_following")
+
+    def use_transport(self, transport: WeightTransport) -> None:
+        """Makes ``transport`` the one that pushes use, and closes the one before."""
+        self._pusher.use(transport)
+
+    def init_weight_update_group(
+        self, master_address: str | None = None, master_port: int | str | None = None
+    ) -> None:
+        """Opens the transport that pushes use; TorchRL's name for it.
+
+        Args:
+            master_address: Address at which the trainer is reached; found when ``None``.
+            master_port: Port of the rendezvous; found when ``None``.
+        """
+        self._require_launched()
+        if master_address is not None or master_port is not None:
+            address, port = self._rendezvous_point()
+            self._rendezvous = (
+                address if master_address is None else master_address,
+                port if master_port is None else int(master_port),
+            )
+        self._pusher.open()
+
+    def update_weights(self, weights: Any) -> None:  # noqa: ANN401
+        """Replaces the weights on all replicas; TorchRL's and vLLM's name for it.
+
+        Args:
+            weights: An iterator of ``(name, tensor)`` or whatever :meth:`push_weights` takes.
+                vLLM's own ``WeightTransferUpdateRequest``, or a mapping with ``update_info``, goes
+                to the engines' native transfer instead.
+
+        Raises:
+            WeightMismatchError: See :meth:`push_weights`.
+            WeightSyncError: See :meth:`push_weights`.
+        """
+        native = isinstance(weights, dict) and "update_info" in weights
+        if native or type(weights).__name__ == "WeightTransferUpdateRequest":
+            self._call_all("update_weights", weights)
+            return
+        self.push_weights(weights)
+
+    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Returns name to dtype and full shape of each tensor that a push must hold.
+
+        Names are those of the loaded model's checkpoint; a tied output head is left out.
+        """
+        return {
+            meta.name: (meta.dtype, torch.Size(meta.shape)) for meta in self._expected_weights()
+        }
+
+    def _expected_weights(self) -> list[ParamMeta]:
+        if self._metadata is None:
+            self._require_launched()
+            answer = self.actors[0].model_metadata.remote()
+            self._metadata = from_json(ray.get(answer, timeout=RPC_TIMEOUT_S))
+        return self._metadata
+
+    def get_tp_size(self) -> int:
+        """Returns the tensor-parallel size of a replica."""
+        return self.engine_args.tensor_parallel_size
+
+    def get_world_size(self) -> int:
+        """Returns the number of vLLM workers of all replicas together."""
+        return self.num_replicas * num_workers(self.engine_args)
+
+    def get_master_address(self) -> str:
+        """Returns this node's address, as the other nodes of the Ray cluster reach it."""
+        return self._rendezvous_point()[0]
+
+    def get_master_port(self) -> int:
+        """Returns a port that was free on this node when first asked for; the same ever after."""
+        return self._rendezvous_point()[1]
+
+    def _rendezvous_point(self) -> tuple[str, int]:
+        if self._rendezvous is None:
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                self._rendezvous = ray.util.get_node_ip_address(), probe.getsockname()[1]
+        return self._rendezvous
