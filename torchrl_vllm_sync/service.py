@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import TYPE_CHECKING, Any, Self
 
@@ -134,6 +135,10 @@ class AsyncVLLM(ServiceRequests, ServiceWeights, RLvLLMEngine):
         if not request_timeout_s > 0:
             raise UnsupportedArgumentError(
                 f"request_timeout_s must be greater than 0, got {request_timeout_s}"
+            )
+        if name is not None and not re.fullmatch(r"[\w.-]+", name):
+            raise UnsupportedArgumentError(
+                f"name must consist of letters, digits, '_', '.' and '-', got {name!r}"
             )
         self.engine_args = prepare_engine_args(engine_args)
         if not verbose:
@@ -273,17 +278,17 @@ class AsyncVLLM(ServiceRequests, ServiceWeights, RLvLLMEngine):
         Requests still running end with ``ReplicaUnavailableError``. Called on a pickled or attached
         copy it ends the service for everybody; leaving ``with`` there only lets go.
         """
-        launched = self._let_go()
+        launched, self._launched_replicas = self._launched_replicas, None
         if launched is not None and ray.is_initialized():
             close_replicas(launched.replicas, launched.groups, timeout_s=CLOSE_TIMEOUT_S)
+        self._let_go()  # after the replicas: that also ends a push which waits for them
 
-    def _let_go(self) -> LaunchedReplicas | None:
-        """Ends what belongs to this process alone; returns the replicas, which live on."""
-        launched, self._launched_replicas = self._launched_replicas, None
+    def _let_go(self) -> None:
+        """Ends what belongs to this process alone; replicas live on."""
+        self._launched_replicas = None
         self._monitor.stop()
         self._pusher.close()
         self._begin()
-        return launched
 
     def __enter__(self) -> Self:
         return self

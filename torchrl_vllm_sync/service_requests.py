@@ -253,8 +253,10 @@ class ServiceRequests(ServiceReplicas):
         """
         if not self.engine_args.enable_prefix_caching:
             return
-        if not all(self._call_all("reset_prefix_cache")):
-            logger.warning("running requests hold KV blocks: some prefix caches were not reset")
+        for replica_id, done in self.call_replicas("reset_prefix_cache").items():
+            if done is not True:
+                why = done or "running requests hold KV blocks"
+                logger.warning("replica %s: its prefix cache was not reset: %s", replica_id, why)
 
     def collective_rpc(
         self,

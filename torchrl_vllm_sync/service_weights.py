@@ -11,7 +11,8 @@ import torch
 
 from torchrl_vllm_sync.engine_args import num_workers
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.service_replicas import RPC_TIMEOUT_S, ServiceReplicas
+from torchrl_vllm_sync.replica import EngineReport
+from torchrl_vllm_sync.service_replicas import ServiceReplicas
 from torchrl_vllm_sync.weights.metadata import from_json
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["ServiceWeights"]
 
 DEFAULT_PUSH_TIMEOUT_S = 300.0
+REPORT_TIMEOUT_S = 5.0
 
 
 class ServiceWeights(ServiceReplicas):
@@ -46,9 +48,9 @@ class ServiceWeights(ServiceReplicas):
     def weight_version(self) -> int:
         """Newest policy version that every serving replica is known to hold; 0 before any push."""
         held = [
-            max(one.weight_version or 0, self._pusher.acknowledged(one.replica_id) or 0)
+            one.weight_version
             for one in self.load.snapshots()
-            if one.state.admits_requests
+            if one.state.admits_requests and one.weight_version is not None
         ]
         return max(self._pusher.committed, min(held, default=0))
 
@@ -76,6 +78,7 @@ class ServiceWeights(ServiceReplicas):
             What was sent, how long each phase took, and what each replica answered.
 
         Raises:
+            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number.
             WeightMismatchError: The weights do not fit the model; nothing was sent.
             StaleVersionError: ``version`` is older than the newest; nothing was sent.
             SnapshotError: The memmap transport could not store the weights; nothing was loaded.
@@ -86,9 +89,19 @@ class ServiceWeights(ServiceReplicas):
         self._require_launched()
         if transport is not None:
             self._pusher.use(transport)
-        return self._pusher.push(
-            weights, version=version, timeout_s=timeout_s, clear_cache=clear_cache
-        )
+        try:
+            return self._pusher.push(
+                weights, version=version, timeout_s=timeout_s, clear_cache=clear_cache
+            )
+        finally:
+            if self._launched:
+                self._learn_states()
+
+    def _learn_states(self) -> None:
+        """Asks the replicas what they are and hold now, ahead of the monitor's next look."""
+        for report in self.call_replicas("report", deadline_s=REPORT_TIMEOUT_S).values():
+            if isinstance(report, EngineReport):
+                self.load.observe(report)
 
     def follow_snapshots(
         self,
@@ -185,9 +198,11 @@ class ServiceWeights(ServiceReplicas):
 
     def _expected_weights(self) -> list[ParamMeta]:
         if self._metadata is None:
-            self._require_launched()
-            answer = self.actors[0].model_metadata.remote()
-            self._metadata = from_json(ray.get(answer, timeout=RPC_TIMEOUT_S))
+            answers = list(self.call_replicas("model_metadata").values())
+            good = [one for one in answers if not isinstance(one, BaseException)]
+            if not good:
+                raise answers[0]
+            self._metadata = from_json(good[0])
         return self._metadata
 
     def get_tp_size(self) -> int:

@@ -406,9 +406,9 @@ class EngineActor(NativeWeightTransfer):
         self._updates.stop_following()
         await self._updates.settled()
 
-    def hold_back(self, version: int) -> None:
-        """Takes the replica out of service until it holds ``version``."""
-        self._updates.hold_back(version)
+    def hold_back(self, version: int, run_id: str | None) -> None:
+        """Takes the replica out of service until it holds ``version`` of run ``run_id``."""
+        self._updates.hold_back(version, run_id)
 
     # ---------------------------------------------------------------- TorchRL's and vLLM's surface
 

@@ -330,17 +330,22 @@ class WeightUpdates:
         async with self._lock:
             return
 
-    def hold_back(self, version: int) -> None:
+    def hold_back(self, version: int, run_id: str | None) -> None:
         """Takes the replica out of service unless it holds ``version``, or until it does.
 
-        A replica that missed a push which others took is whole, but not current.
+        A replica that missed a push which others took is whole, but not current. One that holds
+        another run's version of the same number would be taken for current; it must load anew.
 
         Args:
             version: Oldest version to serve with from now on.
+            run_id: Run that ``version`` belongs to; ``None`` accepts any.
         """
         self._floor = max(self._floor, version)
-        if self.version < self._floor and self._gate.state is ReplicaState.SERVING:
-            self._set(ReplicaState.STALE, f"it did not reach version {self._floor}")
+        foreign = self.version == version and run_id not in (None, self._run_id)
+        if foreign:
+            self._whole = False
+        if (foreign or self.version < self._floor) and self._gate.state.admits_requests:
+            self._set(ReplicaState.STALE, f"it did not reach version {self._floor} of this run")
 
     def _set(self, state: ReplicaState, reason: str = "") -> None:
         """Changes the replica's state; what is dead or closed stays so."""

@@ -149,6 +149,7 @@ class MemmapTransport:
             num_bytes=num_bytes,
             phases=phases,
             replicas=[_outcome(replica_id, answer) for replica_id, answer in answers.items()],
+            run_id=writer.run_id,
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.errors import StaleVersionError
+from torchrl_vllm_sync.errors import StaleVersionError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
@@ -71,13 +72,6 @@ class WeightPusher:
         """Newest version that this process brought every replica to; 0 before its first push."""
         return self._ledger.committed if self._ledger else self._committed
 
-    def acknowledged(self, replica_id: str) -> int | None:
-        """Returns what a replica last acknowledged to this process; ``None`` if nothing is known.
-
-        A replica's own report says the same, at most one interval of the monitor later.
-        """
-        return self._ledger.held.get(replica_id) if self._ledger else None
-
     @property
     def transport(self) -> WeightTransport:
         """The transport that pushes use unless told otherwise: memmap in shared memory."""
@@ -118,6 +112,7 @@ class WeightPusher:
             The report of a push that every replica acknowledged.
 
         Raises:
+            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number.
             WeightMismatchError: ``weights`` do not fit the engines' model. Nothing was sent.
             StaleVersionError: ``version`` is older than the newest. Nothing was sent.
             SnapshotError: The transport could not store the weights. Replicas are as they were.
@@ -126,6 +121,12 @@ class WeightPusher:
                 whole go on with what they hold.
         """
         begin = time.perf_counter()
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+            raise UnsupportedArgumentError(f"version must be an integer or None, got {version!r}")
+        if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
+            raise UnsupportedArgumentError(
+                f"timeout_s must be a finite number greater than 0, got {timeout_s!r}"
+            )
         with self._lock:
             source = fit_to_model(as_weight_source(weights), self._expected())
             transport = self.transport
@@ -177,7 +178,9 @@ class WeightPusher:
         If nobody reached ``version``, the replicas that are whole go on serving what they hold.
         """
         if any(not one.error for one in outcome.replicas):
-            self._client.call_replicas("hold_back", version, deadline_s=HOLD_BACK_TIMEOUT_S)
+            self._client.call_replicas(
+                "hold_back", version, outcome.run_id, deadline_s=HOLD_BACK_TIMEOUT_S
+            )
         self._committed = ledger.committed
         self._ledger = None  # the next push asks anew what the replicas hold
 

@@ -54,16 +54,22 @@ class MappingSource:
         tensors: Hugging Face name to tensor. ``DTensor`` values are gathered one at a time.
 
     Raises:
-        TypeError: A value is no tensor (named).
+        TypeError: A name is no text, or a value is no tensor (named).
+        WeightMismatchError: A tensor is sparse, or has no storage (named).
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = dict(tensors)
         for name, tensor in self._tensors.items():
+            if not isinstance(name, str):
+                raise TypeError(f"names of weights must be text, got {name!r}")
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(
                     f"weights must be tensors, got {type(tensor).__name__} for {name!r}"
                 )
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                kind = "on the meta device" if tensor.is_meta else tensor.layout
+                raise WeightMismatchError(f"{name} must be a dense tensor with storage, is {kind}")
 
     def metadata(self) -> list[ParamMeta]:
         """Returns name, dtype and full shape of each tensor."""

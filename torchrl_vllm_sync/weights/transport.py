@@ -38,11 +38,14 @@ class SendOutcome:
         num_bytes: Bytes of all tensors, once.
         phases: Seconds of wall clock by phase on the trainer's side.
         replicas: One answer for each replica of the service.
+        run_id: Tells versions of this sender from another's with the same number; ``None`` if the
+            transport has no such thing.
     """
 
     num_bytes: int
     phases: dict[str, float]
     replicas: list[ReplicaOutcome]
+    run_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
