@@ -212,6 +212,18 @@ def test_a_replica_that_missed_what_others_took_is_held_back_until_it_has_it(fau
     assert_holds(faulty, trained)
 
 
+def test_another_runs_version_of_the_same_number_is_not_served(faulty, trained):
+    version = faulty.push_weights(trained).version
+    ray.get(faulty.actors[0].hold_back.remote(version, "another run"))
+    assert states(faulty) == [ReplicaState.STALE, ReplicaState.SERVING]
+
+    perturbed(trained, seed=17)
+    faulty.push_weights(trained)
+
+    faulty.generate([7, 5], SamplingParams(max_tokens=1), actor_index=0)  # at once, no waiting
+    assert_holds(faulty, trained)
+
+
 def test_a_damaged_snapshot_is_not_loaded(faulty, trained, tmp_path):
     class Damaging(MemmapTransport):
         def send(self, client, *args, **kwargs):

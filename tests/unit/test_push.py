@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from torchrl_vllm_sync.errors import StaleVersionError, WeightMismatchError, WeightSyncError
+from torchrl_vllm_sync.errors import (
+    StaleVersionError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+    WeightSyncError,
+)
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.push import WeightPusher
@@ -177,3 +182,23 @@ def test_a_transport_is_closed_when_another_takes_over(pusher, replicas, transpo
     assert (transport.closed, second.closed) == (1, 0)
     pusher.close()
     assert second.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "timeout_s", "culprit"),
+    [
+        ("3", 1, "version"),
+        (True, 1, "version"),
+        (float("nan"), 1, "version"),
+        (None, 0, "timeout_s"),
+        (None, -1, "timeout_s"),
+        (None, float("inf"), "timeout_s"),
+        (None, "5", "timeout_s"),
+    ],
+)
+def test_arguments_that_are_no_such_numbers_send_nothing(
+    pusher, transport, version, timeout_s, culprit
+):
+    with pytest.raises(UnsupportedArgumentError, match=culprit):
+        pusher.push(WEIGHTS, version=version, timeout_s=timeout_s, clear_cache=False)
+    assert transport.sent == []

@@ -345,7 +345,8 @@ class WeightUpdates:
         if foreign:
             self._whole = False
         if (foreign or self.version < self._floor) and self._gate.state.admits_requests:
-            self._set(ReplicaState.STALE, f"it did not reach version {self._floor} of this run")
+            other = " of this run" if foreign else ""
+            self._set(ReplicaState.STALE, f"it did not reach version {self._floor}{other}")
 
     def _set(self, state: ReplicaState, reason: str = "") -> None:
         """Changes the replica's state; what is dead or closed stays so."""
