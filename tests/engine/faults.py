@@ -1,12 +1,25 @@
 """Receivers that go wrong on purpose: what a twin must notice, and what a push must survive."""
 
 import itertools
+import multiprocessing
 import os
 import time
 from pathlib import Path
 
+import ray
+
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
+
+
+def engine_core_pid(actor):
+    """Process id of a replica's engine core, as the actor that started it knows it."""
+    (pid,) = ray.get(actor.__ray_call__.remote(own_children))
+    return pid
+
+
+def own_children(_=None):
+    return [child.pid for child in multiprocessing.active_children()]
 
 
 class FaultyWorker(SyncWorkerExtension):

@@ -86,7 +86,10 @@ def test_text_is_tokenised_as_the_engine_does(service, trained, tokenizer, form)
     assert output.prompt == text
     assert output.prompt_token_ids == tokenizer.encode(text)
     assert token_ids(output) == greedy_tokens(trained, tokenizer.encode(text), max_tokens=6)
-    assert output.outputs[0].text == tokenizer.decode(token_ids(output), skip_special_tokens=True)
+    decoded = tokenizer.decode(token_ids(output), skip_special_tokens=True)
+    # vLLM holds back the bytes of a character that the last token leaves unfinished.
+    assert output.outputs[0].text.rstrip("\ufffd") == decoded.rstrip("\ufffd")
+    assert output.outputs[0].text.strip("\ufffd")
 
 
 def test_a_mixed_batch_comes_back_in_its_order(service, trained, tokenizer):

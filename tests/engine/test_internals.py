@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from tests.engine.conftest import ENGINE
+from tests.engine.faults import own_children
 from torchrl_vllm_sync.engine.actor import EngineActor
 
 IDS = [7, 8, 9, 10, 11]
@@ -175,17 +176,11 @@ def test_an_engine_core_that_is_killed_is_noticed(inside):
         import os
         import signal
 
-        import psutil
-
-        (core,) = [
-            one
-            for one in psutil.Process().children(recursive=True)
-            if "EngineCore" in " ".join(one.cmdline())
-        ]
+        (core,) = own_children()
         before = (actor.ready(), actor.engine.errored)
         task, outputs = start(actor.engine, "doomed")
         await until(lambda: outputs)
-        os.kill(core.pid, signal.SIGKILL)
+        os.kill(core, signal.SIGKILL)
         (failure,) = await asyncio.gather(task, return_exceptions=True)
         await until(lambda: not actor.ready())
         return before, type(failure).__name__, actor.engine.errored, actor.report()

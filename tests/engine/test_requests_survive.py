@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from tests.engine.conftest import ENGINE
+from tests.engine.faults import engine_core_pid
 from tests.engine.requests import endless, eventually, is_idle, sampling, token_ids
 from torchrl_vllm_sync.errors import (
     GenerationTimeoutError,
@@ -122,18 +123,8 @@ def doomed(cluster, checkpoint):
         yield service
 
 
-def engine_core_of(actor):
-    pid = ray.get(actor.describe.remote()).pid
-    (core,) = [
-        child
-        for child in psutil.Process(pid).children(recursive=True)
-        if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name()
-    ]
-    return core
-
-
 def kill_engine_core(service, index):
-    os.kill(engine_core_of(service.actors[index]).pid, signal.SIGKILL)
+    os.kill(engine_core_pid(service.actors[index]), signal.SIGKILL)
 
 
 def kill_actor(service, index):
@@ -145,7 +136,8 @@ def kill_actor(service, index):
 def test_requests_of_a_killed_replica_go_to_the_others(doomed, monkeypatch, index, kill):
     """In this order: after the first case two replicas are left, after the second one."""
     prompts = [make_prompt(i) for i in range(120)]
-    params = [sampling(max_tokens=2 if i % 2 else 120, ignore_eos=True) for i in range(120)]
+    # In sixes, so that each of three, and of two, replicas gets long and short ones in turn.
+    params = [sampling(max_tokens=2) if i // 6 % 2 else endless() for i in range(120)]
     wanted = [token_ids(output) for output in doomed.generate(prompts, params, actor_index=2)]
     doomed.create_load_balancer("round-robin")
     dispatcher = doomed._serving()[0]._dispatcher
@@ -194,7 +186,7 @@ def test_requests_of_a_killed_replica_go_to_the_others(doomed, monkeypatch, inde
 def test_without_any_replica_each_call_says_so_and_shutdown_is_clean(doomed):
     """Last: it ends the service."""
     pids = [ray.get(doomed.actors[2].describe.remote()).pid]
-    cores = [engine_core_of(doomed.actors[2])]
+    pids.append(engine_core_pid(doomed.actors[2]))
     stream = doomed.generate([5, 6], endless(), stream=True)
     next(stream)
     kill_actor(doomed, 2)
@@ -206,4 +198,3 @@ def test_without_any_replica_each_call_says_so_and_shutdown_is_clean(doomed):
     assert doomed.load.total_in_flight == 0
     doomed.shutdown()
     eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-    eventually(lambda: not any(core.is_running() for core in cores))
