@@ -31,7 +31,10 @@ weights.push
 
 # inside a replica
 engine
-engine.internals engine.reload engine.admission engine.checkpoint
+engine.internals engine.reload engine.admission engine.checkpoint engine.planned_writes
+engine.plan_coverage
+engine.plan_recorder
+engine.load_plan
 engine.native engine.worker engine.updates
 prompts
 engine.actor

@@ -1,0 +1,354 @@
+"""Where every slice of a push lands in a worker's parameters, and the copies that put it there.
+
+vLLM's loaders compute the same slices at every push. A plan holds them once
+(``record_load_plan``); bound to the receive buffers of a push it is a list of cached
+views for each bucket, and a bucket is loaded by a few ``torch._foreach_copy_``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from torchrl_vllm_sync.engine.plan_recorder import record_writes
+from torchrl_vllm_sync.engine.planned_writes import (
+    PlannedCopy,
+    PlannedFill,
+    PlanNotPossibleError,
+    storage_key,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torchrl_vllm_sync.weights.buckets import BucketLayout, Piece
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+
+__all__ = [
+    "BoundBucket",
+    "LoadPlan",
+    "PlanNotPossibleError",
+    "PlannedCopy",
+    "PlannedFill",
+    "record_load_plan",
+]
+
+
+def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> LoadPlan:
+    """Records where each slice of a complete push lands in ``model``.
+
+    The model's own loader runs over stand-ins without data. Its parameters must be in the layout
+    that the loader expects: neither repacked nor quantised after loading. vLLM's loaders want the
+    worker's configuration to be current (``set_current_vllm_config``).
+
+    Args:
+        model: A model with vLLM's ``load_weights``; no byte of it changes.
+        metadata: Every tensor of a complete push, with its dtype on the wire.
+
+    Raises:
+        PlanNotPossibleError: The loader computes with the tensors instead of copying slices of
+            them, keeps them, raises, or leaves a parameter incomplete; names the culprit.
+        ValueError: A name occurs twice in ``metadata``.
+    """
+    writes = record_writes(model, metadata)
+    return LoadPlan(
+        metadata,
+        [one for one in writes if isinstance(one, PlannedCopy)],
+        [one for one in writes if isinstance(one, PlannedFill)],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BoundBucket:
+    """The copies that load one received bucket.
+
+    Attributes:
+        groups: ``(targets, sources)``, of one pair of dtypes each.
+    """
+
+    groups: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...]
+
+    @property
+    def num_copies(self) -> int:
+        """Copies after merging; one is one pair of views."""
+        return sum(len(targets) for targets, _ in self.groups)
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Writes what the bucket's buffer holds into the model, on the current stream."""
+        for targets, sources in self.groups:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class LoadPlan:
+    """The copies and constants that make up one complete load of a worker's model.
+
+    Args:
+        metadata: Every checkpoint tensor of a push.
+        copies: Where their slices land.
+        fills: What the loader sets to constants.
+
+    Attributes:
+        copies: As given, in the order of the loader.
+        fills: As given. A loaded model holds these constants already, and no push changes them.
+        skipped: Checkpoint tensors of which this worker holds nothing, as with pipeline or expert
+            parallelism.
+
+    Example:
+        >>> plan = record_load_plan(model, metadata)
+        >>> layout = BucketLayout(metadata)
+        >>> slots = [torch.empty(layout.bucket_bytes, dtype=torch.uint8) for _ in range(3)]
+        >>> for bucket in plan.bind(layout, slots):  # bucket i arrives in slots[i % 3]
+        ...     bucket.copy()
+    """
+
+    def __init__(
+        self,
+        metadata: Iterable[ParamMeta],
+        copies: Iterable[PlannedCopy],
+        fills: Iterable[PlannedFill] = (),
+    ) -> None:
+        self.copies = list(copies)
+        self.fills = list(fills)
+        self._metadata = {meta.name: meta for meta in metadata}
+        written = {copy.name for copy in self.copies}
+        self.skipped = [name for name in self._metadata if name not in written]
+
+    @property
+    def num_target_bytes(self) -> int:
+        """Bytes of the model that one load writes."""
+        return sum(copy.target.nbytes for copy in self.copies)
+
+    @torch.no_grad()
+    def fill_constants(self) -> None:
+        """Writes the constants into a model that was never loaded; a load must follow."""
+        for fill in self.fills:
+            fill.target.fill_(fill.value)
+
+    def bind(self, layout: BucketLayout, buckets: Sequence[torch.Tensor]) -> list[BoundBucket]:
+        """Builds every view that loading the buckets of ``layout`` needs.
+
+        Neighbours that are adjacent in the bucket and in one parameter's storage become one copy.
+
+        Args:
+            layout: How the push is cut into buckets.
+            buckets: The receive buffers, 1-D uint8 tensors: bucket ``i`` of the layout arrives in
+                ``buckets[i % len(buckets)]``. They must stay where they are.
+
+        Returns:
+            One object for each bucket of the layout.
+
+        Raises:
+            PlanNotPossibleError: The layout lacks a tensor of the plan, or holds it with another
+                dtype or shape.
+            ValueError: A buffer has a wrong dtype or layout, or is smaller than its bucket.
+        """
+        if not buckets:
+            raise ValueError("buckets must hold at least one buffer")
+        pieces = self._pieces(layout)
+        views = _TargetViews()
+        loads: list[list[_Load]] = [[] for _ in layout.buckets]
+        for copy in self.copies:
+            if copy.name not in pieces:
+                raise PlanNotPossibleError(f"no bucket holds {copy.name}, which the model loads")
+            starts, numbered = pieces[copy.name]
+            storage = views.add(copy.target)
+            stride = copy.target.stride()
+            dims = _coalesce(zip(copy.shape, copy.stride, stride, strict=True))
+            region = _Region(copy.offset, int(copy.target.storage_offset()), dims)
+            source_dtype = self._metadata[copy.name].dtype
+            for position, cut in _cut(region, starts, [piece for _, piece in numbered]):
+                number, piece = numbered[position]
+                begin = piece.byte_offset
+                begin += (cut.source - piece.first_element) * source_dtype.itemsize
+                kind = _Kind(source_dtype, copy.target.dtype, storage)
+                loads[number].append(_Load(begin, kind, cut.target, cut.dims))
+        bound: list[BoundBucket] = []
+        for number, one in enumerate(layout.buckets):
+            slot = buckets[number % len(buckets)]
+            _check_slot(slot, one.num_bytes)
+            bound.append(_bound(_merge(loads[number]), slot, views))
+        return bound
+
+    def _pieces(self, layout: BucketLayout) -> dict[str, tuple[list[int], list[tuple[int, Piece]]]]:
+        """For each tensor, its pieces in order: their first elements, and (bucket, piece)."""
+        found: dict[str, tuple[list[int], list[tuple[int, Piece]]]] = {}
+        for number, bucket in enumerate(layout.buckets):
+            for piece in bucket.pieces:
+                meta = self._metadata.get(piece.name)
+                if meta is not None and meta != piece.meta:
+                    raise PlanNotPossibleError(
+                        f"{piece.name} was planned as {meta.dtype} {list(meta.shape)}, but arrives "
+                        f"as {piece.meta.dtype} {list(piece.meta.shape)}"
+                    )
+                starts, pieces = found.setdefault(piece.name, ([], []))
+                starts.append(piece.first_element)
+                pieces.append((number, piece))
+        return found
+
+
+# One dimension of a copy: its size, and its strides in the source and in the target.
+_Dim = tuple[int, int, int]
+
+
+class _Region(NamedTuple):
+    """A copy, in elements: where it begins on both sides, and its dimensions, outermost first."""
+
+    source: int
+    target: int
+    dims: tuple[_Dim, ...]
+
+
+class _Kind(NamedTuple):
+    """What two copies must share to be merged."""
+
+    source_dtype: torch.dtype
+    target_dtype: torch.dtype
+    storage: int
+
+
+class _Load(NamedTuple):
+    """A copy out of one bucket: ``begin`` in bytes of the bucket, ``target`` in elements."""
+
+    begin: int
+    kind: _Kind
+    target: int
+    dims: tuple[_Dim, ...]
+
+
+def _coalesce(dims: Iterable[_Dim]) -> tuple[_Dim, ...]:
+    """The same copy in as few dimensions as possible; a dense one has one, of strides 1 and 1."""
+    merged: list[_Dim] = []
+    for size, source, target in sorted(
+        (dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1:], reverse=True
+    ):
+        if merged and merged[-1][1:] == (source * size, target * size):
+            merged[-1] = (merged[-1][0] * size, source, target)
+        else:
+            merged.append((size, source, target))
+    return tuple(merged)
+
+
+def _is_flat(dims: tuple[_Dim, ...]) -> bool:
+    return not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))
+
+
+def _numel(dims: tuple[_Dim, ...]) -> int:
+    count = 1
+    for size, _, _ in dims:
+        count *= size
+    return count
+
+
+def _cut(
+    region: _Region, starts: Sequence[int], pieces: Sequence[Piece]
+) -> Iterator[tuple[int, _Region]]:
+    """Cuts a region at the borders of pieces; yields positions of pieces and parts within them."""
+    if not _numel(region.dims):
+        return
+    extent = 1 + sum((size - 1) * stride for size, stride, _ in region.dims)
+    position = bisect_right(starts, region.source) - 1
+    piece = pieces[position]
+    if region.source + extent <= piece.first_element + piece.num_elements:
+        yield position, region
+        return
+    (size, stride, target_stride), *inner_dims = region.dims
+    rest = tuple(inner_dims)
+    inner = extent - (size - 1) * stride
+    index = 0
+    while index < size:
+        source = region.source + index * stride
+        target = region.target + index * target_stride
+        position = bisect_right(starts, source) - 1
+        room = pieces[position].first_element + pieces[position].num_elements - source
+        if room < inner:
+            yield from _cut(_Region(source, target, rest), starts, pieces)
+            index += 1
+            continue
+        count = min((room - inner) // stride + 1, size - index)
+        dims = ((count, stride, target_stride), *rest) if count > 1 else rest
+        yield position, _Region(source, target, dims)
+        index += count
+
+
+def _merge(loads: list[_Load]) -> list[_Load]:
+    """Joins flat loads that are neighbours in the bucket and in their target's storage."""
+    merged: list[_Load] = []
+    for load in sorted(loads, key=lambda one: one.begin):
+        if merged and _is_flat(load.dims) and _is_flat(merged[-1].dims):
+            last = merged[-1]
+            count = _numel(last.dims)
+            if (
+                last.kind == load.kind
+                and last.begin + count * load.kind.source_dtype.itemsize == load.begin
+                and last.target + count == load.target
+            ):
+                dims = ((count + _numel(load.dims), 1, 1),)
+                merged[-1] = _Load(last.begin, last.kind, last.target, dims)
+                continue
+        merged.append(load)
+    return merged
+
+
+class _TargetViews:
+    """Views into the storages of a model, whatever class their parameters are of."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.Tensor] = {}
+        self._flat: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """A key for the storage of ``tensor``."""
+        key = storage_key(tensor)
+        self._storages.setdefault(key, tensor)
+        return key
+
+    def device(self, key: int) -> torch.device:
+        return self._storages[key].device
+
+    def view(self, load: _Load) -> torch.Tensor:
+        """The target of ``load``."""
+        kind = load.kind
+        flat = self._flat.get((kind.storage, kind.target_dtype))
+        if flat is None:
+            storage = self._storages[kind.storage].untyped_storage()
+            count = storage.nbytes() // kind.target_dtype.itemsize
+            flat = torch.empty(0, dtype=kind.target_dtype, device=storage.device)
+            flat.set_(storage, 0, (count,), (1,))
+            self._flat[kind.storage, kind.target_dtype] = flat
+        shape = tuple(size for size, _, _ in load.dims)
+        return flat.as_strided(shape, tuple(stride for _, _, stride in load.dims), load.target)
+
+
+def _bound(loads: Iterable[_Load], slot: torch.Tensor, views: _TargetViews) -> BoundBucket:
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    groups: defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
+    groups = defaultdict(lambda: ([], []))
+    for begin, kind, target, dims in loads:
+        dtype = kind.source_dtype
+        if dtype not in typed:
+            typed[dtype] = slot[: slot.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        source = typed[dtype].as_strided(
+            tuple(size for size, _, _ in dims),
+            tuple(stride for _, stride, _ in dims),
+            typed[dtype].storage_offset() + begin // dtype.itemsize,
+        )
+        # Only lists of one pair of dtypes and dense tensors take the fused kernel.
+        key = (dtype, kind.target_dtype, views.device(kind.storage), _is_flat(dims))
+        targets, sources = groups[key]
+        targets.append(views.view(_Load(begin, kind, target, dims)))
+        sources.append(source)
+    return BoundBucket(tuple(groups.values()))
+
+
+def _check_slot(slot: torch.Tensor, num_bytes: int) -> None:
+    if slot.dtype != torch.uint8 or slot.ndim != 1 or not slot.is_contiguous():
+        raise ValueError(
+            f"a buffer must be a contiguous 1-D uint8 tensor, got {slot.dtype} {list(slot.shape)}"
+        )
+    if slot.numel() < num_bytes:
+        raise ValueError(f"a buffer must hold {num_bytes} bytes, got {slot.numel()}")

@@ -1,0 +1,286 @@
+"""Recording a load plan: the model's own ``load_weights`` runs over stand-ins without data.
+
+Stand-ins are tensors on the ``meta`` device. Views of them share their storage, so a slice that
+reaches a parameter still tells which tensor it is from, where it begins and how it is strided. The
+copy into the parameter is noted and left out, so nothing in the model changes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchrl_vllm_sync.engine.plan_coverage import check_coverage
+from torchrl_vllm_sync.engine.planned_writes import (
+    PlannedCopy,
+    PlannedFill,
+    PlanNotPossibleError,
+    storage_key,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch._ops import OpOverload
+
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+
+__all__ = ["record_writes"]
+
+aten = torch.ops.aten
+
+
+@torch.no_grad()
+def record_writes(
+    model: torch.nn.Module, metadata: Sequence[ParamMeta]
+) -> list[PlannedCopy | PlannedFill]:
+    """Runs the loader of ``model`` over stand-ins and returns what it would write, in order.
+
+    Arguments and errors are those of ``load_plan.record_load_plan``.
+    """
+    if len({meta.name for meta in metadata}) < len(metadata):
+        raise ValueError("metadata must name each tensor once")
+    names = _named_tensors(model)
+    for name, tensor in names.items():
+        if tensor.is_meta:
+            raise PlanNotPossibleError(f"{name} holds no data yet")
+    recorder = _Recorder({storage_key(tensor): name for name, tensor in names.items()}, metadata)
+    state = _ModelState(model)
+    try:
+        with recorder:
+            model.load_weights(recorder.stand_ins())  # pyright: ignore[reportCallIssue]  vLLM's
+    except PlanNotPossibleError:
+        raise
+    except Exception as error:  # any: the loader is the model's, and stand-ins are new to it
+        raise PlanNotPossibleError(
+            f"the loader failed at {recorder.current}: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        changed = state.restore()
+    if changed:
+        raise PlanNotPossibleError(f"the loader replaces {', '.join(changed[:5])}")
+    check_coverage(model, recorder.writes)
+    return recorder.writes
+
+
+def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for name, tensor in [*model.named_buffers(), *model.named_parameters()]
+        if tensor.numel()
+    }
+
+
+class _ModelState:
+    """Which tensors a model consists of, to put back what a loader exchanges."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = [
+            (name, module, dict(module._parameters), dict(module._buffers), _plain_tensors(module))
+            for name, module in model.named_modules()
+        ]
+        self._data = {
+            name: (tensor, tensor.data)
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        }
+
+    def restore(self) -> list[str]:
+        """Undoes every exchange and returns the names of what had been exchanged."""
+        changed: list[str] = []
+        for prefix, module, parameters, buffers, plain in self._modules:
+            now_plain = _plain_tensors(module)
+            for now, before in [
+                (module._parameters, parameters),
+                (module._buffers, buffers),
+                (now_plain, plain),
+            ]:
+                differing = [
+                    name
+                    for name in now.keys() | before.keys()
+                    if now.get(name) is not before.get(name)
+                ]
+                changed += [f"{prefix}.{name}".removeprefix(".") for name in differing]
+                if differing and now is not now_plain:
+                    now.clear()
+                    now.update(before)
+            for name in now_plain:
+                if now_plain[name] is not plain.get(name):
+                    del module.__dict__[name]
+            module.__dict__.update(plain)
+        for name, (tensor, data) in self._data.items():
+            if not _same_memory(tensor, data):
+                changed.append(name)
+                tensor.data = data
+        return sorted(changed)
+
+
+def _plain_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that are attributes of a module without being registered."""
+    return {
+        name: value for name, value in module.__dict__.items() if isinstance(value, torch.Tensor)
+    }
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        storage_key(one) == storage_key(other)
+        and one.storage_offset() == other.storage_offset()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+    )
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every write into the model and keeps it from happening.
+
+    Args:
+        model_names: Name of a parameter or buffer for each storage of the model.
+        metadata: The stand-ins to make.
+
+    Attributes:
+        writes: Copies and constants in their order.
+        current: Checkpoint tensor that the loader took last.
+    """
+
+    def __init__(self, model_names: dict[int, str], metadata: Sequence[ParamMeta]) -> None:
+        super().__init__()
+        self.writes: list[PlannedCopy | PlannedFill] = []
+        self.current = "the first tensor"
+        self._model_names = model_names
+        self._stand_ins = [
+            (meta, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in metadata
+        ]
+        # By storage. A storage's key is its address, so all that have one must stay alive.
+        self._sources = {storage_key(tensor): meta for meta, tensor in self._stand_ins}
+        self._computed: dict[int, str] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def stand_ins(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What ``load_weights`` iterates over."""
+        for meta, tensor in self._stand_ins:
+            self.current = meta.name
+            yield meta.name, tensor
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  whatever the operation returns
+        kwargs = kwargs or {}
+        if func in _VIEWS or (func.is_view and func not in _NO_VIEWS):
+            return func(*args, **kwargs)
+        if func is aten.copy_.default:
+            return self._copied(args[0], args[1])
+        if func is aten._foreach_copy_.default:
+            for target, source in zip(args[0], args[1], strict=True):
+                self._copied(target, source)
+            return None
+        if func in _FILLS and storage_key(args[0]) in self._model_names:
+            if args[0].numel():
+                value = 0 if func is aten.zero_.default else args[1]
+                self.writes.append(PlannedFill(_plain_view(args[0]), float(value)))
+            return args[0]
+        if func in _MOVES and self._source(args[0]) and kwargs.get("dtype") in _same_as(args[0]):
+            return aten.alias.default(args[0])
+        return self._other(func, args, kwargs)
+
+    def _source(self, tensor: torch.Tensor) -> ParamMeta | None:
+        """The checkpoint tensor that ``tensor`` is a view of."""
+        meta = self._sources.get(storage_key(tensor))
+        return meta if meta is not None and meta.dtype == tensor.dtype else None
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """A copy: noted if it goes into the model, refused if its source is not known."""
+        if not target.numel():
+            return target
+        into = self._model_names.get(storage_key(target))
+        meta = self._source(source)
+        if into is None or meta is None:
+            origin = self._origin(source)
+            if into is None and origin is None and self._origin(target) is None:
+                return target.copy_(source)
+            raise PlanNotPossibleError(
+                f"{into or 'a tensor outside of the model'} is written from "
+                f"{origin or 'a tensor that is not of the checkpoint'} while {self.current} loads"
+            )
+        if source.shape != target.shape:
+            source = source.expand(target.shape)
+        self.writes.append(
+            PlannedCopy(
+                meta.name,
+                int(source.storage_offset()),
+                tuple(source.shape),
+                source.stride(),
+                _plain_view(target),
+            )
+        )
+        return target
+
+    def _origin(self, tensor: torch.Tensor) -> str | None:
+        """What a tensor was made of, if that is stand-ins."""
+        key = storage_key(tensor)
+        meta = self._sources.get(key)
+        return meta.name if meta is not None else self._computed.get(key)
+
+    def _other(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  whatever the operation returns
+        """Any other operation: its results are no stand-ins, and it must not write."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        origin = next(filter(None, map(self._origin, tensors)), None)
+        if func._schema.is_mutable:
+            for tensor in tree_leaves(_written_arguments(func, args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    name = self._model_names.get(storage_key(tensor)) or origin
+                    if name is not None:
+                        raise PlanNotPossibleError(f"{name} is changed in place by {func}")
+        if origin is None:
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            raise PlanNotPossibleError(f"a value of {origin} is read by {func}")
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                raise PlanNotPossibleError(f"a value of {origin} is read by {func}")
+            self._computed[storage_key(tensor)] = f"{func} of {origin}"
+            self._alive.append(tensor)
+        return result
+
+
+# Share their input's storage although their schemas do not say so.
+_VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default})
+# as_strided tells strides that stand-ins, whose clones are views, need not have.
+_NO_VIEWS = frozenset({aten.as_strided.default})
+_FILLS = frozenset({aten.fill_.Scalar, aten.zero_.default})
+_MOVES = frozenset({aten._to_copy.default, aten.clone.default})
+
+
+def _written_arguments(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """The arguments that ``func`` changes in place."""
+    given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+    return [
+        given[one.name]
+        for one in func._schema.arguments
+        if one.name in given and one.alias_info is not None and one.alias_info.is_write
+    ]
+
+
+def _same_as(tensor: torch.Tensor) -> tuple[torch.dtype | None, ...]:
+    """Values of a ``dtype`` argument that leave ``tensor`` as it is."""
+    return (None, tensor.dtype)
+
+
+def _plain_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a plain tensor; vLLM's parameter classes give views of their own class."""
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return view.set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
