@@ -19,7 +19,8 @@ testing
 
 # weights on their way
 weights
-weights.storage weights.module_tensors
+weights.storage weights.module_tensors weights.published
+weights.module_source
 weights.source
 weights.lease weights.head weights.manifest weights.writer_lock weights.data_file weights.transport
 weights.tensor_writer

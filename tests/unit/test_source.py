@@ -12,11 +12,14 @@ from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
+from torchrl_vllm_sync.weights import module_source, published
 from torchrl_vllm_sync.weights import source as source_module
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.source import (
     MappingSource,
     ModuleSource,
+    StableSource,
+    WeightSource,
     as_weight_source,
     fit_to_model,
 )
@@ -96,24 +99,25 @@ def test_plain_tensors_are_not_copied(tied):
 def test_the_names_of_experts_are_worked_out_once(checkpoints, monkeypatch):
     model = load_tiny_model(checkpoints["moe"])
     calls = []
-    convert = source_module._published
+    convert = published._revert
     monkeypatch.setattr(
-        source_module,
-        "_published",
-        lambda model, tensors: calls.append(next(iter(tensors))) or convert(model, tensors),
+        published,
+        "_revert",
+        lambda model, tensors: calls.append(len(tensors)) or convert(model, tensors),
     )
     ModuleSource(model).metadata()
-    calls.clear()
+    assert calls == [len(model.state_dict())]
     source = ModuleSource(model)
     source.metadata()
-    assert calls == []
     list(source)
-    assert len(calls) == 4  # the fused experts of two layers; the rest goes as it is
+    assert len(calls) == 1
     gc.collect()
-    assert model in source_module._PLANS
+    assert model in module_source._PLANS
+    assert model in module_source._STATES
     del model, source
     gc.collect()
-    assert not [key for key in source_module._PLANS if "Moe" in type(key).__name__]
+    for kept in (module_source._PLANS, module_source._STATES):
+        assert not [key for key in kept if "Moe" in type(key).__name__]
 
 
 @pytest.mark.parametrize("wrap", ["TransformersWrapper", "DDP", "compile", "both"])
@@ -239,6 +243,172 @@ def test_dtypes_announced_are_those_of_the_engines(untied):
     expected = [ParamMeta(m.name, torch.bfloat16, m.shape) for m in expected_of(untied)]
     fitted = fit_to_model(ModuleSource(untied), expected)
     assert {meta.dtype for meta in fitted.metadata()} == {torch.bfloat16}
+
+
+def test_what_was_found_to_fit_is_looked_up(checkpoints, monkeypatch):
+    model = load_tiny_model(checkpoints["moe"])
+    expected = expected_of(model)
+    calls = []
+    fit = source_module._fit
+    monkeypatch.setattr(source_module, "_fit", lambda *args: calls.append(1) or fit(*args))
+    first = fit_to_model(as_weight_source(model), expected)
+    again = fit_to_model(as_weight_source(model), expected)
+    assert len(calls) == 1
+    assert again.metadata() is first.metadata()
+    fit_to_model(as_weight_source(model), list(expected))
+    assert len(calls) == 2
+    model.to(torch.bfloat16)
+    assert {m.dtype for m in as_weight_source(model).metadata()} == {torch.bfloat16}
+    fit_to_model(as_weight_source(model), expected)
+    assert len(calls) == 3
+
+
+def test_a_head_that_came_untied_later_is_refused_though_all_else_is_known(tied):
+    source = MappingSource(dict(tied.state_dict()))  # both names, one storage
+    expected = expected_of(tied)
+    fit_to_model(source, expected)
+    weights = dict(tied.state_dict())
+    weights["lm_head.weight"] = weights["lm_head.weight"].clone()
+    source = MappingSource(weights)
+    for _ in range(2):
+        fit_to_model(source, expected)
+    weights["lm_head.weight"] += 1
+    with pytest.raises(WeightMismatchError, match=r"lm_head\.weight differs from model\.embed"):
+        fit_to_model(source, expected)
+
+
+# ---------------------------------------------------------------- views
+
+
+def assert_shows_what_iteration_yields(source):
+    views = source.views()
+    items = list(source)
+    assert [name for name, _ in views] == [name for name, _ in items]
+    for (name, view), (_, tensor) in zip(views, items, strict=True):
+        assert view.dtype == tensor.dtype, name
+        assert torch.equal(view, tensor), name
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "moe"])
+def test_views_are_the_live_parameters(checkpoints, kind):
+    model = load_tiny_model(checkpoints[kind])
+    expected = expected_of(model)
+    for source in (ModuleSource(model), fit_to_model(as_weight_source(model), expected)):
+        assert isinstance(source, StableSource)
+        assert_shows_what_iteration_yields(source)
+        storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        assert {t.untyped_storage().data_ptr() for _, t in source.views()} == storages
+        assert not any(tensor.requires_grad for _, tensor in source.views())
+    views = fit_to_model(as_weight_source(model), expected).views()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    assert fit_to_model(as_weight_source(model), expected).views() is views
+    assert_shows_what_iteration_yields(fit_to_model(as_weight_source(model), expected))
+
+
+def replace_data(model):
+    parameter = model.model.layers[1].mlp.experts.down_proj
+    parameter.data = parameter.data * 2
+
+
+def replace_parameter(model):
+    model.model.norm.weight = nn.Parameter(torch.full_like(model.model.norm.weight, 7.0))
+
+
+def move_storage(model):
+    experts = model.model.layers[0].mlp.experts
+    flat = torch.zeros(experts.gate_up_proj.numel() + 5)
+    experts.gate_up_proj.data = flat[5:].view(experts.gate_up_proj.shape)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_data,
+        replace_parameter,
+        move_storage,
+        lambda model: model.to(torch.float64),
+        lambda model: model.register_parameter("extra", nn.Parameter(torch.ones(3))),
+        lambda model: model.model.layers.__delitem__(1),
+    ],
+)
+def test_a_change_of_storages_is_noticed(checkpoints, change):
+    model = load_tiny_model(checkpoints["moe"])
+    before = ModuleSource(model).views()
+    assert ModuleSource(model).views() is before
+    change(model)
+    source = ModuleSource(model)
+    assert source.views() is not before
+    assert source.views() is ModuleSource(model).views()
+    assert_shows_what_iteration_yields(source)
+    assert_agrees(source)
+    changed = dict(source.views())
+    assert (
+        any(
+            name not in changed or changed[name].data_ptr() != tensor.data_ptr()
+            for name, tensor in before
+        )
+        or changed.keys() != dict(before).keys()
+    )
+
+
+def test_a_head_that_is_equal_without_sharing_is_compared_each_time(tied):
+    tied.lm_head.weight = nn.Parameter(tied.lm_head.weight.detach().clone())
+    names = [name for name, _ in ModuleSource(tied).views()]
+    assert "lm_head.weight" not in names
+    with torch.no_grad():
+        tied.lm_head.weight += 1
+    assert [name for name, _ in ModuleSource(tied).views()] == [*names, "lm_head.weight"]
+
+
+def test_there_are_no_views_of_what_is_computed(untied):
+    wrapped = with_adapters(untied, target_modules=["q_proj"])
+    assert ModuleSource(wrapped).views() is None
+    fitted = fit_to_model(as_weight_source(wrapped), expected_of(untied))
+    assert fitted.views() is None
+    with wrapped.disable_adapter():
+        assert_shows_what_iteration_yields(ModuleSource(wrapped))
+
+
+def test_a_state_dict_that_hooks_compute_is_read_each_time(untied):
+    def double(module, state, prefix, local):
+        state[prefix + "model.norm.weight"] = state[prefix + "model.norm.weight"] * 2
+
+    untied.register_state_dict_post_hook(double)
+    first = dict(ModuleSource(untied))["model.norm.weight"].clone()
+    with torch.no_grad():
+        untied.model.norm.weight += 1
+    assert torch.equal(dict(ModuleSource(untied))["model.norm.weight"], first + 2)
+
+
+def test_a_state_dict_has_views_too(untied):
+    weights = {f"policy.{name}": tensor for name, tensor in untied.state_dict().items()}
+    source = MappingSource(weights)
+    expected = expected_of(untied)
+    views = fit_to_model(source, expected).views()
+    assert fit_to_model(source, expected).views() is views
+    assert_shows_what_iteration_yields(fit_to_model(source, expected))
+    name = "policy.model.norm.weight"
+    weights[name].data = weights[name] * 2
+    assert fit_to_model(source, expected).views() is not views
+    assert_shows_what_iteration_yields(fit_to_model(source, expected))
+
+
+def test_a_source_without_views_is_as_good(untied):
+    class Plain:
+        def metadata(self):
+            return ModuleSource(untied).metadata()
+
+        def __iter__(self):
+            return iter(ModuleSource(untied))
+
+    source = as_weight_source(Plain())
+    assert isinstance(source, WeightSource)
+    assert not isinstance(source, StableSource)
+    fitted = fit_to_model(source, expected_of(untied))
+    assert fitted.views() is None
+    assert_agrees(fitted)
 
 
 # ---------------------------------------------------------------- adapters

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from torch.distributed.tensor import DTensor
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.module_tensors import (
-    TensorReader,
-    is_peft,
-    module_readers,
-    same_values,
-    whole,
-)
+from torchrl_vllm_sync.weights.module_source import ModuleSource
+from torchrl_vllm_sync.weights.module_tensors import same_values, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_weight_source", "fit_to_model"]
+__all__ = [
+    "MappingSource",
+    "ModuleSource",
+    "StableSource",
+    "WeightSource",
+    "as_weight_source",
+    "fit_to_model",
+]
 
 HEAD = "lm_head.weight"
 # Buffers that no checkpoint holds, since they follow from its configuration; a TensorDict may.
@@ -44,6 +47,31 @@ class WeightSource(Protocol):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields ``(name, tensor)``; the tensor stays valid until the next item is asked for."""
+        ...
+
+
+@runtime_checkable
+class StableSource(Protocol):
+    """What a source offers besides when its tensors live at the same place from push to push.
+
+    A sender may then keep whatever it worked out about them as long as ``views()`` returns the very
+    list it returned before.
+    """
+
+    @property
+    def owner(self) -> object:
+        """Whose lifetime the tensors share: hashable and weakly referenceable."""
+        ...
+
+    def views(self) -> list[tuple[str, torch.Tensor]] | None:
+        """Returns what iteration would yield, as detached aliases of the live tensors.
+
+        Returns:
+            The same list object as last time while no tensor was added, removed, moved, reshaped or
+            cast; the values seen through it are always those of now. It keeps the storages it shows
+            alive until it is replaced, and must not be changed. ``None`` where values must be
+            computed or gathered, so that only iteration yields them.
+        """
         ...
 
 
@@ -70,10 +98,29 @@ class MappingSource:
             if tensor.is_meta or tensor.layout is not torch.strided:
                 kind = "on the meta device" if tensor.is_meta else tensor.layout
                 raise WeightMismatchError(f"{name} must be a dense tensor with storage, is {kind}")
+        self._metadata: list[ParamMeta] = []
+        self._views: list[tuple[str, torch.Tensor]] = []
+
+    @property
+    def owner(self) -> object:
+        """This source itself: another made of the same tensors shares nothing with it."""
+        return self
 
     def metadata(self) -> list[ParamMeta]:
-        """Returns name, dtype and full shape of each tensor."""
-        return [ParamMeta.of(name, tensor) for name, tensor in self._tensors.items()]
+        """Returns name, dtype and full shape of each tensor; the same list while none changes."""
+        metadata = [ParamMeta.of(name, tensor) for name, tensor in self._tensors.items()]
+        if metadata != self._metadata:
+            self._metadata = metadata
+        return self._metadata
+
+    def views(self) -> list[tuple[str, torch.Tensor]] | None:
+        """Returns the tensors, detached; see :class:`StableSource`."""
+        if any(isinstance(tensor, DTensor) for tensor in self._tensors.values()):
+            return None
+        views = [(name, tensor.detach()) for name, tensor in self._tensors.items()]
+        if list(map(_place, views)) != list(map(_place, self._views)):
+            self._views = views
+        return self._views
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields each tensor, detached and whole."""
@@ -83,97 +130,6 @@ class MappingSource:
     def same_values(self, name: str, other: str) -> bool:
         """Whether two of the tensors are equal."""
         return same_values(self._tensors[name], self._tensors[other])
-
-
-class ModuleSource:
-    """A Hugging Face model, plain or wrapped by PEFT, by a TorchRL policy, by DDP or by compile.
-
-    Every iteration reads the parameters as they are then. LoRA adapters are merged one tensor at a
-    time into a fresh tensor, so that the training copy is never touched. Experts that transformers
-    holds fused are split into their published names, one layer at a time.
-
-    Args:
-        module: The model.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = _unwrap(module)
-
-    def metadata(self) -> list[ParamMeta]:
-        """Returns name, dtype and full shape of each tensor, without merging anything."""
-        plan = self._plan(self._readers())
-        return [meta for published in plan.values() for meta in published]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields each tensor, detached, merged and whole."""
-        readers = self._readers()
-        for name, published in self._plan(readers).items():
-            tensor = readers[name]()
-            if [(one.name, one.shape) for one in published] == [(name, readers[name].shape)]:
-                yield name, tensor
-            else:
-                yield from _published(self._model, {name: tensor}).items()
-
-    def same_values(self, name: str, other: str) -> bool:
-        """Whether two of the model's tensors, by their names in it, are equal."""
-        readers = self._readers()
-        return readers[name].same_as(readers[other])
-
-    @property
-    def _model(self) -> torch.nn.Module:
-        return self._module.get_base_model() if is_peft(self._module) else self._module  # pyright: ignore[reportCallIssue]
-
-    def _readers(self) -> dict[str, TensorReader]:
-        return module_readers(self._module)
-
-    def _plan(self, readers: dict[str, TensorReader]) -> dict[str, list[ParamMeta]]:
-        """Returns as which tensors a checkpoint holds each of the model's.
-
-        Working it out takes milliseconds for each fused tensor, so it is kept with the module.
-        """
-        facts = [(name, one.shape, one.dtype) for name, one in readers.items()]
-        known = _PLANS.get(self._module)
-        if known is None or known[0] != facts:
-            model = self._model
-            plan = {
-                name: [
-                    ParamMeta.of(published, tensor)
-                    for published, tensor in _published(model, {name: one.stand_in()}).items()
-                ]
-                for name, one in readers.items()
-            }
-            _PLANS[self._module] = known = facts, plan
-        return known[1]
-
-
-_PLANS: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, dict[str, list[ParamMeta]]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _published(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns ``tensors`` as a checkpoint on a hub holds them."""
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
-
-    if not isinstance(model, PreTrainedModel):
-        return tensors
-    return revert_weight_conversion(model, tensors)
-
-
-def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Returns the language model inside wrappers of TorchRL and torch, or ``module`` itself."""
-    from torch._dynamo.eval_frame import OptimizedModule
-    from torch.nn.parallel import DistributedDataParallel
-    from torchrl.modules.llm import TransformersWrapper
-
-    if isinstance(module, TransformersWrapper):
-        return _unwrap(module.model)
-    if isinstance(module, OptimizedModule):
-        return _unwrap(module._orig_mod)
-    inner = getattr(module, "module", None)
-    wraps = isinstance(module, TensorDictModuleBase | DistributedDataParallel)
-    return _unwrap(inner) if wraps and isinstance(inner, torch.nn.Module) else module
 
 
 def as_weight_source(weights: Any) -> WeightSource:  # noqa: ANN401  every form the trainer may hold
@@ -203,29 +159,68 @@ def as_weight_source(weights: Any) -> WeightSource:  # noqa: ANN401  every form 
     )
 
 
+@dataclass(slots=True)
+class _Fit:
+    """How one source's tensors become those that one engines' model expects.
+
+    Attributes:
+        given: The source's metadata that was compared.
+        expected: The engines' model's metadata that it was compared with.
+        prefix: What is removed from the source's names.
+        accepted: Names that are sent; the others are tied or derived.
+        metadata: What is sent.
+        twins: Names, in the source, of a head and the embedding that must equal it.
+        source_views: The list that ``views`` was made from.
+        views: Those of the source that are sent, renamed.
+    """
+
+    given: list[ParamMeta]
+    expected: Sequence[ParamMeta]
+    prefix: str
+    accepted: frozenset[str]
+    metadata: list[ParamMeta]
+    twins: tuple[str, str] | None
+    source_views: list[tuple[str, torch.Tensor]] | None = None
+    views: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+
+# What the last push of each owner was found to fit: a source is made anew for each push.
+_FITS: weakref.WeakKeyDictionary[Any, _Fit] = weakref.WeakKeyDictionary()
+
+
 class _FittedSource:
     """A source whose names and dtypes are those of the engines' model, in its order of sending."""
 
-    def __init__(
-        self,
-        source: WeightSource,
-        prefix: str,
-        accepted: Mapping[str, ParamMeta],
-        metadata: list[ParamMeta],
-    ) -> None:
-        self._source, self._prefix, self._accepted = source, prefix, accepted
-        self._metadata = metadata
+    def __init__(self, source: WeightSource, fit: _Fit) -> None:
+        self._source, self._fit = source, fit
+
+    @property
+    def owner(self) -> object:
+        """What the tensors live with."""
+        return self._source.owner if isinstance(self._source, StableSource) else self
 
     def metadata(self) -> list[ParamMeta]:
-        """Returns what the engines expect, in the source's order."""
-        return self._metadata
+        """Returns what the engines expect, in the source's order; a list to be left as it is."""
+        return self._fit.metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors the engines expect; the transport casts them."""
         for name, tensor in self._source:
-            short = name.removeprefix(self._prefix)
-            if short in self._accepted:
+            short = name.removeprefix(self._fit.prefix)
+            if short in self._fit.accepted:
                 yield short, tensor
+
+    def views(self) -> list[tuple[str, torch.Tensor]] | None:
+        """Returns what iteration yields as aliases; see :class:`StableSource`."""
+        views = self._source.views() if isinstance(self._source, StableSource) else None
+        fit = self._fit
+        if views is None:
+            return None
+        if views is not fit.source_views:
+            short = ((name.removeprefix(fit.prefix), tensor) for name, tensor in views)
+            fit.views = [one for one in short if one[0] in fit.accepted]
+            fit.source_views = views
+        return fit.views
 
 
 def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightSource:
@@ -233,74 +228,96 @@ def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightS
 
     A prefix that all names share, as wrappers add, is removed. A tied output head may be present
     or not, but must equal the embedding. Any floating-point dtype may stand for another, since
-    transports cast.
+    transports cast. What was found is kept with the source's owner and holds as long as both
+    lists of metadata are the same objects.
 
     Args:
         source: What the trainer wants to send.
         expected: What the engines' model consists of.
 
+    Returns:
+        A ``StableSource`` too; its ``views()`` are ``None`` if ``source`` is no such thing.
+
     Raises:
         WeightMismatchError: Tensors are missing or unknown, or have other shapes or kinds of
             dtype (up to five of each are named), or a head that the engines tie is not tied.
     """
+    given = source.metadata()
+    fit = _FITS.get(source.owner) if isinstance(source, StableSource) else None
+    if fit is None or fit.given is not given or fit.expected is not expected:
+        fit = _fit(source, given, expected)
+        if isinstance(source, StableSource):
+            _FITS[source.owner] = fit
+    elif problem := _untied(source, fit.twins, fit.prefix):
+        raise _mismatch(problem)
+    return _FittedSource(source, fit)
+
+
+def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamMeta]) -> _Fit:
+    """Compares what ``source`` gives with what the engines expect."""
     wanted = {meta.name: meta for meta in expected}
-    given = {
+    relevant = {
         meta.name: meta
-        for meta in source.metadata()
+        for meta in given
         if meta.name in wanted or meta.name.rpartition(".")[2] not in DERIVED
     }
-    prefix = _common_prefix(given, wanted)
-    found = {name.removeprefix(prefix): meta for name, meta in given.items()}
-    optional = {HEAD} - set(wanted)
+    prefix = _common_prefix(relevant, wanted)
+    found = {name.removeprefix(prefix): meta for name, meta in relevant.items()}
+    known = wanted.keys() | {HEAD}
+    both = [(name, meta, wanted[name]) for name, meta in found.items() if name in wanted]
     problems = [
         _listing("missing", [name for name in wanted if name not in found]),
-        _listing(
-            "unknown", [name for name in found if name not in wanted | dict.fromkeys(optional)]
-        ),
+        _listing("unknown", [name for name in found if name not in known]),
         _listing(
             "of another shape",
             [
-                f"{name} {list(meta.shape)} instead of {list(wanted[name].shape)}"
-                for name, meta in found.items()
-                if name in wanted and meta.shape != wanted[name].shape
+                f"{name} {list(meta.shape)} instead of {list(want.shape)}"
+                for name, meta, want in both
+                if meta.shape != want.shape
             ],
         ),
         _listing(
             "of another kind of dtype",
             [
-                f"{name} {meta.dtype} instead of {wanted[name].dtype}"
-                for name, meta in found.items()
-                if name in wanted
-                and meta.dtype.is_floating_point != wanted[name].dtype.is_floating_point
+                f"{name} {meta.dtype} instead of {want.dtype}"
+                for name, meta, want in both
+                if meta.dtype.is_floating_point != want.dtype.is_floating_point
             ],
         ),
     ]
-    if HEAD in optional and HEAD in found:
-        problems.append(_untied(source, prefix, found, wanted))
+    twins = None if HEAD in wanted else _twins(prefix, found, wanted)
+    problems.append(_untied(source, twins, prefix))
     if any(problems):
-        raise WeightMismatchError(
-            "the push does not fit the engines' model: " + "; ".join(filter(None, problems))
-        )
-    metadata = [wanted[name] for name in found if name in wanted]
-    return _FittedSource(source, prefix, wanted, metadata)
+        raise _mismatch("; ".join(filter(None, problems)))
+    metadata = [want for _, _, want in both]
+    return _Fit(given, expected, prefix, frozenset(wanted), metadata, twins)
 
 
-def _untied(
-    source: WeightSource,
-    prefix: str,
-    found: Mapping[str, ParamMeta],
-    wanted: Mapping[str, ParamMeta],
-) -> str:
-    """Says if ``source`` has an output head of its own, which engines that tie it would drop."""
-    same = getattr(source, "same_values", None)
+def _mismatch(problems: str) -> WeightMismatchError:
+    return WeightMismatchError(f"the push does not fit the engines' model: {problems}")
+
+
+def _twins(
+    prefix: str, found: Mapping[str, ParamMeta], wanted: Mapping[str, ParamMeta]
+) -> tuple[str, str] | None:
+    """Returns the source's names of an output head and of the embedding it must equal."""
+    if HEAD not in found:
+        return None
     twins = [
         name
         for name, meta in found.items()
         if name in wanted and "embed" in name and meta.shape == found[HEAD].shape
     ]
-    if same is None or len(twins) != 1 or same(prefix + HEAD, prefix + twins[0]):
+    return (prefix + HEAD, prefix + twins[0]) if len(twins) == 1 else None
+
+
+def _untied(source: WeightSource, twins: tuple[str, str] | None, prefix: str) -> str:
+    """Says if ``source`` has an output head of its own, which engines that tie it would drop."""
+    same = getattr(source, "same_values", None)
+    if same is None or twins is None or same(*twins):
         return ""
-    return f"{HEAD} differs from {twins[0]}, to which the engines tie it"
+    head, embedding = (name.removeprefix(prefix) for name in twins)
+    return f"{head} differs from {embedding}, to which the engines tie it"
 
 
 def _common_prefix(given: Iterable[str], wanted: Mapping[str, ParamMeta]) -> str:
@@ -318,3 +335,9 @@ def _listing(what: str, names: Sequence[str]) -> str:
         return ""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{len(names)} {what}: {', '.join(names[:5])}{more}"
+
+
+def _place(item: tuple[str, torch.Tensor]) -> tuple[Any, ...]:
+    """Returns what tells whether a name still stands for the same memory."""
+    name, tensor = item
+    return name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
