@@ -19,6 +19,8 @@ testing
 
 # weights on their way
 weights
+weights.buckets weights.broadcast_group
+weights.bucket_stream weights.whole_tensors
 weights.storage weights.module_tensors weights.published
 weights.module_source
 weights.source
@@ -27,16 +29,22 @@ weights.tensor_writer
 weights.marker weights.slot_store weights.snapshot_reader
 weights.version_store
 weights.snapshot_writer
-weights.memmap_transport
+weights.packer
+weights.memmap_transport weights.broadcast_transport
 weights.push
 
 # inside a replica
+engine_args
 engine
 engine.internals engine.reload engine.admission engine.checkpoint engine.planned_writes
 engine.plan_coverage
 engine.plan_recorder
 engine.load_plan
+engine.checksums engine.staging
+engine.load_path
+engine.broadcast_receiver
 engine.native engine.worker engine.updates
+engine.snapshot_loads engine.broadcast_loads
 prompts
 engine.actor
 
@@ -49,7 +57,7 @@ dispatch
 generation
 
 # the service
-placement engine_args
+placement replica_calls
 launch
 service_replicas
 service_requests service_weights

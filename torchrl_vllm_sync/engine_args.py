@@ -22,6 +22,9 @@ __all__ = [
     "prepare_engine_args",
 ]
 
+# Registered with vLLM by the worker extension, in our engines only.
+BROADCAST_BACKEND = "torchrl_broadcast"
+STAGED_BACKEND = "torchrl_broadcast_staged"
 WORKER_EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
 # vLLM's own defaults take most of a host's memory for the KV cache of one CPU engine.
 CPU_KV_CACHE_BYTES = 256 * 2**20
@@ -112,6 +115,8 @@ def prepare_engine_args(engine_args: AsyncEngineArgs) -> AsyncEngineArgs:
         UnsupportedArgumentError: A parallel size that cannot run on this platform, or a
             ``worker_extension_cls`` that is not a subclass of this library's.
     """
+    from vllm.config.weight_transfer import WeightTransferConfig
+
     prepared = copy.copy(engine_args)
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(prepared, name) < 1:
@@ -123,6 +128,8 @@ def prepare_engine_args(engine_args: AsyncEngineArgs) -> AsyncEngineArgs:
             "disable_log_stats must be False: replicas report their load from these statistics"
         )
     prepared.worker_extension_cls = _checked_extension(prepared.worker_extension_cls)
+    if prepared.weight_transfer_config is None:
+        prepared.weight_transfer_config = WeightTransferConfig(backend=BROADCAST_BACKEND)
     if on_cpu():
         _refuse_on_cpu(prepared)
     if prepared.distributed_executor_backend is None:

@@ -24,6 +24,7 @@ __all__ = [
     "SnapshotError",
     "StaleVersionError",
     "SyncError",
+    "TransferError",
     "UnknownStrategyError",
     "UnsupportedArgumentError",
     "WeightMismatchError",
@@ -113,6 +114,10 @@ class GenerationError(SyncError, RuntimeError):
 
 class GenerationTimeoutError(SyncError, TimeoutError):
     """A request did not finish in time; its work in the engine was ended too."""
+
+
+class TransferError(SyncError, RuntimeError):
+    """A transfer between trainer and engines could not be set up, or broke off."""
 
 
 class WeightMismatchError(SyncError, ValueError):

@@ -69,6 +69,8 @@ class EngineDescription:
         block_size: Tokens in one KV-cache block.
         num_kv_blocks: KV-cache blocks of the engine; ``None`` if vLLM does not say.
         vllm_version: Version of vLLM that runs it.
+        device_type: Where its weights are: ``"cpu"`` or ``"cuda"``.
+        num_workers: Its vLLM workers: tensor x pipeline x data parallel size.
     """
 
     replica_id: str
@@ -79,6 +81,8 @@ class EngineDescription:
     block_size: int
     num_kv_blocks: int | None
     vllm_version: str
+    device_type: str = "cpu"
+    num_workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import ray
-from ray.exceptions import RayActorError, RayTaskError
-
-from torchrl_vllm_sync.errors import ReplicaUnavailableError, ServiceClosedError
-from torchrl_vllm_sync.replica import Replica, ReplicaState
+from torchrl_vllm_sync.errors import ServiceClosedError
+from torchrl_vllm_sync.replica_calls import ReplicaCalls
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torchrl_vllm_sync.errors import ReplicaUnavailableError
     from torchrl_vllm_sync.launch import LaunchedReplicas
     from torchrl_vllm_sync.load import LoadTracker
+    from torchrl_vllm_sync.replica import Replica
 
 __all__ = ["FIGURE_TIMEOUT_S", "RPC_TIMEOUT_S", "ServiceReplicas"]
 
@@ -72,25 +73,32 @@ class ServiceReplicas:
             ServiceClosedError: The service is not launched, or was shut down.
         """
         self._require_launched()
-        calls = {
-            one.replica_id: getattr(one.actor, method).remote(*args, **kwargs)
+        everyone = {one.replica_id: args for one in self._current_replicas()}
+        return self.start_calls(method, everyone, **kwargs).answers(deadline_s)
+
+    def start_calls(
+        self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any
+    ) -> ReplicaCalls:
+        """Calls an engine actor's method on some replicas and does not wait for them.
+
+        Args:
+            method: Name of a method of ``EngineActor``.
+            calls: Replica id to its positional arguments.
+            **kwargs: Keyword arguments for all of them.
+
+        Raises:
+            ServiceClosedError: The service is not launched, or was shut down.
+        """
+        self._require_launched()
+        refs = {
+            one.replica_id: getattr(one.actor, method).remote(*calls[one.replica_id], **kwargs)
             for one in self._current_replicas()
+            if one.replica_id in calls
         }
-        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=deadline_s)
-        answers: dict[str, Any] = {}
-        for replica_id, ref in calls.items():
-            if ref not in ready:
-                answers[replica_id] = TimeoutError(f"no answer within {deadline_s:g} s")
-                continue
-            try:
-                answers[replica_id] = ray.get(ref)
-            except RayTaskError as error:
-                answers[replica_id] = error.cause
-            except RayActorError as error:
-                death = ReplicaUnavailableError(replica_id, ReplicaState.FAILED, str(error))
-                self.load.mark(replica_id, death.state, death.reason)
-                answers[replica_id] = death
-        return answers
+        return ReplicaCalls(refs, self._note_death)
+
+    def _note_death(self, death: ReplicaUnavailableError) -> None:
+        self.load.mark(death.replica_id, death.state, death.reason)
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Calls every replica and returns the answers in order; the first failure is raised."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.push import WeightPusher
-    from torchrl_vllm_sync.weights.transport import PushReport, WeightTransport
+    from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
 __all__ = ["ServiceWeights"]
 
@@ -62,6 +62,7 @@ class ServiceWeights(ServiceReplicas):
         transport: WeightTransport | None = None,
         timeout_s: float = DEFAULT_PUSH_TIMEOUT_S,
         clear_cache: bool = False,
+        mode: PauseMode = "keep",
     ) -> PushReport:
         """Brings every replica to new weights, keeping requests in flight.
 
@@ -73,12 +74,15 @@ class ServiceWeights(ServiceReplicas):
             timeout_s: Seconds after which a silent replica counts as failed.
             clear_cache: Recompute keys and values of requests in flight under the new weights.
                 Only then do their next tokens equal those of a fresh engine.
+            mode: What becomes of requests in flight: ``"keep"`` freezes them until the new weights
+                are in, ``"wait"`` lets them finish first, ``"abort"`` returns them as they are.
 
         Returns:
             What was sent, how long each phase took, and what each replica answered.
 
         Raises:
-            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number.
+            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number, or there is
+                no such ``mode``.
             WeightMismatchError: The weights do not fit the model; nothing was sent.
             StaleVersionError: ``version`` is older than the newest; nothing was sent.
             SnapshotError: The memmap transport could not store the weights; nothing was loaded.
@@ -91,7 +95,11 @@ class ServiceWeights(ServiceReplicas):
             self._pusher.use(transport)
         try:
             return self._pusher.push(
-                weights, version=version, timeout_s=timeout_s, clear_cache=clear_cache
+                weights,
+                version=version,
+                timeout_s=timeout_s,
+                clear_cache=clear_cache,
+                mode=mode,
             )
         finally:
             if self._launched:
@@ -220,6 +228,13 @@ class ServiceWeights(ServiceReplicas):
     def get_master_port(self) -> int:
         """Returns a port that was free on this node when first asked for; the same ever after."""
         return self._rendezvous_point()[1]
+
+    @property
+    def rendezvous(self) -> tuple[str, int | None]:
+        """Where transports meet the engines: this node's address, and a port if one was named."""
+        if self._rendezvous is None:
+            return ray.util.get_node_ip_address(), None
+        return self._rendezvous
 
     def _rendezvous_point(self) -> tuple[str, int]:
         if self._rendezvous is None:

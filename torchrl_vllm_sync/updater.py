@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl.collectors.weight_update import WeightUpdaterBase
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ __all__ = ["WeightUpdater"]
 
 logger = logging.getLogger(__name__)
 
-TRANSPORTS = {"auto": MemmapTransport, "memmap": MemmapTransport}
+TRANSPORTS = {
+    "auto": MemmapTransport,
+    "broadcast": BroadcastTransport,
+    "memmap": MemmapTransport,
+}
 
 
 class WeightUpdater:
@@ -40,7 +45,7 @@ class WeightUpdater:
         service: The service.
         source: What :meth:`push_weights` sends when it is given nothing: a module (plain, wrapped
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
-        transport: ``"auto"``, ``"memmap"``, or a ``WeightTransport``.
+        transport: ``"auto"``, ``"broadcast"``, ``"memmap"``, or a ``WeightTransport``.
         timeout_s: Seconds after which a silent replica counts as failed.
         clear_cache: Recompute keys and values of requests in flight after each push.
 

@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import ray.util
 from vllm import SamplingParams
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.admission import AdmissionGate, RunningRequest
+from torchrl_vllm_sync.engine.broadcast_loads import BroadcastLoads
 from torchrl_vllm_sync.engine.checkpoint import checkpoint_metadata
 from torchrl_vllm_sync.engine.native import NativeWeightTransfer
+from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
 from torchrl_vllm_sync.engine.updates import WeightUpdates
+from torchrl_vllm_sync.engine_args import num_workers
 from torchrl_vllm_sync.errors import GenerationError, GenerationTimeoutError, SyncError
 from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport, ReplicaState
@@ -90,7 +94,9 @@ class EngineActor(NativeWeightTransfer):
         """
         os.environ.update(self._environment)
         self.engine = AsyncLLM.from_engine_args(self._engine_args, stat_loggers=[self._stats])
-        self._updates = WeightUpdates(self.engine, self._gate, self._service_name)
+        self._updates = WeightUpdates(self.engine, self._gate)
+        self._snapshots = SnapshotLoads(self._updates, self._service_name)
+        self._broadcasts = BroadcastLoads(self._updates)
         self._gate.set(ReplicaState.SERVING)
         self._health = asyncio.create_task(self._watch_health())
         return self.describe()
@@ -107,6 +113,8 @@ class EngineActor(NativeWeightTransfer):
             block_size=config.cache_config.block_size,
             num_kv_blocks=config.cache_config.num_gpu_blocks,
             vllm_version=str(internals.installed_vllm()),
+            device_type=current_platform.device_type,
+            num_workers=num_workers(self._engine_args),
         )
 
     def ready(self) -> bool:
@@ -119,7 +127,7 @@ class EngineActor(NativeWeightTransfer):
             return
         self._gate.set(ReplicaState.CLOSED, "the service was shut down")
         self._health.cancel()
-        self._updates.stop_following()
+        self._snapshots.stop_following()
         await asyncio.to_thread(self.engine.shutdown)
 
     async def _watch_health(self) -> None:
@@ -393,18 +401,36 @@ class EngineActor(NativeWeightTransfer):
         run_id: str | None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Loads the newest version stored in ``directory``; see ``WeightUpdates.load_snapshot``."""
-        report = await self._updates.load_snapshot(directory, run_id, **options)
+        """Loads the newest version stored in ``directory``; see ``SnapshotLoads.load``."""
+        report = await self._snapshots.load(directory, run_id, **options)
         return dataclasses.asdict(report)
 
     async def follow_snapshots(self, directory: str, run_id: str | None, **options: Any) -> None:
         """Loads new versions of ``directory`` as they appear, without being told."""
-        self._updates.follow(directory, run_id, **options)
+        self._snapshots.follow(directory, run_id, **options)
 
     async def stop_following(self) -> None:
         """Ends :meth:`follow_snapshots`; a load under way is finished first."""
-        self._updates.stop_following()
+        self._snapshots.stop_following()
         await self._updates.settled()
+
+    async def join_broadcast(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
+        """Joins a trainer's group; see ``BroadcastLoads.join``."""
+        await self._broadcasts.join(init_info, timeout_s=timeout_s)
+
+    async def prepare_broadcast(
+        self, metadata: list[list[Any]], bucket_bytes: int, *, timeout_s: float
+    ) -> dict[str, Any]:
+        """Learns what coming pushes consist of; see ``BroadcastLoads.prepare``."""
+        return await self._broadcasts.prepare(metadata, bucket_bytes, timeout_s=timeout_s)
+
+    async def receive_broadcast(self, push_id: int, digest: str, **options: Any) -> dict[str, Any]:
+        """Receives one version; see ``BroadcastLoads.receive``."""
+        return dataclasses.asdict(await self._broadcasts.receive(push_id, digest, **options))
+
+    async def leave_broadcast(self) -> None:
+        """Leaves the trainer's group."""
+        await self._broadcasts.leave()
 
     def hold_back(self, version: int, run_id: str | None) -> None:
         """Takes the replica out of service until it holds ``version`` of run ``run_id``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_vllm_sync.engine import internals
-from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, SyncError
+from torchrl_vllm_sync.errors import StaleVersionError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.weights.data_file import DATA_FILE
-from torchrl_vllm_sync.weights.metadata import to_json
-from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,17 +21,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.engine.admission import AdmissionGate
-    from torchrl_vllm_sync.weights.snapshot_reader import Snapshot
 
 __all__ = ["LoadReport", "WeightUpdates"]
-
-logger = logging.getLogger(__name__)
 
 # Seconds within which requests without a token must have left a paused engine.
 SEND_BACK_TIMEOUT_S = 10.0
 # Seconds within which a paused engine must answer the call to resume.
 RESUME_TIMEOUT_S = 30.0
-# Seconds between signs of life to the writer of a snapshot that is being loaded.
+# Seconds between signs of life to whoever waits for a load under way.
 HEARTBEAT_S = 5.0
 # Seconds between looks at whether an engine core that owes an answer is still alive.
 POLL_S = 0.5
@@ -49,86 +42,79 @@ class LoadReport:
         version: Policy version the replica now holds.
         loaded: Whether anything was loaded; ``False`` when it held the version already.
         verify_s: Reading and checking the stored tensors, while generation goes on.
+        stage_s: Receiving into spare memory, while generation goes on.
         pause_s: From the request to pause until no step is running.
         load_s: Loading into the model, the slowest worker.
         resume_s: Labelling and resuming.
         num_tensors: Tensors loaded by each worker.
+        whole_pause_s: All of the pause: ``pause_s``, ``load_s`` and ``resume_s``.
         num_kept: Requests that went on with the tokens and keys they had.
         num_restarted: Requests without a token yet, which began again under the new weights.
         attempts: Loads it took, the most of any worker.
+        path: How the weights got into the model: ``plan`` for copies straight into place,
+            ``layerwise`` for vLLM's reload.
+        path_reason: Why it was not the plan; empty when it was, or when it was not asked for.
     """
 
     version: int
     loaded: bool
     verify_s: float = 0.0
+    stage_s: float = 0.0
     pause_s: float = 0.0
     load_s: float = 0.0
     resume_s: float = 0.0
+    whole_pause_s: float = 0.0
     num_tensors: int = 0
     num_kept: int = 0
     num_restarted: int = 0
     attempts: int = 0
+    path: str = ""
+    path_reason: str = ""
 
 
 class WeightUpdates:
-    """Applies stored versions to one engine, one at a time, each at most once.
+    """Applies whole versions to one engine, one at a time.
 
     A replica whose weights are not known to be whole stays paused, so that no step ever runs on
     them, until a load succeeds.
 
     Attributes:
         version: Policy version the engine serves with; 0 is what it was launched with.
+        whole: Whether the weights are known to be all of that version.
 
     Args:
         engine: The replica's engine.
         gate: The gate in front of it.
-        service_name: Tells this service's readers from those of others in one directory.
     """
 
-    def __init__(self, engine: AsyncLLM, gate: AdmissionGate, service_name: str) -> None:
-        self.version = 0
-        self._engine = engine
-        self._gate = gate
+    def __init__(self, engine: AsyncLLM, gate: AdmissionGate) -> None:
+        self.version, self.whole = 0, True
+        self._engine, self._gate = engine, gate
         self._lock = asyncio.Lock()
-        self._whole = True
         self._floor = 0
         self._run_id: str | None = None
-        self._follower: asyncio.Task[None] | None = None
-        self._load: asyncio.Future[LoadReport] | None = None
-        self._readers: dict[tuple[str, str | None, bool], SnapshotReader] = {}
-        self._reader_id = f"{service_name}-{gate.replica_id}"
 
-    async def load_snapshot(
-        self,
-        directory: str,
-        run_id: str | None,
-        *,
-        at_least: int,
-        verify: bool = True,
-        mode: PauseMode = "keep",
-        clear_cache: bool = False,
-        timeout_s: float,
-    ) -> LoadReport:
-        """Loads the newest version stored in ``directory``, unless the engine holds it already.
+    @property
+    def replica_id(self) -> str:
+        """Id of the replica."""
+        return self._gate.replica_id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the replica is dead or closed."""
+        return self._gate.state in (ReplicaState.FAILED, ReplicaState.CLOSED)
+
+    @contextlib.asynccontextmanager
+    async def exclusive(self, timeout_s: float) -> AsyncIterator[None]:
+        """Keeps other updates out.
 
         Args:
-            directory: Snapshot directory, readable by this replica's workers.
-            run_id: Run that the snapshots must belong to; ``None`` accepts any.
-            at_least: Oldest acceptable version.
-            verify: Check the stored checksums before anything is touched.
-            mode: vLLM's pause mode: ``keep``, ``wait`` or ``abort``.
-            clear_cache: Recompute the keys and values of requests in flight under the new weights.
-            timeout_s: Seconds for everything together.
+            timeout_s: Seconds to wait for one that is under way.
 
         Raises:
             ReplicaUnavailableError: The engine is dead or closed.
-            SnapshotError: Nothing acceptable is stored there. The engine is as it was.
-            StaleVersionError: Another run brought the engine to this version or a newer one. The
-                engine is as it was.
-            SyncError: The load failed or took too long. The replica is stale: it takes no
-                requests until a later load succeeds.
+            SyncError: Another update was under way all the time.
         """
-        deadline = time.perf_counter() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await self._lock.acquire()
@@ -136,28 +122,22 @@ class WeightUpdates:
             raise SyncError(f"another update was under way for {timeout_s:g} s") from None
         try:
             self._require_alive()
-            reader = self._reader(directory, run_id, verify=verify)
-            begin = time.perf_counter()
-            lease = reader.read(newer_than=self.version if self._whole else None)
-            snapshot = await asyncio.to_thread(lease.__enter__)
-            try:
-                verified = time.perf_counter()
-                if snapshot is None:
-                    self._check_held(directory, run_id, at_least)
-                    return LoadReport(version=self.version, loaded=False)
-                if snapshot.version < at_least:
-                    raise SnapshotError(
-                        f"{directory} holds version {snapshot.version}, not yet {at_least}"
-                    )
-                if verified >= deadline:
-                    raise SyncError(f"reading {directory} took longer than {timeout_s:g} s")
-                return await self._apply(
-                    reader, snapshot, verified - begin, mode, clear_cache, deadline - verified
-                )
-            finally:
-                await asyncio.to_thread(lease.__exit__, None, None, None)
+            yield
         finally:
             self._lock.release()
+
+    def refuse_foreign(self, version: int, run_id: str | None) -> None:
+        """Refuses a version that another run's has overtaken, or one of the same number.
+
+        Raises:
+            StaleVersionError: Another run brought the engine to ``version`` or a newer one.
+        """
+        foreign = run_id is not None and self._run_id not in (None, run_id)
+        if foreign and self.version >= version:
+            raise StaleVersionError(
+                f"version must be greater than {self.version}, to which run {self._run_id} "
+                f"brought replica {self.replica_id}, got {version} of run {run_id}"
+            )
 
     def _require_alive(self) -> None:
         """Raises unless the engine can be updated.
@@ -170,74 +150,90 @@ class WeightUpdates:
         if self._gate.state in (ReplicaState.FAILED, ReplicaState.CLOSED):
             raise self._gate.refusal()
 
-    def _check_held(self, directory: str, run_id: str | None, at_least: int) -> None:
-        """Accepts that ``directory`` holds nothing newer, or raises; see :meth:`load_snapshot`."""
-        name = f"replica {self._gate.replica_id}"
-        if self.version < at_least or not self._whole:
-            raise SnapshotError(
-                f"{directory} holds no version {at_least} or later, and {name} is at {self.version}"
-            )
-        foreign = run_id is not None and self._run_id not in (None, run_id)
-        if at_least and foreign:
-            raise StaleVersionError(
-                f"version must be greater than {self.version}, to which run {self._run_id} "
-                f"brought {name}, got {at_least} of run {run_id}"
-            )
-
-    async def _apply(
+    async def apply(
         self,
-        reader: SnapshotReader,
-        snapshot: Snapshot,
-        verify_s: float,
+        load: Callable[[float], Awaitable[list[dict[str, Any]]]],
+        *,
+        version: int,
+        run_id: str | None,
         mode: PauseMode,
         clear_cache: bool,
         timeout_s: float,
+        verify_s: float = 0.0,
+        stage_s: float = 0.0,
     ) -> LoadReport:
+        """Pauses the engine, has its workers load, and resumes; :meth:`exclusive` is held.
+
+        Args:
+            load: Has every worker load within the seconds given, and returns their answers:
+                ``error`` (empty if all is well), ``untouched`` if the weights are as they were,
+                ``num_tensors``, ``attempts``, ``path`` and ``path_reason``.
+            version: Policy version of what is loaded.
+            run_id: Run that it belongs to.
+            mode: vLLM's pause mode: ``keep``, ``wait`` or ``abort``.
+            clear_cache: Recompute the keys and values of requests in flight under the new weights.
+            timeout_s: Seconds for everything.
+            verify_s: Seconds spent on checking before; for the report.
+            stage_s: Seconds spent on receiving before; for the report.
+
+        Raises:
+            ReplicaUnavailableError: The engine is dead or closed.
+            SyncError: The load failed or took too long. Unless the workers say that they are
+                untouched the replica is stale: it takes no requests until a later load succeeds.
+        """
         begin = time.perf_counter()
+        was_whole = self.whole
         async with self._paused(mode, clear_cache, timeout_s) as num_restarted:
             paused = time.perf_counter()
-            self._whole = False
-            answers = await self._load_in_workers(reader, snapshot, timeout_s - (paused - begin))
-            for rank, answer in enumerate(answers):
-                if answer["error"]:
-                    raise SyncError(f"worker {rank} could not load: {answer['error']}")
+            self.whole = False
+            answers = await load(timeout_s - (paused - begin))
+            failures = [
+                f"worker {rank} could not load: {answer['error']}"
+                for rank, answer in enumerate(answers)
+                if answer["error"]
+            ]
+            if failures:
+                self.whole = was_whole and all(one.get("untouched") for one in answers)
+                raise SyncError("; ".join(failures))
             loaded = time.perf_counter()
-            await self._ask(
+            await self.ask(
                 "labelling",
-                internals.set_weight_label(self._engine, str(snapshot.version)),
+                internals.set_weight_label(self._engine, str(version)),
                 RESUME_TIMEOUT_S,
             )
-            self.version, self._whole = snapshot.version, True
-            self._run_id = snapshot.manifest.run_id
+            self.version, self.whole, self._run_id = version, True, run_id
             num_kept = len(self._gate.running)
+        done = time.perf_counter()
         return LoadReport(
-            version=self.version,
+            version=version,
             loaded=True,
             verify_s=verify_s,
+            stage_s=stage_s,
             pause_s=paused - begin,
             load_s=loaded - paused,
-            resume_s=time.perf_counter() - loaded,
+            resume_s=done - loaded,
+            whole_pause_s=done - begin,
             num_tensors=answers[0]["num_tensors"],
             num_kept=num_kept,
             num_restarted=num_restarted,
             attempts=max(answer["attempts"] for answer in answers),
+            path=" and ".join(sorted({answer["path"] for answer in answers})),
+            path_reason=next((one["path_reason"] for one in answers if one["path_reason"]), ""),
         )
 
-    async def _load_in_workers(
-        self, reader: SnapshotReader, snapshot: Snapshot, timeout_s: float
-    ) -> list[dict[str, Any]]:
-        """Has every worker load; keeps the lease on the snapshot alive meanwhile."""
-        load = self._engine.collective_rpc(
-            "sync_load_snapshot",
-            args=(
-                str(reader.directory / snapshot.manifest.path / DATA_FILE),
-                to_json(snapshot.metadata),
-                snapshot.manifest.trailer_checksum,
-            ),
-        )
-        return await self._ask("loading", load, timeout_s, heartbeat=snapshot.heartbeat)
+    async def call_workers(
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        what: str = "loading",
+        heartbeat: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker and returns their answers; see :meth:`ask`."""
+        call = self._engine.collective_rpc(method, args=args)
+        return await self.ask(what, call, timeout_s, heartbeat=heartbeat)
 
-    async def _ask(
+    async def ask(
         self,
         what: str,
         call: Awaitable[Any],
@@ -271,15 +267,6 @@ class WeightUpdates:
             self._require_alive()
             raise
 
-    def _reader(self, directory: str, run_id: str | None, *, verify: bool) -> SnapshotReader:
-        """Returns the reader of one directory; readers keep mappings from load to load."""
-        key = (directory, run_id, verify)
-        if key not in self._readers:
-            self._readers[key] = SnapshotReader(
-                directory, reader_id=self._reader_id, run_id=run_id, verify=verify
-            )
-        return self._readers[key]
-
     @contextlib.asynccontextmanager
     async def _paused(
         self, mode: PauseMode, clear_cache: bool, timeout_s: float
@@ -291,7 +278,7 @@ class WeightUpdates:
         """
         self._set(ReplicaState.UPDATING)
         try:
-            await self._ask(
+            await self.ask(
                 "pausing",
                 internals.pause_scheduler(self._engine, mode=mode, clear_cache=clear_cache),
                 timeout_s,
@@ -299,7 +286,7 @@ class WeightUpdates:
             num_restarted = await self._send_back_unstarted()
             yield num_restarted
         except BaseException as error:
-            if self._whole:
+            if self.whole:
                 await self._resume()
             else:
                 reason = (str(error) or type(error).__name__).partition("\n")[0]
@@ -315,9 +302,9 @@ class WeightUpdates:
             SyncError: It did not resume in time; the replica is stale.
         """
         try:
-            await self._ask("resuming", self._engine.resume_generation(), RESUME_TIMEOUT_S)
+            await self.ask("resuming", self._engine.resume_generation(), RESUME_TIMEOUT_S)
         except BaseException as error:
-            self._whole = False  # it may be frozen: only a load that ends well makes it serve again
+            self.whole = False  # it may be frozen: only a load that ends well makes it serve again
             self._set(ReplicaState.STALE, f"the engine did not resume: {error}")
             raise
         if self.version >= self._floor:
@@ -343,7 +330,7 @@ class WeightUpdates:
         self._floor = max(self._floor, version)
         foreign = self.version == version and run_id not in (None, self._run_id)
         if foreign:
-            self._whole = False
+            self.whole = False
         if (foreign or self.version < self._floor) and self._gate.state.admits_requests:
             other = " of this run" if foreign else ""
             self._set(ReplicaState.STALE, f"it did not reach version {self._floor}{other}")
@@ -372,59 +359,3 @@ class WeightUpdates:
             await self._engine.abort(left)
             await asyncio.sleep(0.002)
         return len(pending)
-
-    def follow(
-        self,
-        directory: str,
-        run_id: str | None,
-        *,
-        interval_s: float,
-        timeout_s: float,
-        verify: bool = True,
-    ) -> None:
-        """Loads new versions of ``directory`` as they appear, until :meth:`stop_following`.
-
-        A version that cannot be loaded is tried again at each interval.
-
-        Args:
-            directory: Snapshot directory; it need not exist yet.
-            run_id: Run that the snapshots must belong to; ``None`` accepts any.
-            interval_s: Seconds between looks at the manifest.
-            timeout_s: Seconds for each load.
-            verify: Check checksums before each load.
-        """
-        self.stop_following()
-        self._follower = asyncio.create_task(
-            self._follow(directory, run_id, interval_s, timeout_s, verify)
-        )
-
-    async def _follow(
-        self, directory: str, run_id: str | None, interval_s: float, timeout_s: float, verify: bool
-    ) -> None:
-        reader = self._reader(directory, run_id, verify=verify)
-        complaint = ""
-        while self._gate.state not in (ReplicaState.FAILED, ReplicaState.CLOSED):
-            try:
-                manifest = await asyncio.to_thread(reader.current)
-                if manifest is not None and (manifest.version > self.version or not self._whole):
-                    # Shielded, so that whoever stops this leaves no load half done.
-                    self._load = asyncio.ensure_future(
-                        self.load_snapshot(
-                            directory, run_id, at_least=0, verify=verify, timeout_s=timeout_s
-                        )
-                    )
-                    await asyncio.shield(self._load)
-                complaint = ""
-            except SyncError as error:
-                if str(error) != complaint:
-                    complaint = str(error)
-                    logger.warning(
-                        "replica %s cannot follow %s: %s", self._gate.replica_id, directory, error
-                    )
-            await asyncio.sleep(interval_s)
-
-    def stop_following(self) -> None:
-        """Ends :meth:`follow`; a load under way goes on to its end, see :meth:`settled`."""
-        if self._follower is not None:
-            self._follower.cancel()
-            self._follower = None

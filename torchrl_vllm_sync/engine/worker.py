@@ -1,6 +1,6 @@
 """What this library adds to every vLLM worker: methods called by ``collective_rpc``.
 
-vLLM mixes the class into its own worker class when ``worker_extension_cls`` names it, so only
+Importing it registers the receiver of the ``broadcast`` transport with vLLM. vLLM mixes the class into its own worker class when ``worker_extension_cls`` names it, so only
 engines started by this library are touched. Names carry a prefix, because an attribute that
 collides with the worker's own fails an assertion. Failures come back as data: an exception that
 crosses ``collective_rpc`` loses its type.
@@ -8,17 +8,21 @@ crosses ``collective_rpc`` loses its type.
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrl_vllm_sync.engine import broadcast_receiver
+from torchrl_vllm_sync.engine.broadcast_receiver import BroadcastInitInfo, BroadcastReceiver
 from torchrl_vllm_sync.engine.reload import reload_model
+from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.data_file import open_tensordict
 from torchrl_vllm_sync.weights.metadata import from_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch
 
@@ -28,6 +32,8 @@ __all__ = ["SyncWorkerExtension"]
 
 # The second attempt repairs what the first left behind; a third would not fare better.
 MAX_ATTEMPTS = 2
+
+broadcast_receiver.register()
 
 
 class SyncWorkerExtension:
@@ -65,15 +71,147 @@ class SyncWorkerExtension:
             else:
                 error = ""
                 break
-        if not error and self.vllm_config.model_config.is_multimodal_model:  # pyright: ignore[reportAttributeAccessIssue]
-            self.model_runner.reset_encoder_cache()  # pyright: ignore[reportAttributeAccessIssue]
-            self.model_runner.reset_mm_cache()  # pyright: ignore[reportAttributeAccessIssue]
+        if not error:
+            self._sync_forget_encodings()
         return {
             "seconds": time.perf_counter() - begin,
             "num_tensors": taken,
             "attempts": attempts,
+            "path": "layerwise",
+            "path_reason": "",
             "error": error,
         }
+
+    def sync_join(self, init_info: dict[str, Any]) -> dict[str, Any]:
+        """Joins the trainer's group; blocks until everybody has come.
+
+        Args:
+            init_info: Fields of ``BroadcastInitInfo``.
+
+        Returns:
+            ``error``, empty when the group is formed.
+        """
+        return _answer(
+            lambda: self._sync_receiver().init_transfer_engine(BroadcastInitInfo(**init_info))
+        )
+
+    def sync_prepare(self, metadata: list[list[Any]], bucket_bytes: int) -> dict[str, Any]:
+        """Learns what all coming pushes consist of; the model may be serving.
+
+        Args:
+            metadata: Names, dtypes and shapes, in the JSON form of ``ParamMeta``.
+            bucket_bytes: Size of the buckets.
+
+        Returns:
+            ``path`` (``plan`` or ``layerwise``), ``path_reason``, ``num_copies`` after merging,
+            ``seconds``, and ``error``.
+        """
+
+        def prepare() -> dict[str, Any]:
+            path = self._sync_receiver().prepare(from_json(metadata), bucket_bytes)
+            return {"path": path.name, "path_reason": path.reason, "num_copies": path.num_copies}
+
+        return _answer(prepare)
+
+    def sync_receive(
+        self, push_id: int, digest: str, num_passes: int, timeout_s: float
+    ) -> dict[str, Any]:
+        """Receives one push into the model; no step may run meanwhile.
+
+        Args:
+            push_id: Number of the push in this group.
+            digest: Digest of its metadata.
+            num_passes: How often the trainer sends everything.
+            timeout_s: Seconds for all of it.
+
+        Returns:
+            As :meth:`sync_load_snapshot`, and ``untouched``: whether the weights are as they were.
+        """
+        begin = time.monotonic()
+        touched = False
+
+        def receive() -> dict[str, Any]:
+            nonlocal touched
+            receiver = self._sync_prepared(digest)
+            receiver.await_start(push_id, begin + timeout_s)
+            touched = True
+            num_tensors = receiver.receive(begin + timeout_s, num_passes=num_passes)
+            self._sync_forget_encodings()
+            return _loaded(receiver, num_tensors)
+
+        answer = _answer(receive)
+        return {**answer, "untouched": not touched}
+
+    def sync_stage(self, push_id: int, digest: str, timeout_s: float) -> dict[str, Any]:
+        """Begins to receive one push into spare memory, in a thread; returns at once.
+
+        Args:
+            push_id: Number of the push in this group.
+            digest: Digest of its metadata.
+            timeout_s: Seconds for all of it.
+        """
+        begin = time.monotonic()
+
+        def stage() -> dict[str, Any]:
+            receiver = self._sync_prepared(digest)
+            receiver.await_start(push_id, begin + timeout_s)
+            return _loaded(receiver, receiver.stage(begin + timeout_s))
+
+        def start() -> None:
+            pool = concurrent.futures.ThreadPoolExecutor(1, "staged-weights")
+            self._sync_staged = pool.submit(_answer, stage)
+            pool.shutdown(wait=False)
+
+        return _answer(start)
+
+    def sync_staged(self) -> dict[str, Any] | None:
+        """Returns how :meth:`sync_stage` ended, or ``None`` while it is under way."""
+        return self._sync_staged.result() if self._sync_staged.done() else None
+
+    def sync_install_staged(self) -> dict[str, Any]:
+        """Puts staged weights into the model; no step may run meanwhile.
+
+        Returns:
+            As :meth:`sync_receive`.
+        """
+
+        def install() -> dict[str, Any]:
+            receiver = self._sync_receiver()
+            receiver.install_staged()
+            self._sync_forget_encodings()
+            return _loaded(receiver, 0)
+
+        return _answer(install)
+
+    def sync_leave(self) -> None:
+        """Leaves the trainer's group, if there is one."""
+        self._sync_receiver().shutdown()
+
+    def _sync_receiver(self) -> BroadcastReceiver:
+        """Returns the worker's end of the broadcast transport.
+
+        Raises:
+            TransferError: The engine was launched with another transfer engine.
+        """
+        receiver = self.weight_transfer_engine  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(receiver, BroadcastReceiver):
+            raise TransferError(
+                "the broadcast transport needs weight_transfer_config to be left unset at launch; "
+                f"this worker has {type(receiver).__name__}"
+            )
+        return receiver
+
+    def _sync_prepared(self, digest: str) -> BroadcastReceiver:
+        receiver = self._sync_receiver()
+        if receiver.digest != digest:
+            raise TransferError("the push holds other tensors than this worker was prepared for")
+        return receiver
+
+    def _sync_forget_encodings(self) -> None:
+        """Drops what the vision part of a model computed with the old weights."""
+        if self.vllm_config.model_config.is_multimodal_model:  # pyright: ignore[reportAttributeAccessIssue]
+            self.model_runner.reset_encoder_cache()  # pyright: ignore[reportAttributeAccessIssue]
+            self.model_runner.reset_mm_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
     def _sync_tensors(
         self, path: Path, metadata: list[ParamMeta], trailer_checksum: int
@@ -83,3 +221,23 @@ class SyncWorkerExtension:
 
     def _sync_model(self) -> torch.nn.Module:
         return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _answer(call: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    """Runs ``call`` and returns what it returns, with ``seconds`` and ``error``."""
+    begin, answer, error = time.perf_counter(), None, ""
+    try:
+        answer = call()
+    except Exception as failure:  # noqa: BLE001  any is reported to the replica's actor
+        error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
+    return {**(answer or {}), "seconds": time.perf_counter() - begin, "error": error}
+
+
+def _loaded(receiver: BroadcastReceiver, num_tensors: int) -> dict[str, Any]:
+    path = receiver.path
+    return {
+        "num_tensors": num_tensors,
+        "attempts": 1,
+        "path": path.name,
+        "path_reason": path.reason,
+    }

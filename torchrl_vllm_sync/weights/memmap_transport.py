@@ -19,7 +19,7 @@ from torchrl_vllm_sync.weights.writer_lock import LOCK
 if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.marker import LayoutName
     from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import ReplicaClient
+    from torchrl_vllm_sync.weights.transport import PauseMode, ReplicaClient
 
 __all__ = ["MemmapTransport"]
 
@@ -119,6 +119,7 @@ class MemmapTransport:
         *,
         timeout_s: float,
         clear_cache: bool,
+        mode: PauseMode = "keep",
     ) -> SendOutcome:
         """Publishes ``version`` unless it is published already, then has every replica load it.
 
@@ -141,6 +142,7 @@ class MemmapTransport:
             at_least=version,
             verify=self._verify,
             clear_cache=clear_cache,
+            mode=mode,
             timeout_s=timeout_s,
             deadline_s=timeout_s + GRACE_S,
         )
@@ -148,7 +150,7 @@ class MemmapTransport:
         return SendOutcome(
             num_bytes=num_bytes,
             phases=phases,
-            replicas=[_outcome(replica_id, answer) for replica_id, answer in answers.items()],
+            replicas=[ReplicaOutcome.of(name, answer) for name, answer in answers.items()],
             run_id=writer.run_id,
         )
 
@@ -168,15 +170,6 @@ def _close(writer: SnapshotWriter, pid: int, remove: bool) -> None:
     if os.getpid() == pid:
         with contextlib.suppress(FencedWriterError):  # it is the successor's now
             writer.close(remove=remove)
-
-
-def _outcome(replica_id: str, answer: Any) -> ReplicaOutcome:  # noqa: ANN401
-    if isinstance(answer, BaseException):
-        return ReplicaOutcome(
-            replica_id=replica_id, version=None, error=str(answer) or type(answer).__name__
-        )
-    phases = {name: float(value) for name, value in answer.items() if name != "version"}
-    return ReplicaOutcome(replica_id=replica_id, version=answer["version"], phases=phases)
 
 
 def _new_directory(service_name: str) -> Path:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from torchrl_vllm_sync.errors import StaleVersionError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
-from torchrl_vllm_sync.weights.transport import PushReport
+from torchrl_vllm_sync.weights.transport import PauseMode, PushReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,6 +98,7 @@ class WeightPusher:
         version: int | None,
         timeout_s: float,
         clear_cache: bool,
+        mode: PauseMode = "keep",
     ) -> PushReport:
         """Brings every replica to ``version``.
 
@@ -107,12 +108,14 @@ class WeightPusher:
                 version that was sent before is not sent again: the replicas that missed it get it.
             timeout_s: Seconds after which a silent replica counts as failed.
             clear_cache: Recompute keys and values of requests in flight.
+            mode: What becomes of requests in flight.
 
         Returns:
             The report of a push that every replica acknowledged.
 
         Raises:
-            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number.
+            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number, or there is
+                no such ``mode``.
             WeightMismatchError: ``weights`` do not fit the engines' model. Nothing was sent.
             StaleVersionError: ``version`` is older than the newest. Nothing was sent.
             SnapshotError: The transport could not store the weights. Replicas are as they were.
@@ -127,6 +130,10 @@ class WeightPusher:
             raise UnsupportedArgumentError(
                 f"timeout_s must be a finite number greater than 0, got {timeout_s!r}"
             )
+        if mode not in get_args(PauseMode):
+            raise UnsupportedArgumentError(
+                f"mode must be one of {get_args(PauseMode)}, got {mode!r}"
+            )
         with self._lock:
             source = fit_to_model(as_weight_source(weights), self._expected())
             transport = self.transport
@@ -136,7 +143,12 @@ class WeightPusher:
                 chosen = self._choose(version, ledger, transport)
                 self._attempted = max(self._attempted, chosen)
                 outcome = transport.send(
-                    self._client, source, chosen, timeout_s=timeout_s, clear_cache=clear_cache
+                    self._client,
+                    source,
+                    chosen,
+                    timeout_s=timeout_s,
+                    clear_cache=clear_cache,
+                    mode=mode,
                 )
                 ledger.record(outcome, chosen)
                 if not any(one.error for one in outcome.replicas):

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torchrl_vllm_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torchrl_vllm_sync.weights.source import WeightSource
 
-__all__ = ["PushReport", "ReplicaClient", "ReplicaOutcome", "SendOutcome", "WeightTransport"]
+__all__ = [
+    "PauseMode",
+    "PendingCalls",
+    "PushReport",
+    "ReplicaClient",
+    "ReplicaOutcome",
+    "SendOutcome",
+    "WeightTransport",
+]
+
+# What becomes of requests in flight: they freeze and go on, are waited for, or end as they are.
+PauseMode = Literal["keep", "wait", "abort"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +35,37 @@ class ReplicaOutcome:
         version: Policy version it holds now; ``None`` when that is not known.
         error: Why it did not reach the version of the push; empty when it did.
         phases: Seconds of wall clock by phase, and counts, as the replica measured them.
+        path: How the weights got into its model: ``plan`` or ``layerwise``; empty when nothing was
+            loaded.
+        path_reason: Why it was not the plan; empty when it was, or when none was asked for.
     """
 
     replica_id: str
     version: int | None
     error: str = ""
     phases: dict[str, float] = field(default_factory=dict)
+    path: str = ""
+    path_reason: str = ""
+
+    @classmethod
+    def of(cls, replica_id: str, answer: Any) -> ReplicaOutcome:  # noqa: ANN401  a report, or an error
+        """Makes it from what a call to the replica ended with.
+
+        Args:
+            replica_id: The replica.
+            answer: A ``LoadReport`` as a dictionary, or the exception that came instead.
+        """
+        if isinstance(answer, BaseException):
+            why = str(answer) or type(answer).__name__
+            return cls(replica_id=replica_id, version=None, error=why)
+        words = ("version", "path", "path_reason")
+        return cls(
+            replica_id=replica_id,
+            version=answer["version"],
+            phases={name: float(value) for name, value in answer.items() if name not in words},
+            path=answer.get("path", ""),
+            path_reason=answer.get("path_reason", ""),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +106,11 @@ class PushReport:
     phases: dict[str, float]
     replicas: list[ReplicaOutcome]
 
+    @property
+    def gigabytes_per_s(self) -> float:
+        """Bytes of the weights by the seconds of the whole push, in 10^9 bytes per second."""
+        return self.num_bytes / self.seconds / 1e9
+
     @classmethod
     def from_outcome(
         cls, outcome: SendOutcome, *, version: int, transport: str, seconds: float
@@ -90,12 +133,41 @@ class PushReport:
         )
 
 
+class PendingCalls(Protocol):
+    """One call to every replica, under way."""
+
+    def failures(self) -> dict[str, BaseException]:
+        """Returns those that have ended with an exception by now, without waiting."""
+        ...
+
+    def answers(self, deadline_s: float) -> dict[str, Any]:
+        """Waits for all; see :meth:`ReplicaClient.call_replicas`."""
+        ...
+
+
 class ReplicaClient(Protocol):
     """How a transport reaches every replica of a service: one call a push, all at once."""
 
     @property
     def service_name(self) -> str:
         """Name of the service, unique on the cluster."""
+        ...
+
+    @property
+    def rendezvous(self) -> tuple[str, int | None]:
+        """This host's address as the replicas reach it, and a port if one was asked for."""
+        ...
+
+    def start_calls(
+        self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any
+    ) -> PendingCalls:
+        """Calls an engine actor's method on some replicas and does not wait.
+
+        Args:
+            method: Name of the method.
+            calls: Replica id to positional arguments.
+            **kwargs: Keyword arguments for all of them.
+        """
         ...
 
     def call_replicas(
@@ -135,6 +207,7 @@ class WeightTransport(Protocol):
         *,
         timeout_s: float,
         clear_cache: bool,
+        mode: PauseMode = "keep",
     ) -> SendOutcome:
         """Sends ``source`` as ``version`` to every replica and waits for each one's answer.
 
@@ -146,6 +219,7 @@ class WeightTransport(Protocol):
             version: Policy version of these tensors.
             timeout_s: Seconds after which a silent replica counts as failed.
             clear_cache: Recompute keys and values of requests in flight.
+            mode: What becomes of requests in flight.
         """
         ...
 

@@ -1,0 +1,321 @@
+"""A trainer and workers over Gloo, in threads: whole tensors arrive, and nobody waits for ever."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from torchrl_vllm_sync.errors import TransferError, WeightMismatchError
+from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup, StartSignal
+from torchrl_vllm_sync.weights.bucket_stream import make_buffers, receive_buckets, send_buckets
+from torchrl_vllm_sync.weights.buckets import BucketLayout
+from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.packer import StreamingPacker, ViewPacker, make_packer
+from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.whole_tensors import whole_tensors
+
+CPU = torch.device("cpu")
+HOST = "127.0.0.1"
+
+
+def tensors(seed=0):
+    """Several dtypes, shapes, strides and sizes; some lie side by side in one storage."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    fused = normal(4, 6, 5)
+    return {
+        "embed": normal(37, 8),
+        "scalar": torch.tensor(3.25),
+        "transposed": normal(5, 9).t(),
+        "odd": torch.arange(7, dtype=torch.uint8),
+        "half": normal(11, 3).to(torch.bfloat16),
+        **{f"experts.{i}.{j}": fused[i, 3 * j : 3 * j + 3] for i in range(4) for j in range(2)},
+        "empty": torch.empty(0, 4),
+        "bias": normal(129),
+    }
+
+
+def metadata_of(tensors, dtype=None):
+    return [
+        ParamMeta(name, dtype or tensor.dtype, tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+
+
+@pytest.fixture
+def groups():
+    """One trainer and two workers that have met."""
+    with ThreadPoolExecutor(2) as pool:
+        trainer = host(world_size=3)
+        joined = [pool.submit(join, trainer.rendezvous, rank) for rank in (1, 2)]
+        trainer.connect(timeout_s=20)
+        groups = [trainer, *(one.result() for one in joined)]
+    yield groups
+    for group in groups:
+        group.close()
+
+
+def host(world_size, timeout_s=20):
+    return BroadcastGroup.host(
+        HOST, port=None, world_size=world_size, device=CPU, timeout_s=timeout_s
+    )
+
+
+def join(rendezvous, rank, timeout_s=20):
+    group = BroadcastGroup.join(rendezvous, rank, CPU, timeout_s=timeout_s)
+    group.connect(timeout_s=timeout_s)
+    return group
+
+
+def transfer(groups, layout, packer_of, num_passes=1):
+    """Sends to the workers, which take whole tensors; returns what each pass brought to each."""
+
+    def receive(group):
+        buffers = make_buffers(layout, CPU)
+        passes = []
+        for _ in range(num_passes):
+            arrivals = receive_buckets(group, layout, buffers, deadline=time.monotonic() + 20)
+            passes.append(dict(whole_tensors(layout, buffers, arrivals)))
+        return passes
+
+    buffers = make_buffers(layout, CPU)
+    packer = packer_of(buffers)
+    with ThreadPoolExecutor(2) as pool:
+        received = [pool.submit(receive, group) for group in groups[1:]]
+        for _ in range(num_passes):
+            send_buckets(groups[0], layout, buffers, packer, deadline=time.monotonic() + 20)
+        return [one.result(timeout=30) for one in received]
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 100, 1000, 1 << 20])
+def test_every_tensor_arrives_whole_whatever_the_buckets(groups, bucket_bytes):
+    wanted = tensors()
+    layout = BucketLayout(metadata_of(wanted), bucket_bytes)
+    assert all(bucket.num_bytes <= bucket_bytes for bucket in layout.buckets)
+    views = list(wanted.items())
+    for received in transfer(
+        groups, layout, lambda buffers: ViewPacker(layout, buffers, views), num_passes=2
+    ):
+        for one in received:
+            assert sorted(one) == sorted(wanted)
+            for name, tensor in wanted.items():
+                assert one[name].dtype == tensor.dtype
+                assert torch.equal(one[name], tensor), name
+
+
+def test_a_streaming_source_arrives_alike(groups):
+    wanted = tensors(seed=1)
+    layout = BucketLayout(metadata_of(wanted), 200)
+    source = MappingSource(wanted)
+    for (one,) in transfer(groups, layout, lambda _: StreamingPacker(layout, source, CPU)):
+        assert all(torch.equal(one[name], tensor) for name, tensor in wanted.items())
+
+
+def test_values_are_cast_to_the_dtype_on_the_wire(groups):
+    wanted = {name: one for name, one in tensors().items() if one.is_floating_point()}
+    layout = BucketLayout(metadata_of(wanted, torch.bfloat16), 300)
+    views = list(wanted.items())
+    for (one,) in transfer(groups, layout, lambda buffers: ViewPacker(layout, buffers, views)):
+        for name, tensor in wanted.items():
+            assert torch.equal(one[name], tensor.to(torch.bfloat16))
+
+
+def test_live_tensors_are_read_at_each_push(groups):
+    """A twin of the tests above: what is packed once and kept would show."""
+    wanted = tensors()
+    layout = BucketLayout(metadata_of(wanted), 500)
+    buffers = make_buffers(layout, CPU)
+    packer = ViewPacker(layout, buffers, list(wanted.items()))
+    first = buffers[0].clone()
+    packer(0, buffers[0])
+    wanted["embed"].add_(1)
+    packer(0, buffers[0])
+    assert torch.equal(
+        buffers[0][: 4 * 8].view(torch.float32), wanted["embed"][0].contiguous().view(-1)
+    )
+    assert not torch.equal(first, buffers[0])
+
+
+def test_neighbours_in_memory_become_one_copy():
+    fused = torch.arange(4 * 6 * 5, dtype=torch.float32).view(4, 6, 5)
+    parts = {f"{i}.{j}": fused[i, 3 * j : 3 * j + 3] for i in range(4) for j in range(2)}
+    layout = BucketLayout(metadata_of(parts), 1 << 20)
+    buffers = make_buffers(layout, CPU)
+    packer = ViewPacker(layout, buffers, list(parts.items()))
+    assert packer.num_copies == 1
+    packer(0, buffers[0])
+    assert torch.equal(buffers[0].view(torch.float32), fused.view(-1))
+    shuffled = dict(reversed(parts.items()))
+    layout = BucketLayout(metadata_of(shuffled), 1 << 20)
+    assert ViewPacker(layout, make_buffers(layout, CPU), list(shuffled.items())).num_copies == 8
+
+
+@pytest.mark.parametrize(
+    ("yielded", "culprit"),
+    [
+        ({"a": (2, 2)}, "announced b"),
+        ({"a": (2, 2), "c": (3,)}, r"announced b \[3\] and yielded c"),
+        ({"a": (2, 2), "b": (4,)}, r"announced b \[3\] and yielded b \[4\]"),
+        ({"a": (2, 2), "b": (3,), "c": (1,)}, "yielded c, which it had not announced"),
+    ],
+)
+def test_a_source_that_yields_other_things_than_announced_is_named(yielded, culprit):
+    layout = BucketLayout(
+        [ParamMeta("a", torch.float32, (2, 2)), ParamMeta("b", torch.float32, (3,))]
+    )
+    (buffer,) = make_buffers(layout, CPU)
+    packer = StreamingPacker(
+        layout, MappingSource({name: torch.zeros(shape) for name, shape in yielded.items()}), CPU
+    )
+    with pytest.raises(WeightMismatchError, match=culprit):
+        packer(0, buffer)
+        packer.finish()
+
+
+def test_a_row_wider_than_a_bucket_is_named():
+    with pytest.raises(WeightMismatchError, match="one row of wide, which has 40 bytes"):
+        BucketLayout([ParamMeta("wide", torch.float32, (2, 10))], 32)
+
+
+def test_tensors_on_another_device_are_refused_for_a_gpu():
+    layout = BucketLayout([ParamMeta("a", torch.float32, (2,))])
+    with pytest.raises(
+        WeightMismatchError, match="a is on cpu, but this transport sends from cuda:0"
+    ):
+        make_packer(layout, [], [("a", torch.zeros(2))], MappingSource({}), torch.device("cuda:0"))
+
+
+def test_nobody_begins_before_all_are_ready_and_a_push_left_does_no_harm(groups):
+    trainer, one, other = groups
+    deadline = time.monotonic() + 10
+    begun = []
+
+    def await_start(group, push_id):
+        StartSignal(group, push_id).await_start(deadline=deadline)
+        begun.append(group.rank)
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(await_start, one, 1)
+
+        def watch():
+            raise TransferError("replica 1 cannot pause")
+
+        with pytest.raises(TransferError, match="cannot pause"):
+            StartSignal(trainer, 1).give(deadline=deadline, watch=watch)
+        with pytest.raises(TransferError, match="called the transfer off: left: replica 1 cannot"):
+            waiting.result(timeout=10)
+        assert begun == []
+        ready = [pool.submit(await_start, group, 2) for group in (one, other)]
+        StartSignal(trainer, 2).give(deadline=deadline, watch=lambda: None)
+        for each in ready:
+            each.result(timeout=10)
+    assert sorted(begun) == [1, 2]
+    wanted = tensors()
+    layout = BucketLayout(metadata_of(wanted), 500)
+    views = list(wanted.items())
+    transfer(groups, layout, lambda buffers: ViewPacker(layout, buffers, views))
+
+
+def test_who_never_gets_ready_is_named(groups):
+    trainer, one, _ = groups
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(StartSignal(one, 1).await_start, deadline=time.monotonic() + 10)
+        with pytest.raises(TransferError, match="ranks 2 did not get ready for transfer 1"):
+            StartSignal(trainer, 1).give(deadline=time.monotonic() + 0.5, watch=lambda: None)
+        with pytest.raises(TransferError, match="called the transfer off"):
+            waiting.result(timeout=10)
+
+
+def test_a_worker_waits_no_longer_than_its_deadline(groups):
+    begin = time.monotonic()
+    with pytest.raises(TransferError, match="did not begin the transfer"):
+        StartSignal(groups[1], 7).await_start(deadline=begin + 0.3)
+    assert time.monotonic() - begin < 5
+
+
+def test_a_rank_that_does_not_come_is_named():
+    trainer = host(world_size=3, timeout_s=5)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join, trainer.rendezvous, 2, 5)
+        with pytest.raises(TransferError, match="ranks 1 did not come to the rendezvous"):
+            trainer.connect(timeout_s=1)
+        del trainer
+        with pytest.raises(TransferError):
+            joined.result(timeout=30)
+
+
+def test_two_workers_of_one_rank_are_refused():
+    trainer = host(world_size=3)
+    with ThreadPoolExecutor(2) as pool:
+        joined = [pool.submit(join, trainer.rendezvous, 1, 2) for _ in range(2)]
+        with pytest.raises(TransferError, match="ranks 2 did not come"):
+            trainer.connect(timeout_s=2)
+        errors = [str(one.exception(timeout=30)) for one in joined]
+    assert sum("rank 1 of the group is taken already" in one for one in errors) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 3, -1])
+def test_a_rank_outside_the_group_is_refused(rank):
+    trainer = host(world_size=3)
+    with pytest.raises(
+        TransferError, match=rf"rank must be in \[1, 3\) in a group of 3, got {rank}"
+    ):
+        BroadcastGroup.join(trainer.rendezvous, rank, CPU, timeout_s=5)
+
+
+def test_a_trainer_that_is_not_there_is_named():
+    trainer = host(world_size=2)
+    where = trainer.rendezvous
+    del trainer
+    with pytest.raises(TransferError, match=f"cannot reach the trainer at {HOST}:{where.port}"):
+        BroadcastGroup.join(where, 1, CPU, timeout_s=1)
+
+
+def test_a_taken_port_is_named():
+    trainer = host(world_size=2)
+    port = trainer.rendezvous.port
+    with pytest.raises(TransferError, match=f"cannot listen at {HOST}:{port}"):
+        BroadcastGroup.host(HOST, port=port, world_size=2, device=CPU, timeout_s=1)
+
+
+def test_a_worker_that_leaves_ends_the_senders_wait(groups):
+    """Its end of the connection closes, as when its process dies."""
+    trainer, one, other = groups
+    wanted = {"big": torch.zeros(64, 1 << 18)}
+    layout = BucketLayout(metadata_of(wanted), 1 << 22)
+    buffers = make_buffers(layout, CPU)
+    packer = ViewPacker(layout, buffers, list(wanted.items()))
+    received = []
+
+    def receive_some():
+        slots = make_buffers(layout, CPU)
+        for index in receive_buckets(one, layout, slots, deadline=time.monotonic() + 20):
+            received.append(index)
+            if index == 2:
+                one.close()
+                return
+
+    def receive_all():
+        slots = make_buffers(layout, CPU)
+        for _ in receive_buckets(other, layout, slots, deadline=time.monotonic() + 20):
+            pass
+
+    threads = [threading.Thread(target=receive_some)]
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(receive_all)
+        threads[0].start()
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError):
+            send_buckets(trainer, layout, buffers, packer, deadline=begin + 20)
+        trainer.close()
+        assert isinstance(rest.exception(timeout=30), RuntimeError | None)
+    threads[0].join()
+    assert received == [0, 1, 2]
+    assert time.monotonic() - begin < 15
+    with pytest.raises(TransferError, match="not connected, or was closed"):
+        trainer.broadcast(torch.zeros(1), timeout_s=1)

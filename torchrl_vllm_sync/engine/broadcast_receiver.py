@@ -1,0 +1,337 @@
+"""Receives pushes in a vLLM worker: a ``WeightTransferEngine`` for buckets over NCCL or Gloo.
+
+Registered under its own name in this library's engines only, by the worker extension. Where a load
+plan covers the model, buckets are copied straight into the parameters; every other model takes
+vLLM's layerwise reload, and says why.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from torchrl_vllm_sync.engine.checksums import checksum
+from torchrl_vllm_sync.engine.load_path import LoadPath, choose_path
+from torchrl_vllm_sync.engine.reload import reload_model
+from torchrl_vllm_sync.engine.staging import StagingArea
+from torchrl_vllm_sync.engine_args import BROADCAST_BACKEND, STAGED_BACKEND
+from torchrl_vllm_sync.errors import TransferError
+from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup, Rendezvous, StartSignal
+from torchrl_vllm_sync.weights.bucket_stream import make_buffers, receive_buckets
+from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
+from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json, metadata_digest
+from torchrl_vllm_sync.weights.whole_tensors import whole_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vllm.config import VllmConfig
+
+__all__ = [
+    "BroadcastInitInfo",
+    "BroadcastReceiver",
+    "BroadcastUpdateInfo",
+    "register",
+]
+
+
+def register() -> None:
+    """Makes the engine known to vLLM in this process; does nothing the second time."""
+    for name in (BROADCAST_BACKEND, STAGED_BACKEND):
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, BroadcastReceiver)
+
+
+@dataclass
+class BroadcastInitInfo(WeightTransferInitInfo):
+    """How a worker joins the group; the words are those of vLLM's own NCCL engine.
+
+    Attributes:
+        master_address: The trainer's address.
+        master_port: Port of its store.
+        rank_offset: Rank of the replica's first worker, at least 1.
+        world_size: The trainer and the workers of all replicas.
+        timeout_s: Seconds within which everybody must have come.
+        interface: Network interface; ``None`` takes the one that reaches the trainer.
+    """
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout_s: float = 60.0
+    interface: str | None = None
+
+
+@dataclass
+class BroadcastUpdateInfo(WeightTransferUpdateInfo):
+    """One push.
+
+    Attributes:
+        push_id: Number of the push in this group.
+        timeout_s: Seconds for all of it.
+        num_passes: How often the trainer sends everything; the second time is a check.
+        metadata: ``ParamMeta`` in JSON form; ``None`` for the same as last time.
+        bucket_bytes: Size of the buckets; read together with ``metadata``.
+    """
+
+    push_id: int
+    timeout_s: float = 300.0
+    num_passes: int = 1
+    metadata: list[list[Any]] | None = None
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+
+
+class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateInfo]):
+    """One worker's end of the ``broadcast`` transport.
+
+    Lifecycle: made by vLLM when the model is loaded; :meth:`init_transfer_engine` joins the
+    trainer's group, again after each failure; then for each push ``start_weight_update``,
+    :meth:`receive_weights`, ``finish_weight_update``; :meth:`shutdown` leaves the group.
+    """
+
+    init_info_cls = BroadcastInitInfo
+    update_info_cls = BroadcastUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: Any, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._group: BroadcastGroup | None = None
+        self._layout: BucketLayout | None = None
+        self._buffers: list[torch.Tensor] = []
+        self._path = LoadPath.undecided()
+        self._staging: StagingArea | None = None
+        if config.backend == STAGED_BACKEND:
+            self._staging = StagingArea(model, device)
+
+    @property
+    def path(self) -> LoadPath:
+        """How pushes get into the model."""
+        return self._path
+
+    @property
+    def rank_in_replica(self) -> int:
+        """This worker's rank among those of its replica, data-parallel ones included."""
+        parallel = self.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+    def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
+        """Joins the trainer's group, and leaves the one before.
+
+        Raises:
+            TransferError: The trainer or another worker did not come in time, or the ranks do not
+                fit the size of the group.
+        """
+        self.shutdown()
+        deadline = time.monotonic() + init_info.timeout_s
+        rendezvous = Rendezvous(
+            init_info.master_address,
+            init_info.master_port,
+            init_info.world_size,
+            init_info.interface,
+        )
+        group = BroadcastGroup.join(
+            rendezvous,
+            init_info.rank_offset + self.rank_in_replica,
+            self.device,
+            timeout_s=init_info.timeout_s,
+        )
+        group.connect(timeout_s=max(deadline - time.monotonic(), 1.0))
+        self._group = group
+
+    def prepare(self, metadata: Sequence[ParamMeta], bucket_bytes: int) -> LoadPath:
+        """Works out once where the tensors of all coming pushes go, and makes the buffers.
+
+        Args:
+            metadata: Every tensor of a push, in the order of sending.
+            bucket_bytes: Size of the buckets.
+        """
+        layout = BucketLayout(metadata, bucket_bytes)
+        self._buffers = []
+        self._buffers = make_buffers(layout, self.device)
+        self._layout = layout
+        self._path = choose_path(self.model, self.vllm_config, layout, self._buffers, self._staging)
+        return self._path
+
+    @property
+    def digest(self) -> str:
+        """Digest of the metadata that :meth:`prepare` was given; empty before."""
+        return metadata_digest(self._layout.metadata) if self._layout else ""
+
+    def start_weight_update(self) -> None:
+        """Does nothing: each push is complete in itself."""
+
+    def finish_weight_update(self) -> None:
+        """Does nothing: :meth:`receive_weights` ends with the weights in place."""
+
+    def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
+        """Receives one push into the model.
+
+        Raises:
+            TransferError: There is no group, the push is unprepared, or the transfer broke off.
+            WeightMismatchError: Some parameter received nothing.
+        """
+        if update_info.metadata is not None:
+            self.prepare(from_json(update_info.metadata), update_info.bucket_bytes)
+        deadline = time.monotonic() + update_info.timeout_s
+        self.await_start(update_info.push_id, deadline)
+        self.receive(deadline, num_passes=update_info.num_passes)
+
+    def await_start(self, push_id: int, deadline: float) -> None:
+        """Waits for the trainer's word to begin; until then nothing has been touched.
+
+        Raises:
+            TransferError: There is no group, the push is unprepared, or the trainer left it.
+        """
+        group, _ = self._ready()
+        StartSignal(group, push_id).await_start(deadline=deadline)
+
+    def receive(self, deadline: float, *, num_passes: int = 1) -> int:
+        """Receives one push into the model, once or with a check.
+
+        With two passes the second one goes through the layerwise reload. Unless both leave the
+        same parameters behind, the plan is given up for good. The weights are right either way.
+
+        Returns:
+            Number of tensors received.
+
+        Raises:
+            TransferError: The transfer broke off. The weights are undefined.
+            WeightMismatchError: Some parameter received nothing.
+        """
+        group, layout = self._ready()
+        try:
+            if self._path.plan is None:
+                self._reload(group, layout, deadline)
+                for _ in range(num_passes - 1):
+                    self._drain(group, layout, deadline)
+            else:
+                self._copy(group, layout, self._path.buckets, deadline)
+                if num_passes > 1:
+                    self._check_plan(group, layout, deadline)
+        except (torch.distributed.DistError, RuntimeError) as error:
+            self.shutdown()
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(f"the transfer broke off: {error}") from error
+        return len(layout.metadata)
+
+    def stage(self, deadline: float) -> int:
+        """Receives one push into spare memory, while the model goes on serving.
+
+        Raises:
+            TransferError: There is no spare memory, or the transfer broke off.
+        """
+        group, layout = self._ready()
+        if self._staging is None:
+            raise TransferError("this engine was launched without memory for staged weights")
+        try:
+            if self._path.plan is None:
+                with group.side_stream():
+                    tensors = whole_tensors(layout, self._buffers, self._arrivals(group, deadline))
+                    self._staging.tensors = list(tensors)
+                group.synchronize(deadline=deadline)
+            else:
+                self._copy(group, layout, self._path.staged_buckets, deadline)
+        except (torch.distributed.DistError, RuntimeError) as error:
+            self.shutdown()
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(f"the transfer broke off: {error}") from error
+        return len(layout.metadata)
+
+    def install_staged(self) -> None:
+        """Puts what :meth:`stage` received into the model, which must not be serving meanwhile.
+
+        Raises:
+            TransferError: Nothing is staged.
+            WeightMismatchError: Some parameter received nothing.
+        """
+        if self._staging is None:
+            raise TransferError("this engine was launched without memory for staged weights")
+        if self._path.plan is None:
+            tensors, self._staging.tensors = self._staging.tensors, []
+            if not tensors:
+                raise TransferError("no weights are staged")
+            reload_model(self.model, self.vllm_config, tensors)
+        else:
+            self._staging.install()
+
+    def shutdown(self) -> None:
+        """Leaves the group; the trainer notices if it is still sending. Idempotent."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """Not the way to send: vLLM 0.26 and 0.27 demand the method.
+
+        Raises:
+            NotImplementedError: Always; use ``BroadcastTransport``.
+        """
+        raise NotImplementedError("send with torchrl_vllm_sync's BroadcastTransport")
+
+    def _ready(self) -> tuple[BroadcastGroup, BucketLayout]:
+        if self._group is None:
+            raise TransferError("this worker has not joined a group, or left it after a failure")
+        if self._layout is None:
+            raise TransferError("the push is unprepared: its metadata were never sent")
+        return self._group, self._layout
+
+    def _arrivals(self, group: BroadcastGroup, deadline: float) -> Iterator[int]:
+        assert self._layout is not None
+        return receive_buckets(group, self._layout, self._buffers, deadline=deadline)
+
+    @torch.no_grad()
+    def _copy(
+        self, group: BroadcastGroup, layout: BucketLayout, buckets: Sequence[Any], deadline: float
+    ) -> None:
+        del layout
+        with group.side_stream():
+            for index in self._arrivals(group, deadline):
+                buckets[index].copy()
+        group.synchronize(deadline=deadline)
+        group.follow()
+
+    def _reload(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:
+        arrivals = self._arrivals(group, deadline)
+        with group.side_stream():
+            try:
+                tensors = whole_tensors(layout, self._buffers, arrivals)
+                reload_model(self.model, self.vllm_config, tensors)
+            finally:
+                # Whoever fails here still takes part, so that the others' transfer ends.
+                for _ in arrivals:
+                    pass
+        group.synchronize(deadline=deadline)
+        group.follow()
+
+    def _drain(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:
+        del layout
+        with group.side_stream():
+            for _ in self._arrivals(group, deadline):
+                pass
+        group.synchronize(deadline=deadline)
+
+    def _check_plan(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:
+        """Compares what the plan left behind with what the layerwise reload does."""
+        by_plan = checksum(self.model)
+        self._reload(group, layout, deadline)
+        by_reload = checksum(self.model)
+        if wrong := [name for name in by_reload if by_plan.get(name) != by_reload[name]]:
+            self._path = LoadPath.layerwise(
+                f"the plan left other values than a reload in {len(wrong)} parameters: "
+                + ", ".join(wrong[:3])
+            )

@@ -1,0 +1,190 @@
+"""Versions stored in a snapshot directory, loaded into one engine: when told, or on its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from torchrl_vllm_sync.engine.updates import LoadReport
+from torchrl_vllm_sync.errors import SnapshotError, SyncError
+from torchrl_vllm_sync.weights.data_file import DATA_FILE
+from torchrl_vllm_sync.weights.metadata import to_json
+from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import PauseMode
+
+    from torchrl_vllm_sync.engine.updates import WeightUpdates
+    from torchrl_vllm_sync.weights.snapshot_reader import Snapshot
+
+__all__ = ["SnapshotLoads"]
+
+logger = logging.getLogger(__name__)
+
+
+class SnapshotLoads:
+    """Applies stored versions to one engine, each at most once.
+
+    Args:
+        updates: The engine's weights.
+        service_name: Tells this service's readers from those of others in one directory.
+    """
+
+    def __init__(self, updates: WeightUpdates, service_name: str) -> None:
+        self._updates = updates
+        self._follower: asyncio.Task[None] | None = None
+        self._load: asyncio.Future[LoadReport] | None = None
+        self._readers: dict[tuple[str, str | None, bool], SnapshotReader] = {}
+        self._reader_id = f"{service_name}-{updates.replica_id}"
+
+    async def load(
+        self,
+        directory: str,
+        run_id: str | None,
+        *,
+        at_least: int,
+        verify: bool = True,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        timeout_s: float,
+    ) -> LoadReport:
+        """Loads the newest version stored in ``directory``, unless the engine holds it already.
+
+        Args:
+            directory: Snapshot directory, readable by this replica's workers.
+            run_id: Run that the snapshots must belong to; ``None`` accepts any.
+            at_least: Oldest acceptable version.
+            verify: Check the stored checksums before anything is touched.
+            mode: vLLM's pause mode: ``keep``, ``wait`` or ``abort``.
+            clear_cache: Recompute the keys and values of requests in flight under the new weights.
+            timeout_s: Seconds for everything together.
+
+        Raises:
+            ReplicaUnavailableError: The engine is dead or closed.
+            SnapshotError: Nothing acceptable is stored there. The engine is as it was.
+            StaleVersionError: Another run brought the engine to this version or a newer one. The
+                engine is as it was.
+            SyncError: The load failed or took too long. The replica is stale: it takes no
+                requests until a later load succeeds.
+        """
+        updates = self._updates
+        deadline = time.perf_counter() + timeout_s
+        async with updates.exclusive(timeout_s):
+            reader = self._reader(directory, run_id, verify=verify)
+            begin = time.perf_counter()
+            lease = reader.read(newer_than=updates.version if updates.whole else None)
+            snapshot = await asyncio.to_thread(lease.__enter__)
+            try:
+                verified = time.perf_counter()
+                if snapshot is None:
+                    self._check_held(directory, run_id, at_least)
+                    return LoadReport(version=updates.version, loaded=False)
+                if snapshot.version < at_least:
+                    raise SnapshotError(
+                        f"{directory} holds version {snapshot.version}, not yet {at_least}"
+                    )
+                if verified >= deadline:
+                    raise SyncError(f"reading {directory} took longer than {timeout_s:g} s")
+                return await updates.apply(
+                    lambda timeout_s: self._load_in_workers(reader, snapshot, timeout_s),
+                    version=snapshot.version,
+                    run_id=snapshot.manifest.run_id,
+                    mode=mode,
+                    clear_cache=clear_cache,
+                    timeout_s=deadline - verified,
+                    verify_s=verified - begin,
+                )
+            finally:
+                await asyncio.to_thread(lease.__exit__, None, None, None)
+
+    def _check_held(self, directory: str, run_id: str | None, at_least: int) -> None:
+        """Accepts that ``directory`` holds nothing newer, or raises; see :meth:`load`."""
+        updates = self._updates
+        if updates.version < at_least or not updates.whole:
+            raise SnapshotError(
+                f"{directory} holds no version {at_least} or later, and replica "
+                f"{updates.replica_id} is at {updates.version}"
+            )
+        if at_least:
+            updates.refuse_foreign(at_least, run_id)
+
+    async def _load_in_workers(
+        self, reader: SnapshotReader, snapshot: Snapshot, timeout_s: float
+    ) -> list[dict[str, Any]]:
+        """Has every worker load; keeps the lease on the snapshot alive meanwhile."""
+        return await self._updates.call_workers(
+            "sync_load_snapshot",
+            str(reader.directory / snapshot.manifest.path / DATA_FILE),
+            to_json(snapshot.metadata),
+            snapshot.manifest.trailer_checksum,
+            timeout_s=timeout_s,
+            heartbeat=snapshot.heartbeat,
+        )
+
+    def _reader(self, directory: str, run_id: str | None, *, verify: bool) -> SnapshotReader:
+        """Returns the reader of one directory; readers keep mappings from load to load."""
+        key = (directory, run_id, verify)
+        if key not in self._readers:
+            self._readers[key] = SnapshotReader(
+                directory, reader_id=self._reader_id, run_id=run_id, verify=verify
+            )
+        return self._readers[key]
+
+    def follow(
+        self,
+        directory: str,
+        run_id: str | None,
+        *,
+        interval_s: float,
+        timeout_s: float,
+        verify: bool = True,
+    ) -> None:
+        """Loads new versions of ``directory`` as they appear, until :meth:`stop_following`.
+
+        A version that cannot be loaded is tried again at each interval.
+
+        Args:
+            directory: Snapshot directory; it need not exist yet.
+            run_id: Run that the snapshots must belong to; ``None`` accepts any.
+            interval_s: Seconds between looks at the manifest.
+            timeout_s: Seconds for each load.
+            verify: Check checksums before each load.
+        """
+        self.stop_following()
+        self._follower = asyncio.create_task(
+            self._follow(directory, run_id, interval_s, timeout_s, verify)
+        )
+
+    async def _follow(
+        self, directory: str, run_id: str | None, interval_s: float, timeout_s: float, verify: bool
+    ) -> None:
+        reader = self._reader(directory, run_id, verify=verify)
+        complaint = ""
+        updates = self._updates
+        while not updates.is_over:
+            try:
+                manifest = await asyncio.to_thread(reader.current)
+                if manifest is not None and (
+                    manifest.version > updates.version or not updates.whole
+                ):
+                    # Shielded, so that whoever stops this leaves no load half done.
+                    self._load = asyncio.ensure_future(
+                        self.load(directory, run_id, at_least=0, verify=verify, timeout_s=timeout_s)
+                    )
+                    await asyncio.shield(self._load)
+                complaint = ""
+            except SyncError as error:
+                if str(error) != complaint:
+                    complaint = str(error)
+                    logger.warning(
+                        "replica %s cannot follow %s: %s", updates.replica_id, directory, error
+                    )
+            await asyncio.sleep(interval_s)
+
+    def stop_following(self) -> None:
+        """Ends :meth:`follow`; a load under way goes on to its end, see ``WeightUpdates.settled``."""
+        if self._follower is not None:
+            self._follower.cancel()
+            self._follower = None

@@ -1,0 +1,393 @@
+"""The communicator of a trainer and its engines' workers: NCCL on CUDA, Gloo on CPU.
+
+It stands beside torch's default process group, which is vLLM's in a worker, and it never waits
+for ever: each wait has a deadline, after which the communicator is given up on this side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from torchrl_vllm_sync.errors import TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["BroadcastGroup", "Rendezvous", "StartSignal", "own_address"]
+
+TRAINER_RANK = 0
+# Seconds between looks at work on a GPU that is under way, and at those who take part in it.
+SPIN_S = 50e-6
+STORE_POLL_S = 200e-6
+WATCH_S = 0.05
+GO = b"go"
+# ProcessGroupNCCL's watchdog would end the whole process when a collective fails.
+QUIET_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+# Pinned in vLLM's workers by batch invariance; both ends of a communicator must agree on them.
+PINNED_BY_VLLM = (
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_NTHREADS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NCHANNELS",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where a group meets.
+
+    Attributes:
+        address: The trainer's address, reachable from every worker.
+        port: Port of its ``TCPStore``.
+        world_size: The trainer and the workers of all replicas.
+        interface: Network interface to use; ``None`` takes the one that reaches ``address``.
+    """
+
+    address: str
+    port: int
+    world_size: int
+    interface: str | None = None
+
+
+def own_address(peer: str) -> str:
+    """Returns this host's address on the route to ``peer``; sends nothing."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return probe.getsockname()[0]
+
+
+class BroadcastGroup:
+    """One communicator: rank 0 is the trainer, which sends; the others receive.
+
+    Lifecycle: :meth:`host` on the trainer, which makes the store, then :meth:`connect` on every
+    rank at about the same time; any number of :meth:`broadcast` in the same order everywhere;
+    :meth:`close`. After an error on any rank the group is of no more use: close it everywhere.
+
+    Args:
+        store: Store of all ranks.
+        rank: This process's rank.
+        rendezvous: Where the group meets.
+        device: Where the tensors are; its kind decides between NCCL and Gloo.
+
+    Attributes:
+        rank: This process's rank.
+        device: As given.
+        rendezvous: As given.
+        store: As given.
+    """
+
+    def __init__(
+        self, store: dist.TCPStore, rank: int, rendezvous: Rendezvous, device: torch.device
+    ) -> None:
+        self.rank, self.rendezvous, self.device, self.store = rank, rendezvous, device, store
+        self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @classmethod
+    def host(
+        cls,
+        address: str,
+        *,
+        port: int | None,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float,
+        interface: str | None = None,
+    ) -> BroadcastGroup:
+        """Makes the store on the trainer; :meth:`connect` has still to be called.
+
+        Args:
+            address: This host's address, reachable from every worker.
+            port: Port to listen on; ``None`` takes a free one.
+            world_size: The trainer and all workers.
+            device: Where the trainer's tensors are.
+            timeout_s: Seconds for the store's own waits.
+            interface: See :class:`Rendezvous`.
+
+        Raises:
+            TransferError: The port cannot be had.
+        """
+        try:
+            store = dist.TCPStore(
+                address,
+                0 if port is None else port,
+                world_size,
+                is_master=True,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+            )
+        except (dist.DistError, RuntimeError) as error:
+            raise TransferError(f"cannot listen at {address}:{port}: {error}") from error
+        return cls(
+            store, TRAINER_RANK, Rendezvous(address, store.port, world_size, interface), device
+        )
+
+    @classmethod
+    def join(
+        cls, rendezvous: Rendezvous, rank: int, device: torch.device, *, timeout_s: float
+    ) -> BroadcastGroup:
+        """Reaches the trainer's store from a worker; :meth:`connect` has still to be called.
+
+        Raises:
+            TransferError: The rank does not exist in this group, or the trainer cannot be reached.
+        """
+        if not 0 < rank < rendezvous.world_size:
+            raise TransferError(
+                f"rank must be in [1, {rendezvous.world_size}) in a group of "
+                f"{rendezvous.world_size}, got {rank}"
+            )
+        try:
+            store = dist.TCPStore(
+                rendezvous.address,
+                rendezvous.port,
+                rendezvous.world_size,
+                is_master=False,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+            )
+        except (dist.DistError, RuntimeError) as error:
+            raise TransferError(
+                f"cannot reach the trainer at {rendezvous.address}:{rendezvous.port} within "
+                f"{timeout_s:g} s: {error}"
+            ) from error
+        return cls(store, rank, rendezvous, device)
+
+    @property
+    def backend(self) -> str:
+        """``"nccl"`` or ``"gloo"``."""
+        return "nccl" if self._stream is not None else "gloo"
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the group can be used."""
+        return self._group is not None
+
+    def connect(self, *, timeout_s: float, watch: Callable[[], None] | None = None) -> None:
+        """Meets all other ranks and passes a word round, so that later waits are for data only.
+
+        Args:
+            timeout_s: Seconds for everything.
+            watch: Called while waiting; raises to give up early.
+
+        Raises:
+            TransferError: Not every rank came, or two came with one rank.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            taken = self.store.add(f"rank/{self.rank}", 1)
+            if taken > 1:
+                raise TransferError(f"rank {self.rank} of the group is taken already")
+            keys = [f"rank/{rank}" for rank in range(self.rendezvous.world_size)]
+            self._await_keys(keys, deadline, watch, "come to the rendezvous in time")
+            with self._environment():
+                self._group = self._make_group(max(deadline - time.monotonic(), 1.0))
+            word = torch.full((1,), float(self.rank == TRAINER_RANK), device=self.device)
+            self.broadcast(word, timeout_s=max(deadline - time.monotonic(), 1.0)).wait()
+            self.synchronize(deadline=deadline, watch=watch)
+            if word.item() != 1.0:
+                raise TransferError(f"rank {self.rank} received nothing from the trainer")
+        except (dist.DistError, RuntimeError) as error:
+            self.close()
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(f"the group could not be formed: {error}") from error
+
+    def broadcast(self, tensor: torch.Tensor, *, timeout_s: float) -> dist.Work:
+        """Starts sending ``tensor`` from the trainer to every other rank.
+
+        On CUDA the transfer follows the work queued on the current stream, and waiting for it
+        makes that stream wait, not the host.
+
+        Raises:
+            TransferError: The group is closed.
+        """
+        if self._group is None:
+            raise TransferError("the group is not connected, or was closed after a failure")
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = TRAINER_RANK, 0
+        options.timeout = timedelta(seconds=timeout_s)
+        options.asyncOp = True
+        return self._group.broadcast([tensor], options)
+
+    @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """Queues what is done inside on the group's own stream, after what was queued before."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
+
+    def synchronize(self, *, deadline: float, watch: Callable[[], None] | None = None) -> None:
+        """Waits until everything queued by this group is done; gives the group up otherwise.
+
+        Args:
+            deadline: ``time.monotonic()`` at which to give up.
+            watch: Called about every 50 ms; raises to give up early.
+
+        Raises:
+            TransferError: It was not done in time.
+        """
+        if self._stream is None:
+            return
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        next_look = time.monotonic() + WATCH_S
+        try:
+            while not done.query():
+                now = time.monotonic()
+                if now > deadline:
+                    raise TransferError("the transfer did not end in time")
+                if watch is not None and now > next_look:
+                    watch()
+                    next_look = now + WATCH_S
+                time.sleep(SPIN_S)
+        except BaseException:
+            self.abort()
+            raise
+
+    def follow(self) -> None:
+        """Makes the current stream wait for everything queued by this group."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def abort(self) -> None:
+        """Gives the communicator up, whatever it is doing; on CUDA this ends waiting kernels."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def close(self) -> None:
+        """Leaves the group; peers that still wait for this rank notice. Idempotent."""
+        self.abort()
+
+    def _await_keys(
+        self, keys: Sequence[str], deadline: float, watch: Callable[[], None] | None, what: str
+    ) -> None:
+        """Waits for keys in the store, and calls ``watch`` meanwhile.
+
+        Looks again and again: a wait in the store that runs out leaves its connection in disorder.
+        """
+        next_look = time.monotonic() + WATCH_S
+        while not self.store.check(list(keys)):
+            now = time.monotonic()
+            if now > deadline:
+                missing = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
+                raise TransferError(f"ranks {', '.join(missing)} did not {what}")
+            if watch is not None and now > next_look:
+                watch()
+                next_look = now + WATCH_S
+            time.sleep(STORE_POLL_S)
+
+    def _make_group(self, timeout_s: float) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+        store = dist.PrefixStore("weights", self.store)
+        world_size = self.rendezvous.world_size
+        if self.device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=timeout_s)
+            options.is_high_priority_stream = True
+            return dist.ProcessGroupNCCL(store, self.rank, world_size, options)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        if self.rendezvous.interface is None:
+            device = dist.ProcessGroupGloo.create_device(
+                hostname=own_address(self.rendezvous.address), lazy_init=False
+            )
+        else:
+            device = dist.ProcessGroupGloo.create_device(
+                interface=self.rendezvous.interface, lazy_init=False
+            )
+        options._devices = [device]
+        return dist.ProcessGroupGloo(store, self.rank, world_size, options)
+
+    @contextlib.contextmanager
+    def _environment(self) -> Iterator[None]:
+        """Sets what NCCL reads when a communicator is made, and takes it back afterwards."""
+        if self._stream is None:
+            yield
+            return
+        wanted: dict[str, str | None] = dict(QUIET_NCCL)
+        if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+            wanted |= dict.fromkeys(PINNED_BY_VLLM)
+        if self.rendezvous.interface is not None:
+            wanted["NCCL_SOCKET_IFNAME"] = self.rendezvous.interface
+        before = {name: os.environ.get(name) for name in wanted}
+        _set_environment(wanted)
+        try:
+            yield
+        finally:
+            _set_environment(before)
+
+
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+class StartSignal:
+    """Who is ready for one transfer, and the trainer's word to begin it or to leave it.
+
+    Nobody enters a collective before everybody is ready, so that a failure until then leaves the
+    group usable and nothing to abort.
+
+    Args:
+        group: The connected group.
+        push_id: Number of the transfer in this group.
+    """
+
+    def __init__(self, group: BroadcastGroup, push_id: int) -> None:
+        self._group, self._push_id = group, push_id
+
+    def give(self, *, deadline: float, watch: Callable[[], None]) -> None:
+        """On the trainer: waits until every worker is ready, then gives the word.
+
+        Raises:
+            TransferError: Not everyone was ready in time; everyone is told to leave it.
+            Exception: What ``watch`` raises; likewise.
+        """
+        keys = [
+            f"ready/{self._push_id}/{rank}" for rank in range(1, self._group.rendezvous.world_size)
+        ]
+        try:
+            self._group._await_keys(
+                keys, deadline, watch, f"get ready for transfer {self._push_id} in time"
+            )
+        except BaseException as error:
+            self._group.store.set(self._start_key, f"left: {error}"[:500].encode())
+            raise
+        self._group.store.set(self._start_key, GO)
+
+    def await_start(self, *, deadline: float) -> None:
+        """On a worker: says that it is ready and waits for the trainer's word.
+
+        Raises:
+            TransferError: The trainer called it off, is gone, or was silent until the deadline.
+        """
+        store = self._group.store
+        try:
+            store.set(f"ready/{self._push_id}/{self._group.rank}", b"1")
+            store.wait([self._start_key], timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+            word = store.get(self._start_key)
+        except dist.DistError as error:
+            raise TransferError(f"the trainer did not begin the transfer: {error}") from error
+        if word != GO:
+            raise TransferError(f"the trainer called the transfer off: {word.decode()}")
+
+    @property
+    def _start_key(self) -> str:
+        return f"start/{self._push_id}"

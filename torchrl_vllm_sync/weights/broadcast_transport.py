@@ -1,0 +1,375 @@
+"""The ``broadcast`` transport: from the trainer's device into every replica at once."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from torchrl_vllm_sync.errors import SyncError, TransferError, UnsupportedArgumentError
+from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup, StartSignal
+from torchrl_vllm_sync.weights.bucket_stream import make_buffers, send_buckets
+from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
+from torchrl_vllm_sync.weights.metadata import metadata_digest, to_json
+from torchrl_vllm_sync.weights.packer import StreamingPacker, make_packer
+from torchrl_vllm_sync.weights.source import StableSource
+from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
+
+if TYPE_CHECKING:
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+    from torchrl_vllm_sync.weights.packer import Packer
+    from torchrl_vllm_sync.weights.source import WeightSource
+    from torchrl_vllm_sync.weights.transport import PauseMode, PendingCalls, ReplicaClient
+
+__all__ = ["BroadcastTransport"]
+
+# A replica keeps to the time limit itself. One silent for this much longer has hung.
+GRACE_S = 10.0
+DESCRIBE_TIMEOUT_S = 30.0
+LEAVE_TIMEOUT_S = 15.0
+DEFAULT_JOIN_TIMEOUT_S = 120.0
+
+Verify = Literal["first", "always", "never"]
+
+
+class BroadcastTransport:
+    """Broadcasts each version from this process to the workers of all replicas.
+
+    NCCL when the engines are on GPUs, Gloo when they are on CPUs. The group is formed by
+    :meth:`open`, once, and again after a failure or when replicas have come or gone. What a push
+    consists of is announced with the first one; after that a push is one call to each replica and
+    one stream of buckets.
+
+    Args:
+        bucket_bytes: Most bytes of one bucket. Three of them are kept here and in each worker.
+        device: The trainer's device; by default the current CUDA device, or the CPU.
+        interface: Network interface for rendezvous and data, such as ``"eth0"``; by default the
+            one that reaches the other side.
+        staged: Engines receive into spare memory while they generate, and pause only to copy it
+            into place. They must have been launched with ``stage_weights=True``.
+        verify: When engines check what their load plan did against vLLM's own reload, for which
+            everything is sent twice: at the ``"first"`` push, ``"always"``, or ``"never"``.
+        join_timeout_s: Seconds within which everybody must have come to the rendezvous.
+
+    Raises:
+        UnsupportedArgumentError: ``bucket_bytes``, ``join_timeout_s`` or ``verify`` is not valid.
+    """
+
+    name = "broadcast"
+
+    def __init__(
+        self,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        device: torch.device | str | None = None,
+        interface: str | None = None,
+        staged: bool = False,
+        verify: Verify = "first",
+        join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise UnsupportedArgumentError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+        if not 0 < join_timeout_s < float("inf"):
+            raise UnsupportedArgumentError(
+                f"join_timeout_s must be a finite number greater than 0, got {join_timeout_s}"
+            )
+        if verify not in ("first", "always", "never"):
+            raise UnsupportedArgumentError(
+                f"verify must be 'first', 'always' or 'never', got {verify!r}"
+            )
+        self._bucket_bytes, self._interface, self._staged = bucket_bytes, interface, staged
+        self._given_device = None if device is None else torch.device(device)
+        self._verify, self._join_timeout_s = verify, join_timeout_s
+        self._forget()
+
+    def _forget(self) -> None:
+        self._run_id = uuid.uuid4().hex
+        self._last_version = 0
+        self._group: BroadcastGroup | None = None
+        self._members: dict[str, tuple[int, ...]] = {}
+        self._missing: dict[str, str] = {}
+        self._push_id = 0
+        self._announced: str | None = None
+        self._metadata: list[ParamMeta] = []
+        self._layout: BucketLayout | None = None
+        self._digest = ""
+        self._buffers: list[torch.Tensor] = []
+        self._views: Any = None
+        self._packer: Packer | None = None
+        self._unchecked = True
+        self._has_plans = False
+
+    @property
+    def last_version(self) -> int:
+        """Newest version sent by this transport; 0 before the first."""
+        return self._last_version
+
+    @property
+    def num_buffer_bytes(self) -> int:
+        """Bytes that the buckets take on the trainer's device."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    def open(self, client: ReplicaClient) -> None:
+        """Forms the group with the workers of every replica that is alive; nothing if it stands.
+
+        Raises:
+            TransferError: Nobody is there to join, or not everybody came in time.
+            UnsupportedArgumentError: The trainer's device and the engines' do not go together.
+        """
+        if self._group is not None and self._group.is_connected:
+            return
+        answers = client.call_replicas("describe", deadline_s=DESCRIBE_TIMEOUT_S)
+        alive = {name: one for name, one in answers.items() if not isinstance(one, BaseException)}
+        self._missing = {name: str(one) for name, one in answers.items() if name not in alive}
+        if not alive:
+            raise TransferError(f"no replica can join a group: {self._missing}")
+        device = self._device_for({one.device_type for one in alive.values()})
+        self._members, world_size = {}, 1
+        for name, one in alive.items():
+            self._members[name] = tuple(range(world_size, world_size + one.num_workers))
+            world_size += one.num_workers
+        address, port = client.rendezvous
+        group = BroadcastGroup.host(
+            address,
+            port=port,
+            world_size=world_size,
+            device=device,
+            timeout_s=self._join_timeout_s,
+            interface=self._interface,
+        )
+        info = {
+            "master_address": group.rendezvous.address,
+            "master_port": group.rendezvous.port,
+            "world_size": world_size,
+            "interface": self._interface,
+        }
+        calls = client.start_calls(
+            "join_broadcast",
+            {name: ({**info, "rank_offset": ranks[0]},) for name, ranks in self._members.items()},
+            timeout_s=self._join_timeout_s,
+        )
+        try:
+            group.connect(timeout_s=self._join_timeout_s, watch=lambda: _raise_failures(calls))
+            _raise_exceptions(calls.answers(self._join_timeout_s + GRACE_S))
+        except BaseException:
+            group.close()
+            raise
+        self._group, self._push_id, self._announced = group, 0, None
+        if self._buffers and self._buffers[0].device != device:
+            self._layout, self._buffers, self._packer = None, [], None
+
+    def send(
+        self,
+        client: ReplicaClient,
+        source: WeightSource,
+        version: int,
+        *,
+        timeout_s: float,
+        clear_cache: bool,
+        mode: PauseMode = "keep",
+    ) -> SendOutcome:
+        """Broadcasts ``source`` as ``version``.
+
+        Every replica receives it, those that hold the version already too.
+
+        Raises:
+            TransferError: No group could be formed. Nothing was sent.
+            WeightMismatchError: A tensor is on another device, or too wide for a bucket. Nothing
+                was sent.
+        """
+        begin = time.perf_counter()
+        deadline = time.monotonic() + timeout_s
+        self.open(client)
+        group = self._group
+        assert group is not None
+        joined = time.perf_counter()
+        layout = self._layout_of(source, group.device)
+        packer = self._packer_of(source, layout, group.device)
+        answers: dict[str, Any] = {}
+        if self._announced != self._digest:
+            answers = self._announce(client, layout, deadline)
+        prepared = time.perf_counter()
+        phases = {"join_s": joined - begin, "prepare_s": prepared - joined}
+        if not any(isinstance(one, BaseException) for one in answers.values()):
+            num_passes = self._num_passes(answers)
+            self._push_id += 1
+            calls = client.start_calls(
+                "receive_broadcast",
+                dict.fromkeys(self._members, (self._push_id, self._digest)),
+                version=version,
+                run_id=self._run_id,
+                num_passes=num_passes,
+                staged=self._staged,
+                mode=mode,
+                clear_cache=clear_cache,
+                timeout_s=timeout_s,
+            )
+            called = time.perf_counter()
+            failure = self._transfer(
+                group, layout, packer, source, calls, num_passes, deadline, phases
+            )
+            sent = time.perf_counter()
+            answers = calls.answers(
+                GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
+            )
+            failed = any(isinstance(one, BaseException) for one in answers.values())
+            phases |= {"send_s": sent - called, "acknowledge_s": time.perf_counter() - sent}
+            if failure is not None and not failed:
+                answers = dict.fromkeys(answers, failure)
+            if failure is not None or failed:
+                self._leave(client)
+            else:
+                self._unchecked = False
+                self._last_version = max(self._last_version, version)
+        outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]
+        for name, why in self._missing.items():
+            outcomes.append(ReplicaOutcome(replica_id=name, version=None, error=why))
+        return SendOutcome(
+            num_bytes=sum(meta.num_bytes for meta in layout.metadata),
+            phases=phases,
+            replicas=outcomes,
+            run_id=self._run_id,
+        )
+
+    def _transfer(
+        self,
+        group: BroadcastGroup,
+        layout: BucketLayout,
+        packer: Packer,
+        source: WeightSource,
+        calls: PendingCalls,
+        num_passes: int,
+        deadline: float,
+        phases: dict[str, float],
+    ) -> SyncError | None:
+        """Sends everything once all are ready; returns what went wrong on this side."""
+        begin = time.perf_counter()
+
+        def watch() -> None:
+            _raise_failures(calls)
+
+        try:
+            StartSignal(group, self._push_id).give(deadline=deadline, watch=watch)
+            ready = time.perf_counter()
+            phases["ready_s"] = ready - begin
+            for _ in range(num_passes):
+                send_buckets(group, layout, self._buffers, packer, deadline=deadline)
+                if isinstance(packer, StreamingPacker):
+                    packer.finish()
+                    packer = StreamingPacker(layout, source, group.device)
+            queued = time.perf_counter()
+            group.synchronize(deadline=deadline, watch=watch)
+        except SyncError as error:
+            return error
+        except RuntimeError as error:
+            return TransferError(f"the transfer broke off: {error}")
+        phases |= {"queue_s": queued - ready, "transfer_s": time.perf_counter() - ready}
+        return None
+
+    def _announce(
+        self, client: ReplicaClient, layout: BucketLayout, deadline: float
+    ) -> dict[str, Any]:
+        """Tells the replicas what all pushes consist of, from now on."""
+        timeout_s = max(deadline - time.monotonic(), 1.0)
+        announcement = to_json(layout.metadata), self._bucket_bytes
+        answers = client.start_calls(
+            "prepare_broadcast", dict.fromkeys(self._members, announcement), timeout_s=timeout_s
+        ).answers(timeout_s + GRACE_S)
+        if not any(isinstance(one, BaseException) for one in answers.values()):
+            self._announced, self._unchecked = self._digest, True
+        return answers
+
+    def _num_passes(self, prepared: dict[str, Any]) -> int:
+        """How often to send everything: the second time is a check of load plans."""
+        if prepared:
+            self._has_plans = any("plan" in one["path"] for one in prepared.values())
+        wanted = self._verify == "always" or (self._verify == "first" and self._unchecked)
+        return 2 if wanted and self._has_plans and not self._staged else 1
+
+    def _layout_of(self, source: WeightSource, device: torch.device) -> BucketLayout:
+        metadata = source.metadata()
+        if self._layout is None or (metadata is not self._metadata and metadata != self._metadata):
+            layout = BucketLayout(metadata, self._bucket_bytes)
+            self._layout, self._digest = layout, metadata_digest(metadata)
+            self._buffers, self._packer = [], None
+            self._buffers = make_buffers(layout, device)
+        self._metadata = metadata
+        return self._layout
+
+    def _packer_of(
+        self, source: WeightSource, layout: BucketLayout, device: torch.device
+    ) -> Packer:
+        """Returns what fills the buckets; kept as long as the source's tensors stay in place."""
+        views = source.views() if isinstance(source, StableSource) else None
+        if views is None or self._packer is None or views is not self._views:
+            self._packer = make_packer(layout, self._buffers, views, source, device)
+            self._views = views
+        return self._packer
+
+    def _device_for(self, engines: set[str]) -> torch.device:
+        if len(engines) > 1:
+            raise UnsupportedArgumentError(
+                f"a broadcast reaches engines of one kind of device, these are on {sorted(engines)}"
+            )
+        (kind,) = engines
+        device = self._given_device
+        if device is None:
+            device = torch.device(kind)
+        if device.type != kind or (kind == "cuda" and not torch.cuda.is_available()):
+            raise UnsupportedArgumentError(
+                f"the engines are on {kind} and the trainer is on "
+                f"{device if device.type != kind else 'a host without CUDA'}: broadcast needs one "
+                "kind of device on both sides, the memmap transport does not"
+            )
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return device
+
+    def _leave(self, client: ReplicaClient) -> None:
+        """Gives the group up on both sides; the next push forms another."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+        client.start_calls("leave_broadcast", dict.fromkeys(self._members, ())).answers(
+            LEAVE_TIMEOUT_S
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process forms a group of its own.
+        settings = (
+            "_bucket_bytes",
+            "_interface",
+            "_staged",
+            "_given_device",
+            "_verify",
+            "_join_timeout_s",
+        )
+        return {name: self.__dict__[name] for name in settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def close(self) -> None:
+        """Leaves the group, which the workers notice, and frees the buckets. Idempotent."""
+        if self._group is not None:
+            self._group.close()
+        self._forget()
+
+
+def _raise_failures(calls: PendingCalls) -> None:
+    _raise_exceptions(calls.failures())
+
+
+def _raise_exceptions(answers: dict[str, Any]) -> None:
+    """Raises for the replicas that failed.
+
+    Raises:
+        TransferError: At least one did.
+    """
+    failures = {name: one for name, one in answers.items() if isinstance(one, BaseException)}
+    if failures:
+        reasons = (f"replica {name}: {one!s}" for name, one in failures.items())
+        raise TransferError("; ".join(reasons))
