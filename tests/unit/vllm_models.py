@@ -75,6 +75,7 @@ class VllmModels:
         )
 
         architecture, config_class, own = CONFIGS[name]
+        _register_here(architecture)
         self.config = config_class(architectures=[architecture], **{**COMMON, **own, **overrides})
         self.config.save_pretrained(directory)
         self.rank, self.size = rank, size
@@ -126,6 +127,19 @@ class VllmModels:
         self.vllm_config.compilation_config.static_all_moe_layers.clear()
 
 
+def _register_here(architecture):
+    """Registers the class itself: of one known by name vLLM learns in a process of its own."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    if architecture not in _REGISTERED:
+        found = ModelRegistry.models[architecture].load_model_cls()
+        ModelRegistry.register_model(architecture, found)
+        _REGISTERED.add(architecture)
+
+
+_REGISTERED = set()
+
+
 def make_checkpoint(metadata, start=1):
     """Tensors in which no value occurs twice, so that a misplaced one shows."""
     checkpoint = {}
@@ -140,4 +154,5 @@ def make_checkpoint(metadata, start=1):
 
 
 def metadata_of(checkpoint):
+    """What a trainer announces of ``checkpoint``."""
     return [ParamMeta.of(name, tensor) for name, tensor in checkpoint.items()]

@@ -123,6 +123,18 @@ class LoadPlan:
         """Bytes of the model that one load writes."""
         return sum(copy.target.nbytes for copy in self.copies)
 
+    def storage_order(self) -> list[str]:
+        """Names of all tensors, ordered so that what is adjacent in the model is sent adjacent.
+
+        A push in this order takes the fewest copies; any other order is as correct.
+        """
+        storages: dict[int, int] = {}
+        places: dict[str, tuple[int, int]] = {}
+        for copy in self.copies:
+            storage = storages.setdefault(storage_key(copy.target), len(storages))
+            places.setdefault(copy.name, (storage, int(copy.target.storage_offset())))
+        return sorted(places, key=places.__getitem__) + self.skipped
+
     @torch.no_grad()
     def fill_constants(self) -> None:
         """Writes the constants into a model that was never loaded; a load must follow."""

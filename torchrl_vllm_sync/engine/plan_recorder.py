@@ -173,7 +173,10 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401  whatever the operation returns
         kwargs = kwargs or {}
-        if func in _VIEWS or (func.is_view and func not in _NO_VIEWS):
+        if func is aten.as_strided.default and storage_key(args[0]) in self._sources:
+            # The strides of a stand-in are no promise: its clones are views.
+            raise PlanNotPossibleError(f"{self._origin(args[0])} is viewed by {func}")
+        if func.is_view or func in _VIEWS:
             return func(*args, **kwargs)
         if func is aten.copy_.default:
             return self._copied(args[0], args[1])
@@ -255,8 +258,6 @@ class _Recorder(TorchDispatchMode):
 
 # Share their input's storage although their schemas do not say so.
 _VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default})
-# as_strided tells strides that stand-ins, whose clones are views, need not have.
-_NO_VIEWS = frozenset({aten.as_strided.default})
 _FILLS = frozenset({aten.fill_.Scalar, aten.zero_.default})
 _MOVES = frozenset({aten._to_copy.default, aten.clone.default})
 
