@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchrl.collectors.weight_update import WeightUpdaterBase
@@ -13,8 +14,6 @@ from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchrl_vllm_sync.service import AsyncVLLM
     from torchrl_vllm_sync.weights.transport import PushReport, WeightTransport
 
@@ -22,7 +21,7 @@ __all__ = ["WeightUpdater"]
 
 logger = logging.getLogger(__name__)
 
-TRANSPORTS = {
+TRANSPORTS: dict[str, Callable[[], WeightTransport]] = {
     "auto": MemmapTransport,
     "broadcast": BroadcastTransport,
     "memmap": MemmapTransport,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm.config import VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
 
 __all__ = [
     "BroadcastInitInfo",
@@ -104,7 +105,11 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     supports_draft_weight_update = False
 
     def __init__(
-        self, config: Any, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._group: BroadcastGroup | None = None
@@ -220,7 +225,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
                 self._copy(group, layout, self._path.buckets, deadline)
                 if num_passes > 1:
                     self._check_plan(group, layout, deadline)
-        except (torch.distributed.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             self.shutdown()
             if isinstance(error, TransferError):
                 raise
@@ -244,7 +249,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
                 group.synchronize(deadline=deadline)
             else:
                 self._copy(group, layout, self._path.staged_buckets, deadline)
-        except (torch.distributed.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             self.shutdown()
             if isinstance(error, TransferError):
                 raise
@@ -275,7 +280,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             self._group = None
 
     @staticmethod
-    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+    def trainer_send_weights(iterator: Iterator[object], trainer_args: object) -> None:
         """Not the way to send: vLLM 0.26 and 0.27 demand the method.
 
         Raises:
@@ -327,9 +332,9 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     def _check_plan(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:
         """Compares what the plan left behind with what the layerwise reload does."""
-        by_plan = checksum(self.model)
+        by_plan = checksum(self.model.named_parameters())
         self._reload(group, layout, deadline)
-        by_reload = checksum(self.model)
+        by_reload = checksum(self.model.named_parameters())
         if wrong := [name for name in by_reload if by_plan.get(name) != by_reload[name]]:
             self._path = LoadPath.layerwise(
                 f"the plan left other values than a reload in {len(wrong)} parameters: "

@@ -184,7 +184,7 @@ class SnapshotLoads:
             await asyncio.sleep(interval_s)
 
     def stop_following(self) -> None:
-        """Ends :meth:`follow`; a load under way goes on to its end, see ``WeightUpdates.settled``."""
+        """Ends :meth:`follow`; a load under way goes on, see ``WeightUpdates.settled``."""
         if self._follower is not None:
             self._follower.cancel()
             self._follower = None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
 
-from torchrl_vllm_sync.engine.load_plan import LoadPlan
 from torchrl_vllm_sync.errors import TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torchrl_vllm_sync.engine.load_plan import LoadPlan
 
 __all__ = ["StagingArea"]
 
@@ -50,13 +50,7 @@ class StagingArea:
         """Returns ``plan`` with targets in spare memory instead of in the model."""
         if not self._spare:
             self._reserve()
-        return dataclasses.replace(
-            plan,
-            copies=[
-                dataclasses.replace(copy, target=self._counterpart(copy.target))
-                for copy in plan.copies
-            ],
-        )
+        return plan.redirected(self._counterpart)
 
     @torch.no_grad()
     def install(self) -> None:

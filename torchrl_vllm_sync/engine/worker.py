@@ -1,9 +1,10 @@
 """What this library adds to every vLLM worker: methods called by ``collective_rpc``.
 
-Importing it registers the receiver of the ``broadcast`` transport with vLLM. vLLM mixes the class into its own worker class when ``worker_extension_cls`` names it, so only
-engines started by this library are touched. Names carry a prefix, because an attribute that
-collides with the worker's own fails an assertion. Failures come back as data: an exception that
-crosses ``collective_rpc`` loses its type.
+Importing it registers the receiver of the ``broadcast`` transport with vLLM, which mixes the class
+into its own worker class when ``worker_extension_cls`` names it, so only engines started by this
+library are touched. Names carry a prefix, because an attribute that collides with the worker's own
+fails an assertion. Failures come back as data: an exception that crosses ``collective_rpc`` loses
+its type.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class SyncWorkerExtension:
 
     A ``worker_extension_cls`` of your own must subclass this one.
     """
+
+    _sync_staged: concurrent.futures.Future[dict[str, Any]]
 
     def sync_load_snapshot(
         self, path: str, metadata: list[list[Any]], trailer_checksum: int

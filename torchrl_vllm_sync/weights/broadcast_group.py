@@ -12,10 +12,11 @@ import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchrl_vllm_sync.errors import TransferError
 
@@ -29,7 +30,7 @@ TRAINER_RANK = 0
 SPIN_S = 50e-6
 STORE_POLL_S = 200e-6
 WATCH_S = 0.05
-GO = b"go"
+GO = "go"
 # ProcessGroupNCCL's watchdog would end the whole process when a collective fails.
 QUIET_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 # Pinned in vLLM's workers by batch invariance; both ends of a communicator must agree on them.
@@ -88,10 +89,11 @@ class BroadcastGroup:
     """
 
     def __init__(
-        self, store: dist.TCPStore, rank: int, rendezvous: Rendezvous, device: torch.device
+        self, store: TCPStore, rank: int, rendezvous: Rendezvous, device: torch.device
     ) -> None:
         self.rank, self.rendezvous, self.device, self.store = rank, rendezvous, device, store
-        self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+        # Of torch's own kinds, whose type stubs lack most methods.
+        self._group: Any = None
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @classmethod
@@ -119,7 +121,7 @@ class BroadcastGroup:
             TransferError: The port cannot be had.
         """
         try:
-            store = dist.TCPStore(
+            store = TCPStore(
                 address,
                 0 if port is None else port,
                 world_size,
@@ -127,7 +129,7 @@ class BroadcastGroup:
                 timeout=timedelta(seconds=timeout_s),
                 wait_for_workers=False,
             )
-        except (dist.DistError, RuntimeError) as error:
+        except (DistError, RuntimeError) as error:
             raise TransferError(f"cannot listen at {address}:{port}: {error}") from error
         return cls(
             store, TRAINER_RANK, Rendezvous(address, store.port, world_size, interface), device
@@ -148,7 +150,7 @@ class BroadcastGroup:
                 f"{rendezvous.world_size}, got {rank}"
             )
         try:
-            store = dist.TCPStore(
+            store = TCPStore(
                 rendezvous.address,
                 rendezvous.port,
                 rendezvous.world_size,
@@ -156,7 +158,7 @@ class BroadcastGroup:
                 timeout=timedelta(seconds=timeout_s),
                 wait_for_workers=False,
             )
-        except (dist.DistError, RuntimeError) as error:
+        except (DistError, RuntimeError) as error:
             raise TransferError(
                 f"cannot reach the trainer at {rendezvous.address}:{rendezvous.port} within "
                 f"{timeout_s:g} s: {error}"
@@ -185,23 +187,26 @@ class BroadcastGroup:
         """
         deadline = time.monotonic() + timeout_s
         try:
-            taken = self.store.add(f"rank/{self.rank}", 1)
-            if taken > 1:
-                raise TransferError(f"rank {self.rank} of the group is taken already")
-            keys = [f"rank/{rank}" for rank in range(self.rendezvous.world_size)]
-            self._await_keys(keys, deadline, watch, "come to the rendezvous in time")
-            with self._environment():
-                self._group = self._make_group(max(deadline - time.monotonic(), 1.0))
-            word = torch.full((1,), float(self.rank == TRAINER_RANK), device=self.device)
-            self.broadcast(word, timeout_s=max(deadline - time.monotonic(), 1.0)).wait()
-            self.synchronize(deadline=deadline, watch=watch)
-            if word.item() != 1.0:
-                raise TransferError(f"rank {self.rank} received nothing from the trainer")
-        except (dist.DistError, RuntimeError) as error:
+            self._meet(deadline, watch)
+        except TransferError:
             self.close()
-            if isinstance(error, TransferError):
-                raise
+            raise
+        except RuntimeError as error:  # what the store and the communicators raise
+            self.close()
             raise TransferError(f"the group could not be formed: {error}") from error
+
+    def _meet(self, deadline: float, watch: Callable[[], None] | None) -> None:
+        if self.store.add(f"rank/{self.rank}", 1) > 1:
+            raise TransferError(f"rank {self.rank} of the group is taken already")
+        keys = [f"rank/{rank}" for rank in range(self.rendezvous.world_size)]
+        self.await_keys(keys, deadline, "come to the rendezvous in time", watch)
+        with self._environment():
+            self._group = self._make_group(max(deadline - time.monotonic(), 1.0))
+        word = torch.full((1,), float(self.rank == TRAINER_RANK), device=self.device)
+        self.broadcast(word, timeout_s=max(deadline - time.monotonic(), 1.0)).wait()
+        self.synchronize(deadline=deadline, watch=watch)
+        if word.item() != 1.0:
+            raise TransferError(f"rank {self.rank} received nothing from the trainer")
 
     def broadcast(self, tensor: torch.Tensor, *, timeout_s: float) -> dist.Work:
         """Starts sending ``tensor`` from the trainer to every other rank.
@@ -244,19 +249,24 @@ class BroadcastGroup:
             return
         done = torch.cuda.Event()
         done.record(self._stream)
-        next_look = time.monotonic() + WATCH_S
         try:
-            while not done.query():
-                now = time.monotonic()
-                if now > deadline:
-                    raise TransferError("the transfer did not end in time")
-                if watch is not None and now > next_look:
-                    watch()
-                    next_look = now + WATCH_S
-                time.sleep(SPIN_S)
+            self._await_event(done, deadline, watch)
         except BaseException:
             self.abort()
             raise
+
+    def _await_event(
+        self, done: torch.cuda.Event, deadline: float, watch: Callable[[], None] | None
+    ) -> None:
+        next_look = time.monotonic() + WATCH_S
+        while not done.query():
+            now = time.monotonic()
+            if now > deadline:
+                raise TransferError("the transfer did not end in time")
+            if watch is not None and now > next_look:
+                watch()
+                next_look = now + WATCH_S
+            time.sleep(SPIN_S)
 
     def follow(self) -> None:
         """Makes the current stream wait for everything queued by this group."""
@@ -273,12 +283,21 @@ class BroadcastGroup:
         """Leaves the group; peers that still wait for this rank notice. Idempotent."""
         self.abort()
 
-    def _await_keys(
-        self, keys: Sequence[str], deadline: float, watch: Callable[[], None] | None, what: str
+    def await_keys(
+        self, keys: Sequence[str], deadline: float, what: str, watch: Callable[[], None] | None
     ) -> None:
-        """Waits for keys in the store, and calls ``watch`` meanwhile.
+        """Waits for keys that end in a rank, one each.
 
         Looks again and again: a wait in the store that runs out leaves its connection in disorder.
+
+        Args:
+            keys: Keys of the store.
+            deadline: ``time.monotonic()`` at which to give up.
+            what: What the ranks whose keys are missing did not do.
+            watch: Called about every 50 ms; raises to give up early.
+
+        Raises:
+            TransferError: A key was not there in time; names the ranks.
         """
         next_look = time.monotonic() + WATCH_S
         while not self.store.check(list(keys)):
@@ -291,26 +310,26 @@ class BroadcastGroup:
                 next_look = now + WATCH_S
             time.sleep(STORE_POLL_S)
 
-    def _make_group(self, timeout_s: float) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-        store = dist.PrefixStore("weights", self.store)
+    def _make_group(self, timeout_s: float) -> Any:  # noqa: ANN401
+        store = PrefixStore("weights", self.store)
         world_size = self.rendezvous.world_size
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=timeout_s)
             options.is_high_priority_stream = True
             return dist.ProcessGroupNCCL(store, self.rank, world_size, options)
-        options = dist.ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timedelta(seconds=timeout_s)
         if self.rendezvous.interface is None:
-            device = dist.ProcessGroupGloo.create_device(
+            device = ProcessGroupGloo.create_device(
                 hostname=own_address(self.rendezvous.address), lazy_init=False
             )
         else:
-            device = dist.ProcessGroupGloo.create_device(
+            device = ProcessGroupGloo.create_device(
                 interface=self.rendezvous.interface, lazy_init=False
             )
         options._devices = [device]
-        return dist.ProcessGroupGloo(store, self.rank, world_size, options)
+        return ProcessGroupGloo(store, self.rank, world_size, options)
 
     @contextlib.contextmanager
     def _environment(self) -> Iterator[None]:
@@ -364,11 +383,11 @@ class StartSignal:
             f"ready/{self._push_id}/{rank}" for rank in range(1, self._group.rendezvous.world_size)
         ]
         try:
-            self._group._await_keys(
-                keys, deadline, watch, f"get ready for transfer {self._push_id} in time"
+            self._group.await_keys(
+                keys, deadline, f"get ready for transfer {self._push_id} in time", watch
             )
         except BaseException as error:
-            self._group.store.set(self._start_key, f"left: {error}"[:500].encode())
+            self._group.store.set(self._start_key, f"left: {error}"[:500])
             raise
         self._group.store.set(self._start_key, GO)
 
@@ -380,13 +399,13 @@ class StartSignal:
         """
         store = self._group.store
         try:
-            store.set(f"ready/{self._push_id}/{self._group.rank}", b"1")
+            store.set(f"ready/{self._push_id}/{self._group.rank}", "1")
             store.wait([self._start_key], timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
-            word = store.get(self._start_key)
-        except dist.DistError as error:
+            word = store.get(self._start_key).decode()
+        except DistError as error:
             raise TransferError(f"the trainer did not begin the transfer: {error}") from error
         if word != GO:
-            raise TransferError(f"the trainer called the transfer off: {word.decode()}")
+            raise TransferError(f"the trainer called the transfer off: {word}")
 
     @property
     def _start_key(self) -> str:

@@ -8,12 +8,15 @@ the group's stream. (vLLM's own packed consumer, up to 0.32, orders neither acro
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    import torch.distributed as dist
 
     from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
     from torchrl_vllm_sync.weights.buckets import BucketLayout
@@ -59,12 +62,12 @@ def send_buckets(
     Raises:
         RuntimeError: The communicator failed.
     """
-    works = [None] * len(buffers)
+    works: list[dist.Work | None] = [None] * len(buffers)
     with group.side_stream():
         for index, bucket in enumerate(layout.buckets):
             slot = index % len(buffers)
-            if works[slot] is not None:
-                works[slot].wait()
+            if (work := works[slot]) is not None:
+                work.wait()
             pack(index, buffers[slot])
             works[slot] = group.broadcast(
                 buffers[slot][: bucket.num_bytes], timeout_s=_left(deadline)
@@ -98,7 +101,7 @@ def receive_buckets(
     Raises:
         RuntimeError: The communicator failed.
     """
-    works = []
+    works: deque[dist.Work] = deque()
 
     def ask(index: int) -> None:
         if index < len(layout.buckets):
@@ -108,8 +111,7 @@ def receive_buckets(
     for index in range(len(buffers)):
         ask(index)
     for index in range(len(layout.buckets)):
-        works[index].wait()
-        works[index] = None
+        works.popleft().wait()
         yield index
         ask(index + len(buffers))
 

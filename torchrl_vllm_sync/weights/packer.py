@@ -51,7 +51,7 @@ class ViewPacker:
         """Fills ``buffer``, which is the one that bucket ``index`` belongs in."""
         del buffer  # the targets are views of it
         for targets, sources in self._copies[index]:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class StreamingPacker:
