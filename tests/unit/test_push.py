@@ -50,7 +50,7 @@ class Transport:
     def open(self, client):
         pass
 
-    def send(self, client, source, version, *, timeout_s, clear_cache):
+    def send(self, client, source, version, *, timeout_s, clear_cache, mode="keep"):
         self.sent.append(version)
         outcomes = []
         for name in self.replicas.held:
