@@ -37,7 +37,7 @@ weights.push
 engine_args
 engine
 engine.internals engine.reload engine.admission engine.checkpoint engine.planned_writes
-engine.plan_coverage
+engine.plan_coverage engine.copy_regions
 engine.plan_recorder
 engine.load_plan
 engine.checksums engine.staging

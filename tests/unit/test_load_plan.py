@@ -198,6 +198,21 @@ def test_tensors_that_go_nowhere_are_listed():
     assert plan.num_target_bytes == 8
 
 
+def test_a_plan_can_load_into_spare_memory():
+    spare = {}
+
+    def place(target):
+        flat = spare.setdefault(target.data_ptr(), torch.full((16,), -1.0))
+        return flat.as_strided(target.shape, target.stride(), target.storage_offset())
+
+    checkpoint = numbered(w=(4, 4))
+    model = Model(into(lambda w: w.t()), w=(4, 4))
+    plan = record_load_plan(model, metadata_of(checkpoint))
+    push(plan.redirected(place), checkpoint)
+    assert not model.w.any()
+    assert torch.equal(next(iter(spare.values())).view(4, 4), checkpoint["w"].t())
+
+
 def doubled(model, name, tensor):
     model.w.data.copy_(tensor)
     model.w.data.mul_(2)

@@ -7,13 +7,20 @@ views for each bucket, and a bucket is loaded by a few ``torch._foreach_copy_``.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from torchrl_vllm_sync.engine.copy_regions import (
+    Dim,
+    Region,
+    coalesced,
+    cut_at,
+    is_flat,
+    num_elements,
+)
 from torchrl_vllm_sync.engine.plan_recorder import record_writes
 from torchrl_vllm_sync.engine.planned_writes import (
     PlannedCopy,
@@ -23,7 +30,7 @@ from torchrl_vllm_sync.engine.planned_writes import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torchrl_vllm_sync.weights.buckets import BucketLayout, Piece
     from torchrl_vllm_sync.weights.metadata import ParamMeta
@@ -167,18 +174,17 @@ class LoadPlan:
         for copy in self.copies:
             if copy.name not in pieces:
                 raise PlanNotPossibleError(f"no bucket holds {copy.name}, which the model loads")
-            starts, numbered = pieces[copy.name]
+            starts, numbers, parts = pieces[copy.name]
             storage = views.add(copy.target)
             stride = copy.target.stride()
-            dims = _coalesce(zip(copy.shape, copy.stride, stride, strict=True))
-            region = _Region(copy.offset, int(copy.target.storage_offset()), dims)
+            dims = coalesced(zip(copy.shape, copy.stride, stride, strict=True))
+            region = Region(copy.offset, int(copy.target.storage_offset()), dims)
             source_dtype = self._metadata[copy.name].dtype
-            for position, cut in _cut(region, starts, [piece for _, piece in numbered]):
-                number, piece = numbered[position]
-                begin = piece.byte_offset
-                begin += (cut.source - piece.first_element) * source_dtype.itemsize
-                kind = _Kind(source_dtype, copy.target.dtype, storage)
-                loads[number].append(_Load(begin, kind, cut.target, cut.dims))
+            kind = _Kind(source_dtype, copy.target.dtype, storage)
+            for position, cut in cut_at(region, starts, parts):
+                begin = parts[position].byte_offset
+                begin += (cut.source - starts[position]) * source_dtype.itemsize
+                loads[numbers[position]].append(_Load(begin, kind, cut.target, cut.dims))
         bound: list[BoundBucket] = []
         for number, one in enumerate(layout.buckets):
             slot = buckets[number % len(buckets)]
@@ -186,9 +192,21 @@ class LoadPlan:
             bound.append(_bound(_merge(loads[number]), slot, views))
         return bound
 
-    def _pieces(self, layout: BucketLayout) -> dict[str, tuple[list[int], list[tuple[int, Piece]]]]:
-        """For each tensor, its pieces in order: their first elements, and (bucket, piece)."""
-        found: dict[str, tuple[list[int], list[tuple[int, Piece]]]] = {}
+    def redirected(self, place: Callable[[torch.Tensor], torch.Tensor]) -> LoadPlan:
+        """The same plan with other targets.
+
+        Args:
+            place: Gives for each target a tensor of its dtype, shape and strides.
+        """
+        return LoadPlan(
+            self._metadata.values(),
+            [replace(copy, target=place(copy.target)) for copy in self.copies],
+            [replace(fill, target=place(fill.target)) for fill in self.fills],
+        )
+
+    def _pieces(self, layout: BucketLayout) -> dict[str, tuple[list[int], list[int], list[Piece]]]:
+        """For each tensor, the first elements, buckets and pieces of its parts, in order."""
+        found: dict[str, tuple[list[int], list[int], list[Piece]]] = {}
         for number, bucket in enumerate(layout.buckets):
             for piece in bucket.pieces:
                 meta = self._metadata.get(piece.name)
@@ -197,22 +215,11 @@ class LoadPlan:
                         f"{piece.name} was planned as {meta.dtype} {list(meta.shape)}, but arrives "
                         f"as {piece.meta.dtype} {list(piece.meta.shape)}"
                     )
-                starts, pieces = found.setdefault(piece.name, ([], []))
+                starts, numbers, pieces = found.setdefault(piece.name, ([], [], []))
                 starts.append(piece.first_element)
-                pieces.append((number, piece))
+                numbers.append(number)
+                pieces.append(piece)
         return found
-
-
-# One dimension of a copy: its size, and its strides in the source and in the target.
-_Dim = tuple[int, int, int]
-
-
-class _Region(NamedTuple):
-    """A copy, in elements: where it begins on both sides, and its dimensions, outermost first."""
-
-    source: int
-    target: int
-    dims: tuple[_Dim, ...]
 
 
 class _Kind(NamedTuple):
@@ -229,77 +236,22 @@ class _Load(NamedTuple):
     begin: int
     kind: _Kind
     target: int
-    dims: tuple[_Dim, ...]
-
-
-def _coalesce(dims: Iterable[_Dim]) -> tuple[_Dim, ...]:
-    """The same copy in as few dimensions as possible; a dense one has one, of strides 1 and 1."""
-    merged: list[_Dim] = []
-    for size, source, target in sorted(
-        (dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1:], reverse=True
-    ):
-        if merged and merged[-1][1:] == (source * size, target * size):
-            merged[-1] = (merged[-1][0] * size, source, target)
-        else:
-            merged.append((size, source, target))
-    return tuple(merged)
-
-
-def _is_flat(dims: tuple[_Dim, ...]) -> bool:
-    return not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))
-
-
-def _numel(dims: tuple[_Dim, ...]) -> int:
-    count = 1
-    for size, _, _ in dims:
-        count *= size
-    return count
-
-
-def _cut(
-    region: _Region, starts: Sequence[int], pieces: Sequence[Piece]
-) -> Iterator[tuple[int, _Region]]:
-    """Cuts a region at the borders of pieces; yields positions of pieces and parts within them."""
-    if not _numel(region.dims):
-        return
-    extent = 1 + sum((size - 1) * stride for size, stride, _ in region.dims)
-    position = bisect_right(starts, region.source) - 1
-    piece = pieces[position]
-    if region.source + extent <= piece.first_element + piece.num_elements:
-        yield position, region
-        return
-    (size, stride, target_stride), *inner_dims = region.dims
-    rest = tuple(inner_dims)
-    inner = extent - (size - 1) * stride
-    index = 0
-    while index < size:
-        source = region.source + index * stride
-        target = region.target + index * target_stride
-        position = bisect_right(starts, source) - 1
-        room = pieces[position].first_element + pieces[position].num_elements - source
-        if room < inner:
-            yield from _cut(_Region(source, target, rest), starts, pieces)
-            index += 1
-            continue
-        count = min((room - inner) // stride + 1, size - index)
-        dims = ((count, stride, target_stride), *rest) if count > 1 else rest
-        yield position, _Region(source, target, dims)
-        index += count
+    dims: tuple[Dim, ...]
 
 
 def _merge(loads: list[_Load]) -> list[_Load]:
     """Joins flat loads that are neighbours in the bucket and in their target's storage."""
     merged: list[_Load] = []
     for load in sorted(loads, key=lambda one: one.begin):
-        if merged and _is_flat(load.dims) and _is_flat(merged[-1].dims):
+        if merged and is_flat(load.dims) and is_flat(merged[-1].dims):
             last = merged[-1]
-            count = _numel(last.dims)
+            count = num_elements(last.dims)
             if (
                 last.kind == load.kind
                 and last.begin + count * load.kind.source_dtype.itemsize == load.begin
                 and last.target + count == load.target
             ):
-                dims = ((count + _numel(load.dims), 1, 1),)
+                dims = ((count + num_elements(load.dims), 1, 1),)
                 merged[-1] = _Load(last.begin, last.kind, last.target, dims)
                 continue
         merged.append(load)
@@ -350,7 +302,7 @@ def _bound(loads: Iterable[_Load], slot: torch.Tensor, views: _TargetViews) -> B
             typed[dtype].storage_offset() + begin // dtype.itemsize,
         )
         # Only lists of one pair of dtypes and dense tensors take the fused kernel.
-        key = (dtype, kind.target_dtype, views.device(kind.storage), _is_flat(dims))
+        key = (dtype, kind.target_dtype, views.device(kind.storage), is_flat(dims))
         targets, sources = groups[key]
         targets.append(views.view(_Load(begin, kind, target, dims)))
         sources.append(source)
