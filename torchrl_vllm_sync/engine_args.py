@@ -108,12 +108,19 @@ def make_engine_args(
     )
 
 
-def prepare_engine_args(engine_args: AsyncEngineArgs) -> AsyncEngineArgs:
+def prepare_engine_args(
+    engine_args: AsyncEngineArgs, *, stage_weights: bool = False
+) -> AsyncEngineArgs:
     """Returns a copy that this library's replicas can run; the caller's object stays as it is.
 
+    Args:
+        engine_args: The caller's.
+        stage_weights: Reserve memory for a second set of weights in each worker.
+
     Raises:
-        UnsupportedArgumentError: A parallel size that cannot run on this platform, or a
-            ``worker_extension_cls`` that is not a subclass of this library's.
+        UnsupportedArgumentError: A parallel size that cannot run on this platform, a
+            ``worker_extension_cls`` that is not a subclass of this library's, or ``stage_weights``
+            together with a ``weight_transfer_config`` of the caller's.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -129,7 +136,13 @@ def prepare_engine_args(engine_args: AsyncEngineArgs) -> AsyncEngineArgs:
         )
     prepared.worker_extension_cls = _checked_extension(prepared.worker_extension_cls)
     if prepared.weight_transfer_config is None:
-        prepared.weight_transfer_config = WeightTransferConfig(backend=BROADCAST_BACKEND)
+        backend = STAGED_BACKEND if stage_weights else BROADCAST_BACKEND
+        prepared.weight_transfer_config = WeightTransferConfig(backend=backend)
+    elif stage_weights:
+        raise UnsupportedArgumentError(
+            "stage_weights needs weight_transfer_config to be left unset, got "
+            f"{prepared.weight_transfer_config}"
+        )
     if on_cpu():
         _refuse_on_cpu(prepared)
     if prepared.distributed_executor_backend is None:

@@ -52,6 +52,7 @@ _CONSTRUCTOR_KEYWORDS = (
     "num_cpus_per_replica",
     "name",
     "detached",
+    "stage_weights",
     "request_timeout_s",
 )
 # What a pickled copy and a process that attaches need; the rest each process makes for itself.
@@ -99,6 +100,8 @@ class AsyncVLLM(ServiceRequests, ServiceWeights, RLvLLMEngine):
         detached: Replicas outlive this process until somebody calls :meth:`shutdown`.
         verbose: Leave vLLM's logging in the replicas as it is; ``False`` shows errors only.
         enable_fp32_output: Compute output layers in float32, for models TorchRL has them for.
+        stage_weights: Reserve memory for a second set of weights in each worker, into which
+            ``BroadcastTransport(staged=True)`` sends while the replica generates.
         request_timeout_s: Time limit of requests that name none, in seconds.
 
     Raises:
@@ -124,6 +127,7 @@ class AsyncVLLM(ServiceRequests, ServiceWeights, RLvLLMEngine):
         detached: bool = False,
         verbose: bool = True,
         enable_fp32_output: bool = False,
+        stage_weights: bool = False,
         request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S,
     ) -> None:
         for setting, value, least in (
@@ -140,7 +144,7 @@ class AsyncVLLM(ServiceRequests, ServiceWeights, RLvLLMEngine):
             raise UnsupportedArgumentError(
                 f"name must consist of letters, digits, '_', '.' and '-', got {name!r}"
             )
-        self.engine_args = prepare_engine_args(engine_args)
+        self.engine_args = prepare_engine_args(engine_args, stage_weights=stage_weights)
         if not verbose:
             self.engine_args.use_tqdm_on_load = False
         if enable_prefix_caching is not None:
