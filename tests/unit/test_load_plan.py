@@ -173,6 +173,32 @@ def test_padding_stays_and_can_be_written():
     assert (model.w[5:] == 7).all()
 
 
+def test_assignment_is_a_copy_or_a_constant():
+    def load(model, name, tensor):
+        if name == "scale":
+            model.scales.data[1] = tensor
+            model.scales.data[:1] = 0
+        else:
+            model.w.data[:5] = tensor
+            model.w.data[5:] = 0
+
+    plan, _ = agrees(load, numbered(w=(5, 2), scale=()), w=(8, 2), scales=(2,))
+    assert [fill.target.numel() for fill in plan.fills] == [6, 1]
+
+
+def test_one_value_may_fill_a_slice():
+    checkpoint = numbered(w=(1,), v=(2, 1))
+    agrees(into(lambda w: w), checkpoint, w=(4,), v=(2, 3))
+
+
+def test_recording_works_in_inference_mode():
+    model = Model(into(lambda w: w.to(torch.float32).reshape(8, 6).contiguous()), w=(8, 6))
+    with torch.inference_mode():
+        plan = record_load_plan(model, metadata_of(numbered(w=(6, 8))))
+    push(plan, numbered(w=(6, 8)))
+    assert torch.equal(model.w.flatten(), numbered(w=(48,))["w"])
+
+
 def test_constants_may_come_before_a_copy_but_not_after():
     def before(model, name, tensor):
         model.w.data.zero_()
@@ -357,8 +383,9 @@ def checkpoint_of(models):
 
 
 def recorded(models, checkpoint):
-    """A model of other values with its plan, and one that vLLM loaded."""
-    model, expected = models.build(fill=0.0), models.build(fill=-2.0)
+    """A model that vLLM loaded with other values, its plan, and one with the expected values."""
+    model, expected = models.build(fill=5.0), models.build(fill=-2.0)
+    models.load(model, {name: -tensor for name, tensor in checkpoint.items()})
     models.load(expected, checkpoint)
     with models.active():
         plan = record_load_plan(model, metadata_of(checkpoint))

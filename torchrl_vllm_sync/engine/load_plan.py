@@ -69,7 +69,7 @@ def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> L
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BoundBucket:
     """The copies that load one received bucket.
 

@@ -33,7 +33,6 @@ __all__ = ["record_writes"]
 aten = torch.ops.aten
 
 
-@torch.no_grad()
 def record_writes(
     model: torch.nn.Module, metadata: Sequence[ParamMeta]
 ) -> list[PlannedCopy | PlannedFill]:
@@ -50,7 +49,8 @@ def record_writes(
     recorder = _Recorder({storage_key(tensor): name for name, tensor in names.items()}, metadata)
     state = _ModelState(model)
     try:
-        with recorder:
+        # In inference mode a dispatch mode sees composite operations, which may be views or not.
+        with torch.inference_mode(mode=False), torch.no_grad(), recorder:
             model.load_weights(recorder.stand_ins())  # pyright: ignore[reportCallIssue]  vLLM's
     except PlanNotPossibleError:
         raise
@@ -184,10 +184,12 @@ class _Recorder(TorchDispatchMode):
             for target, source in zip(args[0], args[1], strict=True):
                 self._copied(target, source)
             return None
+        if func is aten.fill_.Tensor and self._origin(args[1]) is not None:
+            return self._copied(args[0], args[1])
         if func in _FILLS and storage_key(args[0]) in self._model_names:
             if args[0].numel():
-                value = 0 if func is aten.zero_.default else args[1]
-                self.writes.append(PlannedFill(_plain_view(args[0]), float(value)))
+                value = 0.0 if func is aten.zero_.default else float(args[1])
+                self.writes.append(PlannedFill(_plain_view(args[0]), value))
             return args[0]
         if func in _MOVES and self._source(args[0]) and kwargs.get("dtype") in _same_as(args[0]):
             return aten.alias.default(args[0])
@@ -258,7 +260,7 @@ class _Recorder(TorchDispatchMode):
 
 # Share their input's storage although their schemas do not say so.
 _VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default})
-_FILLS = frozenset({aten.fill_.Scalar, aten.zero_.default})
+_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
 _MOVES = frozenset({aten._to_copy.default, aten.clone.default})
 
 

@@ -17,7 +17,7 @@ class PlanNotPossibleError(SyncError, RuntimeError):
     """This model cannot be loaded by plain copies; says why and names the tensor or parameter."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlannedCopy:
     """One slice of a checkpoint tensor and the place it is loaded to.
 
@@ -36,7 +36,7 @@ class PlannedCopy:
     target: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlannedFill:
     """Elements that the loader sets to a constant, such as the padding of a vocabulary.
 
