@@ -1,0 +1,84 @@
+"""Model shapes for benchmarks: real architectures and sizes, random weights, no downloads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig, PretrainedConfig
+
+from torchrl_vllm_sync.testing.tokenizer import make_tiny_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["SHAPES", "save_shape"]
+
+_QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151_936, "rms_norm_eps": 1e-6}
+SHAPES = {
+    # huggingface.co/Qwen/Qwen3-1.7B, -8B and -30B-A3B, config.json
+    "1.7b": {
+        **_QWEN3,
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 6144,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12_288,
+        "tie_word_embeddings": False,
+    },
+    "30b-a3b": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+    # What a CPU can hold, in the same form.
+    "tiny": {
+        **_QWEN3,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 128,
+        "initializer_range": 0.25,
+        "tie_word_embeddings": False,
+    },
+}
+"""Fields of each shape's configuration, by the name of a case."""
+
+
+def save_shape(name: str, directory: Path, *, dtype: str) -> Path:
+    """Saves a shape's configuration and a small tokenizer, for engines with dummy weights.
+
+    Args:
+        name: One of :data:`SHAPES`.
+        directory: Where to make the checkpoint's directory.
+        dtype: Dtype of the weights, such as ``"bfloat16"``.
+    """
+    fields = {"max_position_embeddings": 4096, "eos_token_id": 2, "pad_token_id": 0}
+    config: PretrainedConfig = AutoConfig.for_model(**SHAPES[name], **fields, dtype=dtype)
+    config.architectures = {"qwen3": ["Qwen3ForCausalLM"], "qwen3_moe": ["Qwen3MoeForCausalLM"]}[
+        config.model_type
+    ]
+    target = directory / name
+    config.save_pretrained(target)
+    make_tiny_tokenizer().save_pretrained(target)
+    return target

@@ -1,0 +1,197 @@
+"""The processes of the weight-sync benchmark: a trainer, a replica under load, raw broadcasts."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.util import get_node_ip_address
+
+from torchrl_vllm_sync.testing import token_log_probs
+
+if TYPE_CHECKING:
+    from torchrl_vllm_sync import AsyncVLLM
+
+__all__ = ["Trainer", "loaded_actor", "raw_broadcast", "spawn"]
+
+RAW_PIECE_BYTES = 4 * 2**30
+RAW_TIMEOUT = timedelta(seconds=60)
+
+
+class RawRank:
+    """One rank of a bare ``torch.distributed.broadcast`` of as many bytes as the model has."""
+
+    def address(self) -> tuple[str, int]:
+        """This node's address and a port that is free on it."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return get_node_ip_address(), probe.getsockname()[1]
+
+    def run(
+        self, where: tuple[str, int], rank: int, world_size: int, num_bytes: int, rounds: int
+    ) -> list[float]:
+        """Takes part in every round; returns this rank's seconds of each."""
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=f"tcp://{where[0]}:{where[1]}",
+            rank=rank,
+            world_size=world_size,
+            timeout=RAW_TIMEOUT,
+        )
+        data = torch.ones(min(num_bytes, RAW_PIECE_BYTES), dtype=torch.uint8, device=device)
+        sizes = [RAW_PIECE_BYTES] * (num_bytes // RAW_PIECE_BYTES) + [num_bytes % RAW_PIECE_BYTES]
+        samples = []
+        for _ in range(rounds + 2):  # two to warm up
+            dist.barrier()
+            synchronize(device)
+            begin = time.perf_counter()
+            for size in sizes:
+                dist.broadcast(data[:size], 0)
+            synchronize(device)
+            samples.append(time.perf_counter() - begin)
+        dist.destroy_process_group()
+        return samples[2:]
+
+
+def spawn(kind: type, *args: Any, num_gpus: int) -> Any:  # noqa: ANN401  a Ray actor handle
+    """Starts an actor of ``kind``."""
+    actor: Any = ray.remote(num_gpus=num_gpus, num_cpus=0)(kind)
+    return actor.remote(*args)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def raw_broadcast(num_bytes: int, num_receivers: int, rounds: int, num_gpus: int) -> list[float]:
+    """Seconds of each broadcast from one rank to ``num_receivers``, on the slowest rank."""
+    ranks = [spawn(RawRank, num_gpus=num_gpus) for _ in range(num_receivers + 1)]
+    where = ray.get(ranks[0].address.remote(), timeout=120)
+    runs = [
+        one.run.remote(where, rank, len(ranks), num_bytes, rounds) for rank, one in enumerate(ranks)
+    ]
+    samples = ray.get(runs, timeout=300)
+    for one in ranks:
+        ray.kill(one)
+    return [max(of_one_round) for of_one_round in zip(*samples, strict=True)]
+
+
+class Trainer:
+    """A model of the engines' architecture, and the pushes of it."""
+
+    def __init__(self, checkpoint: str, dtype: str) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(checkpoint)
+        with self.device:
+            self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        self.model.eval()
+        self.num_bytes = sum(one.nbytes for one in self.model.parameters())
+        self._transports: dict[str, Any] = {}
+
+    def size(self) -> int:
+        """Bytes of all parameters."""
+        return self.num_bytes
+
+    @torch.no_grad()
+    def train(self, seed: int) -> None:
+        """Changes every parameter, as an optimizer step does."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for parameter in self.model.parameters():
+            noise = torch.randn(
+                parameter.shape, generator=generator, device=self.device, dtype=parameter.dtype
+            )
+            parameter.add_(noise, alpha=0.02)
+
+    def push(
+        self, service: AsyncVLLM, system: str, options: dict[str, Any], rounds: int
+    ) -> list[dict[str, float]]:
+        """Pushes ``rounds`` times and returns each report, in milliseconds.
+
+        Args:
+            service: The replicas.
+            system: Name of the transport.
+            options: Arguments of the transport.
+            rounds: Pushes.
+        """
+        from torchrl_vllm_sync.updater import TRANSPORTS
+
+        transport = self._transports.get(system)
+        if transport is None:
+            kind = TRANSPORTS[system.removesuffix("-staged")]
+            transport = self._transports[system] = kind(**options)
+        reports = []
+        for _ in range(rounds):
+            report = service.push_weights(self.model, transport=transport, timeout_s=120)
+            phases = {f"trainer_{name}": value for name, value in report.phases.items()}
+            for name in report.replicas[0].phases:
+                phases[name] = max(one.phases[name] for one in report.replicas)
+            seconds = {name: value for name, value in phases.items() if name.endswith("_s")}
+            reports.append(
+                {"push_s": report.seconds, **seconds}
+                | {"plan": float(all(one.path == "plan" for one in report.replicas))}
+            )
+        return reports
+
+    def end(self, system: str) -> None:
+        """Closes a system's transport."""
+        self._transports.pop(system).close()
+
+    def memory(self) -> dict[str, int]:
+        """Peak of allocated bytes beyond the model, since the last call."""
+        if self.device.type != "cuda":
+            return {"extra_bytes": 0}
+        peak = torch.cuda.max_memory_allocated(self.device) - self.num_bytes
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return {"extra_bytes": peak}
+
+    def log_probs(self, token_ids: list[int]) -> list[float]:
+        """Log-probability of each token after the first, by the trainer's model."""
+        return token_log_probs(self.model, token_ids).flatten()[1 - len(token_ids) :].tolist()
+
+
+def loaded_actor() -> type:
+    """The replica's class, which can also put itself under load and time every token."""
+    from vllm import SamplingParams
+
+    from torchrl_vllm_sync.engine.actor import EngineActor
+
+    class LoadedActor(EngineActor):
+        async def begin_load(self, num_requests: int, max_tokens: int) -> None:
+            """Starts requests inside the actor, which hold out for ``max_tokens``."""
+            self._times: list[list[float]] = [[] for _ in range(num_requests)]
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0)
+
+            async def run(index: int) -> None:
+                prompt = {"prompt_token_ids": [5 + index, 7, 9, 11] * 16}
+                name = f"load-{time.monotonic_ns()}-{index}"
+                async for _ in self.engine.generate(prompt, params, name):
+                    self._times[index].append(time.perf_counter())
+
+            self._load = [asyncio.create_task(run(index)) for index in range(num_requests)]
+            while not all(len(times) > 5 for times in self._times):  # noqa: ASYNC110  vLLM is silent
+                await asyncio.sleep(0.01)
+
+        def mark(self) -> float:
+            """The actor's clock."""
+            return time.perf_counter()
+
+        async def end_load(self) -> list[list[float]]:
+            """Ends the load and returns the times of all tokens, by request."""
+            for task in self._load:
+                task.cancel()
+            await asyncio.gather(*self._load, return_exceptions=True)
+            return self._times
+
+    return LoadedActor

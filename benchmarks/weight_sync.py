@@ -1,0 +1,290 @@
+"""Weights from one trainer into one or more replicas: ours beside raw NCCL and vLLM's own.
+
+``python -m benchmarks.weight_sync --model 8b --replicas 3`` runs every system on the same machine
+in one go: a bare broadcast of as many bytes, vLLM's packed NCCL engine, the broadcast transport,
+and the same with staged weights. Engines and trainer hold random weights of the named shape. After
+the last push the engine's log-probabilities are compared with the trainer's, and one push is
+checked parameter by parameter against vLLM's own reload.
+
+``--smoke`` takes a tiny model, Gloo and CPUs. Cases are named ``<model>-<replicas>``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+import itertools
+
+import ray
+import torch
+
+from benchmarks.record import Recorder
+from benchmarks.shapes import SHAPES, save_shape
+from benchmarks.sync_actors import Trainer, loaded_actor, raw_broadcast, spawn
+from torchrl_vllm_sync import AsyncVLLM
+
+SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged")
+PROBE = list(range(5, 69))
+# bfloat16 carries 8 bits; the values compared are about -12 and differ by units between models.
+MOST_DIFFERENCE = {"bfloat16": 0.3, "float32": 1e-3}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark and writes the record; returns the number of systems that failed."""
+    args = parse(argv)
+    cuda = torch.cuda.is_available()
+    dtype = "bfloat16" if cuda else "float32"
+    recorder = Recorder("weight_sync")
+    case = f"{args.model}-{args.replicas}"
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        num_cpus=max(2, os.cpu_count() or 2),
+    )
+    failed = 0
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = save_shape(args.model, Path(directory), dtype=dtype)
+        trainer = spawn(Trainer, str(checkpoint), dtype, num_gpus=int(cuda))
+        num_bytes = ray.get(trainer.size.remote(), timeout=300)
+        if "raw-nccl" in args.systems:
+            ray.kill(trainer)
+            samples = raw_broadcast(num_bytes, args.replicas, args.rounds, int(cuda))
+            say(case, "raw-nccl", "whole", samples)
+            recorder.add(
+                case=case,
+                system="raw-nccl",
+                metric="whole",
+                unit="ms",
+                samples=[1e3 * one for one in samples],
+                num_bytes=num_bytes,
+            )
+            trainer = spawn(Trainer, str(checkpoint), dtype, num_gpus=int(cuda))
+            ray.get(trainer.size.remote(), timeout=300)
+        with launch(args, checkpoint, dtype) as service:
+            for system in args.systems:
+                if system == "raw-nccl":
+                    continue
+                try:
+                    measure(recorder, service, trainer, case, system, args)
+                except Exception:  # noqa: BLE001  the other systems are measured all the same
+                    traceback.print_exc()
+                    failed += 1
+            check(service, trainer, dtype, args)
+    print(recorder.write(smoke=args.smoke, directory=args.out))
+    ray.shutdown()
+    return failed
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="1.7b", choices=sorted(SHAPES))
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=32, help="in flight per replica under load")
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--bucket-mib", type=int, default=128)
+    parser.add_argument("--out", type=Path, help="directory of the record")
+    parser.add_argument("--smoke", action="store_true", help="seconds, on CPUs, meaning nothing")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        args.model, args.rounds, args.requests = "tiny", 3, 4
+        args.systems = [one for one in args.systems if one != "vllm-nccl"]
+    return args
+
+
+def launch(args: argparse.Namespace, checkpoint: Path, dtype: str) -> AsyncVLLM:
+    """Starts the replicas with random weights."""
+    engine: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": dtype,
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "actor_class": loaded_actor(),
+        "stage_weights": "broadcast-staged" in args.systems,
+        "verbose": False,
+        "num_cpus_per_replica": 0,
+    }
+    if torch.cuda.is_available():
+        engine |= {"kv_cache_memory_bytes": 8 * 2**30}
+    else:
+        engine |= {"kv_cache_memory_bytes": 64 * 2**20, "block_size": 32, "max_model_len": 512}
+    begin = time.perf_counter()
+    service = AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=args.replicas, **engine)
+    print(f"launched {args.replicas} replicas in {time.perf_counter() - begin:.1f} s", flush=True)
+    return service
+
+
+def measure(
+    recorder: Recorder,
+    service: AsyncVLLM,
+    trainer: Any,  # noqa: ANN401  a Ray actor handle
+    case: str,
+    system: str,
+    args: argparse.Namespace,
+) -> None:
+    """Pushes to idle engines, then under load."""
+    options: dict[str, Any] = {}
+    if system.startswith("broadcast"):
+        options = {
+            "staged": system.endswith("staged"),
+            "bucket_bytes": args.bucket_mib * 2**20,
+            "verify": "never",
+        }
+    begin = time.perf_counter()
+    ray.get(trainer.push.remote(service, system, options, 2), timeout=200)  # to warm up
+    print(f"{system}: the first two pushes took {time.perf_counter() - begin:.2f} s", flush=True)
+    idle = ray.get(trainer.push.remote(service, system, options, args.rounds), timeout=300)
+    record(recorder, case, system, "", idle)
+    memory = ray.get(trainer.memory.remote(), timeout=60)
+    print(case, system, memory, flush=True)
+    loaded, gaps, steps, during = under_load(service, trainer, system, options, args)
+    record(recorder, f"{case}, {args.requests} running", system, "", loaded)
+    for metric, samples in (("longest gap", gaps), ("normal step", steps)):
+        say(case, system, metric, samples)
+        recorder.add(
+            case=f"{case}, {args.requests} running",
+            system=system,
+            metric=metric,
+            unit="ms",
+            samples=[1e3 * one for one in samples],
+        )
+    recorder.add(
+        case=f"{case}, {args.requests} running",
+        system=system,
+        metric="throughput during a push, of that without",
+        unit="%",
+        samples=[100 * one for one in during],
+    )
+    print(case, system, "throughput during pushes", [round(one, 3) for one in during], flush=True)
+    ray.get(trainer.end.remote(system), timeout=60)
+
+
+def under_load(
+    service: AsyncVLLM,
+    trainer: Any,  # noqa: ANN401
+    system: str,
+    options: dict[str, Any],
+    args: argparse.Namespace,
+) -> tuple[list[dict[str, float]], list[float], list[float], list[float]]:
+    """Pushes while every replica runs requests; returns reports, gaps, steps and throughputs."""
+    rounds = max(args.rounds // 2, 2)
+    limit = 1900 if torch.cuda.is_available() else 400
+    ray.get([one.begin_load.remote(args.requests, limit) for one in service.actors], timeout=100)
+    time.sleep(0.5)
+    reports, windows = [], []
+    for _ in range(rounds):
+        begin = ray.get([one.mark.remote() for one in service.actors], timeout=30)
+        reports += ray.get(trainer.push.remote(service, system, options, 1), timeout=100)
+        end = ray.get([one.mark.remote() for one in service.actors], timeout=30)
+        windows.append((begin, end))
+        time.sleep(0.1)
+    times = ray.get([one.end_load.remote() for one in service.actors], timeout=60)
+    gaps, steps, during = [], [], []
+    for begin, end in windows:
+        longest, shares = 0.0, []
+        for index, requests in enumerate(times):
+            all_steps = sorted(
+                later - sooner for one in requests for sooner, later in itertools.pairwise(one)
+            )
+            step = statistics.median(all_steps)
+            steps.append(step)
+            inside = [
+                (sooner, later)
+                for one in requests
+                for sooner, later in itertools.pairwise(one)
+                if later > begin[index] and sooner < end[index]
+            ]
+            longest = max([longest, *(later - sooner for sooner, later in inside)])
+            tokens = sum(begin[index] < time_ <= end[index] for one in requests for time_ in one)
+            shares.append(tokens * step / len(requests) / (end[index] - begin[index]))
+        gaps.append(longest)
+        during.append(min(shares))
+    return reports, gaps, steps, during
+
+
+def record(
+    recorder: Recorder, case: str, system: str, prefix: str, reports: list[dict[str, float]]
+) -> None:
+    """Adds every phase that took any time."""
+    for name in reports[0]:
+        samples = [one[name] for one in reports]
+        if name == "plan":
+            print(case, system, "by plan" if all(samples) else "layerwise", flush=True)
+        elif any(samples):
+            metric = prefix + name.removesuffix("_s")
+            if name in ("whole_pause_s", "load_s", "push_s", "stage_s", "pause_s", "resume_s"):
+                say(case, system, metric, samples)
+            recorder.add(
+                case=case,
+                system=system,
+                metric=metric,
+                unit="ms",
+                samples=[1e3 * one for one in samples],
+            )
+
+
+def say(case: str, system: str, metric: str, samples: list[float]) -> None:
+    """Prints one measurement; samples are in seconds."""
+    low, middle, high = min(samples), statistics.median(samples), max(samples)
+    print(
+        f"{case} {system} {metric}: {1e3 * middle:.2f} ms ({1e3 * low:.2f} to {1e3 * high:.2f})",
+        flush=True,
+    )
+
+
+def check(
+    service: AsyncVLLM,
+    trainer: Any,  # noqa: ANN401
+    dtype: str,
+    args: argparse.Namespace,
+) -> None:
+    """Compares engines with the trainer, and the plan's parameters with a reload's.
+
+    Raises:
+        AssertionError: They differ.
+    """
+    from vllm import SamplingParams
+
+    ray.get(trainer.train.remote(1), timeout=100)
+    options = {"verify": "never", "bucket_bytes": args.bucket_mib * 2**20}
+    ray.get(trainer.push.remote(service, "broadcast", options, 1), timeout=200)
+    wanted = torch.tensor(ray.get(trainer.log_probs.remote(PROBE), timeout=100))
+    greedy = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    probe = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    tokens = []
+    for index in range(args.replicas):
+        output = service.generate(prompt_token_ids=PROBE, sampling_params=probe, actor_index=index)
+        pairs = zip(output.prompt_logprobs[1:], PROBE[1:], strict=True)
+        found = torch.tensor([entry[token].logprob for entry, token in pairs])
+        difference = (found - wanted).abs().mean().item()
+        print(f"replica {index}: mean difference of log-probabilities {difference:.4g}", flush=True)
+        assert difference < MOST_DIFFERENCE[dtype], f"replica {index} differs by {difference}"
+        output = service.generate(prompt_token_ids=PROBE, sampling_params=greedy, actor_index=index)
+        tokens.append(list(output.outputs[0].token_ids))
+    ray.get(trainer.end.remote("broadcast"), timeout=60)
+    options = {"verify": "always", "bucket_bytes": args.bucket_mib * 2**20}
+    (report,) = ray.get(trainer.push.remote(service, "broadcast", options, 1), timeout=200)
+    if torch.cuda.is_available():
+        assert report["plan"], "the plan's parameters are not those of a reload"
+    for index in range(args.replicas):
+        output = service.generate(prompt_token_ids=PROBE, sampling_params=greedy, actor_index=index)
+        assert list(output.outputs[0].token_ids) == tokens[index], f"replica {index}: other tokens"
+    print("log-probabilities, parameters and tokens agree", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
