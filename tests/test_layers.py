@@ -43,7 +43,10 @@ engine.load_plan
 engine.checksums engine.staging
 engine.load_path
 engine.broadcast_receiver
-engine.native engine.worker engine.updates
+engine.native_worker engine.updates
+engine.pausable_updates engine.worker
+engine.native_updates
+engine.native
 engine.snapshot_loads engine.broadcast_loads
 prompts
 engine.actor
@@ -61,6 +64,7 @@ placement replica_calls
 launch
 service_replicas
 service_requests service_weights
+service_native
 service
 
 # TorchRL's side

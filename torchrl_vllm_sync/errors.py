@@ -25,6 +25,7 @@ __all__ = [
     "StaleVersionError",
     "SyncError",
     "TransferError",
+    "TransferNotReadyError",
     "UnknownStrategyError",
     "UnsupportedArgumentError",
     "WeightMismatchError",
@@ -118,6 +119,13 @@ class GenerationTimeoutError(SyncError, TimeoutError):
 
 class TransferError(SyncError, RuntimeError):
     """A transfer between trainer and engines could not be set up, or broke off."""
+
+
+class TransferNotReadyError(SyncError, RuntimeError):
+    """A call of vLLM's weight transfer came out of turn, or before its engine was initialised.
+
+    It did nothing: requests go on, and the calls that were in order stay in force.
+    """
 
 
 class WeightMismatchError(SyncError, ValueError):

@@ -33,8 +33,8 @@ from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.load_monitor import LoadMonitor
 from torchrl_vllm_sync.placement import ReplicaResources
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.service_native import ServiceNative
 from torchrl_vllm_sync.service_requests import ServiceRequests
-from torchrl_vllm_sync.service_weights import ServiceWeights
 from torchrl_vllm_sync.weights.push import WeightPusher
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ _SHARED = (
 )
 
 
-class AsyncVLLM(ServiceRequests, ServiceWeights, RLvLLMEngine):
+class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
     """Replicas of one vLLM engine behind one object, with TorchRL's names and more.
 
     Every public name, argument and result of TorchRL's ``AsyncVLLM`` is kept, and TorchRL's own

@@ -22,8 +22,8 @@ from torchrl_vllm_sync.engine.admission import AdmissionGate, RunningRequest
 from torchrl_vllm_sync.engine.broadcast_loads import BroadcastLoads
 from torchrl_vllm_sync.engine.checkpoint import checkpoint_metadata
 from torchrl_vllm_sync.engine.native import NativeWeightTransfer
+from torchrl_vllm_sync.engine.native_updates import NativeUpdates
 from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
-from torchrl_vllm_sync.engine.updates import WeightUpdates
 from torchrl_vllm_sync.engine_args import num_workers
 from torchrl_vllm_sync.errors import GenerationError, GenerationTimeoutError, SyncError
 from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
@@ -94,7 +94,7 @@ class EngineActor(NativeWeightTransfer):
         """
         os.environ.update(self._environment)
         self.engine = AsyncLLM.from_engine_args(self._engine_args, stat_loggers=[self._stats])
-        self._updates = WeightUpdates(self.engine, self._gate)
+        self._updates = NativeUpdates(self.engine, self._gate)
         self._snapshots = SnapshotLoads(self._updates, self._service_name)
         self._broadcasts = BroadcastLoads(self._updates)
         self._gate.set(ReplicaState.SERVING)
@@ -247,7 +247,7 @@ class EngineActor(NativeWeightTransfer):
             running = RunningRequest(
                 f"{request.request_id}~{self._restarts}", asyncio.current_task(), version
             )
-            prompt = {**request.prompt, "cache_salt": self._salt(request, version)}
+            prompt: Any = {**request.prompt, "cache_salt": self._salt(request)}
             self._gate.running[running.engine_id] = running
             try:
                 outputs = self.engine.generate(
@@ -267,10 +267,10 @@ class EngineActor(NativeWeightTransfer):
             finally:
                 del self._gate.running[running.engine_id]
 
-    def _salt(self, request: EngineRequest, version: int) -> str:
-        """Keeps prefix-cache hits within one policy version, and within the caller's own salt."""
+    def _salt(self, request: EngineRequest) -> str:
+        """Keeps prefix-cache hits within the same weights, and within the caller's own salt."""
         own = request.prompt.get("cache_salt")
-        return f"v{version}" if own is None else f"v{version}:{own}"
+        return self._updates.salt if own is None else f"{self._updates.salt}:{own}"
 
     def _result(
         self, request: EngineRequest, output: RequestOutput, version: int, *, want_prompt: bool

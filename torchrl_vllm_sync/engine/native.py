@@ -1,68 +1,160 @@
-"""vLLM's own weight-transfer and sleep calls, passed through for clients that drive them.
+"""vLLM's own weight-transfer, pause and sleep calls on a replica's actor, under vLLM's names.
 
-TorchRL's ``VLLMWeightSyncScheme`` and vLLM's ``RayVLLMWeightSyncClient`` call these names on the
-actors. Plain dicts are accepted beside vLLM's request classes, so that a driver need not import
-vLLM.
+TorchRL's ``VLLMWeightSyncScheme`` and vLLM's ``RayVLLMWeightSyncClient`` call them on the actors,
+the service on all of them at once. Plain mappings are taken beside vLLM's request classes, so that
+a driver need not import vLLM.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.engine.internals import set_weight_label
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+
+if TYPE_CHECKING:
+    from torchrl_vllm_sync.engine.native_updates import NativeUpdates
+    from torchrl_vllm_sync.weights.transport import PauseMode
 
 __all__ = ["NativeWeightTransfer"]
 
+DEFAULT_TIMEOUT_S = 300.0
+
 
 class NativeWeightTransfer:
-    """Mixin of the engine actor: each method is vLLM's ``AsyncLLM`` method of the same name."""
+    """Mixin of the engine actor: vLLM's ``AsyncLLM`` methods of the same names.
 
-    engine: Any
+    Beyond vLLM each has a time limit, comes in turn or is refused with ``TransferNotReadyError``,
+    and an update pauses the engine if nobody has.
+    """
 
-    async def init_weight_transfer_engine(self, request: Any) -> None:  # noqa: ANN401
-        """Starts vLLM's transfer engine; takes its ``WeightTransferInitRequest`` or a mapping."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+    _updates: NativeUpdates
 
-        if isinstance(request, dict):
-            request = WeightTransferInitRequest(init_info=request.get("init_info", request))
-        await self.engine.init_weight_transfer_engine(request)
+    async def init_weight_transfer_engine(
+        self,
+        request: Any,  # noqa: ANN401  vLLM's request, or a mapping
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Initialises the transfer engine; blocks this replica until the trainer has come.
 
-    async def start_weight_update(self) -> None:
-        """Begins one update."""
-        await self.engine.start_weight_update()
+        Args:
+            request: vLLM's ``WeightTransferInitRequest``, or a mapping: its ``init_info``, or the
+                fields of that.
+            timeout_s: Seconds to wait for the workers' answers.
 
-    async def update_weights(self, request: Any) -> None:  # noqa: ANN401
-        """Receives weights; takes vLLM's ``WeightTransferUpdateRequest`` or a mapping."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        Raises:
+            TransferNotReadyError: A weight update is open.
+            TransferError: A worker could not.
+        """
+        await self._updates.initialise(_payload(request, "init_info"), timeout_s=timeout_s)
 
-        if isinstance(request, dict):
-            request = WeightTransferUpdateRequest(update_info=request.get("update_info", request))
-        await self.engine.update_weights(request)
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Leaves the trainer's group; see ``NativeUpdates.leave``."""
+        await self._updates.leave()
 
-    async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Ends one update and labels the tokens sampled from now on."""
-        await self.engine.finish_weight_update()
-        if weight_version is not None:
-            await set_weight_label(self.engine, weight_version)
+    async def use_transfer_engine(self, backend: str | None = None) -> None:
+        """Has the workers use another transfer engine; see ``NativeUpdates.use``."""
+        await self._updates.use(backend)
 
-    async def update_weights_native(self, request: Any) -> None:  # noqa: ANN401
+    async def start_weight_update(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Begins an update; see ``NativeUpdates.begin``."""
+        await self._updates.begin(timeout_s=timeout_s)
+
+    async def update_weights(
+        self,
+        request: Any,  # noqa: ANN401  vLLM's request, a mapping, or a list of mappings
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Receives weights; takes vLLM's ``WeightTransferUpdateRequest``, or its ``update_info``.
+
+        Args:
+            request: What is to come, in the words of the transfer engine.
+            timeout_s: Seconds for it.
+
+        Raises:
+            TransferNotReadyError: No update was begun.
+            TransferError: It was not received.
+        """
+        await self._updates.receive(_payload(request, "update_info"), timeout_s=timeout_s)
+
+    async def finish_weight_update(
+        self, weight_version: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Ends an update; see ``NativeUpdates.finish``."""
+        label = None if weight_version is None else str(weight_version)
+        await self._updates.finish(label, timeout_s=timeout_s)
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Names the weights after an update; vLLM's Ray client calls it when that has ended.
+
+        Raises:
+            TransferNotReadyError: A weight update is open.
+            StaleVersionError: An integer older than the version held.
+        """
+        await self._updates.rename(str(new_version))
+
+    async def update_weights_native(
+        self,
+        request: Any,  # noqa: ANN401  see update_weights
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
         """TorchRL's name for start, update and finish in one call."""
-        await self.start_weight_update()
-        await self.update_weights(request)
-        await self.finish_weight_update()
+        await self.start_weight_update(timeout_s=timeout_s)
+        await self.update_weights(request, timeout_s=timeout_s)
+        await self.finish_weight_update(timeout_s=timeout_s)
 
-    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Pauses the scheduler; vLLM's defaults abort requests and clear caches."""
-        await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
+    async def receive_native(self, update_info: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """Receives a whole version through the transfer engine; see ``NativeUpdates.load``."""
+        return dataclasses.asdict(await self._updates.load(update_info, **options))
 
-    async def resume_generation(self) -> None:
-        """Resumes the scheduler."""
-        await self.engine.resume_generation()
+    async def pause_generation(
+        self,
+        *,
+        mode: PauseMode = "abort",
+        clear_cache: bool = True,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Pauses until :meth:`resume_generation`; vLLM's defaults end requests and drop caches."""
+        await self._updates.pause(mode=mode, clear_cache=clear_cache, timeout_s=timeout_s)
 
-    async def sleep(self, level: int = 1) -> None:
-        """Puts the engine to sleep; see vLLM for the levels."""
-        await self.engine.sleep(level)
+    async def resume_generation(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Ends a pause; see ``NativeUpdates.resume``."""
+        await self._updates.resume(timeout_s=timeout_s)
 
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wakes the engine."""
-        await self.engine.wake_up(tags)
+    async def is_paused(self) -> bool:
+        """Returns whether the scheduler is paused."""
+        return await self._updates.is_paused()
+
+    async def sleep(
+        self, level: int = 1, mode: PauseMode = "abort", *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Puts the engine to sleep; see ``NativeUpdates.sleep``."""
+        await self._updates.sleep(level=level, mode=mode, timeout_s=timeout_s)
+
+    async def wake_up(
+        self, tags: list[str] | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> bool:
+        """Wakes the engine; see ``NativeUpdates.wake_up``."""
+        return await self._updates.wake_up(tags, timeout_s=timeout_s)
+
+
+def _payload(request: Any, field: str) -> Any:  # noqa: ANN401  a mapping, or a list of mappings
+    """Returns the plain payload of one of vLLM's requests, which may be plain itself.
+
+    Raises:
+        UnsupportedArgumentError: It is neither.
+    """
+    if isinstance(request, dict):
+        return request.get(field, request)
+    if isinstance(request, list):
+        return request
+    if dataclasses.is_dataclass(request) and field in {
+        one.name for one in dataclasses.fields(request)
+    }:
+        return getattr(request, field)
+    raise UnsupportedArgumentError(
+        f"expected vLLM's request or a mapping with {field}, got {type(request).__name__}"
+    )

@@ -93,6 +93,20 @@ class WeightUpdates:
         self._lock = asyncio.Lock()
         self._floor = 0
         self._run_id: str | None = None
+        self._repeats = 0
+
+    @property
+    def salt(self) -> str:
+        """Names the weights in keys of cached prefixes: the version, and how often it was replaced.
+
+        Weights that take the place of others under the same version must not find their keys.
+        """
+        return f"v{self.version}" + (f".{self._repeats}" if self._repeats else "")
+
+    def _adopt(self, version: int, run_id: str | None) -> None:
+        """Notes that the engine holds ``version`` from now on, all of it."""
+        self._repeats = self._repeats + 1 if version == self.version else 0
+        self.version, self.whole, self._run_id = version, True, run_id
 
     @property
     def replica_id(self) -> str:
@@ -201,7 +215,7 @@ class WeightUpdates:
                 internals.set_weight_label(self._engine, str(version)),
                 RESUME_TIMEOUT_S,
             )
-            self.version, self.whole, self._run_id = version, True, run_id
+            self._adopt(version, run_id)
             num_kept = len(self._gate.running)
         done = time.perf_counter()
         return LoadReport(

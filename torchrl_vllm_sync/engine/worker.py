@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.engine import broadcast_receiver
 from torchrl_vllm_sync.engine.broadcast_receiver import BroadcastInitInfo, BroadcastReceiver
+from torchrl_vllm_sync.engine.native_worker import NativeTransferWorker
 from torchrl_vllm_sync.engine.reload import reload_model
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.data_file import open_tensordict
@@ -37,7 +38,7 @@ MAX_ATTEMPTS = 2
 broadcast_receiver.register()
 
 
-class SyncWorkerExtension:
+class SyncWorkerExtension(NativeTransferWorker):
     """Methods of a vLLM worker with which its replica's actor replaces and reads weights.
 
     A ``worker_extension_cls`` of your own must subclass this one.

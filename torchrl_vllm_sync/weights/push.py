@@ -91,6 +91,17 @@ class WeightPusher:
         with self._lock:
             self.transport.open(self._client)
 
+    def step_aside(self) -> None:
+        """Closes a transport that meets the engines in a group, which others are about to use."""
+        with self._lock:
+            if self._transport is not None and not isinstance(self._transport, MemmapTransport):
+                self._transport.close()
+
+    def look_again(self) -> None:
+        """Asks the replicas what they hold before the next push: others have changed it."""
+        with self._lock:
+            self._committed, self._ledger = self.committed, None
+
     def push(
         self,
         weights: Any,  # noqa: ANN401  every form that ``as_weight_source`` takes
