@@ -21,8 +21,9 @@ testing
 weights
 weights.buckets weights.broadcast_group
 weights.bucket_stream weights.whole_tensors
-weights.storage weights.module_tensors weights.published
+weights.storage weights.module_tensors weights.published weights.gathering weights.trainer_ranks
 weights.module_source
+weights.sharded
 weights.source
 weights.lease weights.head weights.manifest weights.writer_lock weights.data_file weights.transport
 weights.tensor_writer

@@ -15,6 +15,7 @@ from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.module_source import ModuleSource
 from torchrl_vllm_sync.weights.module_tensors import same_values, whole
+from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,14 +138,15 @@ def as_weight_source(weights: Any) -> WeightSource:  # noqa: ANN401  every form 
 
     Args:
         weights: A ``WeightSource``, a module (a Hugging Face model, a PEFT model, a TorchRL
-            ``TransformersWrapper``), a TensorDict (nested or flat), a mapping of names to tensors,
+            ``TransformersWrapper``, any of them under FSDP2 except with adapters), a TensorDict
+            (nested or flat), a mapping of names to tensors,
             or an iterable of ``(name, tensor)``, which is read once, here.
 
     Raises:
         TypeError: ``weights`` is none of these, or holds something that is no tensor.
     """
     if isinstance(weights, torch.nn.Module) and not isinstance(weights, TensorDictBase):
-        return ModuleSource(weights)
+        return ShardedModuleSource(weights) if is_sharded(weights) else ModuleSource(weights)
     if isinstance(weights, TensorDictBase):
         return MappingSource(dict(weights.flatten_keys(".").items()))
     if isinstance(weights, Mapping):

@@ -1,0 +1,449 @@
+"""A module sharded by FSDP2 over real processes: what the sender reads, and who hears what."""
+
+import contextlib
+import copy
+import gc
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchError
+from torchrl_vllm_sync.weights import gathering
+from torchrl_vllm_sync.weights import sharded as sharded_module
+from torchrl_vllm_sync.weights.module_source import ModuleSource
+from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
+from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
+from torchrl_vllm_sync.weights.trainer_ranks import TrainerRankError
+
+# Everything a process imports is imported once, by the server that processes are forked from.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    [
+        "torchrl_vllm_sync.weights.source",
+        "torchrl.modules.llm",  # this and conversions are imported late
+        "transformers.core_model_loading",
+        "transformers.models.qwen2.modeling_qwen2",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "torch.distributed.fsdp",
+        "pytest",
+    ]
+)
+STEP_S, FOLLOW_S = 6.0, 12.0
+TINY = {
+    "vocab_size": 63,  # no multiple of the number of ranks
+    "hidden_size": 32,
+    "intermediate_size": 45,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+CONFIGS = {
+    "tied": Qwen2Config(**TINY, tie_word_embeddings=True),
+    "untied": Qwen2Config(**TINY, tie_word_embeddings=False),
+    "moe": Qwen3MoeConfig(
+        **TINY, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=16
+    ),
+}
+
+
+# ---------------------------------------------------------------- processes
+
+
+def child(pipe, scenario, rank, world_size, port, kwargs):
+    """Runs ``scenario`` as one rank, and sends its result or the exception it ended with."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    begin = time.monotonic()
+    try:
+        result = scenario(rank, **kwargs)
+    except Exception as error:  # noqa: BLE001  whatever it is, it is the result
+        traceback.print_exc()
+        result = error
+    finally:
+        pipe.send((result, time.monotonic() - begin))
+        with contextlib.suppress(RuntimeError):  # a peer may be gone
+            dist.destroy_process_group()
+
+
+def run(scenario, *, world_size=2, limit_s=40.0, **kwargs):
+    """Returns each rank's ``(result, seconds)``; ``None`` for one that was killed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = PROCESSES.Pipe()
+        args = (theirs, scenario, rank, world_size, store.port, kwargs)
+        process = PROCESSES.Process(target=child, args=args, daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    deadline = time.monotonic() + limit_s
+    results = []
+    try:
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} hangs"
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                results.append(None)
+    finally:
+        for process, pipe in zip(processes, pipes, strict=True):
+            process.join(5.0 if len(results) == world_size else 0.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+            pipe.close()
+    return results
+
+
+def succeed(scenario, **kwargs):
+    """The results of a scenario that must not fail on any rank."""
+    results = []
+    for result, _ in run(scenario, **kwargs):
+        if isinstance(result, Exception):
+            raise result
+        results.append(result)
+    return results
+
+
+def models(kind, *, wrap="layers"):
+    """The same random model twice: whole, and sharded over all ranks."""
+    torch.manual_seed(7)
+    config = copy.deepcopy(CONFIGS[kind])
+    whole = (Qwen3MoeForCausalLM if kind == "moe" else Qwen2ForCausalLM)(config)
+    sharded = copy.deepcopy(whole)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if wrap == "layers":
+        for layer in sharded.model.layers:
+            fully_shard(layer, mesh=mesh)
+    if wrap == "columns":
+        for layer in sharded.model.layers:
+            projection = layer.self_attn.q_proj
+            fully_shard(projection, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    ignored = {sharded.model.norm.weight} if wrap == "mixed" else set()
+    fully_shard(sharded, mesh=mesh, ignored_params=ignored)
+    return whole, sharded
+
+
+def push(source, send, **kwargs):
+    """One push, as an updater does it on every rank."""
+    if source.leads:
+        with leading(source) as announcement:
+            announcement.outcome = send(source)
+        return announcement.outcome
+    return source.participate(timeout_s=FOLLOW_S)
+
+
+def read(source):
+    return {name: tensor.clone() for name, tensor in source}
+
+
+def compare(found, whole):
+    """Names in order, shapes, dtypes and bits."""
+    wanted = dict(ModuleSource(whole))
+    assert list(found) == list(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].shape == tensor.shape, name
+        assert torch.equal(found[name], tensor), name
+
+
+# ---------------------------------------------------------------- values
+
+
+def fill(part):
+    if part._room is not None:
+        part._room.zero_()[: len(part._mine)] = part._mine
+
+
+def read_and_compare(rank, kind, wrap="layers", train=False, lose=False):
+    whole, sharded = models(kind, wrap=wrap)
+    assert any(isinstance(one, DTensor) for one in sharded.parameters())
+    source = as_weight_source(sharded)
+    assert isinstance(source, ShardedModuleSource)
+    assert source.metadata() == ModuleSource(whole).metadata()
+    assert source.metadata() is as_weight_source(sharded).metadata()
+    assert source.views() is None
+    if lose:  # the local shard instead of the whole
+        gathering._Sharded.launch = lambda self: fill(self)
+    for turn in range(2):
+        if train:
+            ids = torch.arange(12).reshape(2, 6)
+            for model in (whole, sharded):
+                model(ids).logits.sum().backward()
+        with torch.no_grad():
+            for one, other in zip(whole.parameters(), sharded.parameters(), strict=True):
+                one.mul_(-1.5)
+                other.mul_(-1.5)
+        verdict = push(
+            as_weight_source(sharded),
+            lambda source, turn=turn: compare(read(source), whole) or turn,
+        )
+        assert verdict == turn
+    return True
+
+
+@pytest.mark.parametrize("wrap", ["layers", "columns", "mixed", "root"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_sending_rank_reads_the_whole_model(kind, wrap):
+    assert succeed(read_and_compare, kind=kind, wrap=wrap) == [True, True]
+
+
+def test_the_sending_rank_reads_the_whole_model_after_forward_passes():
+    assert succeed(read_and_compare, kind="tied", train=True) == [True, True]
+
+
+def test_more_ranks_than_rows():
+    assert succeed(read_and_compare, kind="moe", world_size=3) == [True] * 3
+
+
+def test_the_comparison_above_notices_that_nothing_is_gathered():
+    results = run(read_and_compare, kind="untied", lose=True)
+    assert isinstance(results[0][0], AssertionError)
+    assert isinstance(results[1][0], TrainerRankError)
+    assert results[1][0].rank == 0
+    assert "AssertionError" in results[1][0].reason
+
+
+def use(rank, kind):
+    """Everything else that a source is asked for."""
+    whole, sharded = models(kind)
+    expected = ModuleSource(whole).metadata()
+    if rank:
+        with pytest.raises(
+            UnsupportedArgumentError, match=r"rank 1 must take part .* rank 0 sends"
+        ):
+            next(iter(as_weight_source(sharded)))
+        time.sleep(0.3)  # the sending rank waits for who is late
+        outcomes = [as_weight_source(sharded).participate(timeout_s=FOLLOW_S) for _ in range(4)]
+        with pytest.raises(TrainerRankError, match="trainer rank 0: StopAsyncIteration: enough"):
+            as_weight_source(sharded).participate(timeout_s=FOLLOW_S)
+        return [*outcomes, as_weight_source(sharded).participate(timeout_s=FOLLOW_S)]
+    # Nothing is read, as when replicas already hold the version.
+    push(as_weight_source(sharded), lambda source: "unread")
+    # Read twice, through what fits it to the engines' model.
+    source = as_weight_source(sharded)
+    with leading(source) as announcement:
+        for _ in range(2):
+            fitted = fit_to_model(source, expected)
+            assert fitted.views() is None
+            compare(read(fitted), whole)
+        announcement.outcome = {"read": "twice"}
+    # A reader that stops early and begins again.
+    source = as_weight_source(sharded)
+    with leading(source) as announcement:
+        for _ in zip(source, range(3), strict=False):
+            pass
+        compare(read(source), whole)
+        announcement.outcome = "stopped"
+    compare(read(as_weight_source(sharded)), whole)  # a round of its own
+    with pytest.raises(StopAsyncIteration), leading(as_weight_source(sharded)):
+        raise StopAsyncIteration("enough")
+    push(as_weight_source(sharded), lambda source: compare(read(source), whole) or "again")
+    return None
+
+
+@pytest.mark.parametrize("kind", ["tied", "moe"])
+def test_readers_may_read_nothing_twice_or_a_part(kind):
+    wanted = ["unread", {"read": "twice"}, "stopped", None, "again"]
+    assert succeed(use, kind=kind) == [None, wanted]
+
+
+def watch(rank):
+    """What happens in which order on the sending rank, and how much is alive at each call."""
+    _, sharded = models("untied")
+    events, alive = [], []
+
+    class Watched(gathering.Gather):
+        def __init__(self, parts, *, receives):
+            super().__init__(parts, receives=receives)
+            alive.append(weakref.WeakSet(one._room for one in parts.values()))
+            self.number = len(alive) - 1
+
+        def launch(self):
+            gc.collect()
+            groups = sum(1 for rooms in alive if len(rooms) > 1)  # the reader holds one tensor
+            events.append(("launch", self.number, groups))
+            super().launch()
+
+        def result(self):
+            events.append(("whole", self.number))
+            return super().result()
+
+    if rank == 0:
+        sharded_module.Gather = Watched
+
+    def send(source):
+        layers = []
+        for name, _ in source:
+            layer = name.split("layers.")[-1][0] if "layers." in name else name.split(".")[-2]
+            if layer not in layers:
+                layers.append(layer)
+                events.append(("read", layer))
+        return True
+
+    push(as_weight_source(sharded), send)
+    return events
+
+
+def test_one_group_is_gathered_ahead_and_no_more():
+    assert succeed(watch)[0] == [
+        ("launch", 0, 0),
+        ("launch", 1, 1),
+        ("whole", 0),
+        ("read", "embed_tokens"),
+        ("launch", 2, 2),
+        ("whole", 1),
+        ("read", "0"),
+        ("launch", 3, 2),
+        ("whole", 2),
+        ("read", "1"),
+        ("launch", 4, 2),
+        ("whole", 3),
+        ("read", "2"),
+        ("whole", 4),
+        ("read", "norm"),
+        ("read", "lm_head"),
+    ]
+
+
+# ---------------------------------------------------------------- failures
+
+
+def fail(rank, who, how, when):
+    """A push during which rank ``who`` fails in the way ``how``, at its group ``when``."""
+    _, sharded = models("untied")
+    source = ShardedModuleSource(sharded, timeout_s=STEP_S)
+    launched = []
+    launch, prepare = gathering.Gather.launch, source._prepare
+
+    def break_down(*args):
+        if rank == who and len(launched) == when:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("out of luck")
+
+    def breaking_prepare(*args):
+        break_down()
+        return prepare(*args)
+
+    def breaking_launch(self):
+        if how != "in preparation":
+            break_down()
+        launched.append(1)
+        launch(self)
+
+    gathering.Gather.launch = breaking_launch
+    if how == "in preparation":
+        source._prepare = breaking_prepare
+    return push(source, lambda source: len(read(source)))
+
+
+def ended(result):
+    """Rank and reason of a typed error."""
+    error, seconds = result
+    assert isinstance(error, TrainerRankError), error
+    assert seconds < FOLLOW_S + 5
+    return error.rank, error.reason
+
+
+@pytest.mark.parametrize("how", ["raises", "in preparation"])
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_raises_ends_the_push_on_all(who, how, when):
+    results = run(fail, who=who, how=how, when=when)
+    assert isinstance(results[who][0], OSError)
+    rank, reason = ended(results[1 - who])
+    assert rank == who
+    assert "OSError: out of luck" in reason
+    assert all(seconds < STEP_S for _, seconds in results)
+
+
+@pytest.mark.parametrize("who", [1, 2])
+def test_a_rank_that_is_killed_ends_the_push_on_all(who):
+    results = run(fail, world_size=3, who=who, how="killed", when=2)
+    assert results[who] is None
+    for rank in {0, 1, 2} - {who}:
+        named, reason = ended(results[rank])
+        assert named == who
+        assert "was not ready within" in reason
+
+
+def test_a_sending_rank_that_is_killed_ends_the_push_on_all():
+    results = run(fail, who=0, how="killed", when=2)
+    assert results[0] is None
+    rank, reason = ended(results[1])
+    assert rank == 0
+    assert "gather" in reason or "did not say what comes next within 12 s" in reason
+
+
+def stay_away(rank):
+    """Rank 1 takes no part, and then joins the next push."""
+    whole, sharded = models("tied")
+    if rank:
+        time.sleep(2.0)
+        return push(as_weight_source(sharded), None)
+    with pytest.raises(TrainerRankError, match=r"trainer rank 1: was not ready within 0\.5 s"):
+        push(ShardedModuleSource(sharded, timeout_s=0.5), read)
+    return push(as_weight_source(sharded), lambda source: compare(read(source), whole) or "found")
+
+
+def test_a_rank_that_stays_away_is_named_and_may_join_the_next_push():
+    assert succeed(stay_away) == ["found", "found"]
+
+
+def differ(rank):
+    """The ranks hold different models."""
+    _, sharded = models("tied" if rank else "untied")
+    return push(ShardedModuleSource(sharded, timeout_s=STEP_S), read)
+
+
+def test_ranks_that_hold_different_models_are_told():
+    for result in run(differ):
+        assert ended(result) == (1, "holds other tensors than the sending rank")
+
+
+def wrap_adapters(rank):
+    import peft
+
+    _, sharded = models("tied")
+    wrapped = peft.get_peft_model(sharded, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(WeightMismatchError, match="adapters on a sharded model cannot be merged"):
+        as_weight_source(wrapped)
+
+
+def test_adapters_on_a_sharded_model_are_refused():
+    succeed(wrap_adapters)
+
+
+def alone(rank):
+    whole, sharded = models("moe")
+    compare(read(as_weight_source(sharded)), whole)
+
+
+def test_one_rank_needs_no_others():
+    succeed(alone, world_size=1)
+
+
+def test_errors_pickle():
+    import pickle
+
+    error = pickle.loads(pickle.dumps(TrainerRankError(1, "gone")))
+    assert (error.rank, error.reason, str(error)) == (1, "gone", "trainer rank 1: gone")
+    assert str(TrainerRankError(None, "gone")) == "ranks of the trainer: gone"
