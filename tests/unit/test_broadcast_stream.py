@@ -11,8 +11,9 @@ from torchrl_vllm_sync.errors import TransferError, WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup, StartSignal
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers, receive_buckets, send_buckets
 from torchrl_vllm_sync.weights.buckets import BucketLayout
+from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors, sendable_tensors
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.packer import StreamingPacker, ViewPacker, make_packer
+from torchrl_vllm_sync.weights.packer import StreamingPacker, ViewPacker, check_device
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.whole_tensors import whole_tensors
 
@@ -187,11 +188,38 @@ def test_a_row_wider_than_a_bucket_is_named():
 
 
 def test_tensors_on_another_device_are_refused_for_a_gpu():
-    layout = BucketLayout([ParamMeta("a", torch.float32, (2,))])
     with pytest.raises(
         WeightMismatchError, match="a is on cpu, but this transport sends from cuda:0"
     ):
-        make_packer(layout, [], [("a", torch.zeros(2))], MappingSource({}), torch.device("cuda:0"))
+        check_device("a", torch.zeros(2), torch.device("cuda:0"))
+
+
+def test_whole_tensors_go_without_buckets(groups):
+    wanted = {name: one.contiguous() for name, one in tensors().items()}
+    sent = sendable_tensors(metadata_of(wanted), list(wanted.items()))
+    received = [[torch.zeros_like(one) for one in sent] for _ in groups[1:]]
+    deadline = time.monotonic() + 20
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [
+            pool.submit(broadcast_tensors, group, targets, deadline=deadline)
+            for group, targets in zip(groups[1:], received, strict=True)
+        ]
+        broadcast_tensors(groups[0], sent, deadline=deadline)
+        for one in waiting:
+            one.result(timeout=20)
+    for targets in received:
+        assert all(map(torch.equal, targets, sent))
+
+
+def test_what_cannot_go_without_buckets():
+    wanted = {"a": torch.zeros(3, 2)}
+    views = list(wanted.items())
+    assert len(sendable_tensors(metadata_of(wanted), views)) == 1
+    assert sendable_tensors(metadata_of(wanted), None) is None
+    assert sendable_tensors(metadata_of(wanted, torch.bfloat16), views) is None
+    assert (
+        sendable_tensors([ParamMeta("a", torch.float32, (2, 3))], [("a", wanted["a"].t())]) is None
+    )
 
 
 def test_nobody_begins_before_all_are_ready_and_a_push_left_does_no_harm(groups):

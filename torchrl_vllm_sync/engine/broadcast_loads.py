@@ -56,7 +56,8 @@ class BroadcastLoads:
             timeout_s: Seconds for it.
 
         Returns:
-            ``path`` and ``path_reason`` of the workers.
+            ``path`` and ``path_reason`` of the workers, and ``direct``: whether all of them can
+            receive without buckets.
 
         Raises:
             ReplicaUnavailableError: The engine is dead or closed.
@@ -67,7 +68,7 @@ class BroadcastLoads:
         return {
             "path": " and ".join(sorted({one["path"] for one in answers})),
             "path_reason": next((one["path_reason"] for one in answers if one["path_reason"]), ""),
-            "num_copies": sum(one["num_copies"] for one in answers),
+            "direct": all(one["direct"] for one in answers),
         }
 
     async def receive(
@@ -77,6 +78,7 @@ class BroadcastLoads:
         *,
         version: int,
         run_id: str,
+        direct: bool = False,
         num_passes: int = 1,
         staged: bool = False,
         mode: PauseMode = "keep",
@@ -90,6 +92,7 @@ class BroadcastLoads:
             digest: Digest of its metadata.
             version: Policy version.
             run_id: Run that it belongs to.
+            direct: Whether it comes without buckets.
             num_passes: How often the trainer sends everything.
             staged: Receive into spare memory while generation goes on, then only copy into place.
             mode: vLLM's pause mode: ``keep``, ``wait`` or ``abort``.
@@ -114,14 +117,20 @@ class BroadcastLoads:
             stage_s = 0.0
             if staged:
                 begin = time.perf_counter()
-                await self._stage(push_id, digest, timeout_s)
+                await self._stage(push_id, digest, direct, timeout_s)
                 stage_s = time.perf_counter() - begin
 
             async def load(timeout_s: float) -> list[dict[str, Any]]:
                 if staged:
                     return await updates.call_workers("sync_install_staged", timeout_s=timeout_s)
                 return await updates.call_workers(
-                    "sync_receive", push_id, digest, num_passes, timeout_s, timeout_s=timeout_s
+                    "sync_receive",
+                    push_id,
+                    digest,
+                    direct,
+                    num_passes,
+                    timeout_s,
+                    timeout_s=timeout_s,
                 )
 
             return await updates.apply(
@@ -139,9 +148,9 @@ class BroadcastLoads:
         if not self._updates.is_over:
             await self._updates.call_workers("sync_leave", timeout_s=LEAVE_TIMEOUT_S)
 
-    async def _stage(self, push_id: int, digest: str, timeout_s: float) -> None:
+    async def _stage(self, push_id: int, digest: str, direct: bool, timeout_s: float) -> None:
         deadline = time.perf_counter() + timeout_s
-        await self._call("sync_stage", push_id, digest, timeout_s, timeout_s=timeout_s)
+        await self._call("sync_stage", push_id, digest, direct, timeout_s, timeout_s=timeout_s)
         while True:
             left = deadline - time.perf_counter()
             if left <= 0:

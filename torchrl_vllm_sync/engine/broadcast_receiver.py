@@ -7,6 +7,7 @@ vLLM's layerwise reload, and says why.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from torchrl_vllm_sync.engine.checksums import checksum
-from torchrl_vllm_sync.engine.load_path import LoadPath, choose_path
+from torchrl_vllm_sync.engine.load_path import PlannedLoad, choose_plan
 from torchrl_vllm_sync.engine.reload import reload_model
 from torchrl_vllm_sync.engine.staging import StagingArea
 from torchrl_vllm_sync.engine_args import BROADCAST_BACKEND, STAGED_BACKEND
@@ -28,6 +29,7 @@ from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup, Rendezvous, StartSignal
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers, receive_buckets
 from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
+from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors
 from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json, metadata_digest
 from torchrl_vllm_sync.weights.whole_tensors import whole_tensors
 
@@ -81,6 +83,7 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
         push_id: Number of the push in this group.
         timeout_s: Seconds for all of it.
         num_passes: How often the trainer sends everything; the second time is a check.
+        direct: Whether the first pass comes without buckets.
         metadata: ``ParamMeta`` in JSON form; ``None`` for the same as last time.
         bucket_bytes: Size of the buckets; read together with ``metadata``.
     """
@@ -88,6 +91,7 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
     push_id: int
     timeout_s: float = 300.0
     num_passes: int = 1
+    direct: bool = False
     metadata: list[list[Any]] | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
@@ -115,15 +119,22 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._group: BroadcastGroup | None = None
         self._layout: BucketLayout | None = None
         self._buffers: list[torch.Tensor] = []
-        self._path = LoadPath.undecided()
+        self._planned: PlannedLoad | None = None
+        self._staged_load: PlannedLoad | None = None
+        self.path_reason = "no push was prepared yet"
         self._staging: StagingArea | None = None
         if config.backend == STAGED_BACKEND:
             self._staging = StagingArea(model, device)
 
     @property
-    def path(self) -> LoadPath:
-        """How pushes get into the model."""
-        return self._path
+    def path(self) -> str:
+        """How pushes get into the model: ``"plan"`` or ``"layerwise"``."""
+        return "layerwise" if self._planned is None else "plan"
+
+    @property
+    def takes_direct(self) -> bool:
+        """Whether pushes can be received straight into the parameters, without buckets."""
+        return self._planned is not None and self._planned.whole_targets is not None
 
     @property
     def rank_in_replica(self) -> int:
@@ -155,19 +166,25 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         group.connect(timeout_s=max(deadline - time.monotonic(), 1.0))
         self._group = group
 
-    def prepare(self, metadata: Sequence[ParamMeta], bucket_bytes: int) -> LoadPath:
-        """Works out once where the tensors of all coming pushes go, and makes the buffers.
+    def prepare(self, metadata: Sequence[ParamMeta], bucket_bytes: int) -> None:
+        """Works out once where the tensors of all coming pushes go.
 
         Args:
             metadata: Every tensor of a push, in the order of sending.
             bucket_bytes: Size of the buckets.
+
+        Raises:
+            WeightMismatchError: A row of a tensor does not fit into a bucket.
         """
-        layout = BucketLayout(metadata, bucket_bytes)
-        self._buffers = []
-        self._buffers = make_buffers(layout, self.device)
-        self._layout = layout
-        self._path = choose_path(self.model, self.vllm_config, layout, self._buffers, self._staging)
-        return self._path
+        self._layout, self._buffers = BucketLayout(metadata, bucket_bytes), []
+        self._planned, self.path_reason = choose_plan(self.model, self.vllm_config, metadata)
+        self._staged_load = None
+        if self._planned is not None and self._staging is not None:
+            self._staged_load = PlannedLoad(self._staging.stand_in(self._planned.plan))
+        if self._planned is not None and not self.takes_direct:
+            self._buffers = make_buffers(self._layout, self.device)
+            for load in filter(None, (self._planned, self._staged_load)):
+                load.buckets(self._layout, self._buffers)
 
     @property
     def digest(self) -> str:
@@ -191,7 +208,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             self.prepare(from_json(update_info.metadata), update_info.bucket_bytes)
         deadline = time.monotonic() + update_info.timeout_s
         self.await_start(update_info.push_id, deadline)
-        self.receive(deadline, num_passes=update_info.num_passes)
+        self.receive(deadline, num_passes=update_info.num_passes, direct=update_info.direct)
 
     def await_start(self, push_id: int, deadline: float) -> None:
         """Waits for the trainer's word to begin; until then nothing has been touched.
@@ -202,11 +219,16 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         group, _ = self._ready()
         StartSignal(group, push_id).await_start(deadline=deadline)
 
-    def receive(self, deadline: float, *, num_passes: int = 1) -> int:
+    def receive(self, deadline: float, *, num_passes: int = 1, direct: bool = False) -> int:
         """Receives one push into the model, once or with a check.
 
         With two passes the second one goes through the layerwise reload. Unless both leave the
         same parameters behind, the plan is given up for good. The weights are right either way.
+
+        Args:
+            deadline: ``time.monotonic()`` at which it must have ended.
+            num_passes: How often the trainer sends everything.
+            direct: Whether the first pass comes without buckets.
 
         Returns:
             Number of tensors received.
@@ -216,45 +238,58 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             WeightMismatchError: Some parameter received nothing.
         """
         group, layout = self._ready()
-        try:
-            if self._path.plan is None:
+        with self._leaving_on_failure():
+            if self._planned is None:
                 self._reload(group, layout, deadline)
                 for _ in range(num_passes - 1):
                     self._drain(group, layout, deadline)
             else:
-                self._copy(group, layout, self._path.buckets, deadline)
+                self._load(self._planned, group, layout, deadline, direct=direct)
                 if num_passes > 1:
                     self._check_plan(group, layout, deadline)
-        except RuntimeError as error:
-            self.shutdown()
-            if isinstance(error, TransferError):
-                raise
-            raise TransferError(f"the transfer broke off: {error}") from error
         return len(layout.metadata)
 
-    def stage(self, deadline: float) -> int:
+    def stage(self, deadline: float, *, direct: bool = False) -> int:
         """Receives one push into spare memory, while the model goes on serving.
 
+        Args:
+            deadline: ``time.monotonic()`` at which it must have ended.
+            direct: Whether it comes without buckets.
+
+        Returns:
+            Number of tensors received.
+
         Raises:
-            TransferError: There is no spare memory, or the transfer broke off.
+            TransferError: The transfer broke off.
         """
         group, layout = self._ready()
-        if self._staging is None:
-            raise TransferError("this engine was launched without memory for staged weights")
-        try:
-            if self._path.plan is None:
-                with group.side_stream():
-                    tensors = whole_tensors(layout, self._buffers, self._arrivals(group, deadline))
-                    self._staging.tensors = list(tensors)
-                group.synchronize(deadline=deadline)
+        with self._leaving_on_failure():
+            if self._staged_load is not None:
+                self._load(self._staged_load, group, layout, deadline, direct=direct)
             else:
-                self._copy(group, layout, self._path.staged_buckets, deadline)
-        except RuntimeError as error:
-            self.shutdown()
-            if isinstance(error, TransferError):
-                raise
-            raise TransferError(f"the transfer broke off: {error}") from error
+                staging = self.require_staging()
+                with group.side_stream():
+                    arrivals = self._arrivals(group, layout, deadline)
+                    staging.tensors = list(whole_tensors(layout, self._buffers, arrivals))
+                group.synchronize(deadline=deadline)
         return len(layout.metadata)
+
+    def require_staging(self) -> StagingArea:
+        """Returns the spare memory.
+
+        Raises:
+            TransferError: The engine was launched without, or a GPU's engine has no load plan.
+        """
+        if self._staging is None:
+            raise TransferError(
+                "this engine was launched without memory for staged weights: "
+                "launch it with stage_weights=True"
+            )
+        if self._staged_load is None and self.device.type != "cpu":
+            raise TransferError(
+                f"staged weights need a load plan, which this model has not: {self.path_reason}"
+            )
+        return self._staging
 
     def install_staged(self) -> None:
         """Puts what :meth:`stage` received into the model, which must not be serving meanwhile.
@@ -263,15 +298,14 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             TransferError: Nothing is staged.
             WeightMismatchError: Some parameter received nothing.
         """
-        if self._staging is None:
-            raise TransferError("this engine was launched without memory for staged weights")
-        if self._path.plan is None:
-            tensors, self._staging.tensors = self._staging.tensors, []
-            if not tensors:
-                raise TransferError("no weights are staged")
-            reload_model(self.model, self.vllm_config, tensors)
-        else:
-            self._staging.install()
+        staging = self.require_staging()
+        if self._staged_load is not None:
+            staging.install()
+            return
+        tensors, staging.tensors = staging.tensors, []
+        if not tensors:
+            raise TransferError("no weights are staged")
+        reload_model(self.model, self.vllm_config, tensors)
 
     def shutdown(self) -> None:
         """Leaves the group; the trainer notices if it is still sending. Idempotent."""
@@ -295,23 +329,54 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             raise TransferError("the push is unprepared: its metadata were never sent")
         return self._group, self._layout
 
-    def _arrivals(self, group: BroadcastGroup, deadline: float) -> Iterator[int]:
-        assert self._layout is not None
-        return receive_buckets(group, self._layout, self._buffers, deadline=deadline)
+    @contextlib.contextmanager
+    def _leaving_on_failure(self) -> Iterator[None]:
+        """Leaves the group if a transfer breaks off, so that the others notice.
+
+        Raises:
+            TransferError: It did.
+        """
+        try:
+            yield
+        except TransferError:
+            self.shutdown()
+            raise
+        except RuntimeError as error:  # what communicators raise
+            self.shutdown()
+            raise TransferError(f"the transfer broke off: {error}") from error
+
+    def _arrivals(
+        self, group: BroadcastGroup, layout: BucketLayout, deadline: float
+    ) -> Iterator[int]:
+        if not self._buffers:
+            self._buffers = make_buffers(layout, self.device)
+        return receive_buckets(group, layout, self._buffers, deadline=deadline)
 
     @torch.no_grad()
-    def _copy(
-        self, group: BroadcastGroup, layout: BucketLayout, buckets: Sequence[Any], deadline: float
+    def _load(
+        self,
+        planned: PlannedLoad,
+        group: BroadcastGroup,
+        layout: BucketLayout,
+        deadline: float,
+        *,
+        direct: bool,
     ) -> None:
-        del layout
-        with group.side_stream():
-            for index in self._arrivals(group, deadline):
-                buckets[index].copy()
+        if direct:
+            if planned.whole_targets is None:
+                raise TransferError("this worker cannot receive without buckets")
+            broadcast_tensors(group, planned.whole_targets, deadline=deadline)
+        else:
+            arrivals = self._arrivals(group, layout, deadline)
+            buckets = planned.buckets(layout, self._buffers)
+            with group.side_stream():
+                for index in arrivals:
+                    buckets[index].copy()
         group.synchronize(deadline=deadline)
         group.follow()
 
     def _reload(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:
-        arrivals = self._arrivals(group, deadline)
+        arrivals = self._arrivals(group, layout, deadline)
         with group.side_stream():
             try:
                 tensors = whole_tensors(layout, self._buffers, arrivals)
@@ -324,9 +389,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         group.follow()
 
     def _drain(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:
-        del layout
         with group.side_stream():
-            for _ in self._arrivals(group, deadline):
+            for _ in self._arrivals(group, layout, deadline):
                 pass
         group.synchronize(deadline=deadline)
 
@@ -335,8 +399,11 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         by_plan = checksum(self.model.named_parameters())
         self._reload(group, layout, deadline)
         by_reload = checksum(self.model.named_parameters())
+        if self.takes_direct:
+            self._buffers = []  # until the next check
         if wrong := [name for name in by_reload if by_plan.get(name) != by_reload[name]]:
-            self._path = LoadPath.layerwise(
+            self._planned = self._staged_load = None
+            self.path_reason = (
                 f"the plan left other values than a reload in {len(wrong)} parameters: "
                 + ", ".join(wrong[:3])
             )

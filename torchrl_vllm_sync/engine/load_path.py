@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
-from torchrl_vllm_sync.engine.load_plan import LoadPlan, PlanNotPossibleError, record_load_plan
+from torchrl_vllm_sync.engine.load_plan import PlanNotPossibleError, record_load_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,48 +15,36 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from torchrl_vllm_sync.engine.load_plan import BoundBucket
-    from torchrl_vllm_sync.engine.staging import StagingArea
+    from torchrl_vllm_sync.engine.load_plan import BoundBucket, LoadPlan
     from torchrl_vllm_sync.weights.buckets import BucketLayout
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
 
-__all__ = ["LoadPath", "choose_path", "why_not_a_plan"]
+__all__ = ["PlannedLoad", "choose_plan", "why_not_a_plan"]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPath:
-    """One worker's way for all coming pushes.
+class PlannedLoad:
+    """A load plan, ready for both ways of receiving.
+
+    Args:
+        plan: The plan.
 
     Attributes:
-        plan: The load plan; ``None`` where pushes take the layerwise reload.
-        reason: Why there is no plan; empty when there is one.
-        buckets: The plan's copies out of each bucket into the parameters.
-        staged_buckets: The same into spare memory; empty when there is none.
+        plan: As given.
+        whole_targets: Where each tensor is received straight into; ``None`` if buckets are needed.
     """
 
-    plan: LoadPlan | None = None
-    reason: str = ""
-    buckets: list[BoundBucket] = field(default_factory=list)
-    staged_buckets: list[BoundBucket] = field(default_factory=list)
+    def __init__(self, plan: LoadPlan) -> None:
+        self.plan = plan
+        self.whole_targets = plan.whole_targets()
+        self._bound: list[BoundBucket] = []
+        self._bound_to: tuple[int, ...] = ()
 
-    @classmethod
-    def undecided(cls) -> LoadPath:
-        """Before the first push."""
-        return cls(reason="no push was prepared yet")
-
-    @classmethod
-    def layerwise(cls, reason: str) -> LoadPath:
-        """VLLM's layerwise reload, and why."""
-        return cls(reason=reason)
-
-    @property
-    def name(self) -> str:
-        """``"plan"`` or ``"layerwise"``, as reports have it."""
-        return "layerwise" if self.plan is None else "plan"
-
-    @property
-    def num_copies(self) -> int:
-        """Copies of one push, after merging neighbours; 0 without a plan."""
-        return sum(bucket.num_copies for bucket in self.buckets)
+    def buckets(self, layout: BucketLayout, buffers: Sequence[torch.Tensor]) -> list[BoundBucket]:
+        """Returns the copies out of each bucket; worked out once for the same buffers."""
+        pointers = tuple(buffer.data_ptr() for buffer in buffers)
+        if self._bound_to != pointers:
+            self._bound, self._bound_to = self.plan.bind(layout, buffers), pointers
+        return self._bound
 
 
 def why_not_a_plan(vllm_config: VllmConfig) -> str:
@@ -78,29 +65,23 @@ def why_not_a_plan(vllm_config: VllmConfig) -> str:
     return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
-def choose_path(
-    model: torch.nn.Module,
-    vllm_config: VllmConfig,
-    layout: BucketLayout,
-    buffers: Sequence[torch.Tensor],
-    staging: StagingArea | None,
-) -> LoadPath:
-    """Records a load plan for ``model``, or says why it cannot be had.
+def choose_plan(
+    model: torch.nn.Module, vllm_config: VllmConfig, metadata: Sequence[ParamMeta]
+) -> tuple[PlannedLoad | None, str]:
+    """Records a load plan for ``model``, or says why there is none.
 
     Args:
         model: The worker's model; nothing of it changes.
         vllm_config: Its configuration.
-        layout: The buckets of a push.
-        buffers: What they are received into.
-        staging: Spare memory; ``None`` if the engine has none.
+        metadata: Every tensor of a push.
+
+    Returns:
+        The plan and an empty reason, or ``None`` and the reason.
     """
     if reason := why_not_a_plan(vllm_config):
-        return LoadPath.layerwise(reason)
+        return None, reason
     try:
         with set_current_vllm_config(vllm_config):
-            plan = record_load_plan(model, layout.metadata)
-        buckets = plan.bind(layout, buffers)
-        staged = [] if staging is None else staging.stand_in(plan).bind(layout, buffers)
+            return PlannedLoad(record_load_plan(model, metadata)), ""
     except PlanNotPossibleError as error:
-        return LoadPath.layerwise(str(error))
-    return LoadPath(plan, "", buckets, staged)
+        return None, str(error)

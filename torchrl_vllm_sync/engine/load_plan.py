@@ -142,6 +142,27 @@ class LoadPlan:
             places.setdefault(copy.name, (storage, int(copy.target.storage_offset())))
         return sorted(places, key=places.__getitem__) + self.skipped
 
+    def whole_targets(self) -> list[torch.Tensor] | None:
+        """Where each checkpoint tensor lands, if every one lands whole, unchanged and in one piece.
+
+        Such tensors can be received straight into the model, without a bucket between.
+
+        Returns:
+            A flat view into the model for each tensor of the metadata that has elements, in their
+            order; ``None`` if a slice, a cast or a tensor that this worker skips is among them.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for copy in self.copies:
+            meta, target = self._metadata[copy.name], copy.target
+            whole = copy.offset == 0 and target.numel() == meta.num_elements
+            straight = target.is_contiguous() and target.dtype == meta.dtype
+            in_order = copy.stride == torch.empty(copy.shape, device="meta").stride()
+            if copy.name in found or not (whole and straight and in_order):
+                return None
+            found[copy.name] = target.view(-1)
+        wanted = [meta.name for meta in self._metadata.values() if meta.num_elements]
+        return [found[name] for name in wanted] if found.keys() == set(wanted) else None
+
     @torch.no_grad()
     def fill_constants(self) -> None:
         """Writes the constants into a model that was never loaded; a load must follow."""

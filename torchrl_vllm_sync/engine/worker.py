@@ -107,24 +107,26 @@ class SyncWorkerExtension(NativeTransferWorker):
             bucket_bytes: Size of the buckets.
 
         Returns:
-            ``path`` (``plan`` or ``layerwise``), ``path_reason``, ``num_copies`` after merging,
-            ``seconds``, and ``error``.
+            ``path`` (``plan`` or ``layerwise``), ``path_reason``, ``direct`` (whether it can be
+            received without buckets), ``seconds``, and ``error``.
         """
 
         def prepare() -> dict[str, Any]:
-            path = self._sync_receiver().prepare(from_json(metadata), bucket_bytes)
-            return {"path": path.name, "path_reason": path.reason, "num_copies": path.num_copies}
+            receiver = self._sync_receiver()
+            receiver.prepare(from_json(metadata), bucket_bytes)
+            return _path(receiver) | {"direct": receiver.takes_direct}
 
         return _answer(prepare)
 
     def sync_receive(
-        self, push_id: int, digest: str, num_passes: int, timeout_s: float
+        self, push_id: int, digest: str, direct: bool, num_passes: int, timeout_s: float
     ) -> dict[str, Any]:
         """Receives one push into the model; no step may run meanwhile.
 
         Args:
             push_id: Number of the push in this group.
             digest: Digest of its metadata.
+            direct: Whether the first pass comes without buckets.
             num_passes: How often the trainer sends everything.
             timeout_s: Seconds for all of it.
 
@@ -139,29 +141,37 @@ class SyncWorkerExtension(NativeTransferWorker):
             receiver = self._sync_prepared(digest)
             receiver.await_start(push_id, begin + timeout_s)
             touched = True
-            num_tensors = receiver.receive(begin + timeout_s, num_passes=num_passes)
+            deadline = begin + timeout_s
+            num_tensors = receiver.receive(deadline, num_passes=num_passes, direct=direct)
             self._sync_forget_encodings()
             return _loaded(receiver, num_tensors)
 
         answer = _answer(receive)
         return {**answer, "untouched": not touched}
 
-    def sync_stage(self, push_id: int, digest: str, timeout_s: float) -> dict[str, Any]:
+    def sync_stage(
+        self, push_id: int, digest: str, direct: bool, timeout_s: float
+    ) -> dict[str, Any]:
         """Begins to receive one push into spare memory, in a thread; returns at once.
 
         Args:
             push_id: Number of the push in this group.
             digest: Digest of its metadata.
+            direct: Whether it comes without buckets.
             timeout_s: Seconds for all of it.
+
+        Returns:
+            ``error``, empty when it has begun.
         """
-        begin = time.monotonic()
+        deadline = time.monotonic() + timeout_s
 
         def stage() -> dict[str, Any]:
             receiver = self._sync_prepared(digest)
-            receiver.await_start(push_id, begin + timeout_s)
-            return _loaded(receiver, receiver.stage(begin + timeout_s))
+            receiver.await_start(push_id, deadline)
+            return _loaded(receiver, receiver.stage(deadline, direct=direct))
 
         def start() -> None:
+            self._sync_prepared(digest).require_staging()
             pool = concurrent.futures.ThreadPoolExecutor(1, "staged-weights")
             self._sync_staged = pool.submit(_answer, stage)
             pool.shutdown(wait=False)
@@ -238,10 +248,8 @@ def _answer(call: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
 
 
 def _loaded(receiver: BroadcastReceiver, num_tensors: int) -> dict[str, Any]:
-    path = receiver.path
-    return {
-        "num_tensors": num_tensors,
-        "attempts": 1,
-        "path": path.name,
-        "path_reason": path.reason,
-    }
+    return {"num_tensors": num_tensors, "attempts": 1} | _path(receiver)
+
+
+def _path(receiver: BroadcastReceiver) -> dict[str, Any]:
+    return {"path": receiver.path, "path_reason": receiver.path_reason}

@@ -28,7 +28,7 @@ __all__ = ["BroadcastGroup", "Rendezvous", "StartSignal", "own_address"]
 TRAINER_RANK = 0
 # Seconds between looks at work on a GPU that is under way, and at those who take part in it.
 SPIN_S = 50e-6
-STORE_POLL_S = 200e-6
+STORE_POLL_S = 50e-6
 WATCH_S = 0.05
 GO = "go"
 # ProcessGroupNCCL's watchdog would end the whole process when a collective fails.
@@ -224,6 +224,24 @@ class BroadcastGroup:
         options.timeout = timedelta(seconds=timeout_s)
         options.asyncOp = True
         return self._group.broadcast([tensor], options)
+
+    def broadcast_together(
+        self, tensors: Sequence[torch.Tensor], *, timeout_s: float
+    ) -> list[dist.Work]:
+        """Starts sending several tensors as one transfer where the communicator can do that.
+
+        Raises:
+            TransferError: The group is closed.
+        """
+        if self._group is None or self._stream is None:
+            return [self.broadcast(tensor, timeout_s=timeout_s) for tensor in tensors]
+        self._group._start_coalescing()
+        try:
+            for tensor in tensors:
+                self.broadcast(tensor, timeout_s=timeout_s)
+        finally:
+            work = self._group._end_coalescing()
+        return [work]
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:

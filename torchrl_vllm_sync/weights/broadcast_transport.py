@@ -12,12 +12,15 @@ from torchrl_vllm_sync.errors import SyncError, TransferError, UnsupportedArgume
 from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup, StartSignal
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers, send_buckets
 from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
+from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors, sendable_tensors
 from torchrl_vllm_sync.weights.metadata import metadata_digest, to_json
-from torchrl_vllm_sync.weights.packer import StreamingPacker, make_packer
+from torchrl_vllm_sync.weights.packer import StreamingPacker, ViewPacker, check_device
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.packer import Packer
     from torchrl_vllm_sync.weights.source import WeightSource
@@ -98,8 +101,8 @@ class BroadcastTransport:
         self._buffers: list[torch.Tensor] = []
         self._views: Any = None
         self._packer: Packer | None = None
-        self._unchecked = True
-        self._has_plans = False
+        self._whole: list[torch.Tensor] | None = None
+        self._unchecked, self._has_plans, self._takes_direct = True, False, False
 
     @property
     def last_version(self) -> int:
@@ -157,8 +160,7 @@ class BroadcastTransport:
             group.close()
             raise
         self._group, self._push_id, self._announced = group, 0, None
-        if self._buffers and self._buffers[0].device != device:
-            self._layout, self._buffers, self._packer = None, [], None
+        self._views, self._packer, self._buffers = None, None, []
 
     def send(
         self,
@@ -185,21 +187,27 @@ class BroadcastTransport:
         group = self._group
         assert group is not None
         joined = time.perf_counter()
-        layout = self._layout_of(source, group.device)
-        packer = self._packer_of(source, layout, group.device)
+        layout = self._layout_of(source)
+        self._look_at(source, layout, group.device)
         answers: dict[str, Any] = {}
         if self._announced != self._digest:
             answers = self._announce(client, layout, deadline)
         prepared = time.perf_counter()
         phases = {"join_s": joined - begin, "prepare_s": prepared - joined}
         if not any(isinstance(one, BaseException) for one in answers.values()):
-            num_passes = self._num_passes(answers)
+            self._note_prepared(answers)
+            num_passes = self._num_passes()
+            direct = self._takes_direct and self._whole is not None
+            packer = None
+            if num_passes > 1 or not direct:
+                packer = self._packer_of(source, layout, group.device)
             self._push_id += 1
             calls = client.start_calls(
                 "receive_broadcast",
                 dict.fromkeys(self._members, (self._push_id, self._digest)),
                 version=version,
                 run_id=self._run_id,
+                direct=direct,
                 num_passes=num_passes,
                 staged=self._staged,
                 mode=mode,
@@ -207,9 +215,9 @@ class BroadcastTransport:
                 timeout_s=timeout_s,
             )
             called = time.perf_counter()
-            failure = self._transfer(
-                group, layout, packer, source, calls, num_passes, deadline, phases
-            )
+            whole = self._whole if direct else None
+            streams = self._streams(group, layout, source, whole, packer, num_passes, deadline)
+            failure = self._transfer(group, streams, calls, deadline, phases)
             sent = time.perf_counter()
             answers = calls.answers(
                 GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
@@ -223,6 +231,8 @@ class BroadcastTransport:
             else:
                 self._unchecked = False
                 self._last_version = max(self._last_version, version)
+            if direct:
+                self._packer, self._buffers = None, []  # until the next check
         outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]
         for name, why in self._missing.items():
             outcomes.append(ReplicaOutcome(replica_id=name, version=None, error=why))
@@ -233,14 +243,32 @@ class BroadcastTransport:
             run_id=self._run_id,
         )
 
-    def _transfer(
+    def _streams(
         self,
         group: BroadcastGroup,
         layout: BucketLayout,
-        packer: Packer,
         source: WeightSource,
-        calls: PendingCalls,
+        whole: list[torch.Tensor] | None,
+        packer: Packer | None,
         num_passes: int,
+        deadline: float,
+    ) -> Iterator[None]:
+        """Queues the passes of one push, one each time it is asked."""
+        for number in range(num_passes):
+            if number == 0 and whole is not None:
+                broadcast_tensors(group, whole, deadline=deadline)
+            elif packer is not None:
+                send_buckets(group, layout, self._buffers, packer, deadline=deadline)
+                if isinstance(packer, StreamingPacker):
+                    packer.finish()
+                    packer = StreamingPacker(layout, source, group.device)
+            yield
+
+    def _transfer(
+        self,
+        group: BroadcastGroup,
+        streams: Iterator[None],
+        calls: PendingCalls,
         deadline: float,
         phases: dict[str, float],
     ) -> SyncError | None:
@@ -254,16 +282,13 @@ class BroadcastTransport:
             StartSignal(group, self._push_id).give(deadline=deadline, watch=watch)
             ready = time.perf_counter()
             phases["ready_s"] = ready - begin
-            for _ in range(num_passes):
-                send_buckets(group, layout, self._buffers, packer, deadline=deadline)
-                if isinstance(packer, StreamingPacker):
-                    packer.finish()
-                    packer = StreamingPacker(layout, source, group.device)
+            for _ in streams:
+                pass
             queued = time.perf_counter()
             group.synchronize(deadline=deadline, watch=watch)
         except SyncError as error:
             return error
-        except RuntimeError as error:
+        except RuntimeError as error:  # what communicators raise
             return TransferError(f"the transfer broke off: {error}")
         phases |= {"queue_s": queued - ready, "transfer_s": time.perf_counter() - ready}
         return None
@@ -281,31 +306,52 @@ class BroadcastTransport:
             self._announced, self._unchecked = self._digest, True
         return answers
 
-    def _num_passes(self, prepared: dict[str, Any]) -> int:
+    def _note_prepared(self, answers: dict[str, Any]) -> None:
+        """Keeps what the replicas answered to an announcement, if there was one."""
+        if answers:
+            self._has_plans = any("plan" in one["path"] for one in answers.values())
+            self._takes_direct = all(one["direct"] for one in answers.values())
+
+    def _num_passes(self) -> int:
         """How often to send everything: the second time is a check of load plans."""
-        if prepared:
-            self._has_plans = any("plan" in one["path"] for one in prepared.values())
         wanted = self._verify == "always" or (self._verify == "first" and self._unchecked)
         return 2 if wanted and self._has_plans and not self._staged else 1
 
-    def _layout_of(self, source: WeightSource, device: torch.device) -> BucketLayout:
+    def _layout_of(self, source: WeightSource) -> BucketLayout:
         metadata = source.metadata()
         if self._layout is None or (metadata is not self._metadata and metadata != self._metadata):
-            layout = BucketLayout(metadata, self._bucket_bytes)
-            self._layout, self._digest = layout, metadata_digest(metadata)
-            self._buffers, self._packer = [], None
-            self._buffers = make_buffers(layout, device)
+            self._layout = BucketLayout(metadata, self._bucket_bytes)
+            self._digest = metadata_digest(metadata)
+            self._packer, self._buffers = None, []
         self._metadata = metadata
         return self._layout
+
+    def _look_at(self, source: WeightSource, layout: BucketLayout, device: torch.device) -> None:
+        """Finds out whether the tensors stay in place, and can be sent from there.
+
+        Raises:
+            WeightMismatchError: A tensor is on another device.
+        """
+        views = source.views() if isinstance(source, StableSource) else None
+        if views is not None and views is self._views:
+            return
+        for name, tensor in views or ():
+            check_device(name, tensor, device)
+        self._views, self._packer = views, None
+        self._whole = sendable_tensors(layout.metadata, views)
+        if self._whole and self._whole[0].device != device:
+            self._whole = None  # a group on CPUs, and tensors on a GPU
 
     def _packer_of(
         self, source: WeightSource, layout: BucketLayout, device: torch.device
     ) -> Packer:
         """Returns what fills the buckets; kept as long as the source's tensors stay in place."""
-        views = source.views() if isinstance(source, StableSource) else None
-        if views is None or self._packer is None or views is not self._views:
-            self._packer = make_packer(layout, self._buffers, views, source, device)
-            self._views = views
+        if not self._buffers:
+            self._buffers, self._packer = make_buffers(layout, device), None
+        if self._views is None:
+            return StreamingPacker(layout, source, device)
+        if self._packer is None:
+            self._packer = ViewPacker(layout, self._buffers, self._views)
         return self._packer
 
     def _device_for(self, engines: set[str]) -> torch.device:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.buckets import Bucket, BucketLayout, Piece
     from torchrl_vllm_sync.weights.source import WeightSource
 
-__all__ = ["Packer", "StreamingPacker", "ViewPacker", "make_packer"]
+__all__ = ["Packer", "StreamingPacker", "ViewPacker", "check_device"]
 
 Copies = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
@@ -185,22 +185,3 @@ def _flat_target(piece: Piece, buffer: torch.Tensor, num_elements: int) -> torch
 
 
 Packer = ViewPacker | StreamingPacker
-
-
-def make_packer(
-    layout: BucketLayout,
-    buffers: Sequence[torch.Tensor],
-    views: Sequence[tuple[str, torch.Tensor]] | None,
-    source: WeightSource,
-    device: torch.device,
-) -> Packer:
-    """Returns a packer for stable ``views``, or one that reads ``source`` as it goes.
-
-    Raises:
-        WeightMismatchError: A tensor is on another device than ``device``.
-    """
-    if views is None:
-        return StreamingPacker(layout, source, device)
-    for name, tensor in views:
-        check_device(name, tensor, device)
-    return ViewPacker(layout, buffers, views)
