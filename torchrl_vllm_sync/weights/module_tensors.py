@@ -138,7 +138,7 @@ def layout_of(module: torch.nn.Module) -> list[Any]:
         parts = pending.pop().__dict__
         children = parts["_modules"]
         layout.append(tuple(children))
-        pending += filter(None, children.values())
+        pending += [one for one in children.values() if one is not None]
         for tensors in (parts["_parameters"], parts["_buffers"]):
             for name, tensor in tensors.items():
                 if tensor is not None:

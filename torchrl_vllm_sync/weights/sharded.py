@@ -11,6 +11,7 @@ import itertools
 import time
 import weakref
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,7 @@ STEP_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 900.0
 
 
+@dataclass(slots=True)
 class Announcement:
     """What the sending rank tells the others at the end of a push.
 
@@ -47,8 +49,7 @@ class Announcement:
         outcome: Handed to each ``participate()``; must pickle.
     """
 
-    def __init__(self) -> None:
-        self.outcome: Any = None
+    outcome: Any = None
 
 
 class ShardedModuleSource:
@@ -284,11 +285,14 @@ class ShardedModuleSource:
 
 def is_sharded(module: torch.nn.Module) -> bool:
     """Whether ``module``, or the model it wraps, is sharded by FSDP2 or has a ``DTensor``."""
-    return any(
-        isinstance(part, FSDPModule)
-        or any(isinstance(one, DTensor) for one in part.__dict__["_parameters"].values())
-        for part in unwrap(module).modules()
-    )
+    pending: list[Any] = [unwrap(module)]
+    while pending:  # at each push, so without the generators of ``module.modules()``
+        part = pending.pop()
+        parts = part.__dict__
+        if isinstance(part, FSDPModule) or DTensor in map(type, parts["_parameters"].values()):
+            return True
+        pending += [one for one in parts["_modules"].values() if one is not None]
+    return False
 
 
 @contextmanager
