@@ -121,7 +121,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._buffers: list[torch.Tensor] = []
         self._planned: PlannedLoad | None = None
         self._staged_load: PlannedLoad | None = None
-        self.path_reason = "no push was prepared yet"
+        self.path_reason, self._distrust = "no push was prepared yet", ""
         self._staging: StagingArea | None = None
         if config.backend == STAGED_BACKEND:
             self._staging = StagingArea(model, device)
@@ -177,8 +177,9 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             WeightMismatchError: A row of a tensor does not fit into a bucket.
         """
         self._layout, self._buffers = BucketLayout(metadata, bucket_bytes), []
-        self._planned, self.path_reason = choose_plan(self.model, self.vllm_config, metadata)
-        self._staged_load = None
+        self._planned, self._staged_load = None, None
+        if not self._distrust:
+            self._planned, self.path_reason = choose_plan(self.model, self.vllm_config, metadata)
         if self._planned is not None and self._staging is not None:
             self._staged_load = PlannedLoad(self._staging.stand_in(self._planned.plan))
         if self._planned is not None and not self.takes_direct:
@@ -362,6 +363,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         *,
         direct: bool,
     ) -> None:
+        planned.fill_constants()
         if direct:
             if planned.whole_targets is None:
                 raise TransferError("this worker cannot receive without buckets")
@@ -403,7 +405,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             self._buffers = []  # until the next check
         if wrong := [name for name in by_reload if by_plan.get(name) != by_reload[name]]:
             self._planned = self._staged_load = None
-            self.path_reason = (
+            self._distrust = self.path_reason = (
                 f"the plan left other values than a reload in {len(wrong)} parameters: "
                 + ", ".join(wrong[:3])
             )

@@ -36,6 +36,7 @@ class PlannedLoad:
     def __init__(self, plan: LoadPlan) -> None:
         self.plan = plan
         self.whole_targets = plan.whole_targets()
+        self._lacks_constants = True
         self._bound: list[BoundBucket] = []
         self._bound_to: tuple[int, ...] = ()
 
@@ -45,6 +46,15 @@ class PlannedLoad:
         if self._bound_to != pointers:
             self._bound, self._bound_to = self.plan.bind(layout, buffers), pointers
         return self._bound
+
+    def fill_constants(self) -> None:
+        """Sets what loaders set and no push holds, such as padding; does nothing the second time.
+
+        A model that was launched with dummy weights has never had it.
+        """
+        if self._lacks_constants:
+            self.plan.fill_constants()
+            self._lacks_constants = False
 
 
 def why_not_a_plan(vllm_config: VllmConfig) -> str:

@@ -231,6 +231,10 @@ class BroadcastTransport:
             else:
                 self._unchecked = False
                 self._last_version = max(self._last_version, version)
+                paths = [one["path"] for one in answers.values()]
+                # A check may have ended a worker's trust in its plan.
+                self._takes_direct = self._takes_direct and set(paths) == {"plan"}
+                self._has_plans = any("plan" in path for path in paths)
             if direct:
                 self._packer, self._buffers = None, []  # until the next check
         outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]

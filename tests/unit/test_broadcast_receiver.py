@@ -1,0 +1,400 @@
+"""A trainer's pushes into vLLM's own models, unpacked, through the receiver that engines run."""
+
+import asyncio
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.unit.vllm_models import VllmModels, make_checkpoint, metadata_of, single_process_group
+from torchrl_vllm_sync.engine_args import BROADCAST_BACKEND, STAGED_BACKEND
+from torchrl_vllm_sync.errors import SyncError, TransferError, UnsupportedArgumentError
+from torchrl_vllm_sync.replica import EngineDescription
+from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
+from torchrl_vllm_sync.weights.metadata import to_json
+from torchrl_vllm_sync.weights.source import MappingSource
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def distributed(tmp_path_factory):
+    with single_process_group(tmp_path_factory.mktemp("group")):
+        yield
+
+
+class Updates:
+    """What ``BroadcastLoads`` needs of an engine's ``WeightUpdates``, around bare workers."""
+
+    replica_id, is_over = "0", False
+
+    def __init__(self, workers):
+        self.workers, self.version, self.run_id = workers, 0, None
+
+    @contextlib.asynccontextmanager
+    async def exclusive(self, timeout_s):
+        yield
+
+    def refuse_foreign(self, version, run_id):
+        pass
+
+    async def call_workers(self, method, *args, timeout_s, what="", heartbeat=None):
+        def call(worker):
+            with torch.no_grad():
+                return getattr(worker, method)(*args)
+
+        return await asyncio.gather(*(asyncio.to_thread(call, one) for one in self.workers))
+
+    async def apply(self, load, *, version, run_id, **options):
+        from torchrl_vllm_sync.engine.updates import LoadReport
+
+        answers = await load(options["timeout_s"])
+        if errors := [one["error"] for one in answers if one["error"]]:
+            raise SyncError(errors[0])
+        self.version = version
+        return LoadReport(
+            version=version,
+            loaded=True,
+            path=answers[0]["path"],
+            path_reason=answers[0]["path_reason"],
+            num_tensors=answers[0]["num_tensors"],
+        )
+
+
+class Replica:
+    """A replica's side of the transport, as the engine actor has it."""
+
+    def __init__(self, name, workers):
+        from torchrl_vllm_sync.engine.broadcast_loads import BroadcastLoads
+
+        self.name, self.workers = name, workers
+        self.loads = BroadcastLoads(Updates(workers))
+
+    def describe(self):
+        facts = {"pid": 1, "max_model_len": 8, "vocab_size": 8, "block_size": 8}
+        return EngineDescription(
+            replica_id=self.name,
+            node_ip="127.0.0.1",
+            num_kv_blocks=None,
+            vllm_version="0",
+            num_workers=len(self.workers),
+            **facts,
+        )
+
+    def join_broadcast(self, info, *, timeout_s):
+        asyncio.run(self.loads.join(info, timeout_s=timeout_s))
+
+    def prepare_broadcast(self, metadata, bucket_bytes, *, timeout_s):
+        return asyncio.run(self.loads.prepare(metadata, bucket_bytes, timeout_s=timeout_s))
+
+    def receive_broadcast(self, push_id, digest, **options):
+        return asdict(asyncio.run(self.loads.receive(push_id, digest, **options)))
+
+    def leave_broadcast(self):
+        asyncio.run(self.loads.leave())
+
+
+class Calls:
+    def __init__(self, futures):
+        self.futures = futures
+
+    def failures(self):
+        done = {name: one for name, one in self.futures.items() if one.done()}
+        return {name: one.exception() for name, one in done.items() if one.exception()}
+
+    def answers(self, deadline_s):
+        deadline = time.monotonic() + deadline_s
+        return {
+            name: one.exception(max(deadline - time.monotonic(), 0)) or one.result()
+            for name, one in self.futures.items()
+        }
+
+
+class Client:
+    service_name, rendezvous = "unit", ("127.0.0.1", None)
+
+    def __init__(self, replicas):
+        self.replicas = {one.name: one for one in replicas}
+        self.pool = ThreadPoolExecutor(8)
+        self.called = []
+
+    def start_calls(self, method, calls, **kwargs):
+        self.called.append(method)
+        return Calls(
+            {
+                name: self.pool.submit(getattr(self.replicas[name], method), *args, **kwargs)
+                for name, args in calls.items()
+            }
+        )
+
+    def call_replicas(self, method, *args, deadline_s, **kwargs):
+        calls = self.start_calls(method, dict.fromkeys(self.replicas, args), **kwargs)
+        return calls.answers(deadline_s)
+
+
+class World:
+    """One replica of one worker with a model, what it must hold, and a trainer."""
+
+    def __init__(self, directory, monkeypatch, name="qwen3", *, stage=False, **overrides):
+        from torchrl_vllm_sync.engine import broadcast_receiver, load_path
+        from torchrl_vllm_sync.engine.broadcast_receiver import BroadcastReceiver
+        from torchrl_vllm_sync.engine.checkpoint import checkpoint_metadata
+        from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
+
+        # On a CPU vLLM repacks weights after a reload; these models stay as loaders expect them.
+        monkeypatch.setattr(broadcast_receiver, "reload_model", self.reload)
+        monkeypatch.setattr(load_path, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+        self.models = VllmModels(directory, name, **overrides)
+        self.model = self.models.build(fill=-1.0)
+        self.metadata = checkpoint_metadata(self.models.model_config)
+        config = SimpleNamespace(backend=STAGED_BACKEND if stage else BROADCAST_BACKEND)
+        with self.models.active():
+            self.receiver = BroadcastReceiver(config, self.models.vllm_config, CPU, self.model)
+        self.worker = SyncWorkerExtension()
+        self.worker.weight_transfer_engine = self.receiver
+        self.worker.vllm_config = self.models.vllm_config
+        self.client = Client([Replica("0", [self.worker])])
+
+    def checkpoint(self, start=1):
+        return make_checkpoint(self.metadata, start)
+
+    def reload(self, model, vllm_config, weights):
+        with self.models.active(), torch.no_grad():
+            model.load_weights(weights)
+
+    def push(self, transport, checkpoint, version=1):
+        transport.open(self.client)
+        return transport.send(
+            self.client,
+            MappingSource(checkpoint),
+            version,
+            timeout_s=20,
+            clear_cache=False,
+        )
+
+    def assert_holds(self, checkpoint):
+        reference = self.models.build(fill=0.0)
+        self.models.load(reference, checkpoint)
+        wanted = dict(reference.named_parameters())
+        for name, tensor in self.model.named_parameters():
+            assert torch.equal(tensor, wanted[name]), name
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    return lambda *args, **options: World(tmp_path, monkeypatch, *args, **options)
+
+
+@pytest.fixture
+def transports():
+    made = []
+
+    def make(**options):
+        made.append(BroadcastTransport(**{"bucket_bytes": 4096, "join_timeout_s": 20, **options}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def only(outcome):
+    (one,) = outcome.replicas
+    return one
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-tied", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("verify", ["never", "first", "always"])
+def test_pushes_land_by_plan(world, transports, name, verify):
+    here = world(name)
+    transport = transports(verify=verify)
+    for version in (1, 2, 3):
+        checkpoint = here.checkpoint(start=1000 * version)
+        one = only(here.push(transport, checkpoint, version))
+        assert (one.error, one.version, one.path, one.path_reason) == ("", version, "plan", "")
+        here.assert_holds(checkpoint)
+    assert here.client.called.count("prepare_broadcast") == 1
+    assert here.client.called.count("receive_broadcast") == 3
+
+
+def test_a_check_notices_a_plan_that_is_wrong(world, transports):
+    """The twin of the tests above: one row lands beside its place."""
+    here = world("qwen3")
+    transport = transports(verify="never")
+    here.push(transport, here.checkpoint(), 1)
+    targets = here.receiver._planned.whole_targets
+    targets[0] = targets[0].roll(1)  # a copy: what arrives there is lost
+    lost = here.checkpoint(start=5000)
+    assert only(here.push(transport, lost, 2)).path == "plan"
+    with pytest.raises(AssertionError):
+        here.assert_holds(lost)
+    transport._verify = "always"
+    found = here.checkpoint(start=700)
+    one = only(here.push(transport, found, 3))
+    assert one.path == "layerwise"
+    assert "the plan left other values than a reload in 1 parameters: " in one.path_reason
+    here.assert_holds(found)
+    good = here.checkpoint(start=9000)
+    assert only(here.push(transport, good, 4)).path == "layerwise"
+    here.assert_holds(good)
+    # For good: a new trainer does not bring the plan back.
+    transport.close()
+    one = only(here.push(transports(), found, 5))
+    assert one.path == "layerwise"
+    assert "the plan left other values" in one.path_reason
+    here.assert_holds(found)
+
+
+def test_strided_and_cast_tensors_go_through_buckets(world, transports):
+    here = world("qwen3")
+    transport = transports()
+    checkpoint = here.checkpoint()
+    given = {name: one.double() for name, one in checkpoint.items()}
+    given = {
+        name: one.t().contiguous().t() if one.dim() == 2 else one for name, one in given.items()
+    }
+
+    class Cast(MappingSource):
+        def metadata(self):
+            return here.metadata
+
+    transport.open(here.client)
+    outcome = transport.send(here.client, Cast(given), 1, timeout_s=20, clear_cache=False)
+    assert only(outcome).error == ""
+    here.assert_holds(checkpoint)
+    assert transport.num_buffer_bytes > 0
+
+
+def test_whole_tensors_need_no_buckets_after_the_first_push(world, transports):
+    here = world("qwen3")
+    transport = transports()
+    for version in (1, 2):
+        here.push(transport, here.checkpoint(start=version), version)
+        assert transport.num_buffer_bytes == 0
+        assert here.receiver._buffers == []
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_staged_weights_wait_beside_the_model(world, transports, name):
+    here = world(name, stage=True)
+    transport = transports(staged=True)
+    first = here.checkpoint()
+    assert only(here.push(transport, first, 1)).path == "plan"
+    here.assert_holds(first)
+    second = here.checkpoint(start=4000)
+    install, seen = here.receiver.install_staged, []
+
+    def watched():
+        here.assert_holds(first)  # nothing has moved yet
+        seen.append(True)
+        install()
+
+    here.receiver.install_staged = watched
+    assert only(here.push(transport, second, 2)).error == ""
+    assert seen == [True]
+    here.assert_holds(second)
+
+
+def test_staged_weights_need_memory(world, transports):
+    here = world("qwen3")
+    one = only(here.push(transports(staged=True), here.checkpoint(), 1))
+    assert "launch it with stage_weights=True" in one.error
+    assert all((tensor == -1).all() for tensor in here.model.parameters())
+
+
+def test_two_tensor_parallel_workers_get_their_slices(tmp_path, monkeypatch, transports):
+    ranks = [
+        World(tmp_path / str(rank), monkeypatch, "qwen3", rank=rank, size=2) for rank in (0, 1)
+    ]
+    for rank, one in enumerate(ranks):
+        one.receiver.parallel_config = SimpleNamespace(
+            data_parallel_index=0, world_size=2, rank=rank
+        )
+        # Recorded here, because vLLM's rank is patched for the whole process.
+        with one.models.active():
+            one.receiver.prepare(one.metadata, 4096)
+        one.receiver.prepare = lambda metadata, bucket_bytes: None
+    client = Client([Replica("0", [one.worker for one in ranks])])
+    transport = transports(verify="never")
+    for version in (1, 2):
+        checkpoint = ranks[0].checkpoint(start=version * 500)
+        transport.open(client)
+        source = MappingSource(checkpoint)
+        outcome = transport.send(client, source, version, timeout_s=20, clear_cache=False)
+        assert only(outcome).path == "plan"
+        for one in ranks:
+            one.assert_holds(checkpoint)
+
+
+def test_a_changed_push_is_announced_anew(world, transports):
+    here = world("qwen3")
+    transport = transports(verify="never")
+    here.push(transport, here.checkpoint(), 1)
+    backwards = dict(reversed(here.checkpoint(start=3000).items()))
+    here.push(transport, backwards, 2)
+    here.assert_holds(backwards)
+    assert here.client.called.count("prepare_broadcast") == 2
+
+
+def test_an_unannounced_push_touches_nothing(world, transports):
+    here = world("qwen3")
+    transport = transports(verify="never")
+    here.push(transport, here.checkpoint(), 1)
+    transport._digest = transport._announced = "other"
+    one = only(here.push(transport, here.checkpoint(start=900), 2))
+    assert "other tensors than this worker was prepared for" in one.error
+    here.assert_holds(here.checkpoint())
+    assert only(here.push(transports(verify="never"), here.checkpoint(start=900), 2)).error == ""
+    here.assert_holds(here.checkpoint(start=900))
+
+
+def test_a_worker_without_a_group_says_so(world):
+    here = world("qwen3")
+    answer = here.worker.sync_receive(1, here.receiver.digest, False, 1, 5.0)
+    assert "has not joined a group" in answer["error"]
+    assert answer["untouched"]
+    with pytest.raises(TransferError, match="has not joined a group"):
+        here.receiver.await_start(1, time.monotonic() + 1)
+
+
+def test_another_transfer_engine_is_named(world):
+    here = world("qwen3")
+    here.worker.weight_transfer_engine = SimpleNamespace()
+    answer = here.worker.sync_prepare(to_json(here.metadata), 4096)
+    assert "weight_transfer_config to be left unset" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1, got 0"),
+        ({"join_timeout_s": 0}, "join_timeout_s must be a finite number"),
+        ({"verify": "sometimes"}, "verify must be 'first', 'always' or 'never', got 'sometimes'"),
+    ],
+)
+def test_bad_settings_are_refused(options, culprit):
+    with pytest.raises(UnsupportedArgumentError, match=culprit):
+        BroadcastTransport(**options)
+
+
+def test_a_trainer_on_another_kind_of_device_is_refused(world, transports):
+    here = world("qwen3")
+    with pytest.raises(
+        UnsupportedArgumentError, match="the engines are on cpu and the trainer is on"
+    ):
+        here.push(transports(device="cuda:0"), here.checkpoint())
+
+
+def test_one_wide_row_is_refused_before_anything_is_sent(world, transports):
+    here = world("qwen3")
+    with pytest.raises(ValueError, match="a bucket of 16 bytes cannot hold one row of"):
+        here.push(transports(bucket_bytes=16), here.checkpoint())
+
+
+def test_metadata_names_are_the_checkpoints(world):
+    here = world("qwen3-moe")
+    assert metadata_of(here.checkpoint()) == here.metadata
