@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
-BENCHMARKS := $(filter-out benchmarks/record.py,$(sort $(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS := $(filter-out benchmarks/record.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
 .PHONY: help setup grpo test lint format bench-smoke bench-table tutorial-smoke public-api lock clean
 

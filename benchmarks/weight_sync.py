@@ -257,33 +257,37 @@ def check(
     Raises:
         AssertionError: They differ.
     """
-    from vllm import SamplingParams
-
     ray.get(trainer.train.remote(1), timeout=100)
     options = {"verify": "never", "bucket_bytes": args.bucket_mib * 2**20}
     ray.get(trainer.push.remote(service, "broadcast", options, 1), timeout=200)
     wanted = torch.tensor(ray.get(trainer.log_probs.remote(PROBE), timeout=100))
-    greedy = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-    probe = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    tokens = []
-    for index in range(args.replicas):
-        output = service.generate(prompt_token_ids=PROBE, sampling_params=probe, actor_index=index)
-        pairs = zip(output.prompt_logprobs[1:], PROBE[1:], strict=True)
-        found = torch.tensor([entry[token].logprob for entry, token in pairs])
+    by_plan = [answers(service, index) for index in range(args.replicas)]
+    for index, (found, _) in enumerate(by_plan):
         difference = (found - wanted).abs().mean().item()
         print(f"replica {index}: mean difference of log-probabilities {difference:.4g}", flush=True)
         assert difference < MOST_DIFFERENCE[dtype], f"replica {index} differs by {difference}"
-        output = service.generate(prompt_token_ids=PROBE, sampling_params=greedy, actor_index=index)
-        tokens.append(list(output.outputs[0].token_ids))
     ray.get(trainer.end.remote("broadcast"), timeout=60)
     options = {"verify": "always", "bucket_bytes": args.bucket_mib * 2**20}
     (report,) = ray.get(trainer.push.remote(service, "broadcast", options, 1), timeout=200)
     if torch.cuda.is_available():
         assert report["plan"], "the plan's parameters are not those of a reload"
-    for index in range(args.replicas):
-        output = service.generate(prompt_token_ids=PROBE, sampling_params=greedy, actor_index=index)
-        assert list(output.outputs[0].token_ids) == tokens[index], f"replica {index}: other tokens"
+    for index, before in enumerate(by_plan):
+        after = answers(service, index)
+        assert after[1] == before[1], f"replica {index}: other tokens after a reload"
     print("log-probabilities, parameters and tokens agree", flush=True)
+
+
+def answers(service: AsyncVLLM, index: int) -> tuple[torch.Tensor, list[int]]:
+    """A replica's log-probabilities of the probe, and the tokens it continues it with."""
+    from vllm import SamplingParams
+
+    probe = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    output = service.generate(prompt_token_ids=PROBE, sampling_params=probe, actor_index=index)
+    pairs = zip(output.prompt_logprobs[1:], PROBE[1:], strict=True)
+    log_probs = torch.tensor([entry[token].logprob for entry, token in pairs])
+    greedy = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    output = service.generate(prompt_token_ids=PROBE, sampling_params=greedy, actor_index=index)
+    return log_probs, list(output.outputs[0].token_ids)
 
 
 if __name__ == "__main__":
