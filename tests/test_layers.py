@@ -31,7 +31,8 @@ weights.marker weights.slot_store weights.snapshot_reader
 weights.version_store
 weights.snapshot_writer
 weights.packer
-weights.memmap_transport weights.broadcast_transport
+weights.vllm_nccl_api weights.watched
+weights.memmap_transport weights.broadcast_transport weights.vllm_nccl_transport
 weights.push
 
 # inside a replica

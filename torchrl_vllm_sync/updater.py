@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchrl.collectors.weight_update import WeightUpdaterBase
@@ -12,8 +11,11 @@ from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.vllm_nccl_transport import VLLMNCCLTransport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchrl_vllm_sync.service import AsyncVLLM
     from torchrl_vllm_sync.weights.transport import PushReport, WeightTransport
 
@@ -25,6 +27,7 @@ TRANSPORTS: dict[str, Callable[[], WeightTransport]] = {
     "auto": MemmapTransport,
     "broadcast": BroadcastTransport,
     "memmap": MemmapTransport,
+    "vllm-nccl": VLLMNCCLTransport,
 }
 
 
@@ -44,7 +47,8 @@ class WeightUpdater:
         service: The service.
         source: What :meth:`push_weights` sends when it is given nothing: a module (plain, wrapped
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
-        transport: ``"auto"``, ``"broadcast"``, ``"memmap"``, or a ``WeightTransport``.
+        transport: ``"auto"``, ``"broadcast"``, ``"memmap"``, ``"vllm-nccl"``, or a
+            ``WeightTransport``.
         timeout_s: Seconds after which a silent replica counts as failed.
         clear_cache: Recompute keys and values of requests in flight after each push.
 

@@ -106,6 +106,10 @@ class NativeWeightTransfer:
         await self.update_weights(request, timeout_s=timeout_s)
         await self.finish_weight_update(timeout_s=timeout_s)
 
+    async def expect_native(self, version: int, run_id: str) -> None:
+        """Says whether :meth:`receive_native` could begin; see ``NativeUpdates.expect``."""
+        await self._updates.expect(version, run_id)
+
     async def receive_native(self, update_info: dict[str, Any], **options: Any) -> dict[str, Any]:
         """Receives a whole version through the transfer engine; see ``NativeUpdates.load``."""
         return dataclasses.asdict(await self._updates.load(update_info, **options))

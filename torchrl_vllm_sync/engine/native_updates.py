@@ -201,6 +201,20 @@ class NativeUpdates(PausableUpdates):
             await self.ask("labelling", call, RESUME_TIMEOUT_S)
             self.version = version
 
+    async def expect(self, version: int, run_id: str) -> None:
+        """Says whether :meth:`load` could begin, so that nobody enters a collective in vain.
+
+        Raises:
+            ReplicaUnavailableError: The engine is dead or closed.
+            TransferNotReadyError: An update is open, or the transfer engine is not initialised.
+            StaleVersionError: The engine holds a newer version, or another run's.
+        """
+        self._refuse_open("a push")
+        async with self.exclusive(SHORT_TIMEOUT_S):
+            self._require_weights()
+            self._refuse_stale(version, run_id)
+            await self._tell("native_check", timeout_s=SHORT_TIMEOUT_S, what="checking")
+
     async def load(
         self,
         update_info: dict[str, Any],
@@ -228,7 +242,7 @@ class NativeUpdates(PausableUpdates):
         """
         self._refuse_open("a push")
         async with self.exclusive(timeout_s):
-            self.refuse_stale(version, run_id)
+            self._refuse_stale(version, run_id)
             await self._tell("native_check", timeout_s=SHORT_TIMEOUT_S, what="checking")
             return await self.apply(
                 lambda left: self.call_workers("native_load", update_info, timeout_s=left),
@@ -239,7 +253,7 @@ class NativeUpdates(PausableUpdates):
                 timeout_s=timeout_s,
             )
 
-    def refuse_stale(self, version: int, run_id: str) -> None:
+    def _refuse_stale(self, version: int, run_id: str) -> None:
         """Refuses a version that is older than the one held, or another run's of that number.
 
         Raises:

@@ -1,0 +1,327 @@
+"""The ``vllm-nccl`` transport: vLLM's own packed NCCL engine behind the same updater."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchrl_vllm_sync.errors import (
+    ServiceClosedError,
+    SyncError,
+    TransferError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+)
+from torchrl_vllm_sync.weights import vllm_nccl_api
+from torchrl_vllm_sync.weights.packer import check_device
+from torchrl_vllm_sync.weights.source import StableSource
+from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
+from torchrl_vllm_sync.weights.vllm_nccl_api import DEFAULT_BUFFER_BYTES, Packing
+from torchrl_vllm_sync.weights.watched import raise_exceptions, watched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torchrl_vllm_sync.replica import EngineDescription
+    from torchrl_vllm_sync.weights.source import WeightSource
+    from torchrl_vllm_sync.weights.transport import PauseMode, PendingCalls, ReplicaClient
+
+__all__ = ["VLLMNCCLTransport"]
+
+# A replica keeps to the time limit itself. One silent for this much longer has hung.
+GRACE_S = 10.0
+SHORT_TIMEOUT_S = 30.0
+DEFAULT_JOIN_TIMEOUT_S = 120.0
+
+
+class VLLMNCCLTransport:
+    """Sends each version through vLLM's own ``nccl`` weight-transfer engine.
+
+    For comparison, and as a way out where the ``broadcast`` transport does not do: the engines take
+    vLLM's layerwise reload, always. The workers change to that engine when the transport opens,
+    and back to the one of their launch when it closes.
+
+    vLLM's NCCL has no time limit on the workers' side. When a push breaks off in the middle, this
+    side leaves it in time and says so; a replica that is still in it is stale, and can be lost.
+
+    Args:
+        buffer_bytes: Bytes after which a pack is sent.
+        num_buffers: Packs under way at a time; by default as many as the engines' vLLM receives
+            correctly: 1 before 0.33, 2 from then on.
+        device: The trainer's CUDA device; by default the current one.
+        join_timeout_s: Seconds within which everybody must have come to the rendezvous.
+
+    Raises:
+        UnsupportedArgumentError: An argument is out of range.
+    """
+
+    name = "vllm-nccl"
+
+    def __init__(
+        self,
+        *,
+        buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        num_buffers: int | None = None,
+        device: torch.device | str | None = None,
+        join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
+    ) -> None:
+        if buffer_bytes < 1:
+            raise UnsupportedArgumentError(f"buffer_bytes must be at least 1, got {buffer_bytes}")
+        if num_buffers is not None and num_buffers < 1:
+            raise UnsupportedArgumentError(f"num_buffers must be at least 1, got {num_buffers}")
+        if not 0 < join_timeout_s < float("inf"):
+            raise UnsupportedArgumentError(
+                f"join_timeout_s must be a finite number greater than 0, got {join_timeout_s}"
+            )
+        self._buffer_bytes, self._num_buffers = buffer_bytes, num_buffers
+        self._given_device = None if device is None else torch.device(device)
+        self._join_timeout_s = join_timeout_s
+        self._forget()
+
+    def _forget(self) -> None:
+        self._run_id = uuid.uuid4().hex
+        self._last_version = 0
+        self._client: ReplicaClient | None = None
+        self._group: Any = None
+        self._device = torch.device("cuda")
+        self._packing = Packing(self._buffer_bytes, 1)
+        self._vllm_version = ""
+        self._members: list[str] = []
+        self._missing: dict[str, str] = {}
+
+    @property
+    def last_version(self) -> int:
+        """Newest version sent by this transport; 0 before the first."""
+        return self._last_version
+
+    def open(self, client: ReplicaClient) -> None:
+        """Forms the group with the workers of every replica that is alive; nothing if it stands.
+
+        Raises:
+            TransferError: Nobody is there to join, or not everybody came in time.
+            UnsupportedArgumentError: The trainer or an engine is not on a CUDA device, or the
+                engines run different versions of vLLM.
+        """
+        if self._group is not None:
+            return
+        answers = client.call_replicas("describe", deadline_s=SHORT_TIMEOUT_S)
+        alive = {name: one for name, one in answers.items() if not isinstance(one, BaseException)}
+        self._missing = {name: str(one) for name, one in answers.items() if name not in alive}
+        if not alive:
+            raise TransferError(f"no replica can join a group: {self._missing}")
+        self._vllm_version = _one_version(alive)
+        self._device = self._device_for({one.device_type for one in alive.values()})
+        self._packing = Packing.for_version(
+            self._vllm_version, self._buffer_bytes, self._num_buffers
+        )
+        self._client, self._members = client, list(alive)
+        raise_exceptions(
+            client.start_calls("use_transfer_engine", dict.fromkeys(alive, ("nccl",))).answers(
+                SHORT_TIMEOUT_S
+            )
+        )
+        address, port = client.rendezvous
+        port = _free_port() if port is None else port
+        world_size = 1 + sum(one.num_workers for one in alive.values())
+        info = vllm_nccl_api.init_info(
+            self._vllm_version, self._packing, address=address, port=port, world_size=world_size
+        )
+        calls, rank = {}, 1
+        for name, one in alive.items():
+            calls[name] = ({**info, "rank_offset": rank},)
+            rank += one.num_workers
+        joining = client.start_calls(
+            "init_weight_transfer_engine", calls, timeout_s=self._join_timeout_s
+        )
+        deadline = time.monotonic() + self._join_timeout_s
+        self._group = self._watched(
+            "the rendezvous",
+            lambda: vllm_nccl_api.open_group(address, port, world_size),
+            joining,
+            deadline,
+        )
+        try:
+            left = max(deadline - time.monotonic(), 0.0)
+            raise_exceptions(joining.answers(left + GRACE_S))
+        except BaseException:
+            self._leave()
+            raise
+
+    def send(
+        self,
+        client: ReplicaClient,
+        source: WeightSource,
+        version: int,
+        *,
+        timeout_s: float,
+        clear_cache: bool,
+        mode: PauseMode = "keep",
+    ) -> SendOutcome:
+        """Broadcasts ``source`` as ``version``, through vLLM's engine.
+
+        Every replica receives it, those that hold the version already too.
+
+        Raises:
+            TransferError: No group could be formed. Nothing was sent.
+            UnsupportedArgumentError: See :meth:`open`. Nothing was sent.
+            WeightMismatchError: A tensor is not on the transport's device. Nothing was sent.
+        """
+        begin = time.perf_counter()
+        deadline = time.monotonic() + timeout_s
+        self.open(client)
+        if isinstance(source, StableSource):
+            for name, tensor in source.views() or ():
+                check_device(name, tensor, self._device)
+        metadata = source.metadata()
+        joined = time.perf_counter()
+        phases = {"join_s": joined - begin}
+        everyone = dict.fromkeys(self._members, (version, self._run_id))
+        answers = client.start_calls("expect_native", everyone).answers(SHORT_TIMEOUT_S)
+        if not any(isinstance(one, BaseException) for one in answers.values()):
+            info = vllm_nccl_api.update_info(self._vllm_version, self._packing, metadata)
+            torch.cuda.current_stream(self._device).synchronize()  # the sender has other streams
+            ready = time.perf_counter()
+            calls = client.start_calls(
+                "receive_native",
+                dict.fromkeys(self._members, (info,)),
+                version=version,
+                run_id=self._run_id,
+                mode=mode,
+                clear_cache=clear_cache,
+                timeout_s=timeout_s,
+            )
+            failure = self._transfer(source, calls, deadline)
+            sent = time.perf_counter()
+            left = GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
+            answers = calls.answers(left)
+            phases |= {
+                "prepare_s": ready - joined,
+                "send_s": sent - ready,
+                "acknowledge_s": time.perf_counter() - sent,
+            }
+            if failure is not None:  # silence follows from it
+                answers = {
+                    name: failure if isinstance(one, TimeoutError | dict) else one
+                    for name, one in answers.items()
+                }
+            failed = any(isinstance(one, BaseException) for one in answers.values())
+            if failure is not None or failed:
+                self._leave()
+            else:
+                self._last_version = max(self._last_version, version)
+        outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]
+        for name, why in self._missing.items():
+            outcomes.append(ReplicaOutcome(replica_id=name, version=None, error=why))
+        return SendOutcome(
+            num_bytes=sum(meta.num_bytes for meta in metadata),
+            phases=phases,
+            replicas=outcomes,
+            run_id=self._run_id,
+        )
+
+    def _transfer(
+        self, source: WeightSource, calls: PendingCalls, deadline: float
+    ) -> SyncError | None:
+        """Sends everything; returns what went wrong on this side."""
+        group, packing = self._group, self._packing
+
+        def transmit() -> None:
+            vllm_nccl_api.send(self._pairs(source), group, packing)
+
+        try:
+            self._watched("the transfer", transmit, calls, deadline)
+        except SyncError as error:
+            return error
+        return None
+
+    def _pairs(self, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors as the receivers expect them: in order, in the model's dtypes."""
+        items = iter(source)
+        for meta in source.metadata():
+            name, tensor = next(items, ("nothing", torch.empty(0)))
+            if name != meta.name or tuple(tensor.shape) != meta.shape:
+                raise WeightMismatchError(
+                    f"the source announced {meta.name} {list(meta.shape)} and yielded {name} "
+                    f"{list(tensor.shape)}"
+                )
+            check_device(name, tensor, self._device)
+            yield name, tensor.detach().to(meta.dtype)
+
+    def _watched(
+        self, what: str, call: Callable[[], Any], pending: PendingCalls, deadline: float
+    ) -> Any:  # noqa: ANN401  what ``call`` returns
+        """Runs ``call``, which NCCL may block for ever; leaves the group if it does not end well.
+
+        Raises:
+            SyncError: It failed, a replica failed meanwhile, or it did not end in time.
+        """
+
+        def on_device() -> Any:  # noqa: ANN401
+            with torch.cuda.device(self._device):
+                return call()
+
+        try:
+            return watched(what, on_device, pending, deadline)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _device_for(self, engines: set[str]) -> torch.device:
+        if engines != {"cuda"}:
+            raise UnsupportedArgumentError(
+                "the vllm-nccl transport needs NCCL between CUDA devices, and the engines are on "
+                f"{' and '.join(sorted(engines))}: use the broadcast or the memmap transport"
+            )
+        device = self._given_device or torch.device("cuda")
+        if device.type != "cuda" or not torch.cuda.is_available():
+            where = device if device.type != "cuda" else "a host without CUDA"
+            raise UnsupportedArgumentError(
+                f"the vllm-nccl transport needs NCCL between CUDA devices, and the trainer is on "
+                f"{where}: use the memmap transport"
+            )
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return device
+
+    def _leave(self) -> None:
+        """Gives this side's communicator up, which ends what it is doing."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.destroy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process forms a group of its own.
+        settings = ("_buffer_bytes", "_num_buffers", "_given_device", "_join_timeout_s")
+        return {name: self.__dict__[name] for name in settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def close(self) -> None:
+        """Leaves the group, and has the workers use the engine of their launch. Idempotent."""
+        self._leave()
+        if self._client is not None:
+            with contextlib.suppress(ServiceClosedError):  # engines that are gone need nothing
+                self._client.call_replicas("use_transfer_engine", deadline_s=SHORT_TIMEOUT_S)
+        self._forget()
+
+
+def _one_version(engines: Mapping[str, EngineDescription]) -> str:
+    versions = {one.vllm_version for one in engines.values()}
+    if len(versions) > 1:
+        raise UnsupportedArgumentError(
+            f"the engines must run one version of vLLM, these run {sorted(versions)}"
+        )
+    return versions.pop()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
