@@ -11,6 +11,8 @@ from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
+from torchrl_vllm_sync.weights.source import as_weight_source
 from torchrl_vllm_sync.weights.vllm_nccl_transport import VLLMNCCLTransport
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["WeightUpdater"]
 
 logger = logging.getLogger(__name__)
+
+# The rank that pushes may form a group and send twice before the others hear of it.
+FOLLOW_GRACE_S = 180.0
 
 TRANSPORTS: dict[str, Callable[[], WeightTransport]] = {
     "auto": MemmapTransport,
@@ -44,7 +49,8 @@ class WeightUpdater:
         >>> updater.push_weights()
 
     Args:
-        service: The service.
+        service: The service. ``None`` on the ranks of a model sharded by FSDP2 that do not push it:
+            every rank calls :meth:`push_weights`, and only the first has the service.
         source: What :meth:`push_weights` sends when it is given nothing: a module (plain, wrapped
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
         transport: ``"auto"``, ``"broadcast"``, ``"memmap"``, ``"vllm-nccl"``, or a
@@ -58,7 +64,7 @@ class WeightUpdater:
 
     def __init__(
         self,
-        service: AsyncVLLM,
+        service: AsyncVLLM | None,
         source: Any = None,  # noqa: ANN401  every form that ``as_weight_source`` takes
         *,
         transport: str | WeightTransport = "auto",
@@ -101,6 +107,7 @@ class WeightUpdater:
             WeightMismatchError: The weights do not fit the model; nothing was sent.
             StaleVersionError: ``version`` is older than the newest; nothing was sent.
             WeightSyncError: Some replicas did not reach the version. Collectors keep theirs.
+            TrainerRankError: The weights are sharded, and another rank failed.
         """
         report, moved = self._push(policy_or_weights, worker_ids, version)
         if moved:
@@ -141,19 +148,32 @@ class WeightUpdater:
         if weights is None:
             raise UnsupportedArgumentError("push_weights has nothing to send: no source was given")
         if self._announced is None:
-            self._announced = self.service.weight_version
-        self.last_report = self.service.push_weights(
-            weights,
-            version=version,
-            transport=self._transport,
-            timeout_s=self._timeout_s,
-            clear_cache=self._clear_cache,
-        )
+            self._announced = 0 if self.service is None else self.service.weight_version
+        if self.service is None:
+            self.last_report = self._take_part(weights)
+        else:
+            self.last_report = self.service.push_weights(
+                weights,
+                version=version,
+                transport=self._transport,
+                timeout_s=self._timeout_s,
+                clear_cache=self._clear_cache,
+            )
         moved = self.last_report.version > self._announced
         self._announced = max(self.last_report.version, self._announced)
         for hook in self._post_hooks:
             hook()
         return self.last_report, moved
+
+    def _take_part(self, weights: Any) -> PushReport:  # noqa: ANN401
+        """Gathers a sharded model with the rank that pushes it, and returns that rank's report."""
+        source = as_weight_source(weights)
+        if not isinstance(source, ShardedModuleSource) or source.leads:
+            raise UnsupportedArgumentError(
+                "service may be None only on the ranks of a sharded model that do not push it; "
+                "the first of its ranks must have the service"
+            )
+        return source.participate(timeout_s=2 * self._timeout_s + FOLLOW_GRACE_S)
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Opens the transport before the first push, which would do it too; arguments are ignored.
@@ -161,6 +181,8 @@ class WeightUpdater:
         ``collector.init_updater(...)`` calls it with whatever it was given.
         """
         del args, kwargs
+        if self.service is None:
+            return
         self.service.use_transport(self._transport)
         self.service.init_weight_update_group()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from torchrl_vllm_sync.errors import StaleVersionError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.sharded import leading
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
 from torchrl_vllm_sync.weights.transport import PauseMode, PushReport
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
+    from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import ReplicaClient, SendOutcome, WeightTransport
 
 __all__ = ["VersionLedger", "WeightPusher"]
@@ -130,46 +132,45 @@ class WeightPusher:
             WeightMismatchError: ``weights`` do not fit the engines' model. Nothing was sent.
             StaleVersionError: ``version`` is older than the newest. Nothing was sent.
             SnapshotError: The transport could not store the weights. Replicas are as they were.
+            TransferError: The transport could not reach the replicas. They are as they were.
             WeightSyncError: Some replicas did not reach ``version``; they take no requests until
                 they do. Pushing the same version again is safe. If none reached it, those that are
                 whole go on with what they hold.
+            TrainerRankError: The weights are sharded, and a rank that holds some failed.
         """
         begin = time.perf_counter()
-        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
-            raise UnsupportedArgumentError(f"version must be an integer or None, got {version!r}")
-        if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
-            raise UnsupportedArgumentError(
-                f"timeout_s must be a finite number greater than 0, got {timeout_s!r}"
-            )
-        if mode not in get_args(PauseMode):
-            raise UnsupportedArgumentError(
-                f"mode must be one of {get_args(PauseMode)}, got {mode!r}"
-            )
-        with self._lock:
-            source = fit_to_model(as_weight_source(weights), self._expected())
-            transport = self.transport
-            transport.open(self._client)
-            for last_try in (version is not None, True):
-                ledger = self._ledger = self._ledger or self._take_stock()
-                chosen = self._choose(version, ledger, transport)
-                self._attempted = max(self._attempted, chosen)
-                outcome = transport.send(
-                    self._client,
-                    source,
-                    chosen,
-                    timeout_s=timeout_s,
-                    clear_cache=clear_cache,
-                    mode=mode,
+        source = as_weight_source(weights)
+        with leading(source) as announcement:
+            _check_arguments(version, timeout_s, mode)
+            with self._lock:
+                outcome, chosen = self._send(
+                    source, version, timeout_s=timeout_s, clear_cache=clear_cache, mode=mode
                 )
-                ledger.record(outcome, chosen)
-                if not any(one.error for one in outcome.replicas):
-                    break
-                self._settle(ledger, outcome, chosen)
-                if last_try or not self._was_overtaken(outcome, chosen):
-                    break
-        return PushReport.from_outcome(
-            outcome, version=chosen, transport=transport.name, seconds=time.perf_counter() - begin
-        )
+                transport = self.transport.name
+            report = announcement.outcome = PushReport.from_outcome(
+                outcome, version=chosen, transport=transport, seconds=time.perf_counter() - begin
+            )
+        return report
+
+    def _send(
+        self, source: WeightSource, version: int | None, **options: Any
+    ) -> tuple[SendOutcome, int]:
+        """Sends once, or twice if another process was quicker; returns the version chosen too."""
+        source = fit_to_model(source, self._expected())
+        transport = self.transport
+        transport.open(self._client)
+        for last_try in (version is not None, True):
+            ledger = self._ledger = self._ledger or self._take_stock()
+            chosen = self._choose(version, ledger, transport)
+            self._attempted = max(self._attempted, chosen)
+            outcome = transport.send(self._client, source, chosen, **options)
+            ledger.record(outcome, chosen)
+            if not any(one.error for one in outcome.replicas):
+                break
+            self._settle(ledger, outcome, chosen)
+            if last_try or not self._was_overtaken(outcome, chosen):
+                break
+        return outcome, chosen
 
     def _choose(
         self, version: int | None, ledger: VersionLedger, transport: WeightTransport
@@ -223,3 +224,19 @@ class WeightPusher:
         with self._lock:
             if self._transport is not None:
                 self._transport.close()
+
+
+def _check_arguments(version: int | None, timeout_s: float, mode: PauseMode) -> None:
+    """Refuses arguments of a push.
+
+    Raises:
+        UnsupportedArgumentError: One is not valid; the message names it.
+    """
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+        raise UnsupportedArgumentError(f"version must be an integer or None, got {version!r}")
+    if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
+        raise UnsupportedArgumentError(
+            f"timeout_s must be a finite number greater than 0, got {timeout_s!r}"
+        )
+    if mode not in get_args(PauseMode):
+        raise UnsupportedArgumentError(f"mode must be one of {get_args(PauseMode)}, got {mode!r}")
