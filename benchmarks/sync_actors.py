@@ -132,12 +132,14 @@ class Trainer:
             kind = TRANSPORTS[system.removesuffix("-staged")]
             transport = self._transports[system] = kind(**options)
         reports = []
-        for _ in range(rounds):
+        for number in range(rounds):
             report = service.push_weights(self.model, transport=transport, timeout_s=120)
             phases = {f"trainer_{name}": value for name, value in report.phases.items()}
             for name in report.replicas[0].phases:
                 phases[name] = max(one.phases[name] for one in report.replicas)
             seconds = {name: value for name, value in phases.items() if name.endswith("_s")}
+            if number == 0:
+                print(f"{system}: {[(one.path, one.path_reason) for one in report.replicas]}")
             reports.append(
                 {"push_s": report.seconds, **seconds}
                 | {"plan": float(all(one.path == "plan" for one in report.replicas))}

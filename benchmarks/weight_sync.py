@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -45,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     cuda = torch.cuda.is_available()
     dtype = "bfloat16" if cuda else "float32"
-    recorder = Recorder("weight_sync")
     case = f"{args.model}-{args.replicas}"
+    recorder = Recorder("weight_sync_" + re.sub(r"\W", "_", case))
     ray.init(
         address="local",
         include_dashboard=False,
