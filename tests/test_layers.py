@@ -31,8 +31,9 @@ weights.marker weights.slot_store weights.snapshot_reader
 weights.version_store
 weights.snapshot_writer
 weights.packer
-weights.vllm_nccl_api weights.watched
-weights.memmap_transport weights.broadcast_transport weights.vllm_nccl_transport
+weights.vllm_nccl_api weights.watched weights.choice
+weights.memmap_transport weights.broadcast_transport weights.vllm_nccl_transport weights.ipc_transport
+weights.auto_transport
 weights.push
 
 # inside a replica
@@ -48,6 +49,7 @@ engine.broadcast_receiver
 engine.native_worker engine.updates
 engine.pausable_updates engine.worker
 engine.native_updates
+engine.chunked_loads
 engine.native
 engine.snapshot_loads engine.broadcast_loads
 prompts

@@ -71,6 +71,8 @@ class EngineDescription:
         vllm_version: Version of vLLM that runs it.
         device_type: Where its weights are: ``"cpu"`` or ``"cuda"``.
         num_workers: Its vLLM workers: tensor x pipeline x data parallel size.
+        node_id: Tells its machine, or container, from others; empty if that is unknown.
+        device_uuids: GPUs of its workers; empty on a CPU.
     """
 
     replica_id: str
@@ -83,6 +85,8 @@ class EngineDescription:
     vllm_version: str
     device_type: str = "cpu"
     num_workers: int = 1
+    node_id: str = ""
+    device_uuids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

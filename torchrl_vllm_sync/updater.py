@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torchrl.collectors.weight_update import WeightUpdaterBase
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
-from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.auto_transport import TRANSPORTS
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
 from torchrl_vllm_sync.weights.source import as_weight_source
-from torchrl_vllm_sync.weights.vllm_nccl_transport import VLLMNCCLTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,13 +25,6 @@ logger = logging.getLogger(__name__)
 
 # The rank that pushes may form a group and send twice before the others hear of it.
 FOLLOW_GRACE_S = 180.0
-
-TRANSPORTS: dict[str, Callable[[], WeightTransport]] = {
-    "auto": MemmapTransport,
-    "broadcast": BroadcastTransport,
-    "memmap": MemmapTransport,
-    "vllm-nccl": VLLMNCCLTransport,
-}
 
 
 class WeightUpdater:
@@ -53,8 +44,9 @@ class WeightUpdater:
             every rank calls :meth:`push_weights`, and only the first has the service.
         source: What :meth:`push_weights` sends when it is given nothing: a module (plain, wrapped
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
-        transport: ``"auto"``, ``"broadcast"``, ``"memmap"``, ``"vllm-nccl"``, or a
-            ``WeightTransport``.
+        transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"vllm-nccl"``, or a
+            ``WeightTransport``. ``"auto"`` chooses by where trainer and engines are, see
+            ``weights/choice.py``; reports name what was chosen.
         timeout_s: Seconds after which a silent replica counts as failed.
         clear_cache: Recompute keys and values of requests in flight after each push.
 

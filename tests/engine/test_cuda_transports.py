@@ -1,13 +1,19 @@
-"""Transports that need CUDA, on engines that have none: refused by name, and nothing changes."""
+"""Transports that need CUDA, on engines that have none: refused by name, never chosen."""
 
 import pytest
 
 from tests.engine.checks import assert_holds, perturbed
+from torchrl_vllm_sync import WeightUpdater
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.weights.choice import this_node
+from torchrl_vllm_sync.weights.ipc_transport import IPCTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.vllm_nccl_transport import VLLMNCCLTransport
 
-TRANSPORTS = {"vllm-nccl": (VLLMNCCLTransport, "needs NCCL between CUDA devices")}
+TRANSPORTS = {
+    "ipc": (IPCTransport, "needs trainer and engines on one CUDA device"),
+    "vllm-nccl": (VLLMNCCLTransport, "needs NCCL between CUDA devices"),
+}
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -21,3 +27,13 @@ def test_engines_on_a_cpu_are_refused_and_go_on(service, model, name):
     service.use_transport(MemmapTransport())
     assert service.push_weights(model).version == version + 1
     assert_holds(service, model)
+
+
+def test_without_a_choice_it_is_memmap_on_one_node(service, model):
+    updater = WeightUpdater(service, source=perturbed(model, seed=210))
+    report = updater.push_weights()
+    assert report.transport == "memmap"
+    assert_holds(service, model)
+    descriptions = service.call_replicas("describe").values()
+    assert {one.node_id for one in descriptions} == {this_node()}
+    assert {one.device_uuids for one in descriptions} == {()}

@@ -29,6 +29,7 @@ from torchrl_vllm_sync.errors import GenerationError, GenerationTimeoutError, Sy
 from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport, ReplicaState
 from torchrl_vllm_sync.requests import EngineRequest, EngineResult
+from torchrl_vllm_sync.weights.choice import this_node
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.wire import pack_output, unpack_output
 
@@ -80,6 +81,7 @@ class EngineActor(NativeWeightTransfer):
         self._given_up: dict[str, None] = {}
         self._restarts = 0
         self._card: dict[str, Any] = {}
+        self._device_uuids: tuple[str, ...] = ()
 
     # ---------------------------------------------------------------- lifecycle
 
@@ -99,6 +101,8 @@ class EngineActor(NativeWeightTransfer):
         self._broadcasts = BroadcastLoads(self._updates)
         self._gate.set(ReplicaState.SERVING)
         self._health = asyncio.create_task(self._watch_health())
+        found = await self.engine.collective_rpc("native_device_uuid")
+        self._device_uuids = tuple(uuid for uuid in found if uuid)
         return self.describe()
 
     def describe(self) -> EngineDescription:
@@ -115,6 +119,8 @@ class EngineActor(NativeWeightTransfer):
             vllm_version=str(internals.installed_vllm()),
             device_type=current_platform.device_type,
             num_workers=num_workers(self._engine_args),
+            node_id=this_node(),
+            device_uuids=self._device_uuids,
         )
 
     def ready(self) -> bool:

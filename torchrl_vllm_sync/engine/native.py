@@ -8,8 +8,10 @@ a driver need not import vLLM.
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from torchrl_vllm_sync.engine.chunked_loads import ChunkedLoads
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ class NativeWeightTransfer:
     """
 
     _updates: NativeUpdates
+
+    @cached_property
+    def _chunks(self) -> ChunkedLoads:
+        return ChunkedLoads(self._updates)
 
     async def init_weight_transfer_engine(
         self,
@@ -113,6 +119,22 @@ class NativeWeightTransfer:
     async def receive_native(self, update_info: dict[str, Any], **options: Any) -> dict[str, Any]:
         """Receives a whole version through the transfer engine; see ``NativeUpdates.load``."""
         return dataclasses.asdict(await self._updates.load(update_info, **options))
+
+    async def begin_chunks(self, *args: Any) -> None:
+        """Begins a version that comes in parts; see ``ChunkedLoads.begin``."""
+        await self._chunks.begin(*args)
+
+    async def receive_chunk(self, update_info: dict[str, Any], timeout_s: float) -> None:
+        """Receives a part of a version; see ``ChunkedLoads.receive``."""
+        await self._chunks.receive(update_info, timeout_s)
+
+    async def finish_chunks(self) -> dict[str, Any]:
+        """Ends a version that came in parts; see ``ChunkedLoads.finish``."""
+        return dataclasses.asdict(await self._chunks.finish())
+
+    async def give_up_chunks(self, run_id: str) -> None:
+        """Gives a version up that came in parts; see ``ChunkedLoads.give_up``."""
+        await self._chunks.give_up(run_id)
 
     async def pause_generation(
         self,

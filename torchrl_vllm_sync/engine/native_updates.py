@@ -42,8 +42,8 @@ class NativeUpdates(PausableUpdates):
     """``PausableUpdates`` whose steps can be driven from outside too.
 
     Lifecycle of an update: :meth:`begin`, :meth:`receive` any number of times, :meth:`finish`; a
-    failure ends it, and :meth:`leave` gives it up. From beginning to end pushes wait, the engine is
-    paused, and requests wait at the gate.
+    failure ends it, and :meth:`abandon` gives it up. From beginning to end pushes wait, the engine
+    is paused, and requests wait at the gate.
 
     Args:
         engine: The replica's engine.
@@ -55,6 +55,17 @@ class NativeUpdates(PausableUpdates):
         self._open: contextlib.AsyncExitStack | None = None
         self._busy = False
         self._apart = False
+        self.num_restarted = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an update was begun and has not ended."""
+        return self._open is not None
+
+    @property
+    def num_kept(self) -> int:
+        """Requests inside the engine, which an open update has frozen."""
+        return len(self._gate.running)
 
     # ---------------------------------------------------------------- the transfer engine
 
@@ -81,34 +92,45 @@ class NativeUpdates(PausableUpdates):
             await self._tell("native_use", backend, timeout_s=SHORT_TIMEOUT_S, what="changing")
 
     async def leave(self) -> None:
-        """Leaves the trainer's group; an open update is given up.
-
-        A replica that had received part of that update is stale until a later one succeeds.
+        """Leaves the trainer's group; an open update is given up first, see :meth:`abandon`.
 
         Raises:
             TransferNotReadyError: A transfer is under way.
             TransferError: A worker could not leave.
         """
-        self._refuse_busy("shutdown_weight_transfer_engine")
-        if self._open is None:
-            async with self.exclusive(SHORT_TIMEOUT_S):
-                await self._tell("native_shutdown", timeout_s=SHORT_TIMEOUT_S, what="leaving")
-            return
-        given_up: SyncError | None = None
-        async with self._step() as stack:
+        if self._open is not None:
+            await self.abandon()
+        async with self.exclusive(SHORT_TIMEOUT_S):
             await self._tell("native_shutdown", timeout_s=SHORT_TIMEOUT_S, what="leaving")
-            self._apart = False
-            if not self.whole:
-                given_up = SyncError("an update was given up half-way")
-        await self._end(stack, given_up)
+
+    async def abandon(self) -> None:
+        """Gives the open update up; a replica that had received part of it is stale then.
+
+        Raises:
+            TransferNotReadyError: No update is open, or a transfer is under way.
+            TransferError: A worker could not put its model together.
+        """
+        async with self._step("giving up") as stack:
+            try:
+                await self._put_together()
+            finally:
+                given_up = None if self.whole else SyncError("an update was given up half-way")
+                await self._end(stack, given_up)
 
     # ---------------------------------------------------------------- one update
 
-    async def begin(self, *, timeout_s: float) -> None:
+    async def begin(
+        self, *, mode: PauseMode = "keep", clear_cache: bool = False, timeout_s: float
+    ) -> None:
         """Begins an update: other updates are kept out, and the engine is paused if it is not.
 
         Requests in flight freeze and go on when the update has ended; those without a token yet
         start again then, under the new weights.
+
+        Args:
+            mode: vLLM's pause mode, for an engine that is not paused yet.
+            clear_cache: Drop cached prefixes; frozen requests recompute theirs.
+            timeout_s: Seconds to wait for a push that is under way, and for the pause.
 
         Raises:
             TransferNotReadyError: An update is open, the transfer engine is not initialised, or
@@ -123,7 +145,9 @@ class NativeUpdates(PausableUpdates):
                 await stack.enter_async_context(self.exclusive(timeout_s))
                 self._require_weights()
                 await self._tell("native_check", timeout_s=SHORT_TIMEOUT_S, what="checking")
-                await stack.enter_async_context(self._paused("keep", False, timeout_s))
+                self.num_restarted = await stack.enter_async_context(
+                    self._paused(mode, clear_cache, timeout_s)
+                )
                 self._apart = True
                 await self._tell("native_start", timeout_s=timeout_s, what="starting")
         except BaseException as error:
@@ -155,13 +179,16 @@ class NativeUpdates(PausableUpdates):
                 await self._give_up(stack, error)
                 raise
 
-    async def finish(self, label: str | None, *, timeout_s: float) -> None:
+    async def finish(
+        self, label: str | None, *, run_id: str = NATIVE_RUN, timeout_s: float = RESUME_TIMEOUT_S
+    ) -> None:
         """Ends the update: the engine goes on, unless its user had paused it before.
 
         Args:
             label: What the weights are called. An integer is their policy version. Anything else
                 leaves the version as it is; new requests keep off the keys of the old weights all
                 the same.
+            run_id: Run that the version belongs to.
             timeout_s: Seconds for it.
 
         Raises:
@@ -184,7 +211,7 @@ class NativeUpdates(PausableUpdates):
             except BaseException as error:
                 await self._give_up(stack, error)
                 raise
-            self._adopt(version, NATIVE_RUN)
+            self._adopt(version, run_id)
         await self._end(stack, None)
 
     async def rename(self, label: str) -> None:
@@ -212,7 +239,7 @@ class NativeUpdates(PausableUpdates):
         self._refuse_open("a push")
         async with self.exclusive(SHORT_TIMEOUT_S):
             self._require_weights()
-            self._refuse_stale(version, run_id)
+            self.refuse_stale(version, run_id)
             await self._tell("native_check", timeout_s=SHORT_TIMEOUT_S, what="checking")
 
     async def load(
@@ -242,7 +269,7 @@ class NativeUpdates(PausableUpdates):
         """
         self._refuse_open("a push")
         async with self.exclusive(timeout_s):
-            self._refuse_stale(version, run_id)
+            self.refuse_stale(version, run_id)
             await self._tell("native_check", timeout_s=SHORT_TIMEOUT_S, what="checking")
             return await self.apply(
                 lambda left: self.call_workers("native_load", update_info, timeout_s=left),
@@ -253,7 +280,7 @@ class NativeUpdates(PausableUpdates):
                 timeout_s=timeout_s,
             )
 
-    def _refuse_stale(self, version: int, run_id: str) -> None:
+    def refuse_stale(self, version: int, run_id: str) -> None:
         """Refuses a version that is older than the one held, or another run's of that number.
 
         Raises:

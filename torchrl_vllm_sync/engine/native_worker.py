@@ -7,6 +7,7 @@ a failure says whether the weights are as they were, and puts the model together
 
 from __future__ import annotations
 
+import pickle
 import time
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from torchrl_vllm_sync.engine.broadcast_receiver import BroadcastReceiver
 from torchrl_vllm_sync.engine.reload import repack_cpu
 from torchrl_vllm_sync.errors import TransferNotReadyError, UnsupportedArgumentError
+from torchrl_vllm_sync.weights.choice import device_uuid
 from torchrl_vllm_sync.weights.metadata import from_json
 
 if TYPE_CHECKING:
@@ -92,12 +94,10 @@ class NativeTransferWorker:
         return self._native_answer(init)
 
     def native_shutdown(self) -> dict[str, Any]:
-        """Gives an open update up and leaves the trainer's group; initialising again is possible.
+        """Leaves the trainer's group; initialising again is possible.
 
-        Does what vLLM's ``shutdown_weight_transfer_engine`` does, which 0.26 does not have, also
-        during an update.
+        Does what vLLM's ``shutdown_weight_transfer_engine`` does, which 0.26 does not have.
         """
-        untouched = not self._native_chunks
 
         def shutdown() -> None:
             self._native_abandon()
@@ -105,11 +105,15 @@ class NativeTransferWorker:
             if self._native_host.weight_transfer_engine is not None:
                 self._native_host.weight_transfer_engine.shutdown()
 
-        return {**self._native_answer(shutdown), "untouched": untouched}
+        return self._native_answer(shutdown)
 
     def native_engine_name(self) -> str:
         """Returns the class name of the present transfer engine."""
         return type(self._native_host.weight_transfer_engine).__name__
+
+    def native_device_uuid(self) -> str:
+        """Returns the UUID of this worker's GPU; empty on a CPU."""
+        return device_uuid(self._native_host.device)
 
     def native_check(self) -> dict[str, Any]:
         """Says whether an update could begin; changes nothing."""
@@ -154,7 +158,9 @@ class NativeTransferWorker:
             engine = self._native_engine()
             if self._native_chunks is None:
                 raise TransferNotReadyError("no update was begun: start_weight_update comes first")
-            info = self._native_own(update_info)
+            info = dict(self._native_own(update_info))
+            if "ipc_handles_bytes" in info:  # from this library's own trainer side
+                info["ipc_handles"] = pickle.loads(info.pop("ipc_handles_bytes"))
             parsed = engine.parse_update_info(dict(info))
             if isinstance(engine, BroadcastReceiver):
                 if parsed.metadata is not None:

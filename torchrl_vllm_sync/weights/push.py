@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from torchrl_vllm_sync.errors import StaleVersionError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport
+from torchrl_vllm_sync.weights.auto_transport import AutoTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.sharded import leading
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
@@ -76,9 +77,14 @@ class WeightPusher:
 
     @property
     def transport(self) -> WeightTransport:
-        """The transport that pushes use unless told otherwise: memmap in shared memory."""
+        """The transport that pushes use: what was chosen for the first one, unless it was told."""
+        transport = self._used()
+        chosen = transport.chosen if isinstance(transport, AutoTransport) else None
+        return chosen or transport
+
+    def _used(self) -> WeightTransport:
         if self._transport is None:
-            self._transport = MemmapTransport()
+            self._transport = AutoTransport()
         return self._transport
 
     def use(self, transport: WeightTransport) -> None:
@@ -91,12 +97,12 @@ class WeightPusher:
     def open(self) -> None:
         """Opens the transport; does nothing when it is open."""
         with self._lock:
-            self.transport.open(self._client)
+            self._used().open(self._client)
 
     def step_aside(self) -> None:
         """Closes a transport that meets the engines in a group, which others are about to use."""
         with self._lock:
-            if self._transport is not None and not isinstance(self._transport, MemmapTransport):
+            if self._transport is not None and not isinstance(self.transport, MemmapTransport):
                 self._transport.close()
 
     def look_again(self) -> None:

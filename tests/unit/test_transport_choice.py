@@ -1,0 +1,167 @@
+"""Which transport is chosen where, and how the choice shows."""
+
+import pickle
+
+import pytest
+import torch
+
+from torchrl_vllm_sync import WeightUpdater
+from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
+from torchrl_vllm_sync.replica import EngineDescription
+from torchrl_vllm_sync.weights.auto_transport import TRANSPORTS, AutoTransport, place_of
+from torchrl_vllm_sync.weights.choice import Place, choose_transport, device_uuid, this_node
+from torchrl_vllm_sync.weights.source import MappingSource, as_weight_source
+from torchrl_vllm_sync.weights.transport import SendOutcome
+
+
+def cpu(node="n1"):
+    return Place(node_id=node, device_type="cpu")
+
+
+def gpu(*uuids, node="n1"):
+    return Place(node_id=node, device_type="cuda", device_uuids=uuids)
+
+
+MIXED = Place(node_id="n1", device_type="several devices")
+
+CHOICES = {
+    "the same GPU": (gpu("a"), [gpu("a")], "ipc"),
+    "two engines on the trainer's GPU": (gpu("a"), [gpu("a"), gpu("a")], "ipc"),
+    "another GPU of this node": (gpu("a"), [gpu("b")], "broadcast"),
+    "GPUs of other nodes": (gpu("a"), [gpu("b"), gpu("c", "d", node="n2")], "broadcast"),
+    "one on the trainer's GPU, one not": (gpu("a"), [gpu("a"), gpu("b")], "memmap"),
+    "tensor parallel over the trainer's GPU": (gpu("a"), [gpu("a", "b")], "memmap"),
+    "GPUs that nobody names": (gpu(), [gpu()], "broadcast"),
+    "CPUs of one node": (cpu(), [cpu(), cpu()], "memmap"),
+    "CPUs of several nodes": (cpu(), [cpu(), cpu("n2")], "broadcast"),
+    "CPUs of unknown nodes": (cpu(""), [cpu("")], "broadcast"),
+    "a CPU trainer, engines on its node's GPUs": (cpu(), [gpu("a"), gpu("b")], "memmap"),
+    "a GPU trainer, engines on its node's CPUs": (gpu("a"), [cpu()], "memmap"),
+    "a trainer over several devices": (MIXED, [gpu("a")], "memmap"),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_the_choice_follows_the_places(case):
+    trainer, engines, wanted = CHOICES[case]
+    assert choose_transport(trainer, dict(enumerate(engines))) == wanted
+    assert wanted in TRANSPORTS
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines"),
+    [
+        (cpu(), [gpu("a", node="n2")]),
+        (gpu("a"), [cpu("n2")]),
+        (gpu("a"), [gpu("a"), gpu("b", node="n2")]),
+        (MIXED, [gpu("a", node="n2")]),
+        (cpu(""), [gpu("a", node="")]),
+    ],
+)
+def test_where_nothing_reaches_all_one_must_be_named(trainer, engines):
+    with pytest.raises(UnsupportedArgumentError, match=r"weights are on .*replica 0 on .*name one"):
+        choose_transport(trainer, dict(enumerate(engines)))
+
+
+def test_facts_of_this_process():
+    assert this_node() == this_node() != ""
+    assert device_uuid(torch.device("cpu")) == ""
+    for source in (MappingSource({"a": torch.ones(2)}), as_weight_source(torch.nn.Linear(2, 2))):
+        assert place_of(source) == Place(node_id=this_node(), device_type="cpu")
+
+
+class Pairs:
+    """A source that says nothing of where it is."""
+
+    def metadata(self):
+        return []
+
+    def __iter__(self):
+        raise AssertionError("must not be read")
+
+
+def test_a_source_that_does_not_tell_is_not_read():
+    assert place_of(Pairs()).device_type in ("cpu", "cuda")
+
+
+def description(**facts):
+    return EngineDescription(
+        replica_id="0",
+        node_ip="192.0.2.1",
+        pid=1,
+        max_model_len=16,
+        vocab_size=8,
+        block_size=16,
+        num_kv_blocks=4,
+        vllm_version="0.32.0",
+        **facts,
+    )
+
+
+class Client:
+    service_name, rendezvous = "fake", ("127.0.0.1", None)
+
+    def __init__(self, answer):
+        self.answer, self.described = answer, 0
+
+    def call_replicas(self, method, *args, deadline_s, **kwargs):
+        self.described += 1
+        return {"0": self.answer}
+
+
+class Chosen:
+    """Stands for whatever is chosen."""
+
+    name, last_version = "memmap", 7
+
+    def __init__(self):
+        self.closed = 0
+
+    def open(self, client):
+        pass
+
+    def send(self, client, source, version, **options):
+        return SendOutcome(num_bytes=8, phases={}, replicas=[])
+
+    def close(self):
+        self.closed += 1
+
+
+def send(transport, client):
+    source = MappingSource({"a": torch.ones(2)})
+    return transport.send(client, source, 1, timeout_s=5, clear_cache=False)
+
+
+def test_the_choice_is_made_once(monkeypatch):
+    monkeypatch.setitem(TRANSPORTS, "memmap", Chosen)
+    client, transport = Client(description(node_id=this_node())), AutoTransport()
+    transport.open(client)
+    assert (transport.name, transport.last_version, client.described) == ("auto", 0, 0)
+    for _ in range(3):
+        send(transport, client)
+    assert (transport.name, transport.last_version, client.described) == ("memmap", 7, 1)
+    chosen = transport.chosen
+    transport.close()
+    transport.close()
+    assert (transport.name, chosen.closed) == ("auto", 1)
+    send(transport, client)
+    assert client.described == 2
+    assert transport.chosen is not chosen
+
+
+def test_a_choice_that_cannot_be_made_leaves_none():
+    transport = AutoTransport()
+    with pytest.raises(TransferError, match="no replica says where it is"):
+        send(transport, Client(RuntimeError("gone")))
+    with pytest.raises(UnsupportedArgumentError, match="name one"):
+        send(transport, Client(description(device_type="cuda", node_id="elsewhere")))
+    assert transport.name == "auto"
+
+
+def test_the_updater_knows_every_name():
+    for name in TRANSPORTS:
+        updater = WeightUpdater(object(), transport=name)
+        assert updater._transport.name == name
+        assert pickle.loads(pickle.dumps(updater._transport)).name == name
+    with pytest.raises(UnsupportedArgumentError, match=r"'auto', 'broadcast', 'ipc', 'memmap'"):
+        WeightUpdater(object(), transport="carrier pigeon")

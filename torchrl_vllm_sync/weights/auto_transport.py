@@ -1,0 +1,144 @@
+"""The transport that one gets without asking for one: chosen at the first push."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchrl_vllm_sync.errors import TransferError
+from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
+from torchrl_vllm_sync.weights.choice import Place, choose_transport, device_uuid, this_node
+from torchrl_vllm_sync.weights.ipc_transport import IPCTransport
+from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.source import StableSource
+from torchrl_vllm_sync.weights.vllm_nccl_transport import VLLMNCCLTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchrl_vllm_sync.weights.source import WeightSource
+    from torchrl_vllm_sync.weights.transport import (
+        PauseMode,
+        ReplicaClient,
+        SendOutcome,
+        WeightTransport,
+    )
+
+__all__ = ["TRANSPORTS", "AutoTransport", "place_of"]
+
+DESCRIBE_TIMEOUT_S = 30.0
+
+
+class AutoTransport:
+    """Chooses by where trainer and engines are, then is that transport; see ``choose_transport``.
+
+    The choice is made at the first push, since only that says where the weights are, and again
+    when they have moved to another device, or after :meth:`close`.
+
+    Attributes:
+        name: Name of the transport chosen; ``"auto"`` before the first push.
+    """
+
+    def __init__(self) -> None:
+        self.name = "auto"
+        self._chosen: WeightTransport | None = None
+        self._place: Place | None = None
+
+    @property
+    def chosen(self) -> WeightTransport | None:
+        """The transport chosen; ``None`` before the first push."""
+        return self._chosen
+
+    @property
+    def last_version(self) -> int:
+        """Newest version that the transport chosen holds; 0 before."""
+        return 0 if self._chosen is None else self._chosen.last_version
+
+    def open(self, client: ReplicaClient) -> None:
+        """Prepares to send, once there is a choice."""
+        if self._chosen is not None:
+            self._chosen.open(client)
+
+    def send(
+        self,
+        client: ReplicaClient,
+        source: WeightSource,
+        version: int,
+        *,
+        timeout_s: float,
+        clear_cache: bool,
+        mode: PauseMode = "keep",
+    ) -> SendOutcome:
+        """Chooses if that is due, and sends.
+
+        Raises:
+            TransferError: No replica says where it is.
+            UnsupportedArgumentError: No transport reaches every replica.
+            SyncError: What the transport chosen raises.
+        """
+        return self._choose(client, source).send(
+            client, source, version, timeout_s=timeout_s, clear_cache=clear_cache, mode=mode
+        )
+
+    def _choose(self, client: ReplicaClient, source: WeightSource) -> WeightTransport:
+        place = place_of(source)
+        if self._chosen is not None and place == self._place:
+            return self._chosen
+        answers = client.call_replicas("describe", deadline_s=DESCRIBE_TIMEOUT_S)
+        engines = {
+            name: Place(
+                node_id=one.node_id, device_type=one.device_type, device_uuids=one.device_uuids
+            )
+            for name, one in answers.items()
+            if not isinstance(one, BaseException)
+        }
+        if not engines:
+            raise TransferError(f"no replica says where it is: {answers}")
+        chosen = TRANSPORTS[choose_transport(place, engines)]()
+        self.close()
+        self._chosen, self._place, self.name = chosen, place, chosen.name
+        return chosen
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a copy may be elsewhere, and chooses for itself
+
+    def close(self) -> None:
+        """Closes the transport chosen, and forgets the choice. Idempotent."""
+        if self._chosen is not None:
+            self._chosen.close()
+        self._chosen = self._place = None
+        self.name = "auto"
+
+
+TRANSPORTS: dict[str, Callable[[], WeightTransport]] = {
+    "auto": AutoTransport,
+    "broadcast": BroadcastTransport,
+    "ipc": IPCTransport,
+    "memmap": MemmapTransport,
+    "vllm-nccl": VLLMNCCLTransport,
+}
+
+
+def place_of(source: WeightSource) -> Place:
+    """Says where a source's tensors are, without reading them.
+
+    A source that does not tell, since it computes or gathers them, is taken to be where its module
+    is, and without a module on the current GPU if this process uses one.
+    """
+    views = source.views() if isinstance(source, StableSource) else None
+    owner = source.owner if isinstance(source, StableSource) else None
+    if views is not None:
+        devices = {tensor.device for _, tensor in views}
+    elif isinstance(owner, torch.nn.Module):
+        devices = {parameter.device for parameter in owner.parameters()}
+    elif torch.cuda.is_initialized():
+        devices = {torch.device("cuda", torch.cuda.current_device())}
+    else:
+        devices = {torch.device("cpu")}
+    kinds = {device.type for device in devices}
+    if len(devices) > 1:
+        return Place(node_id=this_node(), device_type=f"several devices ({' and '.join(kinds)})")
+    (device,) = devices or {torch.device("cpu")}
+    uuid = device_uuid(device)
+    return Place(node_id=this_node(), device_type=device.type, device_uuids=(uuid,) if uuid else ())
