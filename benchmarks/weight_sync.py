@@ -47,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     dtype = "bfloat16" if cuda else "float32"
     case = f"{args.model}-{args.replicas}"
+    if args.tensor_parallel > 1:
+        case += f"-tp{args.tensor_parallel}"
     recorder = Recorder("weight_sync_" + re.sub(r"\W", "_", case))
     ray.init(
         address="local",
@@ -61,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         num_bytes = ray.get(trainer.size.remote(), timeout=300)
         if "raw-nccl" in args.systems:
             ray.kill(trainer)
-            samples = raw_broadcast(num_bytes, args.replicas, args.rounds, int(cuda))
+            receivers = args.replicas * args.tensor_parallel
+            samples = raw_broadcast(num_bytes, receivers, args.rounds, int(cuda))
             say(case, "raw-nccl", "whole", samples)
             recorder.add(
                 case=case,
@@ -93,6 +96,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="1.7b", choices=sorted(SHAPES))
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one replica")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--requests", type=int, default=32, help="in flight per replica under load")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
@@ -124,7 +128,9 @@ def launch(args: argparse.Namespace, checkpoint: Path, dtype: str) -> AsyncVLLM:
     else:
         engine |= {"kv_cache_memory_bytes": 64 * 2**20, "block_size": 32, "max_model_len": 512}
     begin = time.perf_counter()
-    service = AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=args.replicas, **engine)
+    service = AsyncVLLM.from_pretrained(
+        str(checkpoint), args.tensor_parallel, num_replicas=args.replicas, **engine
+    )
     print(f"launched {args.replicas} replicas in {time.perf_counter() - begin:.1f} s", flush=True)
     return service
 
