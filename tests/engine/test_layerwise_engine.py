@@ -1,0 +1,146 @@
+"""Engines that take the model apart, as vLLM's own do: in parts, given up, broken off."""
+
+import pickle
+import time
+
+import pytest
+import ray
+from vllm import SamplingParams
+
+from tests.engine.checks import assert_holds, perturbed
+from tests.engine.conftest import ENGINE
+from tests.engine.layerwise_engine import BACKEND
+from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync.errors import StaleVersionError, TransferError, TransferNotReadyError
+from torchrl_vllm_sync.weights.transport import ReplicaOutcome
+
+
+@pytest.fixture(scope="module")
+def layerwise(cluster, checkpoint):
+    """One replica whose workers use the test's engine."""
+    extension = "tests.engine.layerwise_engine.LayerwiseWorker"
+    with AsyncVLLM.from_pretrained(
+        str(checkpoint), worker_extension_cls=extension, **ENGINE
+    ) as service:
+        service.use_transfer_engine(BACKEND)
+        service.init_weight_transfer_engine({"packed": True})
+        yield service
+
+
+def parts(model, size=7, **extra):
+    """The model in updates of ``size`` tensors each, so that fused modules are torn."""
+    items = list(model.named_parameters())
+    for start in range(0, len(items), size):
+        some = {name: one.detach().clone() for name, one in items[start : start + size]}
+        yield {"names": list(some), "ipc_handles_bytes": pickle.dumps(some), **extra}
+
+
+def state(service):
+    (report,) = service.call_replicas("report").values()
+    return report.state
+
+
+def call(service, method, *args):
+    (answer,) = service.call_replicas(method, *args, deadline_s=60).values()
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def test_an_update_in_parts(layerwise, model):
+    layerwise.start_weight_update()
+    for part in parts(perturbed(model, seed=300)):
+        layerwise.update_weights({"update_info": part})
+    layerwise.finish_weight_update(str(layerwise.weight_version + 1))
+    assert state(layerwise) == "serving"
+    assert_holds(layerwise, model)
+
+
+def test_a_push_in_parts_reports_as_others_do(layerwise, model):
+    version = layerwise.weight_version + 1
+    params = SamplingParams(temperature=0.0, max_tokens=220, min_tokens=220)
+    running = ray.remote(num_cpus=0)(
+        lambda service: service.generate(prompt_token_ids=[5, 6], sampling_params=params)
+    ).remote(layerwise)
+    while layerwise.get_num_unfinished_requests(0) < 1:
+        assert not ray.wait([running], timeout=0.01)[0]
+    time.sleep(0.1)
+    call(layerwise, "begin_chunks", version, "run", "keep", False, 60.0)
+    assert state(layerwise) == "updating"
+    for part in parts(perturbed(model, seed=310)):
+        call(layerwise, "receive_chunk", part, 30.0)
+    answer = call(layerwise, "finish_chunks")
+    outcome = ReplicaOutcome.of("0", answer)
+    assert (outcome.version, outcome.path, outcome.phases["num_tensors"]) == (
+        version,
+        "layerwise",
+        50,
+    )
+    assert outcome.phases["num_kept"] == 1
+    output = ray.get(running, timeout=60)
+    assert len(output.outputs[0].token_ids) == 220
+    assert_holds(layerwise, model)
+    with pytest.raises(StaleVersionError):
+        call(layerwise, "begin_chunks", version, "another run", "keep", False, 60.0)
+    assert state(layerwise) == "serving"
+
+
+def test_a_whole_push_in_one_call(layerwise, model):
+    version = layerwise.weight_version + 1
+    (update,) = parts(perturbed(model, seed=320), size=1000)
+    call(layerwise, "expect_native", version, "run 2")
+    (answer,) = layerwise.call_replicas(
+        "receive_native",
+        update,
+        version=version,
+        run_id="run 2",
+        mode="keep",
+        clear_cache=False,
+        timeout_s=30.0,
+    ).values()
+    assert (answer["version"], answer["path"]) == (version, "layerwise")
+    assert_holds(layerwise, model)
+
+
+def test_an_update_given_up_before_its_first_part_leaves_the_weights(layerwise, model):
+    layerwise.push_weights(perturbed(model, seed=330))
+    layerwise.start_weight_update()
+    layerwise.shutdown_weight_transfer_engine()
+    assert state(layerwise) == "serving"
+    assert_holds(layerwise, model)
+    layerwise.init_weight_transfer_engine({})
+
+
+@pytest.mark.parametrize("mend", ["memmap", "native"])
+def test_an_update_that_breaks_off_does_not_poison_the_next(layerwise, model, mend):
+    layerwise.start_weight_update()
+    some = list(parts(perturbed(model, seed=340)))
+    layerwise.update_weights({"update_info": some[0]})
+    broken = {**some[1], "fail_at": some[1]["names"][4]}
+    with pytest.raises(TransferError, match="injected at"):
+        layerwise.update_weights({"update_info": broken})
+    assert state(layerwise) == "stale"
+    if mend == "memmap":
+        layerwise.push_weights(perturbed(model, seed=341))
+    else:
+        layerwise.start_weight_update()
+        for part in parts(perturbed(model, seed=342)):
+            layerwise.update_weights({"update_info": part})
+        layerwise.finish_weight_update()
+    assert state(layerwise) == "serving"
+    assert_holds(layerwise, model)
+
+
+def test_a_sender_that_falls_silent_loses_its_turn(layerwise, model):
+    version = layerwise.weight_version + 1
+    call(layerwise, "begin_chunks", version, "silent", "keep", False, 1.0)
+    call(layerwise, "receive_chunk", next(parts(model)), 1.0)
+    deadline = time.monotonic() + 20
+    while state(layerwise) != "stale":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with pytest.raises(TransferNotReadyError, match="no version was begun, or its time was up"):
+        call(layerwise, "finish_chunks")
+    layerwise.push_weights(perturbed(model, seed=350))
+    assert state(layerwise) == "serving"
+    assert_holds(layerwise, model)
