@@ -26,7 +26,12 @@ from torchrl_vllm_sync.engine.reload import reload_model
 from torchrl_vllm_sync.engine.staging import StagingArea
 from torchrl_vllm_sync.engine_args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.errors import TransferError
-from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup, Rendezvous, StartSignal
+from torchrl_vllm_sync.weights.broadcast_group import (
+    PUSH_ID_BITS,
+    BroadcastGroup,
+    Rendezvous,
+    StartSignal,
+)
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers, receive_buckets
 from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
 from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors
@@ -65,6 +70,7 @@ class BroadcastInitInfo(WeightTransferInitInfo):
         world_size: The trainer and the workers of all replicas.
         timeout_s: Seconds within which everybody must have come.
         interface: Network interface; ``None`` takes the one that reaches the trainer.
+        group_id: Tells the group's pushes from those of other groups.
     """
 
     master_address: str
@@ -73,6 +79,7 @@ class BroadcastInitInfo(WeightTransferInitInfo):
     world_size: int
     timeout_s: float = 60.0
     interface: str | None = None
+    group_id: int = 0
 
 
 @dataclass
@@ -80,7 +87,7 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
     """One push.
 
     Attributes:
-        push_id: Number of the push in this group.
+        push_id: Number of the push, which begins with the group's.
         timeout_s: Seconds for all of it.
         num_passes: How often the trainer sends everything; the second time is a check.
         direct: Whether the first pass comes without buckets.
@@ -117,6 +124,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._group: BroadcastGroup | None = None
+        self._group_id = 0
         self._layout: BucketLayout | None = None
         self._buffers: list[torch.Tensor] = []
         self._planned: PlannedLoad | None = None
@@ -164,7 +172,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             timeout_s=init_info.timeout_s,
         )
         group.connect(timeout_s=max(deadline - time.monotonic(), 1.0))
-        self._group = group
+        self._group, self._group_id = group, init_info.group_id
 
     def prepare(self, metadata: Sequence[ParamMeta], bucket_bytes: int) -> None:
         """Works out once where the tensors of all coming pushes go.
@@ -215,9 +223,12 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         """Waits for the trainer's word to begin; until then nothing has been touched.
 
         Raises:
-            TransferError: There is no group, the push is unprepared, or the trainer left it.
+            TransferError: There is no group, the push is unprepared, another trainer has brought
+                this worker into its own group, or the trainer left it.
         """
         group, _ = self._ready()
+        if push_id >> PUSH_ID_BITS != self._group_id:
+            raise TransferError("another trainer has brought this worker into a group of its own")
         StartSignal(group, push_id).await_start(deadline=deadline)
 
     def receive(self, deadline: float, *, num_passes: int = 1, direct: bool = False) -> int:

@@ -23,14 +23,17 @@ from torchrl_vllm_sync.errors import TransferError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["BroadcastGroup", "Rendezvous", "StartSignal", "own_address"]
+__all__ = ["PUSH_ID_BITS", "BroadcastGroup", "Rendezvous", "StartSignal", "own_address"]
 
 TRAINER_RANK = 0
+# The number of a push: that of its group, then this many bits that count.
+PUSH_ID_BITS = 24
 # Seconds between looks at work on a GPU that is under way, and at those who take part in it.
 SPIN_S = 50e-6
 STORE_POLL_S = 50e-6
 WATCH_S = 0.05
-GO = "go"
+GO, LEFT = "go", "left"
+CLOSED = "the group is not connected, or was closed after a failure"
 # ProcessGroupNCCL's watchdog would end the whole process when a collective fails.
 QUIET_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 # Pinned in vLLM's workers by batch invariance; both ends of a communicator must agree on them.
@@ -85,13 +88,13 @@ class BroadcastGroup:
         rank: This process's rank.
         device: As given.
         rendezvous: As given.
-        store: As given.
     """
 
     def __init__(
         self, store: TCPStore, rank: int, rendezvous: Rendezvous, device: torch.device
     ) -> None:
-        self.rank, self.rendezvous, self.device, self.store = rank, rendezvous, device, store
+        self.rank, self.rendezvous, self.device = rank, rendezvous, device
+        self._store: TCPStore | None = store
         # Of torch's own kinds, whose type stubs lack most methods.
         self._group: Any = None
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -175,8 +178,32 @@ class BroadcastGroup:
         """Whether the group can be used."""
         return self._group is not None
 
+    @property
+    def store(self) -> TCPStore:
+        """Store of all ranks.
+
+        Raises:
+            TransferError: The group is closed.
+        """
+        if self._store is None:
+            raise TransferError(CLOSED)
+        return self._store
+
+    @property
+    def was_left(self) -> bool:
+        """On the trainer: whether a worker has left the group, perhaps for another trainer's."""
+        return self._store is None or self._store.check([LEFT])
+
+    def absent(self) -> list[int]:
+        """Returns the ranks that have not come to the rendezvous yet."""
+        ranks = range(self.rendezvous.world_size)
+        return [rank for rank in ranks if not self.store.check([f"rank/{rank}"])]
+
     def connect(self, *, timeout_s: float, watch: Callable[[], None] | None = None) -> None:
         """Meets all other ranks and passes a word round, so that later waits are for data only.
+
+        After a failure the group has still to be closed on the trainer, who may ask it first who
+        was :meth:`absent`; workers have left it.
 
         Args:
             timeout_s: Seconds for everything.
@@ -186,13 +213,14 @@ class BroadcastGroup:
             TransferError: Not every rank came, or two came with one rank.
         """
         deadline = time.monotonic() + timeout_s
+        give_up = self.abort if self.rank == TRAINER_RANK else self.close
         try:
             self._meet(deadline, watch)
         except TransferError:
-            self.close()
+            give_up()
             raise
         except RuntimeError as error:  # what the store and the communicators raise
-            self.close()
+            give_up()
             raise TransferError(f"the group could not be formed: {error}") from error
 
     def _meet(self, deadline: float, watch: Callable[[], None] | None) -> None:
@@ -218,7 +246,7 @@ class BroadcastGroup:
             TransferError: The group is closed.
         """
         if self._group is None:
-            raise TransferError("the group is not connected, or was closed after a failure")
+            raise TransferError(CLOSED)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = TRAINER_RANK, 0
         options.timeout = timedelta(seconds=timeout_s)
@@ -298,8 +326,16 @@ class BroadcastGroup:
             group.abort()
 
     def close(self) -> None:
-        """Leaves the group; peers that still wait for this rank notice. Idempotent."""
+        """Leaves the group; peers that still wait for this rank notice. Idempotent.
+
+        The trainer's store goes too: workers wait in it until the last reference is gone, of which
+        the traceback of an error may hold one to this object.
+        """
         self.abort()
+        store, self._store = self._store, None
+        if store is not None and self.rank != TRAINER_RANK:
+            with contextlib.suppress(DistError):  # the trainer is gone
+                store.set(LEFT, str(self.rank))
 
     def await_keys(
         self, keys: Sequence[str], deadline: float, what: str, watch: Callable[[], None] | None
@@ -384,7 +420,7 @@ class StartSignal:
 
     Args:
         group: The connected group.
-        push_id: Number of the transfer in this group.
+        push_id: Number of the transfer, of which the group sees each once.
     """
 
     def __init__(self, group: BroadcastGroup, push_id: int) -> None:

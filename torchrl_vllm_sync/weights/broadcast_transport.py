@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 import uuid
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from torchrl_vllm_sync.errors import SyncError, TransferError, UnsupportedArgumentError
-from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup, StartSignal
+from torchrl_vllm_sync.errors import (
+    ReplicaUnavailableError,
+    SyncError,
+    TransferError,
+    UnsupportedArgumentError,
+)
+from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.weights.broadcast_group import PUSH_ID_BITS, BroadcastGroup, StartSignal
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers, send_buckets
 from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
 from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors, sendable_tensors
@@ -33,6 +40,9 @@ GRACE_S = 10.0
 DESCRIBE_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 15.0
 DEFAULT_JOIN_TIMEOUT_S = 120.0
+
+GROUP_ID_BITS = 32
+OVER = (ReplicaState.FAILED, ReplicaState.CLOSED)
 
 Verify = Literal["first", "always", "never"]
 
@@ -118,21 +128,35 @@ class BroadcastTransport:
         """Forms the group with the workers of every replica that is alive; nothing if it stands.
 
         Raises:
-            TransferError: Nobody is there to join, or not everybody came in time.
+            TransferError: Nobody is there to join, or nobody came in time.
             UnsupportedArgumentError: The trainer's device and the engines' do not go together.
         """
-        if self._group is not None and self._group.is_connected:
-            return
+        if self._group is not None:
+            if self._group.is_connected and not self._group.was_left and not self._revived(client):
+                return
+            self._close_group()
         answers = client.call_replicas("describe", deadline_s=DESCRIBE_TIMEOUT_S)
         alive = {name: one for name, one in answers.items() if not isinstance(one, BaseException)}
         self._missing = {name: str(one) for name, one in answers.items() if name not in alive}
         if not alive:
             raise TransferError(f"no replica can join a group: {self._missing}")
         device = self._device_for({one.device_type for one in alive.values()})
+        num_workers = {name: one.num_workers for name, one in alive.items()}
+        while not self._form(client, num_workers, device):
+            num_workers = {n: one for n, one in num_workers.items() if n not in self._missing}
+
+    def _form(
+        self, client: ReplicaClient, num_workers: dict[str, int], device: torch.device
+    ) -> bool:
+        """Forms a group with these replicas, or finds out which of them to do without.
+
+        Raises:
+            TransferError: Nobody would be left.
+        """
         self._members, world_size = {}, 1
-        for name, one in alive.items():
-            self._members[name] = tuple(range(world_size, world_size + one.num_workers))
-            world_size += one.num_workers
+        for name, number in num_workers.items():
+            self._members[name] = tuple(range(world_size, world_size + number))
+            world_size += number
         address, port = client.rendezvous
         group = BroadcastGroup.host(
             address,
@@ -142,11 +166,13 @@ class BroadcastTransport:
             timeout_s=self._join_timeout_s,
             interface=self._interface,
         )
+        group_id = secrets.randbits(GROUP_ID_BITS)
         info = {
             "master_address": group.rendezvous.address,
             "master_port": group.rendezvous.port,
             "world_size": world_size,
             "interface": self._interface,
+            "group_id": group_id,
         }
         calls = client.start_calls(
             "join_broadcast",
@@ -156,11 +182,40 @@ class BroadcastTransport:
         try:
             group.connect(timeout_s=self._join_timeout_s, watch=lambda: _raise_failures(calls))
             _raise_exceptions(calls.answers(self._join_timeout_s + GRACE_S))
+        except TransferError as error:
+            culprits = self._culprits(group, calls)
+            group.close()  # which ends the others' waiting
+            calls.answers(GRACE_S)
+            if not culprits or len(culprits) == len(num_workers):
+                raise
+            reasons = calls.failures()
+            self._missing |= {name: str(reasons.get(name, error)) for name in culprits}
+            return False
         except BaseException:
             group.close()
             raise
-        self._group, self._push_id, self._announced = group, 0, None
+        self._group, self._announced = group, None
+        self._push_id = group_id << PUSH_ID_BITS
         self._views, self._packer, self._buffers = None, None, []
+        return True
+
+    def _culprits(self, group: BroadcastGroup, calls: PendingCalls) -> set[str]:
+        """Returns the replicas that kept a group from being formed."""
+        absent = set(group.absent())
+        late = {name for name, ranks in self._members.items() if absent.intersection(ranks)}
+        # Whoever said why is to blame, and only then whoever was silent.
+        return set(calls.failures()) or late
+
+    def _revived(self, client: ReplicaClient) -> bool:
+        """Whether a replica that the group does without is there again."""
+        if not self._missing:
+            return False
+        reports = client.start_calls("report", dict.fromkeys(self._missing, ())).answers(
+            DESCRIBE_TIMEOUT_S
+        )
+        return any(
+            isinstance(one, EngineReport) and one.state not in OVER for one in reports.values()
+        )
 
     def send(
         self,
@@ -174,78 +229,106 @@ class BroadcastTransport:
     ) -> SendOutcome:
         """Broadcasts ``source`` as ``version``.
 
-        Every replica receives it, those that hold the version already too.
+        Every replica receives it, those that hold the version already too. When a replica dies
+        meanwhile, everything is sent again to the others.
 
         Raises:
             TransferError: No group could be formed. Nothing was sent.
             WeightMismatchError: A tensor is on another device, or too wide for a bucket. Nothing
                 was sent.
         """
-        begin = time.perf_counter()
         deadline = time.monotonic() + timeout_s
-        self.open(client)
+        options = {"version": version, "mode": mode, "clear_cache": clear_cache}
+        phases: dict[str, float] = {}
+        answers: dict[str, Any] = {}
+        while True:
+            begin = time.perf_counter()
+            try:
+                self.open(client)
+            except TransferError:
+                if not answers:
+                    raise
+                break  # nobody is left: what was answered the first time stands
+            phases["join_s"] = time.perf_counter() - begin
+            answers = self._send_to_members(client, source, deadline, options, phases)
+            dead = {name for name, one in answers.items() if _is_dead(one)}
+            if not dead or dead == set(answers) or time.monotonic() > deadline:
+                break
+        outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]
+        for name, why in self._missing.items():
+            if name not in answers:
+                outcomes.append(ReplicaOutcome(replica_id=name, version=None, error=why))
+        return SendOutcome(
+            num_bytes=sum(meta.num_bytes for meta in self._metadata),
+            phases=phases,
+            replicas=outcomes,
+            run_id=self._run_id,
+        )
+
+    def _send_to_members(
+        self,
+        client: ReplicaClient,
+        source: WeightSource,
+        deadline: float,
+        options: dict[str, Any],
+        phases: dict[str, float],
+    ) -> dict[str, Any]:
+        """Announces ``source`` if need be and sends it; returns what each member answered."""
+        begin = time.perf_counter()
         group = self._group
         assert group is not None
-        joined = time.perf_counter()
         layout = self._layout_of(source)
         self._look_at(source, layout, group.device)
         answers: dict[str, Any] = {}
         if self._announced != self._digest:
             answers = self._announce(client, layout, deadline)
-        prepared = time.perf_counter()
-        phases = {"join_s": joined - begin, "prepare_s": prepared - joined}
-        if not any(isinstance(one, BaseException) for one in answers.values()):
-            self._note_prepared(answers)
-            num_passes = self._num_passes()
-            direct = self._takes_direct and self._whole is not None
-            packer = None
-            if num_passes > 1 or not direct:
-                packer = self._packer_of(source, layout, group.device)
-            self._push_id += 1
-            calls = client.start_calls(
-                "receive_broadcast",
-                dict.fromkeys(self._members, (self._push_id, self._digest)),
-                version=version,
-                run_id=self._run_id,
-                direct=direct,
-                num_passes=num_passes,
-                staged=self._staged,
-                mode=mode,
-                clear_cache=clear_cache,
-                timeout_s=timeout_s,
-            )
-            called = time.perf_counter()
-            whole = self._whole if direct else None
-            streams = self._streams(group, layout, source, whole, packer, num_passes, deadline)
-            failure = self._transfer(group, streams, calls, deadline, phases)
-            sent = time.perf_counter()
-            answers = calls.answers(
-                GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
-            )
-            failed = any(isinstance(one, BaseException) for one in answers.values())
-            phases |= {"send_s": sent - called, "acknowledge_s": time.perf_counter() - sent}
-            if failure is not None and not failed:
-                answers = dict.fromkeys(answers, failure)
-            if failure is not None or failed:
-                self._leave(client)
-            else:
-                self._unchecked = False
-                self._last_version = max(self._last_version, version)
-                paths = [one["path"] for one in answers.values()]
-                # A check may have ended a worker's trust in its plan.
-                self._takes_direct = self._takes_direct and set(paths) == {"plan"}
-                self._has_plans = any("plan" in path for path in paths)
-            if direct:
-                self._packer, self._buffers = None, []  # until the next check
-        outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]
-        for name, why in self._missing.items():
-            outcomes.append(ReplicaOutcome(replica_id=name, version=None, error=why))
-        return SendOutcome(
-            num_bytes=sum(meta.num_bytes for meta in layout.metadata),
-            phases=phases,
-            replicas=outcomes,
+        phases["prepare_s"] = time.perf_counter() - begin
+        if any(isinstance(one, BaseException) for one in answers.values()):
+            self._leave(client, answers)
+            return answers
+        self._note_prepared(answers)
+        num_passes = self._num_passes()
+        direct = self._takes_direct and self._whole is not None
+        packer = None
+        if num_passes > 1 or not direct:
+            packer = self._packer_of(source, layout, group.device)
+        self._push_id += 1
+        calls = client.start_calls(
+            "receive_broadcast",
+            dict.fromkeys(self._members, (self._push_id, self._digest)),
             run_id=self._run_id,
+            direct=direct,
+            num_passes=num_passes,
+            staged=self._staged,
+            timeout_s=max(deadline - time.monotonic(), 1.0),
+            **options,
         )
+        called = time.perf_counter()
+        whole = self._whole if direct else None
+        streams = self._streams(group, layout, source, whole, packer, num_passes, deadline)
+        failure = self._transfer(group, streams, calls, deadline, phases)
+        sent = time.perf_counter()
+        if failure is not None:
+            group.abort()  # whoever still waits for data need not wait any longer
+        answers = calls.answers(
+            GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
+        )
+        failed = any(isinstance(one, BaseException) for one in answers.values())
+        phases |= {"send_s": sent - called, "acknowledge_s": time.perf_counter() - sent}
+        if failure is not None and not failed:
+            answers = dict.fromkeys(answers, failure)
+        if failure is not None or failed:
+            self._leave(client, answers)
+        else:
+            self._unchecked = False
+            self._last_version = max(self._last_version, options["version"])
+            paths = [one["path"] for one in answers.values()]
+            # A check may have ended a worker's trust in its plan.
+            self._takes_direct = self._takes_direct and set(paths) == {"plan"}
+            self._has_plans = any("plan" in path for path in paths)
+        if direct:
+            self._packer, self._buffers = None, []  # until the next check
+        return answers
 
     def _streams(
         self,
@@ -377,14 +460,25 @@ class BroadcastTransport:
             device = torch.device("cuda", torch.cuda.current_device())
         return device
 
-    def _leave(self, client: ReplicaClient) -> None:
-        """Gives the group up on both sides; the next push forms another."""
-        if self._group is not None:
-            self._group.close()
-        self._group = None
-        client.start_calls("leave_broadcast", dict.fromkeys(self._members, ())).answers(
-            LEAVE_TIMEOUT_S
-        )
+    def _leave(self, client: ReplicaClient, answers: dict[str, Any]) -> None:
+        """Gives the group up on both sides; the next push forms another.
+
+        Args:
+            client: The replicas.
+            answers: What the members last answered; those that were silent are not waited for.
+        """
+        self._close_group()
+        there = [
+            name
+            for name, one in answers.items()
+            if not isinstance(one, TimeoutError | ReplicaUnavailableError)
+        ]
+        client.start_calls("leave_broadcast", dict.fromkeys(there, ())).answers(LEAVE_TIMEOUT_S)
+
+    def _close_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process forms a group of its own.
@@ -404,9 +498,12 @@ class BroadcastTransport:
 
     def close(self) -> None:
         """Leaves the group, which the workers notice, and frees the buckets. Idempotent."""
-        if self._group is not None:
-            self._group.close()
+        self._close_group()
         self._forget()
+
+
+def _is_dead(answer: Any) -> bool:  # noqa: ANN401  what a call to a replica ended with
+    return isinstance(answer, ReplicaUnavailableError) and answer.state in OVER
 
 
 def _raise_failures(calls: PendingCalls) -> None:
