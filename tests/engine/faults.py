@@ -3,13 +3,17 @@
 import itertools
 import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 
 import ray
 
+from torchrl_vllm_sync.engine import broadcast_receiver
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 def engine_core_pid(actor):
@@ -28,15 +32,33 @@ class FaultyWorker(SyncWorkerExtension):
     ``fail_at``: raise before this tensor, in as many loads as ``times``. ``zero``: the name of a
     tensor that arrives as zeros. ``hang_s``: sleep before the first tensor. ``die``: end the
     process before the first tensor.
+
+    Of broadcasts alone: ``unready``: raise before the trainer is told that this worker is ready.
+    ``linger_s``: sleep instead, there. ``signal`` and ``at``: send this process a signal, ``kill``
+    or ``stop``, before tensor ``at``. ``touch``: make this file before tensor ``at`` and sleep
+    until it is gone.
     """
 
     def sync_plan(self, **plan):
         self._plan = plan
+        broadcast_receiver.whole_tensors = self._sync_faulty_arrivals
         return os.getpid()
 
     def _sync_tensors(self, path: Path, *args):
+        return self._sync_faulty(super()._sync_tensors(path, *args))
+
+    def _sync_faulty_arrivals(self, *args):
+        return self._sync_faulty(WHOLE_TENSORS(*args))
+
+    def _sync_prepared(self, digest):
         plan = getattr(self, "_plan", {})
-        tensors = super()._sync_tensors(path, *args)
+        if plan.get("unready"):
+            raise RuntimeError("injected before it was ready")
+        time.sleep(plan.get("linger_s", 0))
+        return super()._sync_prepared(digest)
+
+    def _sync_faulty(self, tensors):
+        plan = getattr(self, "_plan", {})
         if plan.get("die"):
             os._exit(1)
         if plan.get("hang_s"):
@@ -46,7 +68,17 @@ class FaultyWorker(SyncWorkerExtension):
         for index, (name, tensor) in enumerate(tensors):
             if fail and index == plan["fail_at"]:
                 raise RuntimeError(f"injected before tensor {index}, {name}")
+            if index == plan.get("at"):
+                if word := plan.pop("signal", None):
+                    os.kill(os.getpid(), SIGNALS[word])
+                if path := plan.pop("touch", None):
+                    Path(path).touch()
+                    while Path(path).exists():
+                        time.sleep(0.01)
             yield name, tensor * 0 if name == plan.get("zero") else tensor
+
+
+WHOLE_TENSORS = broadcast_receiver.whole_tensors
 
 
 class FaultyActor(EngineActor):
