@@ -70,6 +70,7 @@ service_replicas
 service_requests service_weights
 service_native
 service
+local_llm
 
 # TorchRL's side
 updater policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ from torchrl_vllm_sync.weights.source import as_weight_source
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm import LLM
+
+    from torchrl_vllm_sync.local_llm import LocalLLM
     from torchrl_vllm_sync.service import AsyncVLLM
     from torchrl_vllm_sync.weights.transport import PushReport, WeightTransport
 
@@ -40,8 +44,9 @@ class WeightUpdater:
         >>> updater.push_weights()
 
     Args:
-        service: The service. ``None`` on the ranks of a model sharded by FSDP2 that do not push it:
-            every rank calls :meth:`push_weights`, and only the first has the service.
+        service: The service, or a ``vllm.LLM`` of this process, see ``LocalLLM``. ``None`` on the
+            ranks of a model sharded by FSDP2 that do not push it: every rank calls
+            :meth:`push_weights`, and only the first has the service.
         source: What :meth:`push_weights` sends when it is given nothing: a module (plain, wrapped
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
         transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"vllm-nccl"``, or a
@@ -56,7 +61,7 @@ class WeightUpdater:
 
     def __init__(
         self,
-        service: AsyncVLLM | None,
+        service: AsyncVLLM | LLM | None,
         source: Any = None,  # noqa: ANN401  every form that ``as_weight_source`` takes
         *,
         transport: str | WeightTransport = "auto",
@@ -69,7 +74,8 @@ class WeightUpdater:
                     f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}"
                 )
             transport = TRANSPORTS[transport]()
-        self.service, self.source = service, source
+        self.service: AsyncVLLM | LocalLLM | None = _as_service(service)
+        self.source = source
         self.last_report: PushReport | None = None
         self._transport = transport
         self._timeout_s, self._clear_cache = timeout_s, clear_cache
@@ -217,6 +223,16 @@ class WeightUpdater:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_collectors": [], "_post_hooks": [], "source": None}
+
+
+def _as_service(service: Any) -> Any:  # noqa: ANN401  a service, or an LLM
+    """Puts what a push needs around a ``vllm.LLM``, and returns anything else as it is."""
+    offline = sys.modules.get("vllm.entrypoints.llm")  # whoever has an LLM has imported it
+    if offline is None or not isinstance(service, offline.LLM):
+        return service
+    from torchrl_vllm_sync.local_llm import LocalLLM
+
+    return LocalLLM(service)
 
 
 # A real subclass would warn at import (torchrl/collectors/weight_update.py:78, 0.14.1); a virtual

@@ -1,0 +1,138 @@
+"""The updater over a plain ``vllm.LLM``, which starts its engine in this process."""
+
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+
+from tests.engine.checks import SEQUENCES, TOLERANCE, perturbed
+from torchrl_vllm_sync import WeightUpdater
+from torchrl_vllm_sync.errors import (
+    StaleVersionError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+    WeightSyncError,
+)
+from torchrl_vllm_sync.local_llm import LocalLLM
+from torchrl_vllm_sync.testing import token_log_probs
+
+EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    """An ``LLM`` whose worker lives inside its engine core, as replicas' do on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        llm = LLM(
+            str(checkpoint),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=8,
+            block_size=32,
+            kv_cache_memory_bytes=64 * 2**20,
+            gpu_memory_utilization=0.05,
+            enable_prefix_caching=True,
+            worker_extension_cls=EXTENSION,
+            weight_transfer_config={"backend": "torchrl_broadcast"},
+        )
+        yield llm
+        client = llm.llm_engine.engine_core
+        client.shutdown()
+        client.ctx.destroy()  # vLLM leaves that to the garbage collector, and a warning
+
+
+@pytest.fixture(params=["memmap", "broadcast"])
+def updater(request, llm):
+    updater = WeightUpdater(llm, transport=request.param)
+    updater.name = request.param
+    yield updater
+    updater.service.close()
+
+
+def generate(llm, token_ids, **options):
+    params = SamplingParams(temperature=0.0, max_tokens=1, **options)
+    (output,) = llm.generate({"prompt_token_ids": list(token_ids)}, params, use_tqdm=False)
+    return output
+
+
+def distance(llm, model):
+    """Largest difference between the engine's log-probabilities and those of ``model``."""
+    found = 0.0
+    for ids in SEQUENCES:
+        output = generate(llm, ids, prompt_logprobs=0)
+        pairs = zip(output.prompt_logprobs[1:], ids[1:], strict=True)
+        engine = torch.tensor([entry[token].logprob for entry, token in pairs])
+        found = max(found, (engine - token_log_probs(model, ids)).abs().max().item())
+    return found
+
+
+def test_pushes_reach_the_llm(llm, updater, model):
+    for step in (1, 2):
+        perturbed(model, seed=400 + step + len(updater.name))
+        assert distance(llm, model) > 100 * TOLERANCE
+        before = updater.service.weight_version
+        report = updater.push_weights(model)
+        assert report.transport == updater.name
+        assert report.version == updater.service.weight_version == before + 1
+        assert distance(llm, model) < TOLERANCE
+
+
+def test_one_step_of_an_optimizer_is_noticed(llm, updater, model):
+    updater.push_weights(perturbed(model, seed=410))
+    assert distance(llm, perturbed(model, seed=0, scale=1e-3)) > 5 * TOLERANCE
+
+
+def test_cached_prefixes_of_old_weights_are_gone(llm, updater, model):
+    prompt = [*SEQUENCES[0], *SEQUENCES[1]]
+    updater.push_weights(perturbed(model, seed=420))
+    generate(llm, prompt)
+    assert generate(llm, prompt).num_cached_tokens > 0
+    updater.push_weights(perturbed(model, seed=421, scale=0.2))
+    output = generate(llm, prompt, logprobs=0)
+    ((token, entry),) = output.outputs[0].logprobs[0].items()
+    assert output.num_cached_tokens == 0
+    wanted = token_log_probs(model, [*prompt, token])[-1].item()
+    assert abs(entry.logprob - wanted) < TOLERANCE
+
+
+def test_prefixes_that_cannot_be_dropped_fail_the_push_until_they_can(
+    llm, updater, model, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "reset_prefix_cache", lambda: False)
+        with pytest.raises(WeightSyncError, match="did not drop its cached prefixes"):
+            updater.push_weights(perturbed(model, seed=430))
+    updater.push_weights(perturbed(model, seed=431))
+    assert distance(llm, model) < TOLERANCE
+
+
+def test_what_does_not_fit_changes_nothing(llm, updater, model):
+    updater.push_weights(perturbed(model, seed=440))
+    version = updater.service.weight_version
+    weights = dict(perturbed(model, seed=441).state_dict())
+    weights.pop("model.norm.weight")
+    with pytest.raises(WeightMismatchError, match=r"1 missing: model\.norm\.weight"):
+        updater.push_weights(weights)
+    with pytest.raises(StaleVersionError):
+        updater.push_weights(model, version=version - 1)
+    assert updater.service.weight_version == version
+    assert distance(llm, model) > 100 * TOLERANCE
+
+
+def test_without_a_choice_it_is_memmap(llm, model):
+    updater = WeightUpdater(llm, source=perturbed(model, seed=450))
+    assert updater.push_weights().transport == "memmap"
+    assert distance(llm, model) < TOLERANCE
+    updater.service.close()
+
+
+def test_an_llm_without_the_extension_is_refused(llm, monkeypatch):
+    parallel = llm.llm_engine.vllm_config.parallel_config
+    for given in ("", "torchrl_vllm_sync.replica.Replica"):
+        monkeypatch.setattr(parallel, "worker_extension_cls", given)
+        with pytest.raises(UnsupportedArgumentError, match=r"worker_extension_cls='torchrl_"):
+            LocalLLM(llm)

@@ -1,0 +1,266 @@
+"""vLLM's offline ``LLM`` in the place of a service: the same pushes, in the caller's process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from torchrl_vllm_sync.background import run_blocking
+from torchrl_vllm_sync.engine import internals
+from torchrl_vllm_sync.engine.actor import EngineActor
+from torchrl_vllm_sync.engine.broadcast_loads import BroadcastLoads
+from torchrl_vllm_sync.engine.native_updates import NativeUpdates
+from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
+from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
+from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
+from torchrl_vllm_sync.replica import EngineDescription, ReplicaState
+from torchrl_vllm_sync.weights.choice import this_node
+from torchrl_vllm_sync.weights.metadata import from_json
+from torchrl_vllm_sync.weights.push import WeightPusher
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Mapping
+
+    from vllm import LLM
+
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+    from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
+
+__all__ = ["LocalLLM"]
+
+EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
+REPLICA_ID = "0"
+LOCAL_ADDRESS = "127.0.0.1"
+METADATA_TIMEOUT_S = 60.0
+
+
+class LocalLLM:
+    """One ``vllm.LLM`` that takes pushes as the only replica of a service.
+
+    ``WeightUpdater(llm)`` makes one. The ``LLM`` must not generate during a push, which a caller
+    with one thread cannot do anyway; its prefix cache is emptied after each. Requests that were
+    enqueued and have not run yet run under the new weights.
+
+    Example:
+        >>> llm = vllm.LLM(
+        ...     model,
+        ...     worker_extension_cls="torchrl_vllm_sync.engine.worker.SyncWorkerExtension",
+        ...     weight_transfer_config={"backend": "torchrl_broadcast"},  # for "broadcast"
+        ... )
+        >>> updater = WeightUpdater(llm, source=model)
+        >>> updater.push_weights()
+
+    Args:
+        llm: Created with the ``worker_extension_cls`` above, or a subclass of it.
+
+    Raises:
+        UnsupportedArgumentError: It was not.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._replica = _LocalReplica(llm)
+        self._metadata: list[ParamMeta] | None = None
+        self._pusher = WeightPusher(self, self._expected_weights)
+        run_blocking(self._replica.start())
+
+    @property
+    def service_name(self) -> str:
+        """Tells this ``LLM`` from those of other processes."""
+        return f"llm-{os.getpid()}-{id(self._replica):x}"
+
+    @property
+    def rendezvous(self) -> tuple[str, int | None]:
+        """Where transports meet the workers, which are on this host."""
+        return LOCAL_ADDRESS, None
+
+    @property
+    def weight_version(self) -> int:
+        """Policy version of the weights; 0 before any push."""
+        return self._replica.report().weight_version or 0
+
+    def push_weights(
+        self,
+        weights: Any,  # noqa: ANN401  every form that ``as_weight_source`` takes
+        *,
+        version: int | None = None,
+        transport: WeightTransport | None = None,
+        timeout_s: float = 300.0,
+        clear_cache: bool = False,
+        mode: PauseMode = "keep",
+    ) -> PushReport:
+        """Brings the ``LLM`` to new weights; see ``AsyncVLLM.push_weights``.
+
+        Raises:
+            WeightMismatchError: The weights do not fit the model; nothing was sent.
+            StaleVersionError: ``version`` is older than the newest; nothing was sent.
+            WeightSyncError: They did not arrive, or cached prefixes of the old ones could not be
+                dropped. Pushing again is safe.
+        """
+        if transport is not None:
+            self._pusher.use(transport)
+        return self._pusher.push(
+            weights, version=version, timeout_s=timeout_s, clear_cache=clear_cache, mode=mode
+        )
+
+    def use_transport(self, transport: WeightTransport) -> None:
+        """Makes ``transport`` the one that pushes use, and closes the one before."""
+        self._pusher.use(transport)
+
+    def init_weight_update_group(self) -> None:
+        """Opens the transport, once it is known."""
+        self._pusher.open()
+
+    def close(self) -> None:
+        """Closes the transport; the ``LLM`` lives on. Idempotent."""
+        self._pusher.close()
+
+    def call_replicas(
+        self, method: str, *args: Any, deadline_s: float, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Calls the replica's method and waits; see ``ReplicaClient``."""
+        return self.start_calls(method, {REPLICA_ID: args}, **kwargs).answers(deadline_s)
+
+    def start_calls(
+        self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any
+    ) -> _LocalCalls:
+        """Calls the replica's method and does not wait; see ``ReplicaClient``."""
+        target = getattr(self._replica, method)
+        pool = ThreadPoolExecutor(1, "local-llm")
+        futures = {name: pool.submit(_settle, target, args, kwargs) for name, args in calls.items()}
+        pool.shutdown(wait=False)
+        return _LocalCalls(futures)
+
+    def _expected_weights(self) -> list[ParamMeta]:
+        if self._metadata is None:
+            answer = self.call_replicas("model_metadata", deadline_s=METADATA_TIMEOUT_S)[REPLICA_ID]
+            if isinstance(answer, BaseException):
+                raise answer
+            self._metadata = from_json(answer)
+        return self._metadata
+
+
+def _settle(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    answer = target(*args, **kwargs)
+    if not asyncio.iscoroutine(answer):
+        return answer
+    coroutine: Coroutine[Any, Any, Any] = answer
+    return run_blocking(coroutine)
+
+
+class _LocalCalls:
+    """Calls under way; see ``PendingCalls``."""
+
+    def __init__(self, futures: dict[str, Future[Any]]) -> None:
+        self._futures = futures
+
+    def failures(self) -> dict[str, BaseException]:
+        done = {name: one.exception() for name, one in self._futures.items() if one.done()}
+        return {name: error for name, error in done.items() if error is not None}
+
+    def answers(self, deadline_s: float) -> dict[str, Any]:
+        wait_for(self._futures.values(), timeout=deadline_s)
+        return {
+            name: (one.exception() or one.result())
+            if one.done()
+            else TimeoutError(f"no answer within {deadline_s:g} s")
+            for name, one in self._futures.items()
+        }
+
+
+class _LocalReplica(EngineActor):
+    """What a replica's actor does, over an ``LLM`` instead of an ``AsyncLLM``."""
+
+    def __init__(self, llm: LLM) -> None:
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+
+        engine: Any = llm.llm_engine
+        extension = engine.vllm_config.parallel_config.worker_extension_cls
+        if not extension or not issubclass(resolve_obj_by_qualname(extension), SyncWorkerExtension):
+            raise UnsupportedArgumentError(
+                f"the LLM must be created with worker_extension_cls={EXTENSION!r}, got "
+                f"{extension!r}"
+            )
+        super().__init__(
+            replica_id=REPLICA_ID, engine_args=engine, environment={}, service_name="local"
+        )
+        self.engine: Any = _AsyncFace(llm)
+
+    async def start(self) -> EngineDescription:
+        """Begins to take pushes; the engine runs already."""
+        self._updates = NativeUpdates(self.engine, self._gate)
+        self._snapshots = SnapshotLoads(self._updates, f"llm-{os.getpid()}")
+        self._broadcasts = BroadcastLoads(self._updates)
+        self._gate.set(ReplicaState.SERVING)
+        found = await self.engine.collective_rpc("native_device_uuid")
+        self._device_uuids = tuple(uuid for uuid in found if uuid)
+        return self.describe()
+
+    def describe(self) -> EngineDescription:
+        """Returns the facts about the engine that do not change while it lives."""
+        from vllm.platforms import current_platform
+
+        config = self.engine.vllm_config
+        parallel = config.parallel_config
+        return EngineDescription(
+            replica_id=REPLICA_ID,
+            node_ip=LOCAL_ADDRESS,
+            pid=os.getpid(),
+            max_model_len=config.model_config.max_model_len,
+            vocab_size=config.model_config.get_vocab_size(),
+            block_size=config.cache_config.block_size,
+            num_kv_blocks=config.cache_config.num_gpu_blocks,
+            vllm_version=str(internals.installed_vllm()),
+            device_type=current_platform.device_type,
+            num_workers=parallel.world_size * parallel.data_parallel_size,
+            node_id=this_node(),
+            device_uuids=self._device_uuids,
+        )
+
+
+class _AsyncFace:
+    """The part of ``AsyncLLM`` that updates use, over an ``LLM`` that is not generating."""
+
+    errored = False
+    dead_error = RuntimeError("the engine of an LLM that died says so when it is called")
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self.vllm_config = llm.llm_engine.vllm_config
+        # No request is followed here, so none is sent back before an update.
+        self.output_processor = SimpleNamespace(
+            request_states={}, get_num_unfinished_requests=lambda: 0
+        )
+        self.engine_core = self
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,  # noqa: ASYNC109  vLLM's argument
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        return await asyncio.to_thread(self._llm.collective_rpc, method, timeout, args, kwargs)
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        """Does nothing: an ``LLM`` steps only inside ``generate``."""
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        """Does nothing, as above."""
+
+    async def resume_generation(self) -> None:
+        """Drops cached prefixes: an ``LLM`` does not salt them by version.
+
+        Raises:
+            SyncError: Requests under way hold some, which would meet the new weights.
+        """
+        if not await asyncio.to_thread(self._llm.reset_prefix_cache):
+            raise SyncError(
+                "vLLM did not drop its cached prefixes: requests of the LLM are under way"
+            )
+
+    async def update_weight_version(self, label: str) -> None:
+        await asyncio.to_thread(self._llm.llm_engine.set_weight_version, label)
