@@ -7,7 +7,9 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.checks import TOLERANCE, assert_holds, perturbed
+from tests.engine.trainers import broadcast
 from torchrl_vllm_sync.testing import greedy_tokens, token_log_probs
+from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 
 NUM_TOKENS = 200
 
@@ -16,8 +18,18 @@ def greedy(num_tokens=NUM_TOKENS, **kwargs):
     return SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0, **kwargs)
 
 
+TRANSPORTS = {"memmap": MemmapTransport, "broadcast": broadcast}
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def transport(request, service):
+    service.use_transport(TRANSPORTS[request.param]())
+    yield request.param
+    service.use_transport(MemmapTransport())
+
+
 @pytest.fixture
-def pushed(service, model):
+def pushed(service, model, transport):
     """A service that holds a model nobody pushed before, and that model."""
     perturbed(model, seed=time.monotonic_ns() % 2**31)
     service.push_weights(model)
