@@ -20,7 +20,7 @@ testing
 # weights on their way
 weights
 weights.buckets weights.broadcast_group
-weights.bucket_stream weights.whole_tensors
+weights.bucket_stream weights.whole_tensors weights.direct_stream
 weights.storage weights.module_tensors weights.published weights.gathering weights.trainer_ranks
 weights.module_source
 weights.sharded
