@@ -21,9 +21,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
-BENCHMARKS := $(filter-out benchmarks/record.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
+BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
-.PHONY: help setup grpo test lint format bench-smoke bench-table tutorial-smoke public-api lock clean
+.PHONY: help setup grpo test lint format bench-smoke bench-table sync-table tutorial-smoke public-api lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -63,6 +63,10 @@ bench-smoke: $(STAMP)  ## Run every benchmark for a few seconds
 
 bench-table: $(STAMP)  ## Print the table of all recorded results
 	@$(BIN)/python -m benchmarks.record benchmarks/results/*.json
+
+# Also draws a timeline beside each record of weight synchronisation.
+sync-table: $(STAMP)  ## Print the README's table of weight synchronisation
+	@$(BIN)/python -m benchmarks.weight_sync_report
 
 tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
 	@for file in $(TUTORIALS); do echo "== $$file --smoke"; $(BIN)/python "$$file" --smoke; done

@@ -1,0 +1,35 @@
+"""The README's table is the records'."""
+
+from pathlib import Path
+
+from benchmarks.weight_sync_report import records, table, timeline
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+RUN = {
+    "hardware": "h200x2",
+    "records": [
+        {"case": "8b-1", "system": "raw-nccl", "metric": "whole", "samples": [40.0, 44.0, 50.0]},
+        {"case": "8b-1", "system": "broadcast", "metric": "whole_pause", "samples": [55.0]},
+        {"case": "8b-1", "system": "broadcast", "metric": "load", "samples": [50.0]},
+        {
+            "case": "8b-1, 32 running",
+            "system": "broadcast",
+            "metric": "longest gap",
+            "samples": [70.0],
+        },
+    ],
+}
+
+
+def test_the_readme_shows_the_table_of_the_records():
+    made = README.read_text().split("<!-- made by: make sync-table -->\n")[1].split("<!-- end")[0]
+    assert made == table(records())
+
+
+def test_medians_and_blanks():
+    assert table([RUN]).splitlines()[-1] == "| 8b-1 | 44.0 |  | 55.0 |  |  | 70.0 |  |  |"
+
+
+def test_the_timeline_is_drawn(tmp_path):
+    timeline(RUN, tmp_path / "push.png")
+    assert (tmp_path / "push.png").read_bytes().startswith(b"\x89PNG")
