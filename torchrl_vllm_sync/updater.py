@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.local_llm import LocalLLM
     from torchrl_vllm_sync.service import AsyncVLLM
-    from torchrl_vllm_sync.weights.transport import PushReport, WeightTransport
+    from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
 __all__ = ["WeightUpdater"]
 
@@ -54,6 +54,8 @@ class WeightUpdater:
             ``weights/choice.py``; reports name what was chosen.
         timeout_s: Seconds after which a silent replica counts as failed.
         clear_cache: Recompute keys and values of requests in flight after each push.
+        mode: What becomes of requests in flight: ``"keep"``, ``"wait"`` or ``"abort"``, see
+            ``AsyncVLLM.push_weights``.
 
     Raises:
         UnsupportedArgumentError: No transport of that name.
@@ -67,6 +69,7 @@ class WeightUpdater:
         transport: str | WeightTransport = "auto",
         timeout_s: float = 300.0,
         clear_cache: bool = False,
+        mode: PauseMode = "keep",
     ) -> None:
         if isinstance(transport, str):
             if transport not in TRANSPORTS:
@@ -79,6 +82,7 @@ class WeightUpdater:
         self.last_report: PushReport | None = None
         self._transport = transport
         self._timeout_s, self._clear_cache = timeout_s, clear_cache
+        self._mode: PauseMode = mode
         self._announced: int | None = None
         self._collectors: list[weakref.ref[Any]] = []
         self._post_hooks: list[Callable[[], Any]] = []
@@ -156,6 +160,7 @@ class WeightUpdater:
                 transport=self._transport,
                 timeout_s=self._timeout_s,
                 clear_cache=self._clear_cache,
+                mode=self._mode,
             )
         moved = self.last_report.version > self._announced
         self._announced = max(self.last_report.version, self._announced)

@@ -22,10 +22,11 @@ class Service:
     def __init__(self):
         self.weight_version, self.pushes, self.failures, self.opened = 0, [], 0, 0
 
-    def push_weights(self, weights, *, version, transport, timeout_s, clear_cache):
+    def push_weights(self, weights, *, version, transport, timeout_s, clear_cache, mode):
         version = self.weight_version + 1 if version is None else version
         self.weight_version = version
         self.pushes.append((weights, version))
+        self.mode = mode
         if self.failures:
             self.failures -= 1
             raise WeightSyncError(version, {"1": "injected"})
@@ -162,3 +163,11 @@ def test_init_opens_the_transport_and_takes_any_arguments(service):
     updater = WeightUpdater(service, transport=transport)
     updater.init("whatever", a="collector passes")
     assert (service.transport, service.opened) == (transport, 1)
+
+
+def test_the_mode_of_the_pause_is_handed_on():
+    service = Service()
+    WeightUpdater(service, {}).push_weights()
+    assert service.mode == "keep"
+    WeightUpdater(service, {}, mode="wait").push_weights()
+    assert service.mode == "wait"
