@@ -17,6 +17,9 @@ __all__ = ["BroadcastLoads"]
 
 # Seconds between looks at whether staged weights have arrived.
 STAGED_POLL_S = 0.005
+# A worker that has run out of time is given this much longer to say so, and whether its weights
+# are as they were: of one that stays silent that is not known.
+LAST_WORDS_S = 2.0
 # Seconds for a worker to leave its group.
 LEAVE_TIMEOUT_S = 10.0
 
@@ -43,7 +46,8 @@ class BroadcastLoads:
             SyncError: A worker could not join.
         """
         async with self._updates.exclusive(timeout_s):
-            await self._call("sync_join", init_info | {"timeout_s": timeout_s}, timeout_s=timeout_s)
+            limits = {"timeout_s": timeout_s, "deadline": time.monotonic() + timeout_s}
+            await self._call("sync_join", init_info | limits, timeout_s=timeout_s + LAST_WORDS_S)
 
     async def prepare(
         self, metadata: list[list[Any]], bucket_bytes: int, *, timeout_s: float
@@ -130,7 +134,7 @@ class BroadcastLoads:
                     direct,
                     num_passes,
                     timeout_s,
-                    timeout_s=timeout_s,
+                    timeout_s=timeout_s + LAST_WORDS_S,
                 )
 
             return await updates.apply(

@@ -71,6 +71,8 @@ class BroadcastInitInfo(WeightTransferInitInfo):
         timeout_s: Seconds within which everybody must have come.
         interface: Network interface; ``None`` takes the one that reaches the trainer.
         group_id: Tells the group's pushes from those of other groups.
+        deadline: ``time.monotonic()`` of this host at which nobody waits for the worker any more;
+            a call that an engine comes to later, because it was stopped, is not begun.
     """
 
     master_address: str
@@ -80,6 +82,7 @@ class BroadcastInitInfo(WeightTransferInitInfo):
     timeout_s: float = 60.0
     interface: str | None = None
     group_id: int = 0
+    deadline: float | None = None
 
 
 @dataclass
@@ -159,6 +162,11 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         """
         self.shutdown()
         deadline = time.monotonic() + init_info.timeout_s
+        if init_info.deadline is not None:
+            deadline = min(deadline, init_info.deadline)
+        timeout_s = deadline - time.monotonic()
+        if timeout_s <= 0:
+            raise TransferError("this worker came too late to the rendezvous")
         rendezvous = Rendezvous(
             init_info.master_address,
             init_info.master_port,
@@ -169,7 +177,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             rendezvous,
             init_info.rank_offset + self.rank_in_replica,
             self.device,
-            timeout_s=init_info.timeout_s,
+            timeout_s=timeout_s,
         )
         group.connect(timeout_s=max(deadline - time.monotonic(), 1.0))
         self._group, self._group_id = group, init_info.group_id

@@ -31,6 +31,7 @@ PUSH_ID_BITS = 24
 # Seconds between looks at work on a GPU that is under way, and at those who take part in it.
 SPIN_S = 50e-6
 STORE_POLL_S = 50e-6
+CONNECT_POLL_S = 0.1
 WATCH_S = 0.05
 GO, LEFT = "go", "left"
 CLOSED = "the group is not connected, or was closed after a failure"
@@ -69,6 +70,24 @@ def own_address(peer: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         return probe.getsockname()[0]
+
+
+def _await_listener(address: str, port: int, deadline: float) -> None:
+    """Returns once somebody listens there.
+
+    Raises:
+        OSError: Nobody did until ``deadline``, of ``time.monotonic()``.
+    """
+    while True:
+        try:
+            left = max(deadline - time.monotonic(), 1e-3)
+            socket.create_connection((address, port), timeout=left).close()
+        except OSError:
+            if time.monotonic() + CONNECT_POLL_S > deadline:
+                raise
+        else:
+            return
+        time.sleep(CONNECT_POLL_S)
 
 
 class BroadcastGroup:
@@ -152,16 +171,19 @@ class BroadcastGroup:
                 f"rank must be in [1, {rendezvous.world_size}) in a group of "
                 f"{rendezvous.world_size}, got {rank}"
             )
+        deadline = time.monotonic() + timeout_s
         try:
+            # The store itself tries twice, each time for as long as it is given.
+            _await_listener(rendezvous.address, rendezvous.port, deadline)
             store = TCPStore(
                 rendezvous.address,
                 rendezvous.port,
                 rendezvous.world_size,
                 is_master=False,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=max(deadline - time.monotonic(), 1.0)),
                 wait_for_workers=False,
             )
-        except (DistError, RuntimeError) as error:
+        except (DistError, OSError, RuntimeError) as error:
             raise TransferError(
                 f"cannot reach the trainer at {rendezvous.address}:{rendezvous.port} within "
                 f"{timeout_s:g} s: {error}"
