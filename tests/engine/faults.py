@@ -36,11 +36,11 @@ class FaultyWorker(SyncWorkerExtension):
     Of broadcasts alone: ``unready``: raise before the trainer is told that this worker is ready.
     ``linger_s``: sleep instead, there. ``signal`` and ``at``: send this process a signal, ``kill``
     or ``stop``, before tensor ``at``. ``touch``: make this file before tensor ``at`` and sleep
-    until it is gone.
+    until it is gone. ``rank``: only the worker of this rank in its replica misbehaves.
     """
 
-    def sync_plan(self, **plan):
-        self._plan = plan
+    def sync_plan(self, rank=None, **plan):
+        self._plan = plan if rank in (None, self._sync_receiver().rank_in_replica) else {}
         broadcast_receiver.whole_tensors = self._sync_faulty_arrivals
         return os.getpid()
 
