@@ -12,11 +12,14 @@ from tensordict import TensorDict
 from torchrl.modules.llm import TransformersWrapper
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
+from tests.engine.conftest import ENGINE
+from tests.engine.requests import eventually
 from tests.engine.trainers import BUCKET_BYTES, Trainer, broadcast
-from torchrl_vllm_sync import WeightUpdater
+from torchrl_vllm_sync import AsyncVLLM, WeightUpdater
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
     WeightMismatchError,
+    WeightSyncError,
 )
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_tokenizer
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
@@ -296,3 +299,55 @@ def test_two_pushes_at_once_go_one_after_the_other(broadcasting, checkpoint):
     last = models[versions.index(max(versions))]
     assert broadcasting.weight_version == max(versions)
     assert_holds(broadcasting, last)
+
+
+# ---------------------------------------------------------------- an engine of several engines
+
+
+def assert_all_engines_hold(service, model):
+    """As ``assert_holds``; the engines of a data-parallel replica take requests in turn."""
+    for _ in range(4):
+        assert_holds(service, model)
+
+
+@pytest.fixture(scope="module")
+def parallel(cluster, checkpoint):
+    """One replica of two data-parallel engines."""
+    with AsyncVLLM.from_pretrained(
+        str(checkpoint),
+        data_parallel_size=2,
+        num_replicas=1,
+        worker_extension_cls="tests.engine.faults.FaultyWorker",
+        **{**ENGINE, "kv_cache_memory_bytes": 32 * 2**20},
+    ) as service:
+        service.use_transport(broadcast())
+        yield service
+
+
+@pytest.mark.slow
+def test_data_parallel_engines_each_get_everything(parallel, model):
+    assert parallel.get_world_size() == 2
+    for step in range(3):
+        report = parallel.push_weights(perturbed(model, seed=step))
+        assert report.replicas[0].phases["num_tensors"] == len(list(model.parameters()))
+        assert_all_engines_hold(parallel, model)
+    plan(parallel, rank=1, zero="model.layers.1.mlp.down_proj.weight")
+    parallel.push_weights(perturbed(model, seed=4))
+    with pytest.raises(AssertionError, match="replica 0 differs by"):
+        assert_all_engines_hold(parallel, model)
+    plan(parallel)
+
+
+# vLLM's collective_rpc returns what the first of several engines answers, and drops the others'.
+@pytest.mark.xfail(raises=pytest.fail.Exception, strict=True, reason="only one engine is heard")
+def test_a_failure_in_the_second_engine_is_heard(parallel, model):
+    plan(parallel, rank=1, fail_at=20, times=1)
+    with pytest.raises(WeightSyncError, match="injected before tensor 20"):
+        parallel.push_weights(perturbed(model, seed=5))
+    parallel.push_weights(model)
+    eventually(lambda: all(one.state.admits_requests for one in parallel.load.snapshots()))
+    assert_all_engines_hold(parallel, model)
+
+
+def plan(service, **faults):
+    ray.get(service.actors[0].collective_rpc.remote("sync_plan", kwargs=faults))

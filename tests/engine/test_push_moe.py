@@ -5,14 +5,25 @@ import ray
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.conftest import ENGINE
+from tests.engine.requests import eventually
+from tests.engine.trainers import broadcast
 from torchrl_vllm_sync import AsyncVLLM
-from torchrl_vllm_sync.errors import WeightMismatchError
+from torchrl_vllm_sync.errors import WeightMismatchError, WeightSyncError
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
+from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 
 MODELS = {
     "qwen3_moe, untied": {"architecture": "qwen3_moe", "tied": False},
     "qwen2_moe, tied": {"architecture": "qwen2_moe", "tied": True},
 }
+
+
+TRANSPORTS = {"memmap": MemmapTransport, "broadcast": broadcast}
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request):
+    return TRANSPORTS[request.param]()
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -30,9 +41,10 @@ def experts(request, cluster, tmp_path_factory):
         yield service, path
 
 
-def test_experts_arrive(experts):
+def test_experts_arrive(experts, transport):
     service, path = experts
     model = load_tiny_model(path)
+    service.push_weights(model, transport=transport)
     assert_holds(service, model)
     for step in range(1, 4):
         perturbed(model, seed=step)
@@ -42,11 +54,11 @@ def test_experts_arrive(experts):
 
 
 @pytest.mark.parametrize("name", ["experts.3.down_proj.weight", "mlp.gate.weight"])
-def test_the_check_notices_a_lost_expert(experts, name):
+def test_the_check_notices_a_lost_expert(experts, transport, name):
     service, path = experts
     model = perturbed(load_tiny_model(path), seed=8)
     plan(service, zero=f"model.layers.1.mlp.{name.removeprefix('mlp.')}")
-    service.push_weights(model)
+    service.push_weights(model, transport=transport)
     with pytest.raises(AssertionError, match="replica 0 differs by"):
         assert_holds(service, model)
     plan(service)
@@ -57,8 +69,20 @@ def test_the_check_notices_a_lost_expert(experts, name):
 def test_a_load_that_failed_among_the_experts_is_repaired(experts):
     service, path = experts
     model = perturbed(load_tiny_model(path), seed=9)
+    service.use_transport(MemmapTransport())
     plan(service, fail_at=18, times=1)
     assert service.push_weights(model).replicas[0].phases["attempts"] == 2
+    assert_holds(service, model)
+
+
+def test_a_broadcast_that_failed_among_the_experts_is_repaired_by_the_next(experts):
+    service, path = experts
+    model = perturbed(load_tiny_model(path), seed=9)
+    plan(service, fail_at=18, times=1)
+    with pytest.raises(WeightSyncError, match="injected before tensor 18"):
+        service.push_weights(model, transport=broadcast())
+    service.push_weights(model)
+    eventually(lambda: all(one.state.admits_requests for one in service.load.snapshots()))
     assert_holds(service, model)
 
 
@@ -85,10 +109,21 @@ def test_two_workers_each_take_their_shard(cluster, checkpoint):
     ) as service:
         assert service.get_world_size() == 2
         assert_holds(service, model)
-        for step in range(1, 3):
+        for step in range(4):
             perturbed(model, seed=step)
-            service.push_weights(model)
+            service.push_weights(model, transport=(broadcast if step % 2 else MemmapTransport)())
             assert_holds(service, model)
+        plan(service, zero="model.layers.1.mlp.down_proj.weight")
+        service.push_weights(perturbed(model, seed=4))
+        assert distance(service, model, 0) > 100 * TOLERANCE
+        plan(service, fail_at=20, times=1, rank=1)
+        with pytest.raises(WeightSyncError, match=r"worker 1 could not load: .*injected"):
+            service.push_weights(model)
+        plan(service)
+        service.push_weights(model)
+        eventually(lambda: all(one.state.admits_requests for one in service.load.snapshots()))
+        assert_holds(service, model)
+        service.use_transport(MemmapTransport())
         perturbed(model, seed=3)
         plan(service, fail_at=20, times=1)
         assert service.push_weights(model).replicas[0].phases["attempts"] == 2
