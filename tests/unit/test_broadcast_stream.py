@@ -351,3 +351,15 @@ def test_a_worker_that_leaves_ends_the_senders_wait(groups):
     assert time.monotonic() - begin < 15
     with pytest.raises(TransferError, match="not connected, or was closed"):
         trainer.broadcast(torch.zeros(1), timeout_s=1)
+
+
+def test_workers_hear_that_the_trainer_gave_up_or_is_gone(groups):
+    trainer, one, other = groups
+    one.raise_if_given_up()
+    trainer.abort()
+    for group in (one, other):
+        with pytest.raises(TransferError, match="the trainer gave the transfer up"):
+            group.raise_if_given_up()
+    trainer.close()
+    with pytest.raises(TransferError, match="the trainer is gone"):
+        one.raise_if_given_up()

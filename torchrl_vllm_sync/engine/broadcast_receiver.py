@@ -291,7 +291,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
                 with group.side_stream():
                     arrivals = self._arrivals(group, layout, deadline)
                     staging.tensors = list(whole_tensors(layout, self._buffers, arrivals))
-                group.synchronize(deadline=deadline)
+                group.synchronize(deadline=deadline, watch=group.raise_if_given_up)
         return len(layout.metadata)
 
     def require_staging(self) -> StagingArea:
@@ -393,7 +393,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             with group.side_stream():
                 for index in arrivals:
                     buckets[index].copy()
-        group.synchronize(deadline=deadline)
+        group.synchronize(deadline=deadline, watch=group.raise_if_given_up)
         group.follow()
 
     def _reload(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:
@@ -406,14 +406,14 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
                 # Whoever fails here still takes part, so that the others' transfer ends.
                 for _ in arrivals:
                     pass
-        group.synchronize(deadline=deadline)
+        group.synchronize(deadline=deadline, watch=group.raise_if_given_up)
         group.follow()
 
     def _drain(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:
         with group.side_stream():
             for _ in self._arrivals(group, layout, deadline):
                 pass
-        group.synchronize(deadline=deadline)
+        group.synchronize(deadline=deadline, watch=group.raise_if_given_up)
 
     def _check_plan(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:
         """Compares what the plan left behind with what the layerwise reload does."""

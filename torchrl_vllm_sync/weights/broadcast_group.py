@@ -33,7 +33,7 @@ SPIN_S = 50e-6
 STORE_POLL_S = 50e-6
 CONNECT_POLL_S = 0.1
 WATCH_S = 0.05
-GO, LEFT = "go", "left"
+GO, LEFT, GIVEN_UP = "go", "left", "given-up"
 CLOSED = "the group is not connected, or was closed after a failure"
 # ProcessGroupNCCL's watchdog would end the whole process when a collective fails.
 QUIET_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -342,10 +342,28 @@ class BroadcastGroup:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def abort(self) -> None:
-        """Gives the communicator up, whatever it is doing; on CUDA this ends waiting kernels."""
+        """Gives the communicator up, whatever it is doing; on CUDA this ends waiting kernels.
+
+        Workers hear of it when the trainer does it, see :meth:`raise_if_given_up`.
+        """
         group, self._group = self._group, None
         if group is not None:
+            if self.rank == TRAINER_RANK and self._store is not None:
+                self._store.set(GIVEN_UP, "1")
             group.abort()
+
+    def raise_if_given_up(self) -> None:
+        """On a worker: what a wait for the trainer calls now and then.
+
+        Raises:
+            TransferError: The trainer has given the group up, or is gone.
+        """
+        try:
+            given_up = self.store.check([GIVEN_UP])
+        except DistError as error:
+            raise TransferError(f"the trainer is gone: {error}") from error
+        if given_up:
+            raise TransferError("the trainer gave the transfer up")
 
     def close(self) -> None:
         """Leaves the group; peers that still wait for this rank notice. Idempotent.
