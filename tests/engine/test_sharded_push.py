@@ -1,0 +1,284 @@
+"""A trainer of two processes under FSDP2 and real engines: what they compute, and who hears what.
+
+The trainer's processes are started once. They are told through pipes what to do next, and answer
+with what it returned or raised.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.engine.checks import TOLERANCE, assert_holds, distance
+from tests.engine.trainers import broadcast
+from torchrl_vllm_sync import WeightUpdater, attach
+from torchrl_vllm_sync.testing import load_tiny_model
+from torchrl_vllm_sync.weights import gathering
+from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
+
+PROCESSES = multiprocessing.get_context("spawn")
+NUM_RANKS = 2
+STEP_S = 6.0
+START_S, ANSWER_S = 120.0, 60.0
+LEARNING_RATE = 0.02
+# One row of the batch for each rank; the whole model is stepped with all of it.
+BATCH = torch.stack([torch.arange(5, 45), torch.arange(300, 260, -1)])
+
+
+def train(model, optimizer, ids):
+    """One optimizer step, which changes every parameter."""
+    optimizer.zero_grad()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+    optimizer.step()
+
+
+def optimizer_of(model):
+    return torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, eps=1e-3)
+
+
+# ---------------------------------------------------------------- the trainer's processes
+
+
+class Rank:
+    """What one process of the trainer does when it is told to."""
+
+    def __init__(self, rank, checkpoint, service_name):
+        self._rank = rank
+        self._launch = gathering.Gather.launch
+        self._sharded_launch = gathering._Sharded.launch
+        self._checkpoint = checkpoint
+        self._service = attach(service_name) if rank == 0 else None
+        self._updaters = {}
+        self.restart()
+
+    def restart(self):
+        """Goes back to the checkpoint."""
+        self._updaters.clear()
+        self._model = load_tiny_model(self._checkpoint)
+        mesh = init_device_mesh("cpu", (NUM_RANKS,))
+        for layer in self._model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self._model, mesh=mesh)
+        assert all(isinstance(one, DTensor) for one in self._model.parameters())
+        self._optimizer = optimizer_of(self._model)
+
+    def step(self):
+        train(self._model, self._optimizer, BATCH[self._rank : self._rank + 1])
+
+    def push(self, transport="broadcast", version=None):
+        """Returns the report's version, transport and number of bytes."""
+        if transport not in self._updaters:
+            self._updaters[transport] = WeightUpdater(
+                self._service, source=self._model, transport=transport
+            )
+        report = self._updaters[transport].push_weights(version=version)
+        return report.version, report.transport, report.num_bytes
+
+    def push_in_small_buckets(self):
+        """A push that is on its way long before the last layer is gathered."""
+        source = ShardedModuleSource(self._model, timeout_s=STEP_S)
+        return WeightUpdater(self._service, source, transport=broadcast()).push_weights().version
+
+    def break_down(self, how, when):
+        """Lets this process fail when it is to gather group number ``when`` of its next push."""
+        launched = []
+
+        def launch(gather):
+            if len(launched) == when:
+                gathering.Gather.launch = self._launch
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError("out of luck")
+            launched.append(1)
+            self._launch(gather)
+
+        gathering.Gather.launch = launch
+
+    def gather_nothing(self, do_it=True):
+        """Lets the first shard stand for the whole."""
+
+        def launch(part):
+            if part._room is not None:
+                part._room.zero_()[: len(part._mine)] = part._mine
+
+        gathering._Sharded.launch = launch if do_it else self._sharded_launch
+
+    def end(self):
+        if self._service is not None:
+            self._service._let_go()
+
+
+def child(pipe, rank, port, ray_address, service_name, checkpoint):
+    """One rank, which obeys until its pipe closes."""
+    os.environ["RAY_ADDRESS"] = ray_address
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    me = Rank(rank, checkpoint, service_name)
+    pipe.send("ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            method, kwargs = pipe.recv()
+            begin = time.monotonic()
+            try:
+                answer = getattr(me, method)(**kwargs)
+            except Exception as error:  # noqa: BLE001  whatever it is, it is the answer
+                answer = error
+            pipe.send((answer, time.monotonic() - begin))
+    me.end()
+    with contextlib.suppress(RuntimeError):  # the peer may be gone
+        dist.destroy_process_group()
+
+
+class Ranks:
+    """The trainer's processes, seen from the test."""
+
+    def __init__(self, service_name, checkpoint):
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pipes, self._processes = [], []
+        address = ray.get_runtime_context().gcs_address
+        for rank in range(NUM_RANKS):
+            ours, theirs = PROCESSES.Pipe()
+            args = (theirs, rank, self._store.port, address, service_name, str(checkpoint))
+            process = PROCESSES.Process(target=child, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def wait_until_ready(self):
+        for pipe in self._pipes:
+            assert pipe.poll(START_S)
+            assert pipe.recv() == "ready"
+
+    def tell(self, rank, method, **kwargs):
+        self._pipes[rank].send((method, kwargs))
+
+    def answer(self, rank):
+        """What a rank's last call returned or raised, and after how many seconds.
+
+        ``None`` if it was killed.
+        """
+        assert self._pipes[rank].poll(ANSWER_S), f"rank {rank} hangs"
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def answers(self, method, **kwargs):
+        """Both ranks' answers to the same call."""
+        for rank in range(NUM_RANKS):
+            self.tell(rank, method, **kwargs)
+        return [self.answer(rank) for rank in range(NUM_RANKS)]
+
+    def all(self, method, **kwargs):
+        """Both ranks' results of a call that must not fail."""
+        results = []
+        for result, _ in self.answers(method, **kwargs):
+            if isinstance(result, Exception):
+                raise result
+            results.append(result)
+        return results
+
+    def close(self):
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+
+@contextlib.contextmanager
+def started(service, checkpoint):
+    ranks = Ranks(service.name, checkpoint)
+    try:
+        ranks.wait_until_ready()
+        yield ranks
+    finally:
+        ranks.close()
+
+
+@pytest.fixture(scope="module")
+def both(service, checkpoint):
+    """The trainer; engines are left serving what they were launched with."""
+    with started(service, checkpoint) as ranks:
+        yield ranks
+    service.use_transport(MemmapTransport())
+    service.push_weights(load_tiny_model(checkpoint))
+
+
+@pytest.fixture
+def ranks(both):
+    """The trainer as it begins: with the checkpoint's weights."""
+    both.all("restart")
+    return both
+
+
+class Whole:
+    """The same training in one process, on the whole model."""
+
+    def __init__(self, model):
+        self.model, self._optimizer = model, optimizer_of(model)
+
+    def step(self):
+        train(self.model, self._optimizer, BATCH)
+
+
+@pytest.fixture
+def whole(model):
+    return Whole(model)
+
+
+# ---------------------------------------------------------------- what arrives
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "memmap"])
+def test_every_replica_computes_what_the_trainer_does_after_each_step(
+    service, ranks, whole, transport
+):
+    num_bytes = sum(p.numel() * p.element_size() for p in whole.model.parameters())
+    versions = []
+    for _ in range(2):
+        whole.step()
+        assert min(distance(service, whole.model, index) for index in range(2)) > 100 * TOLERANCE
+        ranks.all("step")
+        first, second = ranks.all("push", transport=transport)
+        assert first == second
+        assert first[1:] == (transport, num_bytes)
+        versions.append(first[0])
+        assert_holds(service, whole.model)
+    assert versions[1] == versions[0] + 1
+
+
+def test_the_comparison_above_notices_a_step_that_was_not_pushed(service, ranks, whole):
+    ranks.all("push")
+    assert_holds(service, whole.model)
+    ranks.all("step")
+    whole.step()
+    with pytest.raises(AssertionError, match="replica 0 differs by"):
+        assert_holds(service, whole.model)
+
+
+def test_the_comparison_above_notices_that_nothing_is_gathered(service, ranks, whole):
+    ranks.all("gather_nothing")
+    ranks.all("push")
+    ranks.all("gather_nothing", do_it=False)
+    for index in range(2):
+        assert distance(service, whole.model, index) > 100 * TOLERANCE
+    ranks.all("push")
+    assert_holds(service, whole.model)
