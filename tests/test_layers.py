@@ -32,7 +32,8 @@ weights.version_store
 weights.snapshot_writer
 weights.packer
 weights.vllm_nccl_api weights.watched weights.choice
-weights.memmap_transport weights.broadcast_transport weights.vllm_nccl_transport weights.ipc_transport
+weights.memmap_transport weights.broadcast_transport
+weights.vllm_nccl_transport weights.ipc_transport
 weights.auto_transport
 weights.push
 

@@ -338,8 +338,6 @@ def test_data_parallel_engines_each_get_everything(parallel, model):
     plan(parallel)
 
 
-# vLLM's collective_rpc returns what the first of several engines answers, and drops the others'.
-@pytest.mark.xfail(raises=pytest.fail.Exception, strict=True, reason="only one engine is heard")
 def test_a_failure_in_the_second_engine_is_heard(parallel, model):
     plan(parallel, rank=1, fail_at=20, times=1)
     with pytest.raises(WeightSyncError, match="injected before tensor 20"):

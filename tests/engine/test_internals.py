@@ -169,6 +169,20 @@ def test_set_weight_label_marks_the_tokens_that_follow(inside):
     assert spans[0].end == spans[1].start >= 3
 
 
+def test_call_workers_hears_each_worker(inside):
+    async def compare(actor):
+        from torchrl_vllm_sync.engine import internals
+
+        return (
+            await actor.engine.collective_rpc("native_engine_name"),
+            await internals.call_workers(actor.engine, "native_engine_name", ()),
+        )
+
+    theirs, ours = inside(compare)
+    assert theirs == ours
+    assert len(ours) == 1
+
+
 def test_an_engine_core_that_is_killed_is_noticed(inside):
     """Last: it ends the engine. ``AsyncLLM.errored`` is what the replica's watch looks at."""
 

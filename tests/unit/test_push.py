@@ -98,6 +98,13 @@ def test_versions_count_up_from_what_the_replicas_hold(pusher, replicas, transpo
     assert replicas.calls == ["report"]  # asked once
 
 
+def test_versions_count_up_from_what_stale_replicas_were_at(pusher, replicas):
+    replicas.held = {"a": 57, "b": 56}
+    replicas.states = dict.fromkeys("ab", ReplicaState.STALE)
+    assert pusher.committed == 0
+    assert push(pusher).version == 58
+
+
 def test_versions_count_up_from_what_the_transport_holds(pusher, transport):
     transport.last_version = 100
     assert push(pusher).version == 101

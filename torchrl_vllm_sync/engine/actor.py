@@ -101,7 +101,7 @@ class EngineActor(NativeWeightTransfer):
         self._broadcasts = BroadcastLoads(self._updates)
         self._gate.set(ReplicaState.SERVING)
         self._health = asyncio.create_task(self._watch_health())
-        found = await self.engine.collective_rpc("native_device_uuid")
+        found = await internals.call_workers(self.engine, "native_device_uuid", ())
         self._device_uuids = tuple(uuid for uuid in found if uuid)
         return self.describe()
 

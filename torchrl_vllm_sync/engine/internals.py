@@ -5,6 +5,7 @@ Read in vLLM 0.26 and 0.32; ``tests/engine/test_internals.py`` names each of the
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EngineStats",
     "StatsRecorder",
+    "call_workers",
     "installed_vllm",
     "known_requests",
     "num_unfinished_requests",
@@ -109,6 +111,25 @@ class StatsRecorder(StatLoggerBase):
             max(one.kv_cache_usage for one in stats),
             min(one.measured_at for one in stats),
         )
+
+
+async def call_workers(
+    engine: AsyncLLM, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> list[Any]:
+    """Calls ``method`` on every worker of every data-parallel engine and returns all answers.
+
+    ``AsyncLLM.collective_rpc`` reaches all of them too, but returns what the first engine's
+    workers answer and drops the others' (``call_utility_async`` of the data-parallel clients,
+    ``vllm/v1/engine/core_client.py``).
+    """
+    client: Any = engine.engine_core
+    answers = await asyncio.gather(
+        *(
+            client._call_utility_async("collective_rpc", method, None, args, kwargs, engine=one)
+            for one in client.core_engines
+        )
+    )
+    return [answer for of_one_engine in answers for answer in of_one_engine]
 
 
 def num_unfinished_requests(engine: AsyncLLM) -> int:

@@ -244,7 +244,7 @@ class WeightUpdates:
         heartbeat: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Calls a method of every worker and returns their answers; see :meth:`ask`."""
-        call = self._engine.collective_rpc(method, args=args)
+        call = internals.call_workers(self._engine, method, args)
         return await self.ask(what, call, timeout_s, heartbeat=heartbeat)
 
     async def ask(

@@ -36,16 +36,19 @@ class VersionLedger:
     Attributes:
         committed: Newest version that every replica acknowledged; 0 is what engines launch with.
         held: What each replica last acknowledged; ``None`` after a failed update.
+        seen: Newest version that any replica was at, one that is stale now too.
     """
 
     def __init__(self) -> None:
-        self.committed = 0
+        self.committed = self.seen = 0
         self.held: dict[str, int | None] = {}
 
     @property
     def newest(self) -> int:
         """Newest version that any replica acknowledged."""
-        return max([self.committed, *(one for one in self.held.values() if one is not None)])
+        return max(
+            [self.committed, self.seen, *(one for one in self.held.values() if one is not None)]
+        )
 
     def record(self, outcome: SendOutcome, version: int) -> None:
         """Notes each replica's answer, and commits ``version`` if all of them hold it."""
@@ -221,6 +224,8 @@ class WeightPusher:
         for replica_id, report in reports.items():
             whole = isinstance(report, EngineReport) and report.state.admits_requests
             ledger.held[replica_id] = report.weight_version if whole else None
+            if isinstance(report, EngineReport):
+                ledger.seen = max(ledger.seen, report.weight_version or 0)
         versions = [-1 if one is None else one for one in ledger.held.values()]
         ledger.committed = self._committed = max(self._committed, min(versions, default=0))
         return ledger
