@@ -195,7 +195,7 @@ class _LocalReplica(EngineActor):
         self._snapshots = SnapshotLoads(self._updates, f"llm-{os.getpid()}")
         self._broadcasts = BroadcastLoads(self._updates)
         self._gate.set(ReplicaState.SERVING)
-        found = await self.engine.collective_rpc("native_device_uuid")
+        found = await internals.call_workers(self.engine, "native_device_uuid", ())
         self._device_uuids = tuple(uuid for uuid in found if uuid)
         return self.describe()
 
@@ -224,6 +224,7 @@ class _LocalReplica(EngineActor):
 class _AsyncFace:
     """The part of ``AsyncLLM`` that updates use, over an ``LLM`` that is not generating."""
 
+    core_engines = (0,)
     errored = False
     dead_error = RuntimeError("the engine of an LLM that died says so when it is called")
 
@@ -236,14 +237,10 @@ class _AsyncFace:
         )
         self.engine_core = self
 
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,  # noqa: ASYNC109  vLLM's argument
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        return await asyncio.to_thread(self._llm.collective_rpc, method, timeout, args, kwargs)
+    async def _call_utility_async(self, utility: str, *args: Any, engine: int) -> list[Any]:
+        """What ``internals.call_workers`` calls; an ``LLM`` is one engine."""
+        assert (utility, engine) == ("collective_rpc", 0)
+        return await asyncio.to_thread(self._llm.collective_rpc, *args)
 
     async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         """Does nothing: an ``LLM`` steps only inside ``generate``."""
