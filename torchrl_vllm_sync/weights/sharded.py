@@ -91,6 +91,7 @@ class ShardedModuleSource:
         store = _store_for(module)
         self._ranks = TrainerRanks(ranks, dist.get_rank(), store, timeout_s=timeout_s)
         self._round: LeadingRound | None = None
+        self._failure: TrainerRankError | None = None
 
     @property
     def leads(self) -> bool:
@@ -149,18 +150,24 @@ class ShardedModuleSource:
             What they will be told after a success; an exception is told by its text.
 
         Raises:
-            TrainerRankError: The other ranks cannot be reached.
+            TrainerRankError: The other ranks cannot be reached, or one failed during an iteration,
+                whatever its reader made of that.
         """
         announcement = Announcement()
+        self._failure = None
         self._round = self._ranks.begin(self._digest())
         try:
             yield announcement
             self._round.succeed(announcement.outcome)
         except BaseException as error:
-            self._round.fail(error)
-            raise
+            if self._failure is None or not isinstance(error, Exception):
+                self._round.fail(error)
+                raise
+            # Engines that were cut off report no more than that.
+            self._round.fail(self._failure)
+            raise self._failure from error
         finally:
-            self._round = None
+            self._round = self._failure = None
 
     def participate(self, *, timeout_s: float = FOLLOW_TIMEOUT_S) -> Any:  # noqa: ANN401
         """Takes part in one push on a rank that does not send.
@@ -175,13 +182,22 @@ class ShardedModuleSource:
         Raises:
             TrainerRankError: The push failed: names the rank and says why.
         """
-        followed = self._ranks.join(self._digest(), timeout_s=timeout_s)
+        followed = self._ranks.join(timeout_s=timeout_s)
         under_way: list[Gather] = []
         try:
             tensors = self._tensors()
             groups = _groups(self._plan(tensors))
+            # Prepared before this rank is called: failing between the call and the launch would
+            # leave the sending rank alone in a collective, and the process group out of step.
+            expected, prepared = 0, self._prepare(groups[0], tensors)
+            followed.present(self._digest())
             while not isinstance(call := followed.next(), Verdict):
-                under_way.append(self._launch(groups[call], tensors))
+                if call != expected:  # a reader that stopped early begins again
+                    prepared = self._prepare(groups[call], tensors)
+                prepared.launch()
+                under_way.append(prepared)
+                expected = (call + 1) % len(groups)
+                prepared = self._prepare(groups[expected], tensors)
                 followed.launched()
                 if len(under_way) > 1:
                     self._finish_following(under_way.pop(0), followed)
@@ -212,6 +228,10 @@ class ShardedModuleSource:
                     yield from bundle.publish(self._module, sources)
                     del sources
                 del whole
+        except TrainerRankError as error:
+            # Without the traceback, which holds what the reader was sending.
+            self._failure = TrainerRankError(error.rank, error.reason)
+            raise
         except GeneratorExit:
             if ahead is not None:
                 self._finish(ahead)  # its memory is still being written
@@ -222,11 +242,6 @@ class ShardedModuleSource:
         assert self._round is not None
         gather = self._prepare(group, tensors)
         self._round.call(index)
-        gather.launch()
-        return gather
-
-    def _launch(self, group: list[Bundle], tensors: dict[str, torch.Tensor]) -> Gather:
-        gather = self._prepare(group, tensors)
         gather.launch()
         return gather
 

@@ -111,11 +111,10 @@ class TrainerRanks:
             raise TrainerRankError(None, f"their store failed: {error}") from error
         return LeadingRound(self, number, digest)
 
-    def join(self, digest: str, *, timeout_s: float) -> FollowingRound:
+    def join(self, *, timeout_s: float) -> FollowingRound:
         """Enters the round that the leader has begun or begins next.
 
         Args:
-            digest: See :meth:`begin`.
             timeout_s: Seconds for which the leader may be silent, now and before each call.
 
         Raises:
@@ -127,7 +126,6 @@ class TrainerRanks:
             number += 1
         _await(self.store, f"{number}/begun", timeout_s, self.leader, waiting)
         self.store.set(self._joined(number), "")
-        self.store.set(f"{number}/ready/0/{self.rank}", digest)
         return FollowingRound(self, number, timeout_s)
 
     def _joined(self, number: int) -> str:
@@ -259,7 +257,9 @@ class LeadingRound:
 
 
 class FollowingRound:
-    """Another rank's side of a round: :meth:`next`, gather, :meth:`launched`, and so on.
+    """Another rank's side of a round: :meth:`present`, :meth:`next`, gather, :meth:`launched`, ...
+
+    Whoever was called must not fail before its part of the gather has begun.
 
     Made by :meth:`TrainerRanks.join`.
     """
@@ -267,6 +267,17 @@ class FollowingRound:
     def __init__(self, ranks: TrainerRanks, number: int, timeout_s: float) -> None:
         self._ranks, self._number, self._timeout_s, self._step = ranks, number, timeout_s, 0
         self._store = ranks.store
+
+    def present(self, digest: str) -> None:
+        """Says that this rank is ready for the first call.
+
+        Args:
+            digest: See :meth:`TrainerRanks.begin`.
+
+        Raises:
+            TrainerRankError: The store cannot be reached.
+        """
+        self._say_ready(digest)
 
     def next(self, timeout_s: float | None = None) -> int | Verdict:
         """Waits for the leader's word: the index of the group to gather, or the verdict.
@@ -292,11 +303,7 @@ class FollowingRound:
             TrainerRankError: The store cannot be reached.
         """
         self._step += 1
-        try:
-            self._store.set(self._ready(self._step), "")
-            self._drop([self._step - 1])
-        except dist.DistError as error:
-            raise TrainerRankError(self._ranks.leader, f"cannot be reached: {error}") from error
+        self._say_ready("")
 
     def explain(self, error: TrainerRankError) -> TrainerRankError:
         """Returns why a gather broke off: the leader's verdict if it comes to one, or ``error``."""
@@ -316,6 +323,14 @@ class FollowingRound:
                 self._store.set(self._ready(step), text)
         except dist.DistError as other:
             logger.warning("the sending rank could not be told of a failure: %s", other)
+
+    def _say_ready(self, text: str) -> None:
+        try:
+            self._store.set(self._ready(self._step), text)
+            if self._step:
+                self._drop([self._step - 1])
+        except dist.DistError as error:
+            raise TrainerRankError(self._ranks.leader, f"cannot be reached: {error}") from error
 
     def _ready(self, step: int) -> str:
         return f"{self._number}/ready/{step}/{self._ranks.rank}"
