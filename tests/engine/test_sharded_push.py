@@ -5,6 +5,7 @@ with what it returned or raised.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -20,12 +21,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance
+from tests.engine.requests import eventually
 from tests.engine.trainers import broadcast
 from torchrl_vllm_sync import WeightUpdater, attach
+from torchrl_vllm_sync.errors import (
+    NoReplicaAvailableError,
+    ReplicaUnavailableError,
+    StaleVersionError,
+    WeightSyncError,
+)
+from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import load_tiny_model
 from torchrl_vllm_sync.weights import gathering
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
+from torchrl_vllm_sync.weights.trainer_ranks import TrainerRankError
 
 PROCESSES = multiprocessing.get_context("spawn")
 NUM_RANKS = 2
@@ -57,6 +67,7 @@ class Rank:
     def __init__(self, rank, checkpoint, service_name):
         self._rank = rank
         self._launch = gathering.Gather.launch
+        self._prepare = ShardedModuleSource._prepare
         self._sharded_launch = gathering._Sharded.launch
         self._checkpoint = checkpoint
         self._service = attach(service_name) if rank == 0 else None
@@ -92,19 +103,22 @@ class Rank:
         return WeightUpdater(self._service, source, transport=broadcast()).push_weights().version
 
     def break_down(self, how, when):
-        """Lets this process fail when it is to gather group number ``when`` of its next push."""
+        """Lets this process fail in its next push once ``when`` groups are being gathered."""
         launched = []
 
         def launch(gather):
-            if len(launched) == when:
-                gathering.Gather.launch = self._launch
-                if how == "killed":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise OSError("out of luck")
+            if how == "killed" and len(launched) == when:
+                os.kill(os.getpid(), signal.SIGKILL)
             launched.append(1)
             self._launch(gather)
 
-        gathering.Gather.launch = launch
+        def prepare(source, *args):
+            if how == "raises" and len(launched) == when:
+                ShardedModuleSource._prepare, gathering.Gather.launch = self._prepare, self._launch
+                raise OSError("out of luck")
+            return self._prepare(source, *args)
+
+        ShardedModuleSource._prepare, gathering.Gather.launch = prepare, launch
 
     def gather_nothing(self, do_it=True):
         """Lets the first shard stand for the whole."""
@@ -137,6 +151,9 @@ def child(pipe, rank, port, ray_address, service_name, checkpoint):
             except Exception as error:  # noqa: BLE001  whatever it is, it is the answer
                 answer = error
             pipe.send((answer, time.monotonic() - begin))
+            # Errors whose tracebacks live on, here or in a cycle, keep Gloo's connections open.
+            del answer
+            gc.collect()
     me.end()
     with contextlib.suppress(RuntimeError):  # the peer may be gone
         dist.destroy_process_group()
@@ -146,21 +163,25 @@ class Ranks:
     """The trainer's processes, seen from the test."""
 
     def __init__(self, service_name, checkpoint):
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._arguments = ray.get_runtime_context().gcs_address, service_name, str(checkpoint)
         self._pipes, self._processes = [], []
-        address = ray.get_runtime_context().gcs_address
+
+    def start(self):
+        """Starts the processes, unless they all run."""
+        if self._processes and all(one.is_alive() for one in self._processes):
+            return
+        self.close()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(NUM_RANKS):
             ours, theirs = PROCESSES.Pipe()
-            args = (theirs, rank, self._store.port, address, service_name, str(checkpoint))
+            args = (theirs, rank, self._store.port, *self._arguments)
             process = PROCESSES.Process(target=child, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-
-    def wait_until_ready(self):
         for pipe in self._pipes:
-            assert pipe.poll(START_S)
+            assert pipe.poll(START_S), "a rank does not start"
             assert pipe.recv() == "ready"
 
     def tell(self, rank, method, **kwargs):
@@ -201,32 +222,27 @@ class Ranks:
                 process.kill()
                 process.join()
             process.close()
-
-
-@contextlib.contextmanager
-def started(service, checkpoint):
-    ranks = Ranks(service.name, checkpoint)
-    try:
-        ranks.wait_until_ready()
-        yield ranks
-    finally:
-        ranks.close()
+        self._pipes, self._processes = [], []
 
 
 @pytest.fixture(scope="module")
-def both(service, checkpoint):
-    """The trainer; engines are left serving what they were launched with."""
-    with started(service, checkpoint) as ranks:
+def trainer(service, checkpoint):
+    """The trainer's processes; engines are left serving what they were launched with."""
+    ranks = Ranks(service.name, checkpoint)
+    try:
         yield ranks
+    finally:
+        ranks.close()
     service.use_transport(MemmapTransport())
     service.push_weights(load_tiny_model(checkpoint))
 
 
 @pytest.fixture
-def ranks(both):
+def ranks(trainer):
     """The trainer as it begins: with the checkpoint's weights."""
-    both.all("restart")
-    return both
+    trainer.start()
+    trainer.all("restart")
+    return trainer
 
 
 class Whole:
@@ -281,4 +297,93 @@ def test_the_comparison_above_notices_that_nothing_is_gathered(service, ranks, w
     for index in range(2):
         assert distance(service, whole.model, index) > 100 * TOLERANCE
     ranks.all("push")
+    assert_holds(service, whole.model)
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def reports(service):
+    return list(service.call_replicas("report").values())
+
+
+def assert_no_mixture(service, old):
+    """Each replica serves what it served before, or nothing."""
+    eventually(lambda: ReplicaState.UPDATING not in [one.state for one in reports(service)], 30)
+    for index, report in enumerate(reports(service)):
+        if report.state.admits_requests:
+            assert_holds(service, old, [index])
+        else:
+            assert report.state is ReplicaState.STALE
+            with pytest.raises((NoReplicaAvailableError, ReplicaUnavailableError)):
+                service.generate(prompt_token_ids=[5, 6], actor_index=index)
+
+
+@pytest.mark.parametrize("method", ["push", "push_in_small_buckets"])
+def test_a_rank_that_raises_in_mid_gather_ends_the_push_on_both(service, ranks, whole, method):
+    ranks.all("push")
+    ranks.all("step")
+    ranks.tell(1, "break_down", how="raises", when=2)
+    assert ranks.answer(1)[0] is None
+    (first, seconds), (second, _) = ranks.answers(method)
+    assert isinstance(first, TrainerRankError), first
+    assert (first.rank, first.reason) == (1, "OSError: out of luck")
+    assert seconds < 30
+    assert isinstance(second, OSError)
+    assert_no_mixture(service, whole.model)
+    # The trainer goes on, and so do the engines with it.
+    whole.step()
+    ranks.all(method)
+    eventually(lambda: all(one.state.admits_requests for one in service.load.snapshots()))
+    assert_holds(service, whole.model)
+
+
+def test_engines_that_refuse_are_heard_of_on_both(service, ranks, whole):
+    version = ranks.all("push")[0][0]
+    ranks.all("step")
+    for _ in range(2):
+        (first, first_s), (second, second_s) = ranks.answers("push", version=version - 1)
+        assert isinstance(first, StaleVersionError), first
+        assert isinstance(second, TrainerRankError), second
+        assert second.rank == 0
+        assert f"StaleVersionError: version must be at least {version}" in second.reason
+        assert max(first_s, second_s) < 10
+    assert_holds(service, whole.model)
+    whole.step()
+    assert [version + 1] * 2 == [one[0] for one in ranks.all("push")]
+    assert_holds(service, whole.model)
+
+
+def test_versions_that_another_trainer_took_are_refused_on_both(service, ranks, whole, other_model):
+    """The engines themselves refuse: the trainer has not heard of the newer version."""
+    version = ranks.all("push")[0][0]
+    service.push_weights(other_model, version=version + 5)
+    (first, first_s), (second, second_s) = ranks.answers("push", version=version + 1)
+    assert isinstance(first, WeightSyncError | StaleVersionError), first
+    assert isinstance(second, TrainerRankError), second
+    assert second.rank == 0
+    assert type(first).__name__ in second.reason
+    assert max(first_s, second_s) < 30
+    assert_holds(service, other_model)
+    assert ranks.all("push")[0][0] > version + 5
+    assert_holds(service, whole.model)
+
+
+def test_a_rank_that_is_killed_in_mid_gather_ends_the_push_on_the_other(service, ranks, whole):
+    ranks.all("push_in_small_buckets")
+    assert_holds(service, whole.model)
+    ranks.all("step")
+    ranks.tell(1, "break_down", how="killed", when=2)
+    assert ranks.answer(1)[0] is None
+    (first, seconds), second = ranks.answers("push_in_small_buckets")
+    assert second is None
+    assert isinstance(first, TrainerRankError), first
+    assert first.rank == 1
+    assert "was not ready within" in first.reason
+    assert seconds < STEP_S + 30
+    assert_no_mixture(service, whole.model)
+    # One process that holds the whole model brings every replica to it.
+    whole.step()
+    service.push_weights(whole.model)
+    eventually(lambda: all(one.state.admits_requests for one in service.load.snapshots()))
     assert_holds(service, whole.model)
