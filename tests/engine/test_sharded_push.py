@@ -5,7 +5,6 @@ with what it returned or raised.
 """
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import signal
@@ -153,7 +152,6 @@ def child(pipe, rank, port, ray_address, service_name, checkpoint):
             pipe.send((answer, time.monotonic() - begin))
             # Errors whose tracebacks live on, here or in a cycle, keep Gloo's connections open.
             del answer
-            gc.collect()
     me.end()
     with contextlib.suppress(RuntimeError):  # the peer may be gone
         dist.destroy_process_group()

@@ -63,18 +63,24 @@ def send_buckets(
         RuntimeError: The communicator failed.
     """
     works: list[dist.Work | None] = [None] * len(buffers)
-    with group.side_stream():
-        for index, bucket in enumerate(layout.buckets):
-            slot = index % len(buffers)
-            if (work := works[slot]) is not None:
-                work.wait()
-            pack(index, buffers[slot])
-            works[slot] = group.broadcast(
-                buffers[slot][: bucket.num_bytes], timeout_s=_left(deadline)
-            )
-        for work in works:
-            if work is not None:
-                work.wait()
+    work: dist.Work | None = None
+    try:
+        with group.side_stream():
+            for index, bucket in enumerate(layout.buckets):
+                slot = index % len(buffers)
+                if (work := works[slot]) is not None:
+                    work.wait()
+                pack(index, buffers[slot])
+                works[slot] = group.broadcast(
+                    buffers[slot][: bucket.num_bytes], timeout_s=_left(deadline)
+                )
+            for work in works:
+                if work is not None:
+                    work.wait()
+    finally:
+        # The traceback of an error would keep them, and they the connections that peers wait on.
+        works.clear()
+        work = None
 
 
 def receive_buckets(
