@@ -24,6 +24,7 @@ from torchrl_vllm_sync.weights.metadata import metadata_digest, to_json
 from torchrl_vllm_sync.weights.packer import StreamingPacker, ViewPacker, check_device
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
+from torchrl_vllm_sync.weights.watched import raise_exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +64,8 @@ class BroadcastTransport:
         staged: Engines receive into spare memory while they generate, and pause only to copy it
             into place. They must have been launched with ``stage_weights=True``.
         verify: When engines check what their load plan did against vLLM's own reload, for which
-            everything is sent twice: at the ``"first"`` push, ``"always"``, or ``"never"``.
+            everything is sent twice: at the ``"first"`` push, ``"always"``, or ``"never"``. Staged
+            pushes are not checked: the reload would end the generation they are there to keep.
         join_timeout_s: Seconds within which everybody must have come to the rendezvous.
 
     Raises:
@@ -180,8 +182,10 @@ class BroadcastTransport:
             timeout_s=self._join_timeout_s,
         )
         try:
-            group.connect(timeout_s=self._join_timeout_s, watch=lambda: _raise_failures(calls))
-            _raise_exceptions(calls.answers(self._join_timeout_s + GRACE_S))
+            group.connect(
+                timeout_s=self._join_timeout_s, watch=lambda: raise_exceptions(calls.failures())
+            )
+            raise_exceptions(calls.answers(self._join_timeout_s + GRACE_S))
         except TransferError as error:
             culprits = self._culprits(group, calls)
             group.close()  # which ends the others' waiting
@@ -363,7 +367,7 @@ class BroadcastTransport:
         begin = time.perf_counter()
 
         def watch() -> None:
-            _raise_failures(calls)
+            raise_exceptions(calls.failures())
 
         try:
             StartSignal(group, self._push_id).give(deadline=deadline, watch=watch)
@@ -504,19 +508,3 @@ class BroadcastTransport:
 
 def _is_dead(answer: Any) -> bool:  # noqa: ANN401  what a call to a replica ended with
     return isinstance(answer, ReplicaUnavailableError) and answer.state in OVER
-
-
-def _raise_failures(calls: PendingCalls) -> None:
-    _raise_exceptions(calls.failures())
-
-
-def _raise_exceptions(answers: dict[str, Any]) -> None:
-    """Raises for the replicas that failed.
-
-    Raises:
-        TransferError: At least one did.
-    """
-    failures = {name: one for name, one in answers.items() if isinstance(one, BaseException)}
-    if failures:
-        reasons = (f"replica {name}: {one!s}" for name, one in failures.items())
-        raise TransferError("; ".join(reasons))
