@@ -9,8 +9,10 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 # A new module goes into the first row that lies below everything it imports, in its own section.
 LAYERS = """
 # words that everything else uses
-replica wire background weights.metadata
-errors requests load
+replica wire background weights.metadata keys
+errors load
+versions
+requests
 
 # tiny checkpoints for tests
 testing.outputs testing.tokenizer

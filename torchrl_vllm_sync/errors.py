@@ -28,6 +28,8 @@ __all__ = [
     "TransferNotReadyError",
     "UnknownStrategyError",
     "UnsupportedArgumentError",
+    "VersionNotReachedError",
+    "VersionSpanError",
     "WeightMismatchError",
     "WeightSyncError",
 ]
@@ -154,6 +156,31 @@ class WeightSyncError(SyncError, RuntimeError):
 
 class StaleVersionError(SyncError, ValueError):
     """A version is not greater than the last one published or committed."""
+
+
+class VersionNotReachedError(SyncError, TimeoutError):
+    """No replica, or not every one, came to hold a policy version in time.
+
+    Attributes:
+        version: The policy version that was waited for.
+        held: Replica id to what it holds, in words: its version and state.
+        timeout_s: Seconds that were waited.
+    """
+
+    def __init__(self, version: int, held: dict[str, str], timeout_s: float) -> None:
+        super().__init__(version, held, timeout_s)
+        self.version, self.held, self.timeout_s = version, held, timeout_s
+
+    def __str__(self) -> str:
+        replicas = "; ".join(f"replica {name} {what}" for name, what in self.held.items())
+        return (
+            f"version {self.version} was not reached within {self.timeout_s:g} s: "
+            f"{replicas or 'there is no replica'}"
+        )
+
+
+class VersionSpanError(SyncError, ValueError):
+    """Version spans do not cover their response exactly, or tokens have no version."""
 
 
 class SnapshotError(SyncError, RuntimeError):

@@ -1,0 +1,117 @@
+"""Which policy version sampled which tokens of a response."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchrl_vllm_sync.errors import VersionSpanError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "VersionSpan",
+    "check_spans",
+    "expand_spans",
+    "max_version",
+    "min_version",
+    "slice_spans",
+    "spans_from_starts",
+]
+
+
+class VersionSpan(NamedTuple):
+    """Tokens ``[start, end)`` of a response were sampled by ``version``.
+
+    The spans of a response are in order, leave no gaps, and neighbours differ in version; an empty
+    response has none.
+
+    Attributes:
+        version: Policy version; 0 is what the engine was launched with.
+        start: Position of the first token in the response.
+        end: Position after the last one.
+    """
+
+    version: int
+    start: int
+    end: int
+
+
+def spans_from_starts(
+    starts: Iterable[tuple[int, int]], num_tokens: int
+) -> tuple[VersionSpan, ...]:
+    """Builds spans from where each version began.
+
+    A version that sampled nothing leaves no span, and neighbours of the same version are one.
+
+    Args:
+        starts: ``(version, position)`` in order; the first version's position counts as 0.
+        num_tokens: Length of the response.
+
+    Raises:
+        VersionSpanError: There are tokens and no versions, or positions go backwards.
+    """
+    spans: list[VersionSpan] = []
+    known = list(starts)
+    if num_tokens and not known:
+        raise VersionSpanError(f"{num_tokens} tokens must have a version, got none")
+    if any(later < earlier for (_, earlier), (_, later) in pairwise(known)):
+        raise VersionSpanError(f"versions must begin one after the other, got {known}")
+    ends = [min(position, num_tokens) for _, position in known[1:]] + [num_tokens]
+    begin = 0
+    for (version, _), end in zip(known, ends, strict=True):
+        if end == begin:
+            continue
+        if spans and spans[-1].version == version:
+            spans[-1] = spans[-1]._replace(end=end)
+        else:
+            spans.append(VersionSpan(version, begin, end))
+        begin = end
+    return tuple(spans)
+
+
+def slice_spans(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
+    """Returns the spans of tokens ``[start, end)``, counted from ``start``."""
+    return tuple(
+        VersionSpan(one.version, max(one.start, start) - start, min(one.end, end) - start)
+        for one in spans
+        if one.end > start and one.start < end
+    )
+
+
+def check_spans(spans: Sequence[VersionSpan], num_tokens: int) -> None:
+    """Refuses spans that do not cover a response exactly.
+
+    Args:
+        spans: Spans of one response.
+        num_tokens: Its length.
+
+    Raises:
+        VersionSpanError: There is a gap, an overlap, an empty span, two neighbours of one version,
+            or another end than ``num_tokens``.
+    """
+    position = 0
+    for one in spans:
+        if one.start != position or one.end <= one.start:
+            raise VersionSpanError(f"spans must follow each other from 0, got {list(spans)}")
+        position = one.end
+    if position != num_tokens:
+        raise VersionSpanError(f"spans must cover {num_tokens} tokens, got {list(spans)}")
+    if any(left.version == right.version for left, right in pairwise(spans)):
+        raise VersionSpanError(f"neighbours must differ in version, got {list(spans)}")
+
+
+def expand_spans(spans: Iterable[VersionSpan]) -> list[int]:
+    """Returns the version of each token, in order."""
+    return [one.version for one in spans for _ in range(one.end - one.start)]
+
+
+def min_version(spans: Iterable[VersionSpan]) -> int | None:
+    """Returns the oldest version, or ``None`` for an empty response."""
+    return min((one.version for one in spans), default=None)
+
+
+def max_version(spans: Iterable[VersionSpan]) -> int | None:
+    """Returns the newest version, or ``None`` for an empty response."""
+    return max((one.version for one in spans), default=None)
