@@ -1,8 +1,11 @@
 """vLLM's own NCCL engine behind our updater: a trainer on one GPU, an engine on another."""
 
+import sys
+
 import pytest
 import ray
 import torch
+from ray import cloudpickle
 
 from torchrl_vllm_sync import AsyncVLLM, WeightUpdater
 from torchrl_vllm_sync.errors import SyncError
@@ -21,6 +24,8 @@ ENGINE = {
 TOKEN_IDS = list(range(5, 69))
 # See test_service_gpu.py.
 TOLERANCE = 0.5
+# Ray's workers cannot import test modules.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Breaking(WeightSource):

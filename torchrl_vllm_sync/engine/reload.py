@@ -69,7 +69,7 @@ def reload_model(
         finally:
             finalize_layerwise_reload(model, vllm_config.model_config)
         repack_cpu(model)
-    missing = expected - set(loaded or expected)
+    missing = set() if loaded is None else expected - _resolved(loaded, expected)
     if missing:
         shown = ", ".join(sorted(missing)[:5])
         raise WeightMismatchError(
@@ -87,6 +87,31 @@ def _loadable_names(model: torch.nn.Module) -> set[str]:
         and getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     }
     return {name for name, _ in model.named_parameters()} - tied
+
+
+def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
+    """Gives parameters that a loader reports under a shorter name the name the model has for them.
+
+    A module that hands loading on to a part of itself may leave the part's name out: experts of
+    vLLM 0.26 report ``experts.w13_weight`` and are ``experts.routed_experts.w13_weight``
+    (``fused_moe/runner/moe_runner.py``, ``load_weights``). A name that fits several stays as it is.
+
+    Args:
+        loaded: Names as ``load_weights`` reports them.
+        expected: Names of the model's parameters.
+
+    Returns:
+        ``loaded``, each under the model's name where that can be told.
+    """
+    names = set(loaded)
+    for name in names - expected:
+        module, _, leaf = name.rpartition(".")
+        within = [
+            one for one in expected if one.startswith(f"{module}.") and one.endswith(f".{leaf}")
+        ]
+        if len(within) == 1:
+            names |= set(within)
+    return names
 
 
 def repack_cpu(model: torch.nn.Module) -> None:

@@ -1,0 +1,34 @@
+"""Which parameters a layerwise reload has filled, by the names that loaders report."""
+
+import pytest
+
+from torchrl_vllm_sync.engine.reload import _resolved
+
+EXPERTS = "model.layers.0.mlp.experts"
+EXPECTED = {
+    f"{EXPERTS}.routed_experts.w13_weight",
+    f"{EXPERTS}.routed_experts.w2_weight",
+    "model.layers.0.mlp.gate.weight",
+    "model.layers.10.mlp.gate.weight",
+}
+
+
+def test_a_name_without_the_part_that_loads_is_found():
+    # As vLLM 0.26 reports experts.
+    loaded = {f"{EXPERTS}.w13_weight", f"{EXPERTS}.w2_weight"}
+    assert _resolved(loaded, EXPECTED) >= {one for one in EXPECTED if "experts" in one}
+
+
+def test_names_as_the_model_has_them_stay():
+    assert _resolved(EXPECTED, EXPECTED) == EXPECTED
+
+
+@pytest.mark.parametrize("left_out", sorted(EXPECTED))
+def test_what_was_left_out_is_still_missing(left_out):
+    short = {one.replace(".routed_experts", "") for one in EXPECTED - {left_out}}
+    assert EXPECTED - _resolved(short, EXPECTED) == {left_out}
+
+
+def test_a_name_that_fits_several_resolves_none():
+    expected = {"experts.a.weight", "experts.b.weight"}
+    assert not expected & _resolved({"experts.weight"}, expected)
