@@ -78,6 +78,13 @@ class FaultyWorker(SyncWorkerExtension):
             yield name, tensor * 0 if name == plan.get("zero") else tensor
 
 
+class CrampedWorker(SyncWorkerExtension):
+    """A worker whose GPU had no room for staged weights."""
+
+    def sync_staging_refusal(self):
+        return "staged weights need 12.34 GB on cuda:0 beside the model, 1.00 GB are free"
+
+
 WHOLE_TENSORS = broadcast_receiver.whole_tensors
 
 

@@ -188,7 +188,8 @@ def test_an_older_version_than_replicas_hold_touches_nothing(faulty, trained):
     attached._let_go()
 
 
-def test_a_source_that_breaks_off_is_repaired(faulty, trained):
+@pytest.mark.parametrize("kind", [RuntimeError, KeyError])
+def test_a_source_that_breaks_off_is_named_and_repaired(faulty, trained, kind):
     from torchrl_vllm_sync.weights.source import MappingSource
 
     class Breaking(MappingSource):
@@ -198,12 +199,13 @@ def test_a_source_that_breaks_off_is_repaired(faulty, trained):
         def __iter__(self):
             for index, item in enumerate(super().__iter__()):
                 if index == 20:
-                    raise RuntimeError("the trainer broke off")
+                    raise kind("the trainer has had enough")
                 yield item
 
     perturbed(trained, seed=14)
-    with Within(40), pytest.raises((RuntimeError, SyncError), match="broke off"):
-        faulty.push_weights(Breaking(trained.state_dict()), timeout_s=20)
+    with Within(15), pytest.raises(WeightSyncError, match="the trainer has had enough") as caught:
+        faulty.push_weights(Breaking(trained.state_dict()), timeout_s=60)
+    assert set(caught.value.failures) == {"0", "1", "2"}
     for index, state in enumerate(states(faulty)):
         assert state is STALE, index
     faulty.push_weights(trained)

@@ -287,6 +287,19 @@ def test_a_model_that_does_not_exist_is_named(nothing_stays, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_launch_without_room_for_staged_weights_says_how_much_is_missing(
+    nothing_stays, checkpoint
+):
+    with pytest.raises(LaunchError, match=r"staged weights need 12\.34 GB on cuda:0"):
+        AsyncVLLM.from_pretrained(
+            str(checkpoint),
+            stage_weights=True,
+            worker_extension_cls="tests.engine.faults.CrampedWorker",
+            **ENGINE,
+        )
+
+
+@pytest.mark.slow
 def test_a_detached_service_outlives_its_creator(nothing_stays, checkpoint):
     """With a placement group, which must outlive it too."""
     name = run_python(

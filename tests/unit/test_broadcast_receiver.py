@@ -306,6 +306,26 @@ def test_staged_weights_need_memory(world, transports):
     assert all((tensor == -1).all() for tensor in here.model.parameters())
 
 
+def test_a_gpu_without_room_for_staged_weights_is_named(world, transports, monkeypatch):
+    from torchrl_vllm_sync.engine.broadcast_receiver import BroadcastReceiver
+
+    here = world("qwen3")
+    needed = sum(tensor.nbytes for tensor in here.model.parameters())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed - 1, 2 * needed))
+    with here.models.active():
+        cramped = BroadcastReceiver(
+            SimpleNamespace(backend=STAGED_BACKEND),
+            here.models.vllm_config,
+            torch.device("cuda", 0),
+            here.model,
+        )
+    here.worker.weight_transfer_engine = cramped
+    wanted = f"staged weights need {needed / 1e9:.2f} GB on cuda:0 beside the model"
+    assert here.worker.sync_staging_refusal().startswith(wanted)
+    with pytest.raises(TransferError, match=wanted):
+        cramped.require_staging()
+
+
 def test_two_tensor_parallel_workers_get_their_slices(tmp_path, monkeypatch, transports):
     ranks = [
         World(tmp_path / str(rank), monkeypatch, "qwen3", rank=rank, size=2) for rank in (0, 1)

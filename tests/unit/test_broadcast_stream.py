@@ -1,5 +1,6 @@
 """A trainer and workers over Gloo, in threads: whole tensors arrive, and nobody waits for ever."""
 
+import dataclasses
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from torchrl_vllm_sync.errors import TransferError, WeightMismatchError
+from torchrl_vllm_sync.errors import (
+    TransferError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+)
 from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup, StartSignal
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers, receive_buckets, send_buckets
 from torchrl_vllm_sync.weights.buckets import BucketLayout
@@ -313,6 +318,22 @@ def test_a_taken_port_is_named():
     port = trainer.rendezvous.port
     with pytest.raises(TransferError, match=f"cannot listen at {HOST}:{port}"):
         BroadcastGroup.host(HOST, port=port, world_size=2, device=CPU, timeout_s=1)
+
+
+def test_an_interface_is_used_if_it_is_there_and_refused_otherwise():
+    options = {"port": None, "world_size": 2, "device": CPU, "timeout_s": 20}
+    with pytest.raises(UnsupportedArgumentError, match=r"one of \[.*'lo'.*got 'nosuch0'"):
+        BroadcastGroup.host(HOST, interface="nosuch0", **options)
+    trainer = BroadcastGroup.host(HOST, interface="lo", **options)
+    elsewhere = dataclasses.replace(trainer.rendezvous, interface="nosuch0")
+    with pytest.raises(UnsupportedArgumentError, match="nosuch0"):
+        BroadcastGroup.join(elsewhere, 1, CPU, timeout_s=5)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join, trainer.rendezvous, 1)
+        trainer.connect(timeout_s=20)
+        assert joined.result().is_connected
+    joined.result().close()
+    trainer.close()
 
 
 def test_a_worker_that_leaves_ends_the_senders_wait(groups):

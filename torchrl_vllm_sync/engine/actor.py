@@ -25,7 +25,12 @@ from torchrl_vllm_sync.engine.native import NativeWeightTransfer
 from torchrl_vllm_sync.engine.native_updates import NativeUpdates
 from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
 from torchrl_vllm_sync.engine_args import num_workers
-from torchrl_vllm_sync.errors import GenerationError, GenerationTimeoutError, SyncError
+from torchrl_vllm_sync.errors import (
+    GenerationError,
+    GenerationTimeoutError,
+    SyncError,
+    TransferError,
+)
 from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport, ReplicaState
 from torchrl_vllm_sync.requests import EngineRequest, EngineResult
@@ -92,10 +97,15 @@ class EngineActor(NativeWeightTransfer):
             What the service needs to know of the engine.
 
         Raises:
+            TransferError: There is no memory for staged weights, which were asked for.
             Exception: Whatever vLLM raises when it cannot start with these arguments.
         """
         os.environ.update(self._environment)
         self.engine = AsyncLLM.from_engine_args(self._engine_args, stat_loggers=[self._stats])
+        for refusal in await internals.call_workers(self.engine, "sync_staging_refusal", ()):
+            if refusal:
+                await asyncio.to_thread(self.engine.shutdown)
+                raise TransferError(refusal)
         self._updates = NativeUpdates(self.engine, self._gate)
         self._snapshots = SnapshotLoads(self._updates, self._service_name)
         self._broadcasts = BroadcastLoads(self._updates)

@@ -112,6 +112,11 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     Lifecycle: made by vLLM when the model is loaded; :meth:`init_transfer_engine` joins the
     trainer's group, again after each failure; then for each push ``start_weight_update``,
     :meth:`receive_weights`, ``finish_weight_update``; :meth:`shutdown` leaves the group.
+
+    Attributes:
+        path_reason: Why pushes do not get into the model by a load plan; empty if they do.
+        staging_refusal: Why the memory for staged weights could not be reserved; empty if it was,
+            or if it was not asked for.
     """
 
     init_info_cls = BroadcastInitInfo
@@ -134,8 +139,13 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._staged_load: PlannedLoad | None = None
         self.path_reason, self._distrust = "no push was prepared yet", ""
         self._staging: StagingArea | None = None
+        self.staging_refusal = ""
         if config.backend == STAGED_BACKEND:
-            self._staging = StagingArea(model, device)
+            try:
+                self._staging = StagingArea(model, device)
+            except TransferError as error:
+                # Raised here it would end the engine core, whose last words vLLM does not pass on.
+                self.staging_refusal = str(error)
 
     @property
     def path(self) -> str:
@@ -302,7 +312,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         """
         if self._staging is None:
             raise TransferError(
-                "this engine was launched without memory for staged weights: "
+                self.staging_refusal
+                or "this engine was launched without memory for staged weights: "
                 "launch it with stage_weights=True"
             )
         if self._staged_load is None and self.device.type != "cpu":

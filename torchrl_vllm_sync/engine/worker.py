@@ -197,6 +197,11 @@ class SyncWorkerExtension(NativeTransferWorker):
 
         return _answer(install)
 
+    def sync_staging_refusal(self) -> str:
+        """Why the launch could not reserve memory for staged weights; empty if nothing is wrong."""
+        receiver = self.weight_transfer_engine  # pyright: ignore[reportAttributeAccessIssue]
+        return receiver.staging_refusal if isinstance(receiver, BroadcastReceiver) else ""
+
     def sync_leave(self) -> None:
         """Leaves the trainer's group, if there is one."""
         self._sync_receiver().shutdown()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from torchrl_vllm_sync.errors import TransferError
+from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,13 +55,27 @@ class Rendezvous:
         address: The trainer's address, reachable from every worker.
         port: Port of its ``TCPStore``.
         world_size: The trainer and the workers of all replicas.
-        interface: Network interface to use; ``None`` takes the one that reaches ``address``.
+        interface: Network interface to use, of this name on every host; ``None`` takes the one that
+            reaches ``address``. NCCL keeps to the one that a process has used first.
     """
 
     address: str
     port: int
     world_size: int
     interface: str | None = None
+
+
+def _require_interface(name: str | None) -> None:
+    """Refuses an interface that this host has not; NCCL says so only the first time.
+
+    Raises:
+        UnsupportedArgumentError: It has not; lists those that it has.
+    """
+    known = [known for _, known in socket.if_nameindex()]
+    if name is not None and name not in known:
+        raise UnsupportedArgumentError(
+            f"interface must be one of {known} on {socket.gethostname()}, got {name!r}"
+        )
 
 
 def own_address(peer: str) -> str:
@@ -141,7 +155,9 @@ class BroadcastGroup:
 
         Raises:
             TransferError: The port cannot be had.
+            UnsupportedArgumentError: This host has no such interface.
         """
+        _require_interface(interface)
         try:
             store = TCPStore(
                 address,
@@ -165,7 +181,9 @@ class BroadcastGroup:
 
         Raises:
             TransferError: The rank does not exist in this group, or the trainer cannot be reached.
+            UnsupportedArgumentError: This host has no such interface.
         """
+        _require_interface(rendezvous.interface)
         if not 0 < rank < rendezvous.world_size:
             raise TransferError(
                 f"rank must be in [1, {rendezvous.world_size}) in a group of "
@@ -435,7 +453,8 @@ class BroadcastGroup:
         if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
             wanted |= dict.fromkeys(PINNED_BY_VLLM)
         if self.rendezvous.interface is not None:
-            wanted["NCCL_SOCKET_IFNAME"] = self.rendezvous.interface
+            # "=": this one, not all whose names begin so.
+            wanted["NCCL_SOCKET_IFNAME"] = f"={self.rendezvous.interface}"
         before = {name: os.environ.get(name) for name in wanted}
         _set_environment(wanted)
         try:

@@ -312,6 +312,7 @@ class BroadcastTransport:
         streams = self._streams(group, layout, source, whole, packer, num_passes, deadline)
         failure = self._transfer(group, streams, calls, deadline, phases)
         sent = time.perf_counter()
+        began_here = failure is not None and not calls.failures()
         if failure is not None:
             group.abort()  # whoever still waits for data need not wait any longer
         answers = calls.answers(
@@ -332,6 +333,8 @@ class BroadcastTransport:
             self._has_plans = any("plan" in path for path in paths)
         if direct:
             self._packer, self._buffers = None, []  # until the next check
+        if failure is not None and began_here:
+            answers = {name: _with_cause(one, failure) for name, one in answers.items()}
         return answers
 
     def _streams(
@@ -379,8 +382,11 @@ class BroadcastTransport:
             group.synchronize(deadline=deadline, watch=watch)
         except SyncError as error:
             return error
-        except RuntimeError as error:  # what communicators raise
-            return TransferError(f"the transfer broke off: {error}")
+        except Exception as error:  # noqa: BLE001  what communicators raise, and sources of any kind
+            return TransferError(f"the transfer broke off: {type(error).__name__}: {error}")
+        except BaseException:  # an interrupt from the keyboard
+            group.abort()
+            raise
         phases |= {"queue_s": queued - ready, "transfer_s": time.perf_counter() - ready}
         return None
 
@@ -508,3 +514,10 @@ class BroadcastTransport:
 
 def _is_dead(answer: Any) -> bool:  # noqa: ANN401  what a call to a replica ended with
     return isinstance(answer, ReplicaUnavailableError) and answer.state in OVER
+
+
+def _with_cause(answer: Any, cause: SyncError) -> Any:  # noqa: ANN401  what a call ended with
+    """Puts what went wrong at the trainer before what a replica says of it."""
+    if not isinstance(answer, Exception) or _is_dead(answer) or str(cause) in str(answer):
+        return answer
+    return TransferError(f"{cause}; then {answer}")
