@@ -42,8 +42,9 @@ weights.push
 # inside a replica
 engine_args
 engine
-engine.internals engine.reload engine.admission engine.checkpoint engine.planned_writes
-engine.plan_coverage engine.copy_regions
+engine.internals engine.reload engine.checkpoint engine.planned_writes
+engine.plan_coverage engine.copy_regions engine.samples
+engine.admission
 engine.plan_recorder
 engine.load_plan
 engine.checksums engine.staging
@@ -56,6 +57,7 @@ engine.chunked_loads
 engine.native
 engine.snapshot_loads engine.broadcast_loads
 prompts
+engine.answers
 engine.actor
 
 # requests on their way
@@ -76,7 +78,14 @@ service
 local_llm
 
 # TorchRL's side
+collector_versions ray_buffer
 updater policy
+sync_sender
+sync_receiver
+sync_scheme
+transforms.version_source transforms.stamps
+transforms.version_stamp transforms.staleness_filter transforms.staleness_weight transforms.generation_statistics
+transforms
 """
 
 

@@ -13,14 +13,34 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync import errors
     from torchrl_vllm_sync.balancer import LoadBalancer
     from torchrl_vllm_sync.policy import vLLMWrapper
+    from torchrl_vllm_sync.ray_buffer import RayReplayBuffer
     from torchrl_vllm_sync.service import AsyncVLLM, attach, make_async_vllm_engine
+    from torchrl_vllm_sync.sync_scheme import (
+        VLLMDoubleBufferSyncScheme,
+        VLLMWeightSyncScheme,
+        WeightSyncScheme,
+    )
+    from torchrl_vllm_sync.transforms import (
+        GenerationStatistics,
+        StalenessFilter,
+        StalenessWeight,
+        VersionStamp,
+    )
     from torchrl_vllm_sync.updater import WeightUpdater
 
     __version__: str
 
 __all__ = [
     "AsyncVLLM",
+    "GenerationStatistics",
     "LoadBalancer",
+    "RayReplayBuffer",
+    "StalenessFilter",
+    "StalenessWeight",
+    "VLLMDoubleBufferSyncScheme",
+    "VLLMWeightSyncScheme",
+    "VersionStamp",
+    "WeightSyncScheme",
     "WeightUpdater",
     "__version__",
     "attach",
@@ -31,7 +51,15 @@ __all__ = [
 
 _HOMES = {
     "AsyncVLLM": "torchrl_vllm_sync.service",
+    "GenerationStatistics": "torchrl_vllm_sync.transforms",
     "LoadBalancer": "torchrl_vllm_sync.balancer",
+    "RayReplayBuffer": "torchrl_vllm_sync.ray_buffer",
+    "StalenessFilter": "torchrl_vllm_sync.transforms",
+    "StalenessWeight": "torchrl_vllm_sync.transforms",
+    "VLLMDoubleBufferSyncScheme": "torchrl_vllm_sync.sync_scheme",
+    "VLLMWeightSyncScheme": "torchrl_vllm_sync.sync_scheme",
+    "VersionStamp": "torchrl_vllm_sync.transforms",
+    "WeightSyncScheme": "torchrl_vllm_sync.sync_scheme",
     "WeightUpdater": "torchrl_vllm_sync.updater",
     "attach": "torchrl_vllm_sync.service",
     "make_async_vllm_engine": "torchrl_vllm_sync.service",

@@ -27,6 +27,7 @@ __all__ = [
     "TransferError",
     "TransferNotReadyError",
     "UnknownStrategyError",
+    "UnstampedRowsError",
     "UnsupportedArgumentError",
     "VersionNotReachedError",
     "VersionSpanError",
@@ -45,6 +46,28 @@ class InvalidPromptError(SyncError, ValueError):
 
 class UnsupportedArgumentError(SyncError, ValueError):
     """An argument, or a combination, that the installed vLLM or the platform cannot honour."""
+
+
+class UnstampedRowsError(SyncError, KeyError):
+    """Rows reached a transform without an entry that ``vLLMWrapper`` stamps on them.
+
+    Attributes:
+        transform: Name of the transform's class.
+        key: The entry.
+        num_missing: Rows without it.
+        num_rows: Rows of the batch.
+    """
+
+    def __init__(self, transform: str, key: object, num_missing: int, num_rows: int) -> None:
+        super().__init__(transform, key, num_missing, num_rows)
+        self.transform, self.key = transform, key
+        self.num_missing, self.num_rows = num_missing, num_rows
+
+    def __str__(self) -> str:
+        return (
+            f"{self.transform}: {self.num_missing} of {self.num_rows} rows have no {self.key!r}; "
+            "torchrl_vllm_sync.vLLMWrapper stamps it where they are sampled"
+        )
 
 
 class UnknownStrategyError(SyncError, ValueError):

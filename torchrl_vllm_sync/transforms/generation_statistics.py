@@ -1,0 +1,256 @@
+"""How the rows of a batch were generated: lengths, ends, cache hits, times, spread of versions."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+from torchrl.data.tensor_specs import Composite, Unbounded
+from torchrl.envs.transforms import Transform
+
+from torchrl_vllm_sync.errors import UnstampedRowsError
+from torchrl_vllm_sync.keys import (
+    DECODE_TIME,
+    FINISH_REASON,
+    MAX_POLICY_VERSION,
+    NO_VERSION,
+    NUM_CACHED_TOKENS,
+    POLICY_VERSION,
+    QUEUE_TIME,
+    RESPONSE_VERSIONS,
+    UNKNOWN_COUNT,
+)
+
+if TYPE_CHECKING:
+    from tensordict import NestedKey, TensorDictBase
+
+__all__ = ["STATISTICS", "GenerationStatistics"]
+
+STATISTICS = "statistics"
+_DTYPES = {
+    "prompt_length": torch.int64,
+    "response_length": torch.int64,
+    "truncated": torch.bool,
+    "cached_fraction": torch.float32,
+    "queue_time": torch.float32,
+    "decode_time": torch.float32,
+    "tokens_per_second": torch.float32,
+    "staleness_span": torch.int64,
+}
+_ATTENTION_MASK = ("masks", "all_attention_mask")
+_REQUIRED = (
+    RESPONSE_VERSIONS,
+    FINISH_REASON,
+    POLICY_VERSION,
+    MAX_POLICY_VERSION,
+    NUM_CACHED_TOKENS,
+    QUEUE_TIME,
+    DECODE_TIME,
+)
+
+
+class GenerationStatistics(Transform):
+    """Turns what ``vLLMWrapper`` stamped into figures of each row, and their means for logs.
+
+    All entries are below ``"statistics"`` and of the batch's shape:
+
+    ===================== ======== ==============================================================
+    entry                 type     holds
+    ===================== ======== ==============================================================
+    ``prompt_length``     int64    tokens of the prompt; -1 where the wrapper keeps no mask of it
+                                   (``input_mode="text"``)
+    ``response_length``   int64    tokens that were sampled
+    ``truncated``         bool     the response ended by its length (``finish_reason``)
+    ``cached_fraction``   float32  share of the prompt that came from the prefix cache, 0 to 1
+    ``queue_time``        float32  seconds in vLLM's queue
+    ``decode_time``       float32  seconds from the first token to the last
+    ``tokens_per_second`` float32  tokens after the first, by ``decode_time``
+    ``staleness_span``    int64    newest minus oldest version that sampled one of the tokens:
+                                   how many pushes the row lived through
+    ===================== ======== ==============================================================
+
+    A float is NaN where vLLM did not say, or where there is nothing to divide by.
+
+    In an environment it writes them below ``"next"`` at each step; at a reset, where nothing has
+    been generated, integers are -1, floats NaN and ``truncated`` is false. In a replay buffer it
+    writes them on ``extend``; called with a batch, into a shallow copy. A batch that has them
+    already passes as it is, so that no row is counted twice.
+
+    Example:
+        >>> statistics = GenerationStatistics()
+        >>> env = env.append_transform(statistics)
+        >>> logger.info(statistics.summary())
+
+    Raises:
+        UnstampedRowsError: When rows pass: an entry of the wrapper's is missing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self.reset_summary()
+
+    def summary(self) -> dict[str, float | None]:
+        """Returns means over the rows that have passed since the last reset.
+
+        Returns:
+            ``"rows"``, their number, and the mean of each entry over the rows where it is known;
+            ``None`` where it is known of none. Bools count as 0 and 1.
+        """
+        with self._lock:
+            means = {
+                name: self._sums[name] / count if (count := self._counts[name]) else None
+                for name in _DTYPES
+            }
+            return {"rows": self._rows, **means}
+
+    def reset_summary(self) -> None:
+        """Forgets the rows that have passed."""
+        with self._lock:
+            self._rows = 0
+            self._sums = dict.fromkeys(_DTYPES, 0.0)
+            self._counts = dict.fromkeys(_DTYPES, 0)
+
+    def measure(self, tensordict: TensorDictBase) -> TensorDict:
+        """Returns the figures of a batch, and counts it nowhere.
+
+        Raises:
+            UnstampedRowsError: An entry of the wrapper's is missing.
+        """
+        shape = tensordict.batch_size
+        for key in _REQUIRED:
+            if _entry(tensordict, key) is None:
+                rows = tensordict.batch_size.numel()
+                raise UnstampedRowsError(type(self).__name__, key, rows, rows)
+
+        sampled = _count(tensordict, RESPONSE_VERSIONS, lambda row: row != NO_VERSION)
+        assert sampled is not None  # it is required
+        attended = _count(tensordict, _ATTENTION_MASK, lambda row: row.bool())
+        prompt = torch.full_like(sampled, -1) if attended is None else attended - sampled
+        cached = tensordict.get(NUM_CACHED_TOKENS)
+        decode_time = tensordict.get(DECODE_TIME).to(torch.float32)
+        nan = torch.full_like(decode_time, math.nan)
+        figures = {
+            "prompt_length": prompt,
+            "response_length": sampled,
+            "truncated": torch.tensor(
+                [reason == "length" for reason in _texts(tensordict.get(FINISH_REASON))],
+                dtype=torch.bool,
+                device=sampled.device,
+            ).view(shape),
+            "cached_fraction": torch.where(
+                (cached != UNKNOWN_COUNT) & (prompt > 0), cached / prompt, nan
+            ),
+            "queue_time": tensordict.get(QUEUE_TIME),
+            "decode_time": decode_time,
+            "tokens_per_second": torch.where(
+                (sampled > 1) & (decode_time > 0), (sampled - 1) / decode_time, nan
+            ),
+            "staleness_span": tensordict.get(MAX_POLICY_VERSION) - tensordict.get(POLICY_VERSION),
+        }
+        return TensorDict(
+            {name: figures[name].to(dtype) for name, dtype in _DTYPES.items()}, batch_size=shape
+        )
+
+    def _add(self, figures: TensorDict) -> None:
+        """Counts the rows of ``figures`` in."""
+        with self._lock:
+            self._rows += figures.batch_size.numel()
+            for name in _DTYPES:
+                values: Any = figures.get(name)
+                known = values >= 0 if values.dtype == torch.int64 else ~values.isnan()
+                self._sums[name] += float(values[known].sum(dtype=torch.float64))
+                self._counts[name] += int(known.sum())
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns a shallow copy of a batch with the entries above."""
+        if not tensordict.batch_size.numel() or tensordict.get(STATISTICS, None) is not None:
+            return tensordict
+        figures = self.measure(tensordict)
+        self._add(figures)
+        return tensordict.copy().set(STATISTICS, figures)
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """Writes the entries on the way into a buffer."""
+        if tensordict is None or self.parent is not None:
+            return tensordict
+        return self.forward(tensordict)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return next_tensordict
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        figures = self.measure(tensordict)
+        self._add(figures)
+        return next_tensordict.set(STATISTICS, figures)
+
+    def _reset(
+        self,
+        tensordict: TensorDictBase,  # noqa: ARG002
+        tensordict_reset: TensorDictBase,
+    ) -> TensorDictBase:
+        shape, device = tensordict_reset.batch_size, tensordict_reset.device
+        unknown = {torch.int64: -1, torch.bool: False, torch.float32: math.nan}
+        return tensordict_reset.set(
+            STATISTICS,
+            TensorDict(
+                {
+                    name: torch.full(shape, unknown[dtype], dtype=dtype, device=device)
+                    for name, dtype in _DTYPES.items()
+                },
+                batch_size=shape,
+            ),
+        )
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Announces the entries."""
+        shape = observation_spec.shape
+        device: Any = observation_spec.device
+        observation_spec[STATISTICS] = Composite(
+            {
+                name: Unbounded(shape=shape, dtype=dtype, device=device)
+                for name, dtype in _DTYPES.items()
+            },
+            shape=shape,
+            device=device,
+        )
+        return observation_spec
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = threading.Lock()
+
+
+def _entry(tensordict: TensorDictBase, key: NestedKey) -> Any:  # noqa: ANN401  a tensor, or lists
+    """Returns an entry, ragged ones as lists, or ``None`` if some row lacks it."""
+    return tensordict.get(key, None, as_list=True)  # pyright: ignore[reportCallIssue]
+
+
+def _count(tensordict: TensorDictBase, key: NestedKey, chosen: Any) -> torch.Tensor | None:  # noqa: ANN401
+    """Returns how many items of each row's entry are ``chosen``: int64, of the batch's shape.
+
+    ``None`` if there is no such entry. Rows may be ragged, then lists of lists, or padded.
+    """
+    entry = _entry(tensordict, key)
+    if entry is None:
+        return None
+    return _counts(entry, chosen, tensordict.batch_dims).reshape(tensordict.batch_size)
+
+
+def _counts(entry: Any, chosen: Any, dims: int) -> torch.Tensor:  # noqa: ANN401
+    if isinstance(entry, torch.Tensor):
+        return chosen(entry).flatten(dims).sum(-1) if entry.ndim > dims else chosen(entry)
+    return torch.stack([_counts(one, chosen, dims - 1) for one in entry])
+
+
+def _texts(entry: Any) -> list[str]:  # noqa: ANN401  text, or TensorDict's stacks of it
+    if isinstance(entry, str):
+        return [entry]
+    found = entry if isinstance(entry, list) else entry.tolist()
+    return [found] if isinstance(found, str) else [text for one in found for text in _texts(one)]
