@@ -20,7 +20,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
-from torchrl_vllm_sync.requests import EngineRequest, EngineResult
+from torchrl_vllm_sync.requests import EngineRequest, EngineResult, mark_output
 from torchrl_vllm_sync.wire import unpack_output
 
 if TYPE_CHECKING:
@@ -237,7 +237,6 @@ def _as_output(result: EngineResult, record: PromptRecord) -> RequestOutput | Ex
         return result.error
     assert result.output is not None, "a result without an error has an output"
     output = unpack_output(result.output, prompt_token_ids=record.token_ids, prompt=record.text)
-    output.replica_id = result.replica_id  # pyright: ignore[reportAttributeAccessIssue]
-    output.min_version = result.min_version  # pyright: ignore[reportAttributeAccessIssue]
-    output.max_version = result.max_version  # pyright: ignore[reportAttributeAccessIssue]
+    assert result.version is not None, "and its replica's version"
+    mark_output(output, result.samples, replica_id=result.replica_id, version=result.version)
     return output

@@ -6,18 +6,22 @@ import asyncio
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from torchrl_vllm_sync.background import run_blocking
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.actor import EngineActor
+from torchrl_vllm_sync.engine.admission import AdmissionGate
 from torchrl_vllm_sync.engine.broadcast_loads import BroadcastLoads
 from torchrl_vllm_sync.engine.native_updates import NativeUpdates
+from torchrl_vllm_sync.engine.samples import SampleVersions
 from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, ReplicaState
+from torchrl_vllm_sync.requests import mark_output
 from torchrl_vllm_sync.weights.choice import this_node
 from torchrl_vllm_sync.weights.metadata import from_json
 from torchrl_vllm_sync.weights.push import WeightPusher
@@ -25,8 +29,9 @@ from torchrl_vllm_sync.weights.push import WeightPusher
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
 
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
 
+    from torchrl_vllm_sync.engine.internals import SampleState
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
@@ -36,6 +41,8 @@ EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
 REPLICA_ID = "0"
 LOCAL_ADDRESS = "127.0.0.1"
 METADATA_TIMEOUT_S = 60.0
+# Where an LLM's engine keeps what follows it, so that a second updater counts versions on.
+REPLICA_ATTRIBUTE = "torchrl_vllm_sync_replica"
 
 
 class LocalLLM:
@@ -43,7 +50,8 @@ class LocalLLM:
 
     ``WeightUpdater(llm)`` makes one. The ``LLM`` must not generate during a push, which a caller
     with one thread cannot do anyway; its prefix cache is emptied after each. Requests that were
-    enqueued and have not run yet run under the new weights.
+    enqueued and have not run yet run under the new weights. From then on its outputs carry
+    ``version_spans``, ``min_version`` and ``max_version`` as a service's do.
 
     Example:
         >>> llm = vllm.LLM(
@@ -62,10 +70,13 @@ class LocalLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
-        self._replica = _LocalReplica(llm)
+        known = vars(llm.llm_engine).get(REPLICA_ATTRIBUTE)
+        self._replica: _LocalReplica = known or _LocalReplica(llm)
         self._metadata: list[ParamMeta] | None = None
         self._pusher = WeightPusher(self, self._expected_weights)
-        run_blocking(self._replica.start())
+        if known is None:
+            run_blocking(self._replica.start())
+            setattr(llm.llm_engine, REPLICA_ATTRIBUTE, self._replica)
 
     @property
     def service_name(self) -> str:
@@ -134,6 +145,12 @@ class LocalLLM:
         pool.shutdown(wait=False)
         return _LocalCalls(futures)
 
+    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Returns name to dtype and full shape of each tensor that a push must hold."""
+        return {
+            meta.name: (meta.dtype, torch.Size(meta.shape)) for meta in self._expected_weights()
+        }
+
     def _expected_weights(self) -> list[ParamMeta]:
         if self._metadata is None:
             answer = self.call_replicas("model_metadata", deadline_s=METADATA_TIMEOUT_S)[REPLICA_ID]
@@ -188,9 +205,13 @@ class _LocalReplica(EngineActor):
             replica_id=REPLICA_ID, engine_args=engine, environment={}, service_name="local"
         )
         self.engine: Any = _AsyncFace(llm)
+        self._gate: Any = _FollowedRequests(REPLICA_ID)
+        self._llm_engine = engine
 
     async def start(self) -> EngineDescription:
         """Begins to take pushes; the engine runs already."""
+        internals.watch_samples(self.engine, self._gate.register)
+        self._stamp_outputs()
         self._updates = NativeUpdates(self.engine, self._gate)
         self._snapshots = SnapshotLoads(self._updates, f"llm-{os.getpid()}")
         self._broadcasts = BroadcastLoads(self._updates)
@@ -220,6 +241,67 @@ class _LocalReplica(EngineActor):
             device_uuids=self._device_uuids,
         )
 
+    def _stamp_outputs(self) -> None:
+        """Has each output of ``LLM.generate`` say which versions sampled it, as a service's do."""
+        from vllm import RequestOutput
+
+        step = self._llm_engine.step
+
+        def step_and_stamp() -> list[Any]:
+            outputs = step()
+            for output in outputs:
+                if isinstance(output, RequestOutput):
+                    self._stamp(output)
+            return outputs
+
+        self._llm_engine.step = step_and_stamp
+
+    def _stamp(self, output: RequestOutput) -> None:
+        followed = self._gate.samples
+        keys = [(output.request_id, one.index) for one in output.outputs]
+        if not all(key in followed for key in keys):  # enqueued before the first updater was made
+            return
+        reports = [
+            followed[key].report(one, self._checker)
+            for key, one in zip(keys, output.outputs, strict=True)
+        ]
+        for key in keys:
+            if followed[key].state.is_finished:
+                del followed[key]
+        mark_output(output, reports, replica_id=REPLICA_ID, version=self._gate.version)
+
+
+class _FollowedRequests(AdmissionGate):
+    """The gate of an ``LLM``, which lets everybody pass: it only knows the samples inside."""
+
+    def __init__(self, replica_id: str) -> None:
+        super().__init__(replica_id)
+        self.samples: dict[tuple[str, int], SampleVersions] = {}
+
+    def register(self, state: SampleState) -> None:
+        """Takes note of every sample that vLLM registers."""
+        self.samples[state.engine_id, state.index] = SampleVersions(state, self.version)
+
+    def switch(self, version: int) -> None:
+        """Notes that ``version`` samples from now on, and forgets what was aborted."""
+        super().switch(version)
+        for key, sample in list(self.samples.items()):
+            if sample.state.is_finished:
+                del self.samples[key]
+            else:
+                sample.switch(version)
+
+
+class _NothingQueued:
+    """Stands for the queue of outputs that an ``AsyncLLM`` has."""
+
+    def put_nowait(self, outputs: object) -> None:
+        """Drops them."""
+
+    def empty(self) -> bool:
+        """Nothing is in it."""
+        return True
+
 
 class _AsyncFace:
     """The part of ``AsyncLLM`` that updates use, over an ``LLM`` that is not generating."""
@@ -231,16 +313,17 @@ class _AsyncFace:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self.vllm_config = llm.llm_engine.vllm_config
-        # No request is followed here, so none is sent back before an update.
-        self.output_processor = SimpleNamespace(
-            request_states={}, get_num_unfinished_requests=lambda: 0
-        )
+        self.output_processor = llm.llm_engine.output_processor
         self.engine_core = self
+        self.outputs_queue = _NothingQueued()
 
     async def _call_utility_async(self, utility: str, *args: Any, engine: int) -> list[Any]:
         """What ``internals.call_workers`` calls; an ``LLM`` is one engine."""
         assert (utility, engine) == ("collective_rpc", 0)
         return await asyncio.to_thread(self._llm.collective_rpc, *args)
+
+    def _run_output_handler(self) -> None:
+        """Does nothing: an ``LLM`` takes up outputs inside ``generate``."""
 
     async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         """Does nothing: an ``LLM`` steps only inside ``generate``."""

@@ -43,6 +43,8 @@ class EngineReport:
         kv_cache_usage: Share of KV-cache blocks in use, 0 to 1, from the same statistics.
         stats_age_s: Seconds between those statistics and this report.
         reason: Why the replica is ``STALE`` or ``FAILED``; empty otherwise.
+        num_span_disagreements: Samples so far whose version spans, as counted in the replica, were
+            not those that vLLM reported.
     """
 
     replica_id: str
@@ -54,6 +56,7 @@ class EngineReport:
     kv_cache_usage: float | None = None
     stats_age_s: float | None = None
     reason: str = ""
+    num_span_disagreements: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

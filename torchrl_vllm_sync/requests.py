@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torchrl_vllm_sync.versions import max_version, min_version
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm import RequestOutput
+
+    from torchrl_vllm_sync.versions import VersionSpan
     from torchrl_vllm_sync.wire import WireOutput
 
-__all__ = ["EngineRequest", "EngineResult"]
+__all__ = ["EngineRequest", "EngineResult", "SampleReport", "mark_output"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +28,7 @@ class EngineRequest:
         sampling_params: vLLM ``SamplingParams``.
         lora_request: vLLM ``LoRARequest``, or ``None``.
         timeout_s: Seconds after which the engine ends the request.
+        min_version: Oldest policy version to begin it under; 0 takes any.
     """
 
     request_id: str
@@ -28,6 +36,27 @@ class EngineRequest:
     sampling_params: Any
     timeout_s: float
     lora_request: Any = None
+    min_version: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleReport:
+    """What the engine's replica knows of one sample beside vLLM's output.
+
+    Attributes:
+        spans: Which version sampled which of the tokens that came with it.
+        num_cached_tokens: Tokens of its prompt that came from the prefix cache; ``None`` if vLLM
+            has not said.
+        queue_s: Seconds in vLLM's queue; ``None`` if vLLM has not said, as below.
+        prefill_s: Seconds from the first batch that it was part of to its first token.
+        decode_s: Seconds from the first token to the last.
+    """
+
+    spans: tuple[VersionSpan, ...] = ()
+    num_cached_tokens: int | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +69,8 @@ class EngineResult:
         output: The output, flattened; ``None`` when ``error`` is set.
         finished: Whether this is the request's last output.
         error: Why the request failed; ``None`` when it did not.
-        min_version: Oldest policy version that may have sampled a token of this output.
-        max_version: Newest one.
+        samples: One report for each of the output's samples, in its order.
+        version: What the replica held when it answered.
     """
 
     request_id: str
@@ -49,5 +78,29 @@ class EngineResult:
     output: WireOutput | None = None
     finished: bool = True
     error: Exception | None = None
-    min_version: int | None = None
-    max_version: int | None = None
+    samples: tuple[SampleReport, ...] = ()
+    version: int | None = None
+
+
+def mark_output(
+    output: RequestOutput, samples: Sequence[SampleReport], *, replica_id: str, version: int
+) -> None:
+    """Sets the attributes that this library adds to vLLM's outputs.
+
+    ``version_spans`` and ``sample_reports``, one of each for each sample; ``min_version`` and
+    ``max_version`` over all of them; and ``replica_id``.
+
+    Args:
+        output: What vLLM returned.
+        samples: Reports of its samples.
+        replica_id: Replica that answered.
+        version: What it holds, which stands for both where no token was sampled.
+    """
+    spans = [span for one in samples for span in one.spans]
+    vars(output).update(
+        replica_id=replica_id,
+        version_spans=tuple(one.spans for one in samples),
+        sample_reports=tuple(samples),
+        min_version=min_version(spans, default=version),
+        max_version=max_version(spans, default=version),
+    )

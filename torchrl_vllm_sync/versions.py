@@ -107,11 +107,11 @@ def expand_spans(spans: Iterable[VersionSpan]) -> list[int]:
     return [one.version for one in spans for _ in range(one.end - one.start)]
 
 
-def min_version(spans: Iterable[VersionSpan]) -> int | None:
-    """Returns the oldest version, or ``None`` for an empty response."""
-    return min((one.version for one in spans), default=None)
+def min_version(spans: Iterable[VersionSpan], *, default: int) -> int:
+    """Returns the oldest version, or ``default`` where no token was sampled."""
+    return min((one.version for one in spans), default=default)
 
 
-def max_version(spans: Iterable[VersionSpan]) -> int | None:
-    """Returns the newest version, or ``None`` for an empty response."""
-    return max((one.version for one in spans), default=None)
+def max_version(spans: Iterable[VersionSpan], *, default: int) -> int:
+    """Returns the newest version, or ``default`` where no token was sampled."""
+    return max((one.version for one in spans), default=default)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from torchrl_vllm_sync.engine.samples import SampleVersions
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
 from torchrl_vllm_sync.replica import ReplicaState
+
+if TYPE_CHECKING:
+    from torchrl_vllm_sync.engine.internals import SampleState
 
 __all__ = ["AdmissionGate", "RunningRequest"]
 
@@ -18,14 +23,22 @@ class RunningRequest:
     Attributes:
         engine_id: Id under which the engine knows it; a new one after each restart.
         task: The task that consumes its outputs.
-        min_version: Policy version under which its first token is, or will be, sampled.
+        samples: Its samples by index, as vLLM registers them.
         restart: Set when an update sends it back to the gate before its first token.
     """
 
     engine_id: str
     task: asyncio.Task[object] | None
-    min_version: int
+    samples: dict[int, SampleVersions] = field(default_factory=dict)
     restart: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has a token, or ended without one."""
+        states = [one.state for one in self.samples.values()]
+        return any(one.num_tokens for one in states) or (
+            bool(states) and all(one.is_finished for one in states)
+        )
 
 
 @dataclass
@@ -39,12 +52,14 @@ class AdmissionGate:
         replica_id: Named in every refusal.
         state: Current state.
         reason: Why the replica is stale or failed.
+        version: Policy version that the engine serves with; 0 is what it was launched with.
         running: Requests inside the engine, by engine id.
     """
 
     replica_id: str
     state: ReplicaState = ReplicaState.STARTING
     reason: str = ""
+    version: int = 0
     running: dict[str, RunningRequest] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -66,19 +81,39 @@ class AdmissionGate:
         """Returns the error with which this replica refuses a request in its present state."""
         return ReplicaUnavailableError(self.replica_id, self.state, self.reason)
 
+    def describe(self) -> str:
+        """Says in words what the replica holds and is."""
+        return f"holds version {self.version} and is {self.state}"
+
     @property
     def refuses(self) -> bool:
         """Whether requests, waiting ones included, are turned away."""
         return not self.state.admits_requests
 
-    async def enter(self) -> None:
-        """Waits until the replica serves. The caller bounds the wait.
+    def register(self, state: SampleState) -> None:
+        """Takes note of a sample that vLLM has registered for one of the requests inside."""
+        request = self.running.get(state.engine_id)
+        if request is not None:
+            request.samples[state.index] = SampleVersions(state, self.version)
+
+    def switch(self, version: int) -> None:
+        """Notes that ``version`` samples from now on, behind the tokens that the requests have.
+
+        The engine is paused, and its outputs have settled.
+        """
+        self.version = version
+        for request in self.running.values():
+            for sample in request.samples.values():
+                sample.switch(version)
+
+    async def enter(self, min_version: int = 0) -> None:
+        """Waits until the replica serves, and with ``min_version`` or later. The caller bounds it.
 
         Raises:
             ReplicaUnavailableError: The replica does not take requests, or stopped to while this
                 one was waiting.
         """
-        while self.state is not ReplicaState.SERVING:
+        while self.state is not ReplicaState.SERVING or self.version < min_version:
             if self.refuses:
                 raise self.refusal()
             await self._changed.wait()

@@ -12,27 +12,35 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.config import VllmConfig
+    from vllm.outputs import CompletionOutput
     from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = [
     "EngineStats",
+    "SampleState",
     "StatsRecorder",
     "call_workers",
     "installed_vllm",
-    "known_requests",
+    "label_spans",
     "num_unfinished_requests",
     "pause_scheduler",
-    "prefilling_requests",
     "set_weight_label",
+    "settle_outputs",
+    "watch_samples",
 ]
 
 OLDEST_SUPPORTED = Version("0.26")
 _FIRST_WITH_WEIGHT_LABEL = Version("0.27")
+_FIRST_WITH_LABEL_SPANS = Version("0.32")
 
 
 def installed_vllm() -> Version:
@@ -141,31 +149,125 @@ def num_unfinished_requests(engine: AsyncLLM) -> int:
     return engine.output_processor.get_num_unfinished_requests()
 
 
-def prefilling_requests(engine: AsyncLLM) -> set[str]:
-    """Returns the ids of requests none of whose samples has produced a token yet."""
-    started: set[str] = set()
-    waiting: set[str] = set()
-    for state in list(engine.output_processor.request_states.values()):
-        (waiting if state.is_prefilling else started).add(state.external_req_id)
-    return waiting - started
+class SampleState:
+    """What vLLM's ``AsyncLLM`` process knows of one sample of a request.
+
+    Reads a ``RequestState`` (``vllm/v1/engine/output_processor.py``), which stays readable when the
+    sample has finished. Times are vLLM's own, of the engine core's monotonic clock, as differences
+    in seconds; ``None`` where vLLM has not noted one of the two ends.
+
+    Attributes:
+        engine_id: Id under which the request was given to vLLM.
+        index: Position of the sample among those of its request.
+    """
+
+    __slots__ = ("_processor", "_state", "engine_id", "index")
+
+    def __init__(self, processor: Any, state: Any) -> None:  # noqa: ANN401  vLLM's own
+        self._processor, self._state = processor, state
+        self.engine_id: str = state.external_req_id
+        self.index: int = state.request_index
+
+    @property
+    def yields_only_new(self) -> bool:
+        """Whether each output holds the tokens since the last one, and not all of them."""
+        return self._state.output_kind is RequestOutputKind.DELTA
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the response so far, of those that have reached this process."""
+        return self._state.detokenizer.num_output_tokens()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether vLLM has made its last output."""
+        return self._processor.request_states.get(self._state.request_id) is not self._state
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Tokens of the prompt that came from the prefix cache; ``None`` before its prefill."""
+        return None if self._state.is_prefilling else self._state.num_cached_tokens
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds from vLLM's queue to the first batch that it was part of."""
+        return self._between("queued_ts", "scheduled_ts")
+
+    @property
+    def prefill_s(self) -> float | None:
+        """Seconds from that batch to the first token."""
+        return self._between("scheduled_ts", "first_token_ts")
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds from the first token to the newest."""
+        return self._between("first_token_ts", "last_token_ts")
+
+    def _between(self, begin: str, end: str) -> float | None:
+        stats = self._state.stats
+        if stats is None:  # an engine without statistics
+            return None
+        times = getattr(stats, begin), getattr(stats, end)
+        return times[1] - times[0] if all(times) else None  # 0 stands for never
 
 
-def known_requests(engine: AsyncLLM) -> set[str]:
-    """Returns the ids of all requests that vLLM has registered and not finished."""
-    return {
-        state.external_req_id for state in list(engine.output_processor.request_states.values())
-    }
+def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None:  # noqa: ANN401
+    """Tells ``on_sample`` of every sample that ``engine`` registers from now on, as it does so.
+
+    vLLM calls no one then: its output processor's ``add_request`` is wrapped, which every request
+    passes in the ``AsyncLLM`` process before the engine core hears of it, each sample of ``n`` by
+    itself (``vllm/v1/engine/async_llm.py``, ``vllm/v1/engine/llm_engine.py``).
+
+    Args:
+        engine: An ``AsyncLLM`` or an ``LLMEngine``.
+        on_sample: Called with each.
+    """
+    processor = engine.output_processor
+    add_request = processor.add_request
+
+    def add_and_tell(request: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        add_request(request, *args, **kwargs)
+        on_sample(SampleState(processor, processor.request_states[request.request_id]))
+
+    processor.add_request = add_and_tell
+
+
+def label_spans(completion: CompletionOutput) -> list[tuple[str, int, int]] | None:
+    """Returns vLLM's own ``(label, start, end)`` of a finished sample, or ``None`` without them.
+
+    vLLM reports them from 0.32, on the last output of a sample only.
+    """
+    if installed_vllm() < _FIRST_WITH_LABEL_SPANS or completion.weight_versions is None:
+        return None
+    return [(one.version, one.start, one.end) for one in completion.weight_versions]
+
+
+async def settle_outputs(engine: AsyncLLM) -> None:
+    """Waits until what a paused engine core has sent is part of the requests' states here.
+
+    The answer to the call that pauses comes behind the last outputs, on the same socket, but
+    ``AsyncLLM`` only queues those, and a task of its own takes them up in parts. An empty output
+    goes in behind them: that task takes it when it has dealt with all before it. The caller bounds
+    the wait.
+    """
+    client: Any = engine.engine_core
+    engine._run_output_handler()
+    client.outputs_queue.put_nowait(EngineCoreOutputs())
+    while not client.outputs_queue.empty() and not engine.errored:  # noqa: ASYNC110  vLLM tells nobody
+        await asyncio.sleep(0)
 
 
 async def pause_scheduler(engine: AsyncLLM, *, mode: PauseMode, clear_cache: bool) -> None:
     """Pauses ``engine`` without the fixed 20 ms sleep of ``AsyncLLM.pause_generation``.
 
-    With ``clear_cache`` the public call is used, since it also clears the multimodal cache.
+    With ``clear_cache`` the public call is used, since it also clears the multimodal cache. All
+    tokens sampled before have been taken up here when it returns; see :func:`settle_outputs`.
     """
     if clear_cache:
         await engine.pause_generation(mode=mode, clear_cache=True)
     else:
         await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+    await settle_outputs(engine)
 
 
 async def set_weight_label(engine: AsyncLLM, label: str) -> None:

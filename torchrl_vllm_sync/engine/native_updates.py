@@ -217,6 +217,8 @@ class NativeUpdates(PausableUpdates):
     async def rename(self, label: str) -> None:
         """Names weights that are in place already.
 
+        Requests in flight freeze meanwhile, so that each of their tokens has one version.
+
         Raises:
             TransferNotReadyError: A weight update is open: its end names the weights.
             StaleVersionError: An integer older than the version held.
@@ -225,8 +227,13 @@ class NativeUpdates(PausableUpdates):
         async with self.exclusive(SHORT_TIMEOUT_S):
             version = self._version_of(label)
             call = internals.set_weight_label(self._engine, label)
-            await self.ask("labelling", call, RESUME_TIMEOUT_S)
-            self.version = version
+            if not (self.whole and self._gate.state.admits_requests):  # nothing is inside
+                await self.ask("labelling", call, RESUME_TIMEOUT_S)
+                self._gate.switch(version)
+                return
+            async with self._paused("keep", clear_cache=False, timeout_s=SHORT_TIMEOUT_S):
+                await self.ask("labelling", call, RESUME_TIMEOUT_S)
+                self._gate.switch(version)
 
     async def expect(self, version: int, run_id: str) -> None:
         """Says whether :meth:`load` could begin, so that nobody enters a collective in vain.

@@ -43,6 +43,7 @@ class LoadReport:
         loaded: Whether anything was loaded; ``False`` when it held the version already.
         verify_s: Reading and checking the stored tensors, while generation goes on.
         stage_s: Receiving into spare memory, while generation goes on.
+        ready_s: Of ``stage_s``, until the trainer's word to begin.
         pause_s: From the request to pause until no step is running.
         load_s: Loading into the model, the slowest worker.
         resume_s: Labelling and resuming.
@@ -60,6 +61,7 @@ class LoadReport:
     loaded: bool
     verify_s: float = 0.0
     stage_s: float = 0.0
+    ready_s: float = 0.0
     pause_s: float = 0.0
     load_s: float = 0.0
     resume_s: float = 0.0
@@ -79,8 +81,7 @@ class WeightUpdates:
     them, until a load succeeds.
 
     Attributes:
-        version: Policy version the engine serves with; 0 is what it was launched with.
-        whole: Whether the weights are known to be all of that version.
+        whole: Whether the weights are known to be all of :attr:`version`.
 
     Args:
         engine: The replica's engine.
@@ -88,12 +89,17 @@ class WeightUpdates:
     """
 
     def __init__(self, engine: AsyncLLM, gate: AdmissionGate) -> None:
-        self.version, self.whole = 0, True
+        self.whole = True
         self._engine, self._gate = engine, gate
         self._lock = asyncio.Lock()
         self._floor = 0
         self._run_id: str | None = None
         self._repeats = 0
+
+    @property
+    def version(self) -> int:
+        """Policy version the engine serves with; 0 is what it was launched with."""
+        return self._gate.version
 
     @property
     def salt(self) -> str:
@@ -104,9 +110,10 @@ class WeightUpdates:
         return f"v{self.version}" + (f".{self._repeats}" if self._repeats else "")
 
     def _adopt(self, version: int, run_id: str | None) -> None:
-        """Notes that the engine holds ``version`` from now on, all of it."""
+        """Notes that the engine, which is paused, holds ``version`` from now on, all of it."""
         self._repeats = self._repeats + 1 if version == self.version else 0
-        self.version, self.whole, self._run_id = version, True, run_id
+        self._gate.switch(version)
+        self.whole, self._run_id = True, run_id
 
     @property
     def replica_id(self) -> str:
@@ -360,9 +367,7 @@ class WeightUpdates:
         A request that passed the gate just before the pause may not be registered with vLLM yet,
         hence the loop.
         """
-        begun = set(self._gate.running) - internals.prefilling_requests(self._engine)
-        begun &= internals.known_requests(self._engine)
-        pending = {name: one for name, one in self._gate.running.items() if name not in begun}
+        pending = {name: one for name, one in self._gate.running.items() if not one.has_begun}
         for running in pending.values():
             running.restart = True
         deadline = time.perf_counter() + SEND_BACK_TIMEOUT_S
