@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ray.util import get_node_ip_address
 
+from benchmarks.token_rates import TokenLog
 from torchrl_vllm_sync.testing import token_log_probs
 
 if TYPE_CHECKING:
@@ -170,30 +171,42 @@ def loaded_actor() -> type:
     from torchrl_vllm_sync.engine.actor import EngineActor
 
     class LoadedActor(EngineActor):
+        _log = TokenLog()
+
         async def begin_load(self, num_requests: int, max_tokens: int) -> None:
             """Starts requests inside the actor, which hold out for ``max_tokens``."""
-            self._times: list[list[float]] = [[] for _ in range(num_requests)]
+            self._log = TokenLog(requests=[[] for _ in range(num_requests)])
             params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0)
 
             async def run(index: int) -> None:
                 prompt = {"prompt_token_ids": [5 + index, 7, 9, 11] * 16}
                 name = f"load-{time.monotonic_ns()}-{index}"
-                async for _ in self.engine.generate(prompt, params, name):
-                    self._times[index].append(time.perf_counter())
+                async for output in self.engine.generate(prompt, params, name):
+                    count = len(output.outputs[0].token_ids)
+                    self._log.requests[index].append((time.perf_counter(), count))
 
             self._load = [asyncio.create_task(run(index)) for index in range(num_requests)]
-            while not all(len(times) > 5 for times in self._times):  # noqa: ASYNC110  vLLM is silent
+            while not all(len(one) > 5 for one in self._log.requests):  # noqa: ASYNC110  vLLM is silent
                 await asyncio.sleep(0.01)
 
         def mark(self) -> float:
             """The actor's clock."""
             return time.perf_counter()
 
-        async def end_load(self) -> list[list[float]]:
-            """Ends the load and returns the times of all tokens, by request."""
+        async def receive_broadcast(self, *args: Any, **options: Any) -> dict[str, Any]:
+            """Receives one version, and notes when staged weights were on their way."""
+            report = await super().receive_broadcast(*args, **options)
+            if report["stage_s"]:
+                pause = time.perf_counter() - report["whole_pause_s"]
+                begin = pause - report["stage_s"] + report["ready_s"]
+                self._log.arrivals.append((begin, pause))
+            return report
+
+        async def end_load(self) -> TokenLog:
+            """Ends the load and returns what it produced."""
             for task in self._load:
                 task.cancel()
             await asyncio.gather(*self._load, return_exceptions=True)
-            return self._times
+            return self._log
 
     return LoadedActor

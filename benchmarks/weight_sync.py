@@ -21,11 +21,9 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-
-import itertools
 
 import ray
 import torch
@@ -35,8 +33,13 @@ from benchmarks.shapes import SHAPES, save_shape
 from benchmarks.sync_actors import Trainer, loaded_actor, raw_broadcast, spawn
 from torchrl_vllm_sync import AsyncVLLM
 
+if TYPE_CHECKING:
+    from benchmarks.token_rates import TokenLog
+
 SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged")
 PROBE = list(range(5, 69))
+# Seconds for which loaded engines are left alone before each push.
+QUIET_S = 0.3
 # bfloat16 carries 8 bits; the values compared are about -12 and differ by units between models.
 MOST_DIFFERENCE = {"bfloat16": 0.3, "float32": 1e-3}
 
@@ -126,7 +129,7 @@ def launch(args: argparse.Namespace, checkpoint: Path, dtype: str) -> AsyncVLLM:
     if torch.cuda.is_available():
         engine |= {"kv_cache_memory_bytes": 8 * 2**30}
     else:
-        engine |= {"kv_cache_memory_bytes": 64 * 2**20, "block_size": 32, "max_model_len": 512}
+        engine |= {"kv_cache_memory_bytes": 64 * 2**20, "block_size": 32}
     begin = time.perf_counter()
     service = AsyncVLLM.from_pretrained(
         str(checkpoint), args.tensor_parallel, num_replicas=args.replicas, **engine
@@ -160,25 +163,12 @@ def measure(
     record(recorder, case, system, "", idle)
     memory = ray.get(trainer.memory.remote(), timeout=60)
     print(case, system, memory, flush=True)
-    loaded, gaps, steps, during = under_load(service, trainer, system, options, args)
-    record(recorder, f"{case}, {args.requests} running", system, "", loaded)
-    for metric, samples in (("longest gap", gaps), ("normal step", steps)):
-        say(case, system, metric, samples)
-        recorder.add(
-            case=f"{case}, {args.requests} running",
-            system=system,
-            metric=metric,
-            unit="ms",
-            samples=[1e3 * one for one in samples],
-        )
-    recorder.add(
-        case=f"{case}, {args.requests} running",
-        system=system,
-        metric="throughput during a push, of that without",
-        unit="%",
-        samples=[100 * one for one in during],
-    )
-    print(case, system, "throughput during pushes", [round(one, 3) for one in during], flush=True)
+    running = f"{case}, {args.requests} running"
+    loaded, found = under_load(service, trainer, system, options, args)
+    record(recorder, running, system, "", loaded)
+    for (metric, unit), samples in found.items():
+        print(f"{case} {system} {metric}: {statistics.median(samples):.2f} {unit}", flush=True)
+        recorder.add(case=running, system=system, metric=metric, unit=unit, samples=samples)
     ray.get(trainer.end.remote(system), timeout=60)
 
 
@@ -188,41 +178,57 @@ def under_load(
     system: str,
     options: dict[str, Any],
     args: argparse.Namespace,
-) -> tuple[list[dict[str, float]], list[float], list[float], list[float]]:
-    """Pushes while every replica runs requests; returns reports, gaps, steps and throughputs."""
+) -> tuple[list[dict[str, float]], dict[tuple[str, str], list[float]]]:
+    """Pushes while every replica runs requests; returns reports, and samples by metric and unit.
+
+    Before each push the engines are left alone for a while. What they do then is what the same
+    requests get during that push, and while its staged weights arrive, is compared with.
+    """
     rounds = max(args.rounds // 2, 2)
-    limit = 1900 if torch.cuda.is_available() else 400
-    ray.get([one.begin_load.remote(args.requests, limit) for one in service.actors], timeout=100)
-    time.sleep(0.5)
-    reports, windows = [], []
+    ray.get([one.begin_load.remote(args.requests, 1900) for one in service.actors], timeout=100)
+    time.sleep(QUIET_S)
+    reports, marks = [], []
     for _ in range(rounds):
-        begin = ray.get([one.mark.remote() for one in service.actors], timeout=30)
+        quiet = mark(service)
+        time.sleep(QUIET_S)
+        begin = mark(service)
         reports += ray.get(trainer.push.remote(service, system, options, 1), timeout=100)
-        end = ray.get([one.mark.remote() for one in service.actors], timeout=30)
-        windows.append((begin, end))
+        marks.append((quiet, begin, mark(service)))
         time.sleep(0.1)
-    times = ray.get([one.end_load.remote() for one in service.actors], timeout=60)
-    gaps, steps, during = [], [], []
-    for begin, end in windows:
-        longest, shares = 0.0, []
-        for index, requests in enumerate(times):
-            all_steps = sorted(
-                later - sooner for one in requests for sooner, later in itertools.pairwise(one)
-            )
-            step = statistics.median(all_steps)
-            steps.append(step)
-            inside = [
-                (sooner, later)
-                for one in requests
-                for sooner, later in itertools.pairwise(one)
-                if later > begin[index] and sooner < end[index]
-            ]
-            longest = max([longest, *(later - sooner for sooner, later in inside)])
-            tokens = sum(begin[index] < time_ <= end[index] for one in requests for time_ in one)
-            shares.append(tokens * step / len(requests) / (end[index] - begin[index]))
-        gaps.append(longest)
-        during.append(min(shares))
-    return reports, gaps, steps, during
+    logs: list[TokenLog] = ray.get([one.end_load.remote() for one in service.actors], timeout=60)
+    found: dict[tuple[str, str], list[float]] = {}
+    for number, (quiet, begin, end) in enumerate(marks):
+        replicas = range(len(logs))
+        pushes = [(begin[index], end[index]) for index in replicas]
+        alone = [log.rate((quiet[index], begin[index])) for index, log in enumerate(logs)]
+        during = [log.rate(push) for log, push in zip(logs, pushes, strict=True)]
+        sample = {
+            ("longest gap", "ms"): max(
+                1e3 * log.longest_gap_s(push) for log, push in zip(logs, pushes, strict=True)
+            ),
+            ("normal step", "ms"): statistics.median(1e3 * log.step_s() for log in logs),
+            ("throughput during a push, of that without", "%"): min(
+                100 * during[index] / alone[index] for index in replicas
+            ),
+        }
+        if all(log.arrivals for log in logs):
+            arriving = [log.rate(log.arrivals[number]) for log in logs]
+            worst = min(replicas, key=lambda index: arriving[index] / alone[index])
+            sample |= {
+                ("throughput undisturbed", "tokens/s"): alone[worst],
+                ("throughput while weights arrive", "tokens/s"): arriving[worst],
+                ("throughput while weights arrive, of that without", "%"): (
+                    100 * arriving[worst] / alone[worst]
+                ),
+            }
+        for key, value in sample.items():
+            found.setdefault(key, []).append(value)
+    return reports, found
+
+
+def mark(service: AsyncVLLM) -> list[float]:
+    """The time now, by each replica's clock."""
+    return ray.get([one.mark.remote() for one in service.actors], timeout=30)
 
 
 def record(

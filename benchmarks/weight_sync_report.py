@@ -21,8 +21,8 @@ __all__ = ["table", "timeline"]
 SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged")
 HEADS = (
     "| case | raw NCCL | `vllm-nccl` | `broadcast` | staged | running: `vllm-nccl` | `broadcast` "
-    "| staged | engine step |",
-    "|---|---|---|---|---|---|---|---|---|",
+    "| staged | engine step | tokens/s | while staged weights arrive |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
 )
 PHASES = {
     "stage": ("receive, generating", "tab:green"),
@@ -39,10 +39,11 @@ def records(paths: list[Path] | None = None) -> list[dict[str, Any]]:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """A Markdown table, in milliseconds: medians of the whole pause, idle and under load.
+    """A Markdown table of medians: of the whole pause in milliseconds, idle and under load.
 
-    Under load the figure is the longest gap between two tokens of a request around a push; the
-    last column is the median gap without.
+    Under load the figure is the longest gap between two tokens of a request around a push, and
+    the engine step is the median gap. The last two columns are an engine's tokens per second
+    before a staged push and from its beginning to the pause.
     """
     lines = list(HEADS)
     for run in runs:
@@ -54,8 +55,10 @@ def table(runs: list[dict[str, Any]]) -> str:
             *(medians.get((case, system, "whole_pause")) for system in SYSTEMS[1:]),
             *(medians.get((loaded, system, "longest gap")) for system in SYSTEMS[1:]),
             medians.get((loaded, "broadcast", "normal step")),
+            medians.get((loaded, "broadcast-staged", "throughput undisturbed")),
+            medians.get((loaded, "broadcast-staged", "throughput while weights arrive")),
         ]
-        shown = ["" if cell is None else f"{cell:.1f}" for cell in cells]
+        shown = ["" if cell is None else f"{cell:.{1 if cell < 1000 else 0}f}" for cell in cells]
         lines.append(f"| {case} | " + " | ".join(shown) + " |")
     return "\n".join(lines) + "\n"
 

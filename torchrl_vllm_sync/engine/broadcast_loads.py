@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -118,11 +119,11 @@ class BroadcastLoads:
                     f"{updates.replica_id} holds, got {version}"
                 )
             updates.refuse_foreign(version, run_id)
-            stage_s = 0.0
+            stage_s = ready_s = 0.0
             if staged:
-                begin = time.perf_counter()
-                await self._stage(push_id, digest, direct, timeout_s)
-                stage_s = time.perf_counter() - begin
+                begin = time.monotonic()
+                ready_s = await self._stage(push_id, digest, direct, timeout_s) - begin
+                stage_s = time.monotonic() - begin
 
             async def load(timeout_s: float) -> list[dict[str, Any]]:
                 if staged:
@@ -137,7 +138,7 @@ class BroadcastLoads:
                     timeout_s=timeout_s + LAST_WORDS_S,
                 )
 
-            return await updates.apply(
+            report = await updates.apply(
                 load,
                 version=version,
                 run_id=run_id,
@@ -146,13 +147,15 @@ class BroadcastLoads:
                 timeout_s=deadline - time.perf_counter(),
                 stage_s=stage_s,
             )
+            return dataclasses.replace(report, ready_s=ready_s)
 
     async def leave(self) -> None:
         """Has every worker leave the group; workers whose engine is dead have left it."""
         if not self._updates.is_over:
             await self._updates.call_workers("sync_leave", timeout_s=LEAVE_TIMEOUT_S)
 
-    async def _stage(self, push_id: int, digest: str, direct: bool, timeout_s: float) -> None:
+    async def _stage(self, push_id: int, digest: str, direct: bool, timeout_s: float) -> float:
+        """Receives into spare memory; returns when it began, by ``time.monotonic()``."""
         deadline = time.perf_counter() + timeout_s
         await self._call("sync_stage", push_id, digest, direct, timeout_s, timeout_s=timeout_s)
         while True:
@@ -162,7 +165,7 @@ class BroadcastLoads:
             answers = await self._updates.call_workers("sync_staged", timeout_s=left)
             if all(answers):
                 _raise_errors(answers)
-                return
+                return min(one["began_at"] for one in answers)
             await asyncio.sleep(STAGED_POLL_S)
 
     async def _call(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:

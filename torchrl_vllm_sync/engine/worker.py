@@ -168,7 +168,9 @@ class SyncWorkerExtension(NativeTransferWorker):
         def stage() -> dict[str, Any]:
             receiver = self._sync_prepared(digest)
             receiver.await_start(push_id, deadline)
-            return _loaded(receiver, receiver.stage(deadline, direct=direct))
+            began_at = time.monotonic()
+            num_tensors = receiver.stage(deadline, direct=direct)
+            return _loaded(receiver, num_tensors) | {"began_at": began_at}
 
         def start() -> None:
             self._sync_prepared(digest).require_staging()
@@ -179,7 +181,10 @@ class SyncWorkerExtension(NativeTransferWorker):
         return _answer(start)
 
     def sync_staged(self) -> dict[str, Any] | None:
-        """Returns how :meth:`sync_stage` ended, or ``None`` while it is under way."""
+        """Returns how :meth:`sync_stage` ended, or ``None`` while it is under way.
+
+        ``began_at`` is ``time.monotonic()`` at the trainer's word to begin.
+        """
         return self._sync_staged.result() if self._sync_staged.done() else None
 
     def sync_install_staged(self) -> dict[str, Any]:
