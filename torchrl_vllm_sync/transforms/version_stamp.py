@@ -51,7 +51,9 @@ class VersionStamp(PolicyVersion):
 
     Args:
         version: ``None`` counts from 0, one for each :meth:`increment_version`. Otherwise
-            :attr:`version` follows a service, an updater or a function, and cannot be set.
+            :attr:`version` follows a service, an updater or a function, however often it is
+            incremented; setting it tells it of a version that its source may hear of later only,
+            as a copy of a service in another process does.
 
     Raises:
         UnsupportedArgumentError: ``version`` is a number, or nothing that a version can be read
@@ -65,29 +67,29 @@ class VersionStamp(PolicyVersion):
                 f"version must be something to follow, or None to count, got {source}"
             )
         self._source: Callable[[], int] | None = source
+        self._heard = 0
         super().__init__(version_type=int)
 
     @property
     def version(self) -> int:
         """The newest version."""
-        if self._source is not None:
-            return int(self._source())
-        return int(super().version)
+        if self._source is None:
+            return int(super().version)
+        return max(int(self._source()), self._heard)
 
     @version.setter
     def version(self, value: str | int) -> None:
-        """Sets the counter.
+        """Sets the counter, or tells of a version; what follows never goes back.
 
         Raises:
-            UnsupportedArgumentError: It follows a service, or ``value`` is no integer from 0 on.
+            UnsupportedArgumentError: ``value`` is no integer from 0 on.
         """
-        if self._source is not None:
-            raise UnsupportedArgumentError(
-                f"this VersionStamp follows its source and cannot be set, got {value!r}"
-            )
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise UnsupportedArgumentError(f"version must be an int of at least 0, got {value!r}")
-        self._current_version = value
+        if self._source is None:
+            self._current_version = value
+        else:
+            self._heard = max(value, self._heard)
 
     def _increment_version(self, init: bool = False) -> int:
         """Counts on, or notes in ``version_history`` what the source says now."""
