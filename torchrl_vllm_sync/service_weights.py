@@ -111,6 +111,14 @@ class ServiceWeights(ServiceReplicas):
             if isinstance(report, EngineReport):
                 self.load.observe(report)
 
+    def learn_versions(self) -> None:
+        """Asks the replicas what they hold, after something other than a push brought them there.
+
+        This process's versions and states are up to date then, without waiting for the next look.
+        """
+        self._pusher.look_again()
+        self._learn_states()
+
     def follow_snapshots(
         self,
         directory: str | os.PathLike[str],

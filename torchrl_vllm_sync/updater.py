@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from torchrl.collectors.weight_update import WeightUpdaterBase
 
+from torchrl_vllm_sync.collector_versions import CollectorVersions
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.weights.auto_transport import TRANSPORTS
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.service import AsyncVLLM
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
-__all__ = ["WeightUpdater"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["WeightUpdater", "as_service"]
 
 # The rank that pushes may form a group and send twice before the others hear of it.
 FOLLOW_GRACE_S = 180.0
@@ -35,8 +32,9 @@ class WeightUpdater:
     """Pushes a trainer's weights into every replica of a service.
 
     TorchRL's ``WeightUpdaterBase`` interface: give it to ``LLMCollector(weight_updater=...)``, or
-    call :meth:`push_weights` yourself. Either way one push moves the version of every registered
-    collector by one. It pickles; a copy has no collectors and no source.
+    call :meth:`push_weights` yourself. Either way the version of every registered collector is the
+    service's after each push; increments that hooks or collectors add of themselves do nothing to
+    it. It pickles; a copy has no collectors and no source.
 
     Example:
         >>> updater = WeightUpdater(service, source=trained_model)
@@ -77,14 +75,13 @@ class WeightUpdater:
                     f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}"
                 )
             transport = TRANSPORTS[transport]()
-        self.service: AsyncVLLM | LocalLLM | None = _as_service(service)
+        self.service: AsyncVLLM | LocalLLM | None = as_service(service)
         self.source = source
         self.last_report: PushReport | None = None
         self._transport = transport
         self._timeout_s, self._clear_cache = timeout_s, clear_cache
         self._mode: PauseMode = mode
-        self._announced: int | None = None
-        self._collectors: list[weakref.ref[Any]] = []
+        self._versions = CollectorVersions()
         self._post_hooks: list[Callable[[], Any]] = []
 
     def push_weights(
@@ -94,7 +91,7 @@ class WeightUpdater:
         *,
         version: int | None = None,
     ) -> PushReport:
-        """Brings every replica to new weights and moves the collectors' version by one.
+        """Brings every replica to new weights, and every registered collector to their version.
 
         Args:
             policy_or_weights: What to send; ``None`` sends ``source``.
@@ -111,46 +108,11 @@ class WeightUpdater:
             WeightSyncError: Some replicas did not reach the version. Collectors keep theirs.
             TrainerRankError: The weights are sharded, and another rank failed.
         """
-        report, moved = self._push(policy_or_weights, worker_ids, version)
-        if moved:
-            self.increment_version()
-        return report
-
-    def __call__(
-        self,
-        policy_or_weights: Any = None,  # noqa: ANN401
-        worker_ids: Any = None,  # noqa: ANN401
-    ) -> PushReport:
-        """Pushes for a collector's ``update_policy_weights_``, which moves its version itself.
-
-        Raises:
-            UnsupportedArgumentError: Several collectors are registered: whose version has moved
-                cannot be told, so call :meth:`push_weights`. Otherwise as there.
-        """
-        if len(self._live_collectors()) > 1:
-            raise UnsupportedArgumentError(
-                "update_policy_weights_ moves the version of one collector only, and "
-                f"{len(self._live_collectors())} share this updater: call push_weights instead"
-            )
-        return self._push(policy_or_weights, worker_ids, None)[0]
-
-    def _push(
-        self,
-        weights: Any,  # noqa: ANN401
-        worker_ids: Any,  # noqa: ANN401
-        version: int | None,
-    ) -> tuple[PushReport, bool]:
-        """Pushes, and says whether collectors have not heard of the version yet.
-
-        A version that only survivors took is news still when the push is repeated.
-        """
         if worker_ids is not None:
             raise UnsupportedArgumentError(f"worker_ids must be None, got {worker_ids!r}")
-        weights = self.source if weights is None else weights
+        weights = self.source if policy_or_weights is None else policy_or_weights
         if weights is None:
             raise UnsupportedArgumentError("push_weights has nothing to send: no source was given")
-        if self._announced is None:
-            self._announced = 0 if self.service is None else self.service.weight_version
         if self.service is None:
             self.last_report = self._take_part(weights)
         else:
@@ -162,11 +124,18 @@ class WeightUpdater:
                 clear_cache=self._clear_cache,
                 mode=self._mode,
             )
-        moved = self.last_report.version > self._announced
-        self._announced = max(self.last_report.version, self._announced)
+        self._versions.announce(self.last_report.version)
         for hook in self._post_hooks:
             hook()
-        return self.last_report, moved
+        return self.last_report
+
+    def __call__(
+        self,
+        policy_or_weights: Any = None,  # noqa: ANN401
+        worker_ids: Any = None,  # noqa: ANN401
+    ) -> PushReport:
+        """The same as :meth:`push_weights`; ``update_policy_weights_`` of collectors calls it."""
+        return self.push_weights(policy_or_weights, worker_ids)
 
     def _take_part(self, weights: Any) -> PushReport:  # noqa: ANN401
         """Gathers a sharded model with the rank that pushes it, and returns that rank's report."""
@@ -179,38 +148,55 @@ class WeightUpdater:
         return source.participate(timeout_s=2 * self._timeout_s + FOLLOW_GRACE_S)
 
     def init(self, *args: Any, **kwargs: Any) -> None:
-        """Opens the transport before the first push, which would do it too; arguments are ignored.
+        """Opens the transport, and tells collectors the version, which the first push would do too.
 
-        ``collector.init_updater(...)`` calls it with whatever it was given.
+        ``collector.init_updater(...)`` calls it with whatever it was given; that is ignored.
         """
         del args, kwargs
+        if self.service is not None:
+            self.open()
+
+    def open(self, **meeting_point: Any) -> None:
+        """Opens the transport, and tells collectors the version.
+
+        Args:
+            **meeting_point: What ``AsyncVLLM.init_weight_update_group`` takes.
+
+        Raises:
+            UnsupportedArgumentError: There is no service.
+            SyncError: The transport could not be opened.
+        """
         if self.service is None:
-            return
+            raise UnsupportedArgumentError("there is no service to open a transport to")
         self.service.use_transport(self._transport)
-        self.service.init_weight_update_group()
+        self.service.init_weight_update_group(**meeting_point)
+        self._versions.announce(self.service.weight_version)
+
+    def disconnect(self) -> None:
+        """Closes the transport, and forgets the service and the collectors; idempotent."""
+        self._transport.close()
+        self._versions = CollectorVersions()
+        self.service = None
 
     def register_collector(self, collector: Any) -> None:  # noqa: ANN401
-        """Moves ``collector``'s version at each push from now on; it is held weakly."""
-        if not any(ref() is collector for ref in self._collectors):
-            self._collectors.append(weakref.ref(collector))
+        """Keeps ``collector``'s version equal to the service's from now on; it is held weakly.
+
+        Raises:
+            UnsupportedArgumentError: It is none of TorchRL's collectors.
+        """
+        self._versions.register(
+            collector, None if self.service is None else self.service.weight_version
+        )
 
     @property
     def collector(self) -> Any | None:  # noqa: ANN401
         """The collector registered last, or ``None``."""
-        return next(reversed(self._live_collectors()), None)
+        return next(reversed(self._versions.live), None)
 
     @property
     def collectors(self) -> list[Any]:
         """The registered collectors that still exist."""
-        return self._live_collectors()
-
-    def _live_collectors(self) -> list[Any]:
-        """Returns collectors that still exist, and forgets the others."""
-        found = [ref() for ref in self._collectors]
-        if None in found:
-            logger.warning("%d registered collector(s) are gone", found.count(None))
-            self._collectors = [ref for ref in self._collectors if ref() is not None]
-        return [one for one in found if one is not None]
+        return self._versions.live
 
     @property
     def post_hooks(self) -> list[Callable[[], Any]]:
@@ -222,16 +208,19 @@ class WeightUpdater:
         self._post_hooks.append(hook)
 
     def increment_version(self) -> None:
-        """Moves the version of every registered collector by one, without a push."""
-        for collector in self._live_collectors():
-            collector.increment_version()
+        """Tells every registered collector the service's version once more; TorchRL's name for it.
+
+        Nothing moves without a push.
+        """
+        if self.service is not None:
+            self._versions.announce(self.service.weight_version)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_collectors": [], "_post_hooks": [], "source": None}
+        return {**self.__dict__, "_post_hooks": [], "source": None}
 
 
-def _as_service(service: Any) -> Any:  # noqa: ANN401  a service, or an LLM
-    """Puts what a push needs around a ``vllm.LLM``, and returns anything else as it is."""
+def as_service(service: Any) -> Any:  # noqa: ANN401  a service, or an LLM
+    """Puts what a push needs around a ``vllm.LLM``; returns anything else as it is."""
     offline = sys.modules.get("vllm.entrypoints.llm")  # whoever has an LLM has imported it
     if offline is None or not isinstance(service, offline.LLM):
         return service

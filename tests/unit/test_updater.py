@@ -4,7 +4,9 @@ import gc
 import pickle
 
 import pytest
+from torchrl.collectors import BaseCollector
 from torchrl.collectors.weight_update import WeightUpdaterBase
+from torchrl.envs.llm.transforms import PolicyVersion
 
 from torchrl_vllm_sync import WeightUpdater
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
@@ -20,7 +22,7 @@ class Service:
     """Counts pushes; fails the next ones on demand, after which survivors hold the version."""
 
     def __init__(self):
-        self.weight_version, self.pushes, self.failures, self.opened = 0, [], 0, 0
+        self.weight_version, self.pushes, self.failures, self.opened = 0, [], 0, []
 
     def push_weights(self, weights, *, version, transport, timeout_s, clear_cache, mode):
         version = self.weight_version + 1 if version is None else version
@@ -35,22 +37,40 @@ class Service:
     def use_transport(self, transport):
         self.transport = transport
 
-    def init_weight_update_group(self):
-        self.opened += 1
+    def init_weight_update_group(self, **meeting_point):
+        self.opened.append(meeting_point)
 
 
-class Collector:
+class Collector(BaseCollector):
     """Moves its version as TorchRL's do: on request, and after ``update_policy_weights_``."""
 
-    def __init__(self, updater=None):
-        self.version, self.updater = 0, updater
+    def __init__(self, updater=None, version_type=int):
+        self.policy_version_tracker = self.stamp = PolicyVersion(version_type)
+        self.updater = updater
+
+    @property
+    def policy_version(self):
+        return self.policy_version_tracker.version
 
     def increment_version(self):
-        self.version += 1
+        self.policy_version_tracker.increment_version()
 
     def update_policy_weights_(self, weights=None):
         self.updater(policy_or_weights=weights, worker_ids=None)
         self.increment_version()
+
+    def iterator(self): ...
+    def set_seed(self, seed, static_seed=False): ...
+    def load_state_dict(self, state_dict): ...
+    def state_dict(self): ...
+    def shutdown(self, *args, **kwargs): ...
+
+
+def versions(*collectors):
+    """What they say, once it is sure that their environments stamp the same."""
+    for collector in collectors:
+        assert collector.stamp.version == collector.policy_version
+    return [collector.policy_version for collector in collectors]
 
 
 @pytest.fixture
@@ -76,19 +96,30 @@ def test_it_passes_for_torchrls(updater):
 
 def test_either_way_moves_the_version_once(updater, collector, service):
     updater.push_weights()
-    assert collector.version == 1
+    assert versions(collector) == [1]
     collector.update_policy_weights_("given")
-    assert collector.version == 2
+    assert versions(collector) == [2]
     updater.push_weights("other")
-    assert collector.version == service.weight_version == 3
+    assert versions(collector) == [service.weight_version] == [3]
     assert service.pushes == [("the source", 1), ("given", 2), ("other", 3)]
     assert updater.last_report.version == 3
+
+
+def test_versions_are_the_services_from_the_start_and_may_skip(service, updater):
+    service.weight_version = 7
+    collector = Collector(updater)
+    updater.register_collector(collector)
+    assert versions(collector) == [7]
+    updater.push_weights(version=12)
+    assert versions(collector) == [12]
+    collector.update_policy_weights_()
+    assert versions(collector) == [13]
 
 
 def test_pushing_a_version_again_moves_nothing(updater, collector):
     updater.push_weights(version=4)
     updater.push_weights(version=4)
-    assert collector.version == 1
+    assert versions(collector) == [4]
 
 
 def test_a_push_that_failed_moves_nothing_until_it_is_repaired(updater, collector, service):
@@ -96,33 +127,78 @@ def test_a_push_that_failed_moves_nothing_until_it_is_repaired(updater, collecto
     for _ in range(2):
         with pytest.raises(WeightSyncError):
             updater.push_weights(version=1)
-        assert collector.version == 0
+        assert versions(collector) == [0]
     updater.push_weights(version=1)
-    assert collector.version == 1
+    assert versions(collector) == [1]
     service.failures = 1
     with pytest.raises(WeightSyncError):
         collector.update_policy_weights_()
-    assert collector.version == 1
+    assert versions(collector) == [1]
 
 
-def test_several_collectors_move_together(updater, collector):
+def test_several_collectors_move_together_whoever_pushes(updater, collector):
     second = Collector(updater)
     updater.register_collector(second)
     updater.register_collector(second)
     updater.push_weights()
-    assert (collector.version, second.version) == (1, 1)
+    assert versions(collector, second) == [1, 1]
     assert updater.collector is second
     assert updater.collectors == [collector, second]
-    with pytest.raises(UnsupportedArgumentError, match="2 share this updater: call push_weights"):
-        collector.update_policy_weights_()
-    assert (collector.version, second.version) == (1, 1)
+    second.update_policy_weights_()
+    assert versions(collector, second) == [2, 2]
+    collector.update_policy_weights_()
+    assert versions(collector, second) == [3, 3]
+
+
+def test_hooks_that_count_too_do_not_make_it_twice(updater, collector, service):
+    updater.register_post_hook(collector.increment_version)
+    updater.register_post_hook(updater.increment_version)
+    updater.push_weights()
+    collector.update_policy_weights_()
+    assert versions(collector) == [service.weight_version] == [2]
+
+
+def test_a_collector_that_nobody_registered_does_count_twice(updater):
+    """What the test above would see without the collector being registered."""
+    collector = Collector(updater)
+    updater.register_post_hook(collector.increment_version)
+    collector.update_policy_weights_()
+    assert versions(collector) == [2]
+
+
+def test_made_up_versions_change_once_a_push(updater):
+    collector = Collector(updater, "uuid")
+    updater.register_collector(collector)
+    seen = [collector.policy_version]
+    updater.push_weights()
+    seen.append(collector.policy_version)
+    collector.update_policy_weights_()
+    seen.append(collector.policy_version)
+    assert len(set(seen)) == 3
+
+    updater.increment_version()
+    assert collector.policy_version == seen[-1]
+
+
+def test_a_collector_without_versions_is_left_alone(updater):
+    collector = Collector(updater)
+    collector.policy_version_tracker = None
+    updater.register_collector(collector)
+    updater.push_weights()
+    assert collector.policy_version_tracker is None
+
+
+def test_what_is_no_collector_is_refused(updater):
+    with pytest.raises(UnsupportedArgumentError, match=r"must be one of TorchRL's .*, got dict"):
+        updater.register_collector({})
+    assert updater.collectors == []
 
 
 def test_collectors_that_are_gone_are_forgotten_with_a_warning(updater, collector, caplog):
     updater.register_collector(Collector())
     gc.collect()
     updater.push_weights()
-    assert collector.version == 1
+    assert versions(collector) == [1]
     assert [record.message for record in caplog.records] == ["1 registered collector(s) are gone"]
     assert updater.collectors == [collector]
     assert len(caplog.records) == 1
@@ -130,13 +206,14 @@ def test_collectors_that_are_gone_are_forgotten_with_a_warning(updater, collecto
 
 def test_hooks_run_after_each_push_that_succeeded(updater, collector, service):
     calls = []
-    updater.register_post_hook(lambda: calls.append(collector.version))
+    updater.register_post_hook(lambda: calls.append(collector.policy_version))
     updater.push_weights()
     collector.update_policy_weights_()
     service.failures = 1
     with pytest.raises(WeightSyncError):
         updater.push_weights()
-    assert len(calls) == len(updater.post_hooks) + 1 == 2
+    assert calls == [1, 2]
+    assert len(updater.post_hooks) == 1
     assert service.weight_version == 3
 
 
@@ -155,14 +232,21 @@ def test_what_cannot_be_honoured_is_refused(updater, service):
         updater.push_weights(worker_ids=0)
     with pytest.raises(UnsupportedArgumentError, match="transport must be one of"):
         WeightUpdater(service, transport="carrier pigeon")
+    with pytest.raises(UnsupportedArgumentError, match="no service"):
+        WeightUpdater(None).open()
     assert service.pushes == []
 
 
 def test_init_opens_the_transport_and_takes_any_arguments(service):
+    service.weight_version = 5
     transport = MemmapTransport()
     updater = WeightUpdater(service, transport=transport)
+    collector = Collector(updater)
+    updater.register_collector(collector)
+    collector.policy_version_tracker.version = 0
     updater.init("whatever", a="collector passes")
-    assert (service.transport, service.opened) == (transport, 1)
+    assert (service.transport, service.opened) == (transport, [{}])
+    assert versions(collector) == [5]
 
 
 def test_the_mode_of_the_pause_is_handed_on():

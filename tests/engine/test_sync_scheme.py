@@ -1,0 +1,359 @@
+"""The weight sync schemes: in a TorchRL collector, and as the GRPO scripts call them."""
+
+import gc
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict, set_list_to_stack
+from torchrl.collectors import Collector
+from torchrl.collectors.llm import LLMCollector
+from torchrl.envs import StepCounter
+from torchrl.envs.llm.chat import ChatEnv
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.weight_update import WeightSyncScheme as TorchRLScheme
+from torchrl.weight_update.llm import get_model_metadata
+
+from tests.engine.checks import assert_holds, distance, perturbed
+from torchrl_vllm_sync import (
+    VLLMDoubleBufferSyncScheme,
+    VLLMWeightSyncScheme,
+    WeightSyncScheme,
+    vLLMWrapper,
+)
+from torchrl_vllm_sync.errors import (
+    StaleVersionError,
+    TransferNotReadyError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+)
+from torchrl_vllm_sync.testing import make_tiny_tokenizer
+
+TOKENIZER = make_tiny_tokenizer()
+SAMPLING = {"max_tokens": 6, "temperature": 1.0, "ignore_eos": True}
+TEXTS = ["What else is there?", "Tell me more, please.", "Hello", "Every replica serves"]
+
+
+@pytest.fixture(autouse=True)
+def lists_are_stacks():
+    with set_list_to_stack(True):
+        yield
+
+
+def queries():
+    while True:
+        for text in TEXTS:
+            yield {"query": [text]}
+
+
+def make_env():
+    env = ChatEnv.from_dataloader(
+        dataloader=queries(), batch_size=(4,), tokenizer=TOKENIZER, input_mode="history"
+    )
+    return env.append_transform(StepCounter(max_steps=1))
+
+
+def make_policy(service):
+    return vLLMWrapper(
+        service,
+        tokenizer=TOKENIZER,
+        input_mode="history",
+        generate_kwargs=SAMPLING,
+        pad_output=False,
+        return_log_probs=True,
+    )
+
+
+def make_collector(service, scheme):
+    """TorchRL's ``Collector``, which takes schemes."""
+    return Collector(
+        make_env(),
+        make_policy(service),
+        frames_per_batch=4,
+        total_frames=-1,
+        weight_sync_schemes={"policy": scheme},
+        track_policy_version=True,
+        trust_policy=True,
+        use_buffers=False,
+    )
+
+
+def agree(service, *collectors):
+    """The version that the collectors, the service and fresh samples say alike."""
+    found = {collector.policy_version for collector in collectors}
+    for collector in collectors:
+        found |= set(next(iter(collector))["policy_version"].flatten().tolist())
+    assert found == {service.weight_version}
+    return service.weight_version
+
+
+@pytest.fixture(params=["broadcast", "memmap"])
+def scheme(request, service, tmp_path):
+    """Both schemes, not connected."""
+    if request.param == "broadcast":
+        made = VLLMWeightSyncScheme(num_replicas=2, transport="broadcast", timeout_s=60)
+    else:
+        made = VLLMDoubleBufferSyncScheme(tmp_path, timeout_s=60)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def sender(scheme, service, model):
+    """A sender as the GRPO scripts set it up."""
+    sender = scheme.create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(get_model_metadata(model), vllm_engine=service)
+    return sender
+
+
+# ---------------------------------------------------------------- TorchRL's scripts
+
+
+def test_the_name_that_grpo_scripts_import():
+    assert WeightSyncScheme is VLLMWeightSyncScheme
+    assert issubclass(VLLMDoubleBufferSyncScheme, TorchRLScheme)
+
+
+def test_the_sender_pushes_the_registered_model(service, sender, model, other_model):
+    before = service.weight_version
+    perturbed(model, seed=1)
+    report = sender.update_weights()
+    assert report.version == service.weight_version == before + 1
+    assert_holds(service, model)
+    sender.update_weights(other_model)
+    assert_holds(service, other_model)
+    assert min(distance(service, model, index) for index in range(2)) > 0.05
+    sender.update_weights(TensorDict.from_module(model).data, version=before + 7)
+    assert service.weight_version == before + 7
+    assert_holds(service, model)
+
+
+def test_a_wrapped_model_pushes_the_same(service, scheme, model):
+    policy = TransformersWrapper(
+        perturbed(model, seed=2), tokenizer=TOKENIZER, input_mode="tokens", generate=False
+    )
+    sender = scheme.create_sender()
+    sender.register_model(policy)
+    sender.init_all_workers_group(get_model_metadata(policy.model), vllm_engine=service)
+    sender.update_weights()
+    assert_holds(service, model)
+
+
+def test_addresses_of_the_service_are_taken(service, model):
+    """As ``make_weight_sync_scheme`` of the GRPO scripts makes it."""
+    scheme = VLLMWeightSyncScheme(
+        master_address=service.get_master_address(),
+        master_port=service.get_master_port(),
+        gpus_per_replica=service.get_tp_size(),
+        num_replicas=getattr(service, "num_replicas", 1),
+        strategy="state_dict",
+    )
+    sender = scheme.create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(get_model_metadata(model), vllm_engine=service)
+    sender.update_weights()
+    assert_holds(service, model)
+    sender.shutdown()
+    sender.shutdown()
+
+
+def test_calls_out_of_turn_are_refused(service, scheme, model):
+    before = service.weight_version
+    sender = scheme.create_sender()
+    metadata = get_model_metadata(model)
+    if isinstance(scheme, VLLMWeightSyncScheme):
+        with pytest.raises(TransferNotReadyError, match="not connected: call init_all_workers"):
+            sender.update_weights(model)
+    with pytest.raises(TransferNotReadyError, match="scheme is not connected"):
+        scheme.send(model)
+    sender.init_all_workers_group(metadata, vllm_engine=service)
+    with pytest.raises(UnsupportedArgumentError, match="connected already"):
+        sender.init_all_workers_group(metadata, vllm_engine=service)
+    with pytest.raises(TransferNotReadyError, match="no model was registered"):
+        sender.update_weights()
+    gone = torch.nn.Linear(1, 1)
+    sender.register_model(gone)
+    with pytest.raises(UnsupportedArgumentError, match="another Linear is registered already"):
+        sender.register_model(model)
+    del gone
+    gc.collect()
+    with pytest.raises(TransferNotReadyError, match="the model is gone"):
+        sender.update_weights()
+    sender.register_model(model)
+    sender.register_model(model)
+    sender.update_weights()
+    with pytest.raises(StaleVersionError):
+        sender.update_weights(version=before)
+    assert service.weight_version == before + 1
+    sender.shutdown()
+    sender.init_all_workers_group(metadata, vllm_engine=service)
+    sender.update_weights()
+    assert service.weight_version == before + 2
+    assert_holds(service, model)
+
+
+def test_names_are_compared_before_anything_is_sent(service, scheme, model, other_model):
+    before = service.weight_version
+    sender = scheme.create_sender()
+    metadata = get_model_metadata(model)
+    name = "model.layers.0.mlp.down_proj.weight"
+    missing = {key: value for key, value in metadata.items() if key != name}
+    with pytest.raises(WeightMismatchError, match=f"1 missing: {name}"):
+        sender.init_all_workers_group(missing, vllm_engine=service)
+    with pytest.raises(WeightMismatchError, match="1 of another shape"):
+        sender.init_all_workers_group(
+            {**metadata, name: (torch.float32, torch.Size([3]))}, vllm_engine=service
+        )
+    nested = {tuple(key.split(".")): value for key, value in metadata.items()}
+    sender.init_all_workers_group(nested, vllm_engine=service)
+    with pytest.raises(WeightMismatchError, match="missing"):
+        sender.update_weights({name: model.state_dict()[name]})
+    assert service.weight_version == before
+    sender.update_weights(other_model)
+    assert service.weight_version == before + 1
+
+
+def test_what_cannot_be_honoured_is_refused(service, model, tmp_path):
+    metadata = get_model_metadata(model)
+    for scheme, complaint in (
+        (VLLMWeightSyncScheme(), "num_replicas must be 2, as the service has, got 1"),
+        (VLLMWeightSyncScheme(num_replicas=2, gpus_per_replica=4), "gpus_per_replica must be 1"),
+        (VLLMDoubleBufferSyncScheme(tmp_path, "/elsewhere"), "local_addr must be remote_addr"),
+    ):
+        with pytest.raises(UnsupportedArgumentError, match=complaint):
+            scheme.create_sender().init_all_workers_group(metadata, vllm_engine=service)
+    with pytest.raises(UnsupportedArgumentError, match=r"vllm_engine must be .*, got Qwen2"):
+        VLLMWeightSyncScheme().create_sender().init_all_workers_group(metadata, model)
+    for arguments, complaint in (
+        ({"strategy": "pickle"}, "strategy must be 'tensordict' or 'state_dict', got 'pickle'"),
+        ({"transport": "pigeon"}, "transport must be one of"),
+        ({"device": "cpu", "transport": "memmap"}, "device 'cpu' is for broadcasts only"),
+    ):
+        with pytest.raises(UnsupportedArgumentError, match=complaint):
+            VLLMWeightSyncScheme(**arguments)
+    with pytest.raises(UnsupportedArgumentError, match="strategy"):
+        VLLMDoubleBufferSyncScheme(tmp_path, strategy="pickle")
+    with pytest.raises(UnsupportedArgumentError, match="num_threads must be at least 1, got 0"):
+        VLLMDoubleBufferSyncScheme(tmp_path, num_threads=0)
+
+
+# ---------------------------------------------------------------- receivers
+
+
+def test_a_receiver_says_once_that_a_push_arrived(service, model):
+    scheme = VLLMWeightSyncScheme(num_replicas=2)
+    receiver = scheme.create_receiver(service)
+    receiver.init_all_workers_group(get_model_metadata(model))
+    assert not receiver.poll_and_apply(timeout=0)
+    service.push_weights(model)
+    assert receiver.poll_and_apply()
+    assert not receiver.poll_and_apply()
+    report = receiver.apply_weights(perturbed(model, seed=3))
+    assert report.version == service.weight_version
+    assert_holds(service, model)
+    assert not receiver.poll_and_apply()
+    with pytest.raises(UnsupportedArgumentError, match="inplace must be True"):
+        receiver.apply_weights(model, inplace=False)
+
+
+def test_a_directory_is_loaded_once_for_each_version(service, model, tmp_path):
+    """A sender that knows no service stores; whoever has the service polls."""
+    writing = VLLMDoubleBufferSyncScheme(tmp_path / "weights")
+    sender = writing.create_sender()
+    sender.register_model(perturbed(model, seed=4))
+    receiver = pickle.loads(pickle.dumps(writing)).create_receiver(service)
+    assert not receiver.poll_and_apply()
+    before = service.weight_version
+    sender.update_weights(version=before + 1)
+    assert distance(service, model, 0) > 0.05
+    assert receiver.poll_and_apply()
+    assert service.weight_version == before + 1
+    assert_holds(service, model)
+    assert not receiver.poll_and_apply()
+    perturbed(model, seed=5)
+    sender.update_weights()
+    sender.update_weights()
+    assert receiver.poll_and_apply()
+    assert not receiver.poll_and_apply()
+    assert service.weight_version == before + 3
+    assert_holds(service, model)
+    with pytest.raises(StaleVersionError):
+        sender.update_weights(version=before)
+    with pytest.raises(TransferNotReadyError, match="register the collector with the receiver"):
+        sender.register_collector(object())
+    sender.shutdown()
+
+
+# ---------------------------------------------------------------- collectors
+
+
+def test_a_collector_that_takes_schemes(service, scheme, model):
+    collector = make_collector(service, scheme)
+    scheme.create_sender().register_model(model)
+    before = agree(service, collector)
+    collector.update_policy_weights_(perturbed(model, seed=6))
+    assert agree(service, collector) == before + 1
+    assert_holds(service, model)
+    scheme.send(weights=TensorDict.from_module(perturbed(model, seed=7)).data)
+    assert agree(service, collector) == before + 2
+    assert_holds(service, model)
+    perturbed(model, seed=8)
+    collector.update_policy_weights_()
+    assert agree(service, collector) == before + 3
+    scheme.create_sender().update_weights()
+    assert agree(service, collector) == before + 4
+    assert_holds(service, model)
+    with pytest.raises(UnsupportedArgumentError, match="worker_ids must be None, got 0"):
+        collector.update_policy_weights_(model, worker_ids=0)
+    with pytest.raises(WeightMismatchError):
+        collector.update_policy_weights_(collector.policy)
+    assert agree(service, collector) == before + 4
+    with pytest.raises(RuntimeError, match="twice"):
+        scheme.connect()
+    collector.shutdown()
+
+
+def test_llm_collectors_refuse_schemes_and_take_senders(service, scheme, sender, model):
+    policy = make_policy(service)
+    with pytest.raises(TypeError, match="weight_sync_schemes"):
+        LLMCollector(make_env(), policy=policy, weight_sync_schemes={"policy": scheme})
+    collector = LLMCollector(
+        make_env(), policy=policy, dialog_turns_per_batch=4, track_policy_version=True
+    )
+    sender.register_collector(collector)
+    assert agree(service, collector) == service.weight_version
+    before = service.weight_version
+    sender.update_weights()
+    assert agree(service, collector) == before + 1
+    collector.shutdown()
+
+
+def test_a_scheme_without_an_engine_to_find_is_refused(service):
+    scheme = VLLMWeightSyncScheme(num_replicas=2)
+    with pytest.raises(UnsupportedArgumentError, match="has no engine: give the scheme a service"):
+        scheme.init_on_sender(model_id="policy", context=None)
+    assert not scheme.initialized_on_sender
+    with pytest.raises(UnsupportedArgumentError, match=r"\['devices'\] have no meaning"):
+        scheme.init_on_sender(devices=["cpu"])
+    scheme = VLLMWeightSyncScheme(num_replicas=2, service=service)
+    scheme.init_on_sender(model_id="policy")
+    scheme.connect()
+    scheme.shutdown()
+
+
+def test_the_receiving_end_in_a_collector(service, scheme, model):
+    """TorchRL's worker processes make it of a pickled copy; polling moves their collectors."""
+    collector = LLMCollector(
+        make_env(),
+        policy=make_policy(service),
+        dialog_turns_per_batch=4,
+        track_policy_version=True,
+    )
+    copy = pickle.loads(pickle.dumps(scheme))
+    copy.init_on_receiver(model_id="policy", context=collector, worker_idx=0)
+    copy.connect(worker_idx=0)
+    service.push_weights(perturbed(model, seed=9))
+    assert copy.receive(timeout=1) is None
+    assert agree(service, collector) == service.weight_version
+    collector.shutdown()

@@ -1,0 +1,171 @@
+"""Announcing a service's policy version to TorchRL collectors: each hears of each version once."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from torchrl.collectors import BaseCollector
+from torchrl.collectors.llm import RayLLMCollector
+from torchrl.envs import Transform
+from torchrl.envs.llm.transforms import PolicyVersion
+
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+
+__all__ = ["CollectorVersions", "ServiceVersion", "hear"]
+
+logger = logging.getLogger(__name__)
+
+# A collector in an actor hears between two rollouts. Nobody waits longer than this for that.
+HEAR_TIMEOUT_S = 30.0
+
+
+class ServiceVersion(PolicyVersion):
+    """Takes the place of a collector's counter: the version moves when the service's does only.
+
+    TorchRL moves a collector's version from several places: ``update_policy_weights_`` by itself,
+    updaters, senders and whatever hooks a user adds. With this in its place the version is what
+    the service said last, whoever counts and how often.
+
+    Args:
+        counter: The collector's own ``PolicyVersion``, which stamps what the environment returns.
+    """
+
+    counter: PolicyVersion
+
+    def __init__(self, counter: PolicyVersion) -> None:
+        Transform.__init__(self)
+        # No attribute of the module, or it would be a transform inside a transform.
+        self.__dict__["counter"] = counter
+        self.heard: int | None = None
+
+    @property
+    def version(self) -> str | int:
+        """The collector's version."""
+        return self.counter.version
+
+    @version.setter
+    def version(self, value: str | int) -> None:
+        self.counter.version = value
+
+    @property
+    def version_type(self) -> Any:  # noqa: ANN401  a type, or its name
+        """Whether versions are integers or made-up ids."""
+        return self.counter.version_type
+
+    def increment_version(self) -> None:
+        """Does nothing: :meth:`hear` has moved the version already, or there is no new one."""
+
+    def hear(self, version: int) -> None:
+        """Brings the collector's counter to the service's ``version``.
+
+        A counter of made-up ids gets a new one, once for each version.
+        """
+        if self.version_type not in (int, "int"):
+            if version != self.heard:
+                self.counter.increment_version()
+        else:
+            if version == int(self.version) + 1:
+                self.counter.increment_version()  # which keeps TorchRL's history of versions
+            if version != self.version:  # also a counter that follows the service, and is behind
+                self.counter.version = version
+        self.heard = version
+
+
+def hear(collector: Any, version: int) -> None:  # noqa: ANN401  any of TorchRL's collectors
+    """Brings a collector of this process to ``version``.
+
+    One that tracks no version, or is still being built and has no counter, stays as it is.
+    """
+    counter = getattr(collector, "policy_version_tracker", None)
+    if not isinstance(counter, PolicyVersion):
+        return
+    if not isinstance(counter, ServiceVersion):
+        counter = collector.policy_version_tracker = ServiceVersion(counter)
+    counter.hear(version)
+
+
+class CollectorVersions:
+    """The collectors that hear of one service's versions; they are held weakly.
+
+    A collector that is gone, or whose actor died, is forgotten with a warning. A pickled copy has
+    none.
+    """
+
+    def __init__(self) -> None:
+        self._collectors: list[weakref.ref[Any]] = []
+        self._unheard: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def register(self, collector: Any, version: int | None) -> None:  # noqa: ANN401
+        """Brings ``collector`` to ``version`` and to each one announced from now on.
+
+        Registering it again changes nothing.
+
+        Args:
+            collector: One of TorchRL's collectors, a ``RayLLMCollector`` included.
+            version: The service's version; ``None`` if it is not known yet.
+
+        Raises:
+            UnsupportedArgumentError: It is no collector.
+        """
+        if not isinstance(collector, BaseCollector):
+            raise UnsupportedArgumentError(
+                f"collector must be one of TorchRL's collectors, got {type(collector).__name__}"
+            )
+        if not any(ref() is collector for ref in self._collectors):
+            self._collectors.append(weakref.ref(collector))
+        if version is not None:
+            self._tell([collector], version)
+
+    def announce(self, version: int) -> None:
+        """Brings every collector to ``version``; none of them can make it fail."""
+        self._tell(self.live, version)
+
+    @property
+    def live(self) -> list[Any]:
+        """The collectors that still exist, in the order of registration."""
+        found = [ref() for ref in self._collectors]
+        if None in found:
+            logger.warning("%d registered collector(s) are gone", found.count(None))
+            self._collectors = [ref for ref in self._collectors if ref() is not None]
+        return [one for one in found if one is not None]
+
+    def _tell(self, collectors: list[Any], version: int) -> None:
+        calls: dict[Any, Any] = {}
+        for collector in collectors:
+            if isinstance(collector, RayLLMCollector):
+                calls[collector] = collector._collector.__ray_call__.remote(hear, version)
+            else:
+                hear(collector, version)
+        # One that has not even heard the version before is busy: it hears both when it is free.
+        waited = [ref for one, ref in calls.items() if one not in self._unheard]
+        if waited:
+            ray.wait(waited, num_returns=len(waited), timeout=HEAR_TIMEOUT_S)
+        for collector, ref in calls.items():
+            self._settle(collector, ref, version)
+
+    def _settle(self, collector: Any, ref: Any, version: int) -> None:  # noqa: ANN401
+        """Looks at one actor's answer."""
+        if not ray.wait([ref], timeout=0)[0]:
+            if collector not in self._unheard:
+                logger.warning(
+                    "a collector was busy for %g s; it hears of version %d when it is free",
+                    HEAR_TIMEOUT_S,
+                    version,
+                )
+            self._unheard[collector] = ref
+            return
+        self._unheard.pop(collector, None)
+        try:
+            ray.get(ref)
+        except ActorDiedError as error:
+            logger.warning("a registered collector died, and is forgotten: %s", error)
+            self._collectors = [one for one in self._collectors if one() is not collector]
+        except ActorUnavailableError as error:
+            logger.warning("a collector did not hear of version %d: %s", version, error)
