@@ -21,8 +21,9 @@ testing
 
 # weights on their way
 weights
-weights.buckets weights.broadcast_group
-weights.bucket_stream weights.whole_tensors weights.direct_stream
+weights.buckets weights.rendezvous
+weights.broadcast_group
+weights.start_signal weights.bucket_stream weights.whole_tensors weights.direct_stream
 weights.storage weights.module_tensors weights.published weights.gathering weights.trainer_ranks
 weights.module_source
 weights.sharded
@@ -33,7 +34,8 @@ weights.marker weights.slot_store weights.snapshot_reader
 weights.version_store
 weights.snapshot_writer
 weights.packer
-weights.vllm_nccl_api weights.watched weights.choice
+weights.vllm_nccl_api weights.watched weights.choice weights.reachable
+weights.broadcast_members
 weights.memmap_transport weights.broadcast_transport
 weights.vllm_nccl_transport weights.ipc_transport
 weights.auto_transport
@@ -47,7 +49,7 @@ engine.plan_coverage engine.copy_regions engine.samples
 engine.admission
 engine.plan_recorder
 engine.load_plan
-engine.checksums engine.staging
+engine.checksums engine.staging engine.broadcast_info
 engine.load_path
 engine.broadcast_receiver
 engine.native_worker engine.updates
@@ -61,7 +63,7 @@ engine.answers
 engine.actor
 
 # requests on their way
-routing.prefix load_monitor
+routing.prefix routing.prompt load_monitor reservation
 routing.strategies
 routing
 balancer
@@ -71,8 +73,9 @@ generation
 # the service
 placement replica_calls
 launch
-service_replicas
-service_requests service_weights
+service_replicas version_hooks
+service_requests service_versions
+service_weights
 service_native
 service
 local_llm

@@ -7,23 +7,25 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from torchrl_vllm_sync.errors import (
     InvalidPromptError,
     NoReplicaAvailableError,
     UnsupportedArgumentError,
+    VersionNotReachedError,
 )
-from torchrl_vllm_sync.load import LoadSnapshot, LoadTracker
+from torchrl_vllm_sync.load import LoadSnapshot, LoadTracker, describe_replicas
 from torchrl_vllm_sync.load_monitor import BareActorReader, LoadMonitor
 from torchrl_vllm_sync.replica import Replica, ReplicaState
-from torchrl_vllm_sync.routing import RoutingRequest, StrategySettings, strategy_factory
+from torchrl_vllm_sync.reservation import Reservation
+from torchrl_vllm_sync.routing import (
+    RoutingRequest,
+    StrategySettings,
+    routing_prompt,
+    strategy_factory,
+)
 from torchrl_vllm_sync.routing.strategies import LeastRequests, RoundRobin
 
 if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
-
     from torchrl_vllm_sync.routing import RoutingStrategy
 
 __all__ = ["BalancedService", "LoadBalancer", "Reservation"]
@@ -45,53 +47,6 @@ class BalancedService(Protocol):
     def load(self) -> LoadTracker:
         """The ledger of these replicas."""
         ...
-
-
-class Reservation:
-    """One request that counts as in flight on a replica until ``release``.
-
-    Made by ``LoadBalancer.reserve``, which has counted it already. Leaving ``with`` or
-    ``async with`` releases it, whichever way it is left.
-
-    Attributes:
-        replica_id: Stable id of the replica.
-        index: Its position in the balancer's ``actors`` when the request was reserved.
-    """
-
-    __slots__ = ("_released", "_tracker", "index", "replica_id")
-
-    def __init__(self, tracker: LoadTracker, replica_id: str, index: int) -> None:
-        self._tracker, self._released = tracker, False
-        self.replica_id, self.index = replica_id, index
-
-    def release(self) -> None:
-        """Gives the place back; does nothing the second time."""
-        with self._tracker.lock:
-            if not self._released:
-                self._released = True
-                self._tracker.release(self.replica_id)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 class LoadBalancer:
@@ -217,9 +172,9 @@ class LoadBalancer:
             InvalidPromptError: The prompt is empty or of a wrong type.
             NoReplicaAvailableError: No replica can take a request.
         """
-        request = RoutingRequest(_as_prompt(prompt), request_context)
+        request = RoutingRequest(routing_prompt(prompt), request_context)
         with self._ready().lock:
-            return self._choose(request, ())[0]
+            return self._choose(request, (), 0)[0]
 
     def reserve(
         self,
@@ -227,6 +182,7 @@ class LoadBalancer:
         *,
         context: Mapping[str, Any] | None = None,
         exclude: Collection[str] = (),
+        min_version: int = 0,
     ) -> Reservation:
         """Chooses a replica for a request and counts it there, in one step.
 
@@ -236,15 +192,17 @@ class LoadBalancer:
                 ``TextPrompt``. None if unknown.
             context: Passed on to the strategies.
             exclude: Ids of replicas not to use, such as one that has just lost this request.
+            min_version: Use only replicas known to hold this policy version or a later one.
 
         Raises:
             InvalidPromptError: The prompt is empty or of a wrong type.
             NoReplicaAvailableError: No replica can take a request.
+            VersionNotReachedError: Some can, but none is known to hold ``min_version``.
         """
-        request = RoutingRequest(_as_prompt(prompt), context)
+        request = RoutingRequest(routing_prompt(prompt), context)
         tracker = self._ready()
         with tracker.lock:
-            return self._reserve(tracker, request, exclude)
+            return self._reserve(tracker, request, exclude, min_version)
 
     def reserve_batch(
         self,
@@ -252,6 +210,7 @@ class LoadBalancer:
         *,
         context: Mapping[str, Any] | None = None,
         exclude: Collection[str] = (),
+        min_version: int = 0,
     ) -> list[Reservation]:
         """Reserves for every prompt of a batch in one step: for all of them, or for none.
 
@@ -259,19 +218,21 @@ class LoadBalancer:
             prompts: At least one; each as in ``reserve``.
             context: Passed on to the strategies with each prompt.
             exclude: Ids of replicas not to use.
+            min_version: As in ``reserve``.
 
         Raises:
             InvalidPromptError: The batch or a prompt is empty, or of a wrong type.
             NoReplicaAvailableError: No replica can take a request.
+            VersionNotReachedError: Some can, but none is known to hold ``min_version``.
         """
         if isinstance(prompts, (str, Mapping)) or not len(prompts):
             raise InvalidPromptError(f"prompts must be a sequence of prompts, got {prompts!r}")
-        requests = [RoutingRequest(_as_prompt(prompt), context) for prompt in prompts]
+        requests = [RoutingRequest(routing_prompt(prompt), context) for prompt in prompts]
         tracker = self._ready()
         reservations: list[Reservation] = []
         with tracker.lock, ExitStack() as undo:
             for request in requests:
-                reservation = self._reserve(tracker, request, exclude)
+                reservation = self._reserve(tracker, request, exclude, min_version)
                 undo.callback(reservation.release)
                 reservations.append(reservation)
             undo.pop_all()
@@ -365,7 +326,9 @@ class LoadBalancer:
         self._strategies: list[RoutingStrategy] = [make(settings) for make in self._factories]
         self._last_resort = LeastRequests(settings)
 
-    def _choose(self, request: RoutingRequest, exclude: Collection[str]) -> tuple[int, str]:
+    def _choose(
+        self, request: RoutingRequest, exclude: Collection[str], min_version: int
+    ) -> tuple[int, str]:
         """Position among all replicas, and id, of the one to use. The ledger must be locked."""
         snapshots = self.load.snapshots()
         candidates = [
@@ -375,8 +338,13 @@ class LoadBalancer:
         ]
         if not candidates:
             raise NoReplicaAvailableError(
-                f"no replica can take a request: {_describe(snapshots, exclude)}"
+                f"no replica can take a request: {describe_replicas(snapshots, exclude)}"
             )
+        if min_version:
+            candidates = [one for one in candidates if one[1].reaches(min_version)]
+        if not candidates:
+            held = {snapshot.replica_id: snapshot.describe() for snapshot in snapshots}
+            raise VersionNotReachedError(min_version, held, 0.0)
         choices = [snapshot for _, snapshot in candidates]
         for name, strategy in zip(self.strategies, self._strategies, strict=True):
             position = strategy.choose(request, choices)
@@ -394,9 +362,13 @@ class LoadBalancer:
         return index, snapshot.replica_id
 
     def _reserve(
-        self, tracker: LoadTracker, request: RoutingRequest, exclude: Collection[str]
+        self,
+        tracker: LoadTracker,
+        request: RoutingRequest,
+        exclude: Collection[str],
+        min_version: int,
     ) -> Reservation:
-        index, replica_id = self._choose(request, exclude)
+        index, replica_id = self._choose(request, exclude, min_version)
         tracker.reserve(replica_id)
         return Reservation(tracker, replica_id, index)
 
@@ -424,44 +396,3 @@ class LoadBalancer:
         self.seed = secrets.randbits(63)
         self._build_strategies(first_turn=self.seed)
         self._monitor = self._new_monitor() if has_monitor else None
-
-
-def _as_prompt(prompt: object) -> str | Sequence[int] | None:
-    """The part of a prompt that strategies look at, checked as far as that costs no time.
-
-    Raises:
-        InvalidPromptError: It is empty or of a wrong type.
-    """
-    if isinstance(prompt, Mapping):
-        ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
-        prompt = text if ids is None else ids
-        if prompt is None:
-            raise InvalidPromptError("a prompt dict must have prompt_token_ids or prompt, got none")
-    if prompt is None:
-        return None
-    if isinstance(prompt, np.ndarray):
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise InvalidPromptError(
-                "an array of token ids must have 1 dimension and an integer dtype, "
-                f"got shape {prompt.shape} and {prompt.dtype}"
-            )
-    elif not isinstance(prompt, (str, list, tuple)):
-        raise InvalidPromptError(
-            f"a prompt must be text, token ids or a dict of these, got {type(prompt).__name__}"
-        )
-    if not len(prompt):
-        raise InvalidPromptError(f"a prompt must not be empty, got {prompt!r}")
-    if isinstance(prompt, (list, tuple)) and not isinstance(prompt[0], (int, np.integer)):
-        raise InvalidPromptError(f"token ids must be integers, got {type(prompt[0]).__name__}")
-    return prompt  # pyright: ignore[reportReturnType] - an integer array is a sequence of ids
-
-
-def _describe(snapshots: list[LoadSnapshot], exclude: Collection[str]) -> str:
-    if not snapshots:
-        return "there is none"
-    return ", ".join(
-        f"replica {snapshot.replica_id} is {snapshot.state}"
-        + (f" ({snapshot.reason})" if snapshot.reason else "")
-        + (" and excluded" if snapshot.replica_id in exclude else "")
-        for snapshot in snapshots
-    )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import ObjectLostError, RayActorError, RayError
@@ -14,6 +16,7 @@ from torchrl_vllm_sync.errors import (
     GenerationTimeoutError,
     NoReplicaAvailableError,
     ReplicaUnavailableError,
+    VersionNotReachedError,
 )
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests import EngineResult
@@ -21,10 +24,10 @@ from torchrl_vllm_sync.requests import EngineResult
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
-    from torchrl_vllm_sync.balancer import Reservation
     from torchrl_vllm_sync.load import LoadTracker
     from torchrl_vllm_sync.replica import Replica
     from torchrl_vllm_sync.requests import EngineRequest
+    from torchrl_vllm_sync.reservation import Reservation
 
     Reserve = Callable[[Sequence[EngineRequest], Collection[str]], list[Reservation]]
 
@@ -38,6 +41,8 @@ MAX_ATTEMPTS = 3
 GRACE_S = 10.0
 # Seconds for telling a replica to drop requests nobody waits for any more.
 ABORT_TIMEOUT_S = 5.0
+# What a request whose version came at the last moment gets all the same, in seconds.
+LEAST_TIMEOUT_S = 0.001
 
 
 class Dispatcher:
@@ -64,7 +69,8 @@ class Dispatcher:
         arrived are kept. Cancelling ends the engines' work too.
 
         Args:
-            requests: Requests with unique ids.
+            requests: Requests with unique ids, and one ``min_version``. None is sent before a
+                replica holds that; the wait counts against their time limits.
             reserve: Reserves a replica for each of the given requests, avoiding the given ids.
             on_result: Called with each result as it arrives.
 
@@ -76,8 +82,9 @@ class Dispatcher:
         """
         results: dict[str, EngineResult] = {}
         waiting = list(requests)
-        lost: list[tuple[EngineRequest, ReplicaUnavailableError]] = []
+        lost: list[tuple[EngineRequest, Exception]] = []
         avoid: set[str] = set()
+        begin = time.monotonic()
 
         def accept(result: EngineResult) -> None:
             results[result.request_id] = result
@@ -86,19 +93,60 @@ class Dispatcher:
 
         for attempt in range(MAX_ATTEMPTS):
             try:
-                reservations = reserve(waiting, avoid)
+                reservations = await self._reserve(waiting, reserve, avoid, begin)
             except NoReplicaAvailableError:
                 if attempt == 0:
                     raise
                 break
-            lost = await self._attempt(waiting, reservations, accept)
-            avoid |= {error.replica_id for _, error in lost}
-            waiting = [request for request, _ in lost]
+            except VersionNotReachedError as error:
+                lost = [(request, error) for request in waiting]
+                break
+            waiting = [_shortened(request, begin) for request in waiting]
+            dropped = await self._attempt(waiting, reservations, accept)
+            lost = [(request, error) for request, error in dropped]
+            avoid |= {error.replica_id for _, error in dropped}
+            waiting = [request for request, _ in dropped]
             if not waiting:
                 break
         for request, error in lost:
             accept(_failed(request, error))
         return [results[request.request_id] for request in requests]
+
+    async def _reserve(
+        self,
+        requests: Sequence[EngineRequest],
+        reserve: Reserve,
+        avoid: Collection[str],
+        begin: float,
+    ) -> list[Reservation]:
+        """Reserves, waiting up to the requests' time limit for a replica at their version.
+
+        Args:
+            requests: Requests with one ``min_version``.
+            reserve: See :meth:`run`.
+            avoid: Ids of replicas not to use.
+            begin: ``time.monotonic()`` from which the limit counts.
+
+        Raises:
+            NoReplicaAvailableError: No replica takes requests.
+            VersionNotReachedError: None came to hold the version.
+        """
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        limit_s = max(request.timeout_s for request in requests)
+        with contextlib.suppress(VersionNotReachedError):
+            return reserve(requests, avoid)
+        with self._load.watched(lambda: loop.call_soon_threadsafe(changed.set)):
+            while True:
+                changed.clear()
+                try:
+                    return reserve(requests, avoid)
+                except VersionNotReachedError as error:
+                    left_s = begin + limit_s - time.monotonic()
+                    if left_s <= 0:
+                        raise VersionNotReachedError(error.version, error.held, limit_s) from None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await changed.wait()
 
     async def _attempt(
         self,
@@ -156,7 +204,7 @@ class Dispatcher:
                             self._mark(result.error)
                             lost.append((request, result.error))
                         else:
-                            accept(result)
+                            accept(self._completed(result))
         except (RayActorError, ObjectLostError) as death:
             lose_all(_death(replica_id, death))
         except RayError as error:
@@ -187,7 +235,13 @@ class Dispatcher:
         Raises:
             NoReplicaAvailableError: No replica takes requests.
         """
-        (reservation,) = reserve([request], ())
+        begin = time.monotonic()
+        try:
+            (reservation,) = await self._reserve([request], reserve, (), begin)
+        except VersionNotReachedError as error:
+            yield _failed(request, error)
+            return
+        request = _shortened(request, begin)
         replica_id = reservation.replica_id
         # A stream may be read slowly, and each step in a task of its own: the limit is on silence.
         limit_s = request.timeout_s + GRACE_S
@@ -205,7 +259,7 @@ class Dispatcher:
                     finished = result.error is not None or result.finished
                     if isinstance(result.error, ReplicaUnavailableError):
                         self._mark(result.error)
-                    yield result
+                    yield self._completed(result)
             except (RayActorError, ObjectLostError) as death:
                 finished = True
                 error = _death(replica_id, death)
@@ -220,6 +274,15 @@ class Dispatcher:
             finally:
                 if not finished:
                     await asyncio.shield(self._abort(actor, [request.request_id]))
+
+    def _completed(self, result: EngineResult) -> EngineResult:
+        """Has an error about a version say what every replica holds, not only the one asked."""
+        error = result.error
+        if not isinstance(error, VersionNotReachedError):
+            return result
+        held = {one.replica_id: one.describe() for one in self._load.snapshots()} | error.held
+        told = VersionNotReachedError(error.version, held, error.timeout_s)
+        return dataclasses.replace(result, error=told)
 
     def _actor(self, replica_id: str) -> Any | None:  # noqa: ANN401  a Ray actor handle
         """Returns a replica's actor, or ``None`` if it was removed or the service shut down."""
@@ -238,6 +301,14 @@ class Dispatcher:
                 await actor.abort.remote(request_ids)
         except (RayError, TimeoutError) as error:
             logger.warning("could not abort %d requests: %s", len(request_ids), error)
+
+
+def _shortened(request: EngineRequest, begin: float) -> EngineRequest:
+    """Takes from a request's time limit what it has waited for its version."""
+    if not request.min_version:
+        return request
+    left_s = request.timeout_s - (time.monotonic() - begin)
+    return dataclasses.replace(request, timeout_s=max(left_s, LEAST_TIMEOUT_S))
 
 
 def _failed(request: EngineRequest, error: Exception) -> EngineResult:

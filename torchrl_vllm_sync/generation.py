@@ -21,6 +21,7 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
 from torchrl_vllm_sync.requests import EngineRequest, EngineResult, mark_output
+from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.wire import unpack_output
 
 if TYPE_CHECKING:
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
 
     from vllm import RequestOutput
 
-    from torchrl_vllm_sync.balancer import LoadBalancer, Reservation
+    from torchrl_vllm_sync.balancer import LoadBalancer
     from torchrl_vllm_sync.load import LoadTracker
     from torchrl_vllm_sync.prompts import PromptRecord
     from torchrl_vllm_sync.replica import EngineDescription, Replica
+    from torchrl_vllm_sync.reservation import Reservation
 
 __all__ = ["Generation", "PinnedBalancer", "PreparedBatch"]
 
@@ -86,18 +88,22 @@ class Generation:
         lora_request: Any,  # noqa: ANN401
         timeout_s: float,
         stream: bool,
+        min_version: int | None = None,
     ) -> PreparedBatch:
         """Checks everything about a call before any of it is sent.
 
         Raises:
             InvalidPromptError: A prompt or the sampling parameters are not valid.
-            UnsupportedArgumentError: The time limit is not positive.
+            UnsupportedArgumentError: The time limit is not positive, or ``min_version`` is no
+                version.
             NoReplicaAvailableError: There is text, and no replica to tell how it is tokenised.
         """
         if not timeout_s > 0:
             raise UnsupportedArgumentError(
                 f"timeout_seconds must be greater than 0, got {timeout_s}"
             )
+        if min_version is not None:
+            check_version("min_version", min_version)
         normalised = as_requests(
             prompts,
             prompt_token_ids,
@@ -118,6 +124,7 @@ class Generation:
                 sampling_params=params,
                 lora_request=lora_request,
                 timeout_s=timeout_s,
+                min_version=min_version or 0,
             )
             for record, params in zip(normalised.prompts, prepared, strict=True)
         ]
@@ -198,21 +205,30 @@ class PinnedBalancer:
         self._others = {one for one in balancer.load.replica_ids if one != replica_id}
 
     def reserve_batch(
-        self, prompts: Sequence[object], *, exclude: Collection[str] = ()
+        self,
+        prompts: Sequence[object],
+        *,
+        exclude: Collection[str] = (),
+        min_version: int = 0,
     ) -> list[Reservation]:
         """Reserves on the chosen replica.
 
         Raises:
             NoReplicaAvailableError: It takes no requests.
+            VersionNotReachedError: It is not known to hold ``min_version``.
         """
-        return self._balancer.reserve_batch(prompts, exclude={*self._others, *exclude})
+        return self._balancer.reserve_batch(
+            prompts, exclude={*self._others, *exclude}, min_version=min_version
+        )
 
 
 def _reserver(
     balancer: LoadBalancer | PinnedBalancer,
 ) -> Callable[[Sequence[EngineRequest], Collection[str]], list[Reservation]]:
     return lambda requests, avoid: balancer.reserve_batch(
-        [request.prompt for request in requests], exclude=avoid
+        [request.prompt for request in requests],
+        exclude=avoid,
+        min_version=requests[0].min_version,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -10,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from torchrl_vllm_sync.replica import EngineReport
 
-__all__ = ["LoadSnapshot", "LoadTracker"]
+__all__ = ["LoadSnapshot", "LoadTracker", "describe_replicas"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,16 @@ class LoadSnapshot:
             reported = self.num_running + self.num_waiting
         return self.in_flight if reported is None else max(self.in_flight, reported)
 
+    def reaches(self, version: int) -> bool:
+        """Whether the replica is known to hold ``version`` or a later one."""
+        return self.weight_version is not None and self.weight_version >= version
+
+    def describe(self) -> str:
+        """Says in words what the replica holds and is, as far as is known here."""
+        if self.weight_version is None:
+            return f"has not said what it holds and is {self.state}"
+        return f"holds version {self.weight_version} and is {self.state}"
+
 
 class LoadTracker:
     """Ledger of requests in flight and of the engines' last reports, for one process.
@@ -102,6 +113,7 @@ class LoadTracker:
         self._snapshots: dict[str, LoadSnapshot] = {}
         self._removed: dict[str, int] = {}  # removed replicas whose requests are still in flight
         self._marked_at: dict[str, float] = {}
+        self._watchers: dict[object, Callable[[], object]] = {}
         for replica_id in replica_ids:
             self.add(replica_id, state)
 
@@ -133,6 +145,27 @@ class LoadTracker:
         """One snapshot a replica, in the order of ``replica_ids``."""
         with self.lock:
             return list(self._snapshots.values())
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody waits for a replica to change, who is served best by fresh reports."""
+        return bool(self._watchers)
+
+    @contextlib.contextmanager
+    def watched(self, on_change: Callable[[], object]) -> Iterator[None]:
+        """Calls ``on_change`` whenever a replica changes its state or version.
+
+        Args:
+            on_change: Called in whatever thread learns of the change, with the ledger locked.
+        """
+        key = object()
+        with self.lock:
+            self._watchers[key] = on_change
+        try:
+            yield
+        finally:
+            with self.lock:
+                del self._watchers[key]
 
     def add(self, replica_id: str, state: ReplicaState = ReplicaState.STARTING) -> None:
         """Tracks one more replica, at the end of the order.
@@ -220,6 +253,7 @@ class LoadTracker:
                 weight_version=report.weight_version,
                 measured_at=now,
             )
+            self._tell_watchers(known)
 
     def mark(self, replica_id: str, state: ReplicaState, reason: str = "") -> None:
         """Records a state seen from outside, such as ``FAILED`` when a call to the actor died.
@@ -231,6 +265,13 @@ class LoadTracker:
             known = self._tracked(replica_id)
             self._snapshots[replica_id] = replace(known, state=state, reason=reason)
             self._marked_at[replica_id] = time.monotonic()
+            self._tell_watchers(known)
+
+    def _tell_watchers(self, before: LoadSnapshot) -> None:
+        now = self._snapshots[before.replica_id]
+        if (now.state, now.weight_version) != (before.state, before.weight_version):
+            for on_change in list(self._watchers.values()):
+                on_change()
 
     def _tracked(self, replica_id: str) -> LoadSnapshot:
         try:
@@ -254,3 +295,15 @@ class LoadTracker:
             self._snapshots[replica_id] = LoadSnapshot(
                 replica_id=replica_id, state=replica_state, reason=reason
             )
+
+
+def describe_replicas(snapshots: Sequence[LoadSnapshot], exclude: Collection[str]) -> str:
+    """Says in words why each replica can or cannot take a request."""
+    if not snapshots:
+        return "there is none"
+    return ", ".join(
+        f"replica {snapshot.replica_id} is {snapshot.state}"
+        + (f" ({snapshot.reason})" if snapshot.reason else "")
+        + (" and excluded" if snapshot.replica_id in exclude else "")
+        for snapshot in snapshots
+    )

@@ -25,6 +25,8 @@ __all__ = ["BareActorReader", "LoadMonitor", "LoadReader", "ReportReader"]
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 5.0
+# Seconds from one round of questions to the next while somebody waits for a replica to change.
+_WATCHED_INTERVAL_S = 0.1
 
 
 class LoadReader(Protocol):
@@ -95,6 +97,8 @@ class _Ask:
 
 class LoadMonitor:
     """Asks every replica for its load once an interval and tells a tracker.
+
+    While somebody watches the tracker the interval is at most 0.1 s.
 
     One daemon thread a process. Calls are asynchronous, so an actor that hangs delays nobody's
     news; it is asked again only when it has answered, is logged once when it has been silent for
@@ -196,11 +200,18 @@ class LoadMonitor:
                 if ray.is_initialized():
                     raise
                 return  # Ray was shut down in between
-            round_ends = time.monotonic() + self._interval_s
-            while (left_s := round_ends - time.monotonic()) > 0 and not stop.done():
+            began = time.monotonic()
+            while (left_s := self._round_s() - (time.monotonic() - began)) > 0 and not stop.done():
                 waiting = [f for ask in asks.values() for f in ask.futures if not f.done()]
+                left_s = min(left_s, _WATCHED_INTERVAL_S)
                 wait([stop, *waiting], timeout=left_s, return_when=FIRST_COMPLETED)
                 self._take_answers(asks)
+
+    def _round_s(self) -> float:
+        """Seconds from one round to the next, as things are."""
+        if self._tracker.is_watched:
+            return min(self._interval_s, _WATCHED_INTERVAL_S)
+        return self._interval_s
 
     def _ask_all(self, replicas: Sequence[Replica], asks: dict[str, _Ask]) -> None:
         current = {replica.replica_id: replica for replica in replicas}

@@ -22,12 +22,13 @@ from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, ReplicaState
 from torchrl_vllm_sync.requests import mark_output
+from torchrl_vllm_sync.version_hooks import VersionHooks
 from torchrl_vllm_sync.weights.choice import this_node
 from torchrl_vllm_sync.weights.metadata import from_json
 from torchrl_vllm_sync.weights.push import WeightPusher
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
     from vllm import LLM, RequestOutput
 
@@ -73,7 +74,8 @@ class LocalLLM:
         known = vars(llm.llm_engine).get(REPLICA_ATTRIBUTE)
         self._replica: _LocalReplica = known or _LocalReplica(llm)
         self._metadata: list[ParamMeta] | None = None
-        self._pusher = WeightPusher(self, self._expected_weights)
+        self._hooks = VersionHooks()
+        self._pusher = WeightPusher(self, self._expected_weights, self._hooks.announce)
         if known is None:
             run_blocking(self._replica.start())
             setattr(llm.llm_engine, REPLICA_ATTRIBUTE, self._replica)
@@ -92,6 +94,15 @@ class LocalLLM:
     def weight_version(self) -> int:
         """Policy version of the weights; 0 before any push."""
         return self._replica.report().weight_version or 0
+
+    @property
+    def weight_versions(self) -> dict[str, int | None]:
+        """The same by replica id, of which there is one."""
+        return {REPLICA_ID: self.weight_version}
+
+    def register_version_hook(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
+        """Has ``hook`` called at each new version; see ``AsyncVLLM.register_version_hook``."""
+        return self._hooks.register(hook)
 
     def push_weights(
         self,

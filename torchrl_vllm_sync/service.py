@@ -35,6 +35,7 @@ from torchrl_vllm_sync.placement import ReplicaResources
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.service_native import ServiceNative
 from torchrl_vllm_sync.service_requests import ServiceRequests
+from torchrl_vllm_sync.version_hooks import VersionHooks
 from torchrl_vllm_sync.weights.push import WeightPusher
 
 if TYPE_CHECKING:
@@ -265,7 +266,8 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         replicas = launched.replicas if launched else []
         self.load = LoadTracker([one.replica_id for one in replicas], state=ReplicaState.SERVING)
         self._metadata: list[ParamMeta] | None = None
-        self._pusher = WeightPusher(self, self._expected_weights)
+        self._version_hooks = VersionHooks()
+        self._pusher = WeightPusher(self, self._expected_weights, self._version_hooks.announce)
         self._monitor = LoadMonitor(self.load, self._current_replicas)
         self._load_balancer: LoadBalancer | None = None
         self._generation: Generation | None = None

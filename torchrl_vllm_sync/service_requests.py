@@ -64,12 +64,13 @@ class ServiceRequests(ServiceReplicas):
         actor_index: int | None = None,
         stream: bool = False,
         return_exceptions: bool = False,
+        min_version: int | None = None,
     ) -> Any:  # noqa: ANN401  see Returns
         """Generates on the replicas and waits for the result; callable from any thread.
 
-        Each output carries, beside vLLM's attributes, ``replica_id``, and ``min_version`` and
-        ``max_version``: the oldest and newest policy version that may have sampled one of its
-        tokens.
+        Each output carries, beside vLLM's attributes, ``replica_id``; ``version_spans``, for each
+        of its samples a tuple of ``VersionSpan(version, start, end)`` that covers its tokens; and
+        ``min_version`` and ``max_version``, the oldest and newest policy version among them.
 
         Args:
             prompts: Text, token ids (a list of ``int``, a 1-D integer tensor or array), vLLM's
@@ -85,6 +86,9 @@ class ServiceRequests(ServiceReplicas):
             actor_index: Use this replica instead of the balancer's choice.
             stream: Yield partial outputs of a single prompt instead; asyncio: :meth:`astream`.
             return_exceptions: Put errors into a batch's list instead of raising the first one.
+            min_version: Begin only under this policy version or a later one, waiting for a replica
+                that holds it. The wait counts against the time limit. A version that nobody has
+                pushed yet is waited for too.
 
         Returns:
             A ``RequestOutput`` for one prompt, a list of them for a batch, or with ``stream`` an
@@ -92,9 +96,11 @@ class ServiceRequests(ServiceReplicas):
 
         Raises:
             InvalidPromptError: Prompts or sampling parameters are not valid; nothing was sent.
-            UnsupportedArgumentError: An argument that vLLM no longer has is given.
+            UnsupportedArgumentError: An argument that vLLM no longer has is given, or
+                ``min_version`` is no version.
             NoReplicaAvailableError: No replica takes requests.
             GenerationTimeoutError: A request ran into its time limit; the engine dropped it.
+            VersionNotReachedError: No replica held ``min_version`` in time; it says what each does.
             GenerationError: A request failed in the engine.
             ServiceClosedError: The service is not launched, or was shut down.
         """
@@ -113,6 +119,7 @@ class ServiceRequests(ServiceReplicas):
             lora_request,
             timeout_seconds,
             actor_index,
+            min_version=min_version,
             stream=stream,
         )
         generation, _ = self._serving()
@@ -132,6 +139,7 @@ class ServiceRequests(ServiceReplicas):
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
         return_exceptions: bool = False,
+        min_version: int | None = None,
     ) -> Any:  # noqa: ANN401
         """:meth:`generate` for asyncio. Cancelling it ends the engines' work too.
 
@@ -145,6 +153,7 @@ class ServiceRequests(ServiceReplicas):
             lora_request,
             timeout_seconds,
             actor_index,
+            min_version=min_version,
             stream=False,
         )
         generation, _ = self._serving()
@@ -160,6 +169,7 @@ class ServiceRequests(ServiceReplicas):
         lora_request: Any = None,  # noqa: ANN401
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
+        min_version: int | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """``generate(stream=True)`` for asyncio: yields the growing outputs of one prompt."""
         batch, balancer = await asyncio.to_thread(
@@ -170,6 +180,7 @@ class ServiceRequests(ServiceReplicas):
             lora_request,
             timeout_seconds,
             actor_index,
+            min_version=min_version,
             stream=True,
         )
         async with contextlib.aclosing(self._serving()[0].stream(batch, balancer)) as outputs:
@@ -185,6 +196,7 @@ class ServiceRequests(ServiceReplicas):
         timeout_seconds: float | None,
         actor_index: int | None,
         *,
+        min_version: int | None,
         stream: bool,
     ) -> tuple[PreparedBatch, LoadBalancer | PinnedBalancer]:
         generation, balancer = self._serving()
@@ -195,6 +207,7 @@ class ServiceRequests(ServiceReplicas):
             lora_request=lora_request,
             timeout_s=self.request_timeout_s if timeout_seconds is None else timeout_seconds,
             stream=stream,
+            min_version=min_version,
         )
         if actor_index is None:
             return batch, balancer

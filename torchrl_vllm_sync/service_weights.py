@@ -11,8 +11,7 @@ import torch
 
 from torchrl_vllm_sync.engine_args import num_workers
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.replica import EngineReport
-from torchrl_vllm_sync.service_replicas import ServiceReplicas
+from torchrl_vllm_sync.service_versions import ServiceVersions
 from torchrl_vllm_sync.weights.metadata import from_json
 
 if TYPE_CHECKING:
@@ -21,16 +20,14 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.push import WeightPusher
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
 __all__ = ["ServiceWeights"]
 
 DEFAULT_PUSH_TIMEOUT_S = 300.0
-REPORT_TIMEOUT_S = 5.0
 
 
-class ServiceWeights(ServiceReplicas):
+class ServiceWeights(ServiceVersions):
     """The part of a service that takes weights.
 
     Attributes:
@@ -41,18 +38,7 @@ class ServiceWeights(ServiceReplicas):
     engine_args: AsyncEngineArgs
     num_replicas: int
     _metadata: list[ParamMeta] | None
-    _pusher: WeightPusher
     _rendezvous: tuple[str, int] | None
-
-    @property
-    def weight_version(self) -> int:
-        """Newest policy version that every serving replica is known to hold; 0 before any push."""
-        held = [
-            one.weight_version
-            for one in self.load.snapshots()
-            if one.state.admits_requests and one.weight_version is not None
-        ]
-        return max(self._pusher.committed, min(held, default=0))
 
     def push_weights(
         self,
@@ -104,12 +90,6 @@ class ServiceWeights(ServiceReplicas):
         finally:
             if self._launched:
                 self._learn_states()
-
-    def _learn_states(self) -> None:
-        """Asks the replicas what they are and hold now, ahead of the monitor's next look."""
-        for report in self.call_replicas("report", deadline_s=REPORT_TIMEOUT_S).values():
-            if isinstance(report, EngineReport):
-                self.load.observe(report)
 
     def learn_versions(self) -> None:
         """Asks the replicas what they hold, after something other than a push brought them there.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchrl_vllm_sync.errors import VersionSpanError
+from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = [
     "VersionSpan",
     "check_spans",
+    "check_version",
     "expand_spans",
     "max_version",
     "min_version",
@@ -100,6 +101,22 @@ def check_spans(spans: Sequence[VersionSpan], num_tokens: int) -> None:
         raise VersionSpanError(f"spans must cover {num_tokens} tokens, got {list(spans)}")
     if any(left.version == right.version for left, right in pairwise(spans)):
         raise VersionSpanError(f"neighbours must differ in version, got {list(spans)}")
+
+
+def check_version(name: str, version: object) -> None:
+    """Refuses what is no policy version.
+
+    Args:
+        name: What the argument is called.
+        version: Must be an ``int`` from 0 on, and no truth value.
+
+    Raises:
+        UnsupportedArgumentError: It is not.
+    """
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise UnsupportedArgumentError(
+            f"{name} must be a policy version, an integer from 0 on, got {version!r}"
+        )
 
 
 def expand_spans(spans: Iterable[VersionSpan]) -> list[int]:

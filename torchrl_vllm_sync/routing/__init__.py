@@ -1,5 +1,6 @@
 """Routing: which replica a request goes to, decided from load snapshots and without any I/O."""
 
+from torchrl_vllm_sync.routing.prompt import routing_prompt
 from torchrl_vllm_sync.routing.strategies import (
     RoutingRequest,
     RoutingStrategy,
@@ -15,5 +16,6 @@ __all__ = [
     "StrategySettings",
     "known_strategies",
     "register_strategy",
+    "routing_prompt",
     "strategy_factory",
 ]

@@ -50,12 +50,18 @@ class VersionLedger:
             [self.committed, self.seen, *(one for one in self.held.values() if one is not None)]
         )
 
-    def record(self, outcome: SendOutcome, version: int) -> None:
-        """Notes each replica's answer, and commits ``version`` if all of them hold it."""
+    def record(self, outcome: SendOutcome, version: int) -> bool:
+        """Notes each replica's answer, and commits ``version`` if all of them hold it.
+
+        Returns:
+            Whether that is news: it was not committed before.
+        """
         for one in outcome.replicas:
             self.held[one.replica_id] = one.version
-        if not any(one.error for one in outcome.replicas):
-            self.committed = max(self.committed, version)
+        if any(one.error for one in outcome.replicas) or version <= self.committed:
+            return False
+        self.committed = version
+        return True
 
 
 class WeightPusher:
@@ -64,9 +70,17 @@ class WeightPusher:
     Args:
         client: The replicas.
         expected: Returns the tensors that the engines' model consists of.
+        on_commit: Called with the report of each push that commits a new version, in the thread
+            that pushes, when the next push may begin.
     """
 
-    def __init__(self, client: ReplicaClient, expected: Callable[[], list[ParamMeta]]) -> None:
+    def __init__(
+        self,
+        client: ReplicaClient,
+        expected: Callable[[], list[ParamMeta]],
+        on_commit: Callable[[PushReport], None] | None = None,
+    ) -> None:
+        self._on_commit = on_commit
         self._ledger: VersionLedger | None = None
         self._attempted = self._committed = 0
         self._client, self._expected = client, expected
@@ -152,19 +166,25 @@ class WeightPusher:
         with leading(source) as announcement:
             _check_arguments(version, timeout_s, mode)
             with self._lock:
-                outcome, chosen = self._send(
+                outcome, chosen, is_news = self._send(
                     source, version, timeout_s=timeout_s, clear_cache=clear_cache, mode=mode
                 )
                 transport = self.transport.name
             report = announcement.outcome = PushReport.from_outcome(
                 outcome, version=chosen, transport=transport, seconds=time.perf_counter() - begin
             )
+        if is_news and self._on_commit is not None:
+            self._on_commit(report)
         return report
 
     def _send(
         self, source: WeightSource, version: int | None, **options: Any
-    ) -> tuple[SendOutcome, int]:
-        """Sends once, or twice if another process was quicker; returns the version chosen too."""
+    ) -> tuple[SendOutcome, int, bool]:
+        """Sends once, or twice if another process was quicker.
+
+        Returns:
+            The outcome, the version chosen, and whether that was committed now.
+        """
         source = fit_to_model(source, self._expected())
         transport = self.transport
         transport.open(self._client)
@@ -173,13 +193,13 @@ class WeightPusher:
             chosen = self._choose(version, ledger, transport)
             self._attempted = max(self._attempted, chosen)
             outcome = transport.send(self._client, source, chosen, **options)
-            ledger.record(outcome, chosen)
+            is_news = ledger.record(outcome, chosen)
             if not any(one.error for one in outcome.replicas):
                 break
             self._settle(ledger, outcome, chosen)
             if last_try or not self._was_overtaken(outcome, chosen):
                 break
-        return outcome, chosen
+        return outcome, chosen, is_news
 
     def _choose(
         self, version: int | None, ledger: VersionLedger, transport: WeightTransport

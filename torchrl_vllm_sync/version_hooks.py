@@ -1,0 +1,63 @@
+"""Functions that are called once for each newly committed policy version."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchrl_vllm_sync.weights.transport import PushReport
+
+__all__ = ["VersionHooks"]
+
+
+class VersionHooks:
+    """The hooks of one service in this process; a pickled copy has none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hooks: list[Callable[[PushReport], object]] = []
+
+    def __reduce__(self) -> tuple[type[VersionHooks], tuple[()]]:
+        return type(self), ()
+
+    def register(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
+        """Adds a hook; returns a function that takes it away, and does nothing the second time.
+
+        Raises:
+            UnsupportedArgumentError: ``hook`` cannot be called, or is registered already.
+        """
+        if not callable(hook):
+            raise UnsupportedArgumentError(f"hook must be callable, got {hook!r}")
+        with self._lock:
+            if hook in self._hooks:
+                raise UnsupportedArgumentError(f"hook is registered already: {hook!r}")
+            self._hooks.append(hook)
+
+        def unregister() -> None:
+            with self._lock:
+                if hook in self._hooks:
+                    self._hooks.remove(hook)
+
+        return unregister
+
+    def announce(self, report: PushReport) -> None:
+        """Calls every hook, in the order of registration.
+
+        Raises:
+            Exception: What the first hook that failed raised; the others have been called too.
+        """
+        with self._lock:
+            hooks = list(self._hooks)
+        failures: list[Exception] = []
+        for hook in hooks:
+            try:
+                hook(report)
+            except Exception as failure:  # noqa: BLE001  a user's own, raised below
+                failures.append(failure)
+        if failures:
+            raise failures[0]
