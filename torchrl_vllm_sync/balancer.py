@@ -24,9 +24,13 @@ from torchrl_vllm_sync.routing import (
     strategy_factory,
 )
 from torchrl_vllm_sync.routing.strategies import LeastRequests, RoundRobin
+from torchrl_vllm_sync.sessions import SessionLedger, as_keys, key_per_prompt
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torchrl_vllm_sync.routing import RoutingStrategy
+    from torchrl_vllm_sync.sessions import RequestKey
 
 __all__ = ["BalancedService", "LoadBalancer", "Reservation"]
 
@@ -52,7 +56,8 @@ class BalancedService(Protocol):
 class LoadBalancer:
     """Distributes requests over replicas; no decision costs an actor call.
 
-    Strategies are asked in order, the first that can tell decides, and where none can the replica
+    A request with a session or a group goes where that is (``SessionLedger``). For all others
+    strategies are asked in order, the first that can tell decides, and where none can the replica
     that holds the fewest requests is taken. Only replicas whose state admits requests are
     candidates. Names, arguments and results of TorchRL's ``LoadBalancer`` are kept.
 
@@ -62,8 +67,8 @@ class LoadBalancer:
     background until ``close``.
 
     Every method is safe to call from any thread, and none blocks for more than a decision, so they
-    may be called on an event loop. A pickled copy has an empty ledger, forgets which prompts went
-    where, and draws a seed of its own, so that copies do not move in step.
+    may be called on an event loop. A pickled copy has an empty ledger, forgets which prompts and
+    sessions went where, and draws a seed of its own, so that copies do not move in step.
 
     Example:
         >>> balancer = LoadBalancer(actors, ["prefix-aware", "requests"])
@@ -83,6 +88,8 @@ class LoadBalancer:
             service's, or makes one.
         monitor_interval_s: Seconds between two questions to each actor of a list. Figures older
             than 5 s, or 3 intervals if that is longer, count as unknown.
+        max_sessions: Sessions, and groups, that are remembered; of each the least recently used
+            are forgotten.
 
     Raises:
         UnsupportedArgumentError: A setting is out of range, there are no actors, or
@@ -107,6 +114,7 @@ class LoadBalancer:
         seed: int = 0,
         tracker: LoadTracker | None = None,
         monitor_interval_s: float = 1.0,
+        max_sessions: int = 65536,
     ) -> None:
         if strategy is None:
             strategy = _DEFAULT_STRATEGY
@@ -127,6 +135,7 @@ class LoadBalancer:
         self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
         self.seed = seed
         self._monitor_interval_s = monitor_interval_s
+        self._max_sessions = max_sessions
         self._factories = [strategy_factory(name) for name in self.strategies]
         self._build_strategies(first_turn=0)
 
@@ -183,6 +192,8 @@ class LoadBalancer:
         context: Mapping[str, Any] | None = None,
         exclude: Collection[str] = (),
         min_version: int = 0,
+        session_id: RequestKey | None = None,
+        group_id: RequestKey | None = None,
     ) -> Reservation:
         """Chooses a replica for a request and counts it there, in one step.
 
@@ -193,13 +204,18 @@ class LoadBalancer:
             context: Passed on to the strategies.
             exclude: Ids of replicas not to use, such as one that has just lost this request.
             min_version: Use only replicas known to hold this policy version or a later one.
+            session_id: The conversation that it belongs to.
+            group_id: The group of requests with the same prompt that it belongs to.
 
         Raises:
             InvalidPromptError: The prompt is empty or of a wrong type.
             NoReplicaAvailableError: No replica can take a request.
+            UnsupportedArgumentError: A key is neither an integer nor text that is not empty.
             VersionNotReachedError: Some can, but none is known to hold ``min_version``.
         """
-        request = RoutingRequest(routing_prompt(prompt), context)
+        (session_id,) = key_per_prompt("session_id", session_id, 1)
+        (group_id,) = key_per_prompt("group_id", group_id, 1)
+        request = RoutingRequest(routing_prompt(prompt), context, session_id, group_id)
         tracker = self._ready()
         with tracker.lock:
             return self._reserve(tracker, request, exclude, min_version)
@@ -211,6 +227,8 @@ class LoadBalancer:
         context: Mapping[str, Any] | None = None,
         exclude: Collection[str] = (),
         min_version: int = 0,
+        session_id: RequestKey | Sequence[RequestKey | None] | None = None,
+        group_id: RequestKey | Sequence[RequestKey | None] | None = None,
     ) -> list[Reservation]:
         """Reserves for every prompt of a batch in one step: for all of them, or for none.
 
@@ -219,15 +237,24 @@ class LoadBalancer:
             context: Passed on to the strategies with each prompt.
             exclude: Ids of replicas not to use.
             min_version: As in ``reserve``.
+            session_id: One for all prompts, or a list with one, or None, for each.
+            group_id: Likewise.
 
         Raises:
             InvalidPromptError: The batch or a prompt is empty, or of a wrong type.
             NoReplicaAvailableError: No replica can take a request.
+            UnsupportedArgumentError: There is not one key for each prompt, or one is neither an
+                integer nor text that is not empty.
             VersionNotReachedError: Some can, but none is known to hold ``min_version``.
         """
         if isinstance(prompts, (str, Mapping)) or not len(prompts):
             raise InvalidPromptError(f"prompts must be a sequence of prompts, got {prompts!r}")
-        requests = [RoutingRequest(routing_prompt(prompt), context) for prompt in prompts]
+        sessions = key_per_prompt("session_id", session_id, len(prompts))
+        groups = key_per_prompt("group_id", group_id, len(prompts))
+        requests = [
+            RoutingRequest(routing_prompt(prompt), context, session, group)
+            for prompt, session, group in zip(prompts, sessions, groups, strict=True)
+        ]
         tracker = self._ready()
         reservations: list[Reservation] = []
         with tracker.lock, ExitStack() as undo:
@@ -237,6 +264,22 @@ class LoadBalancer:
                 reservations.append(reservation)
             undo.pop_all()
         return reservations
+
+    def release_sessions(self, session_ids: RequestKey | Iterable[RequestKey]) -> int:
+        """Forgets sessions that are over.
+
+        Args:
+            session_ids: One, or several. Those that are not known are passed over.
+
+        Returns:
+            How many were known.
+
+        Raises:
+            UnsupportedArgumentError: One is neither an integer nor text that is not empty.
+        """
+        released = as_keys("session_ids", session_ids)
+        with self._ready().lock:
+            return self._sessions.release(released)
 
     def get_stats(self) -> dict[str, Any]:
         """What the balancer is set to, counted and was told.
@@ -316,7 +359,7 @@ class LoadBalancer:
         return self.load
 
     def _build_strategies(self, first_turn: int) -> None:
-        settings = StrategySettings(
+        settings = self._settings = StrategySettings(
             prefix_length=self.prefix_length,
             overload_threshold=self.overload_threshold,
             max_report_age_s=max(_MAX_REPORT_AGE_S, 3 * self._monitor_interval_s),
@@ -325,6 +368,7 @@ class LoadBalancer:
         )
         self._strategies: list[RoutingStrategy] = [make(settings) for make in self._factories]
         self._last_resort = LeastRequests(settings)
+        self._sessions = SessionLedger(self._max_sessions)
 
     def _choose(
         self, request: RoutingRequest, exclude: Collection[str], min_version: int
@@ -346,6 +390,21 @@ class LoadBalancer:
             held = {snapshot.replica_id: snapshot.describe() for snapshot in snapshots}
             raise VersionNotReachedError(min_version, held, 0.0)
         choices = [snapshot for _, snapshot in candidates]
+        index, snapshot = candidates[self._position(request, choices)]
+        return index, snapshot.replica_id
+
+    def _position(self, request: RoutingRequest, choices: list[LoadSnapshot]) -> int:
+        """Position among ``choices`` of the replica to use."""
+        session_id, group_id = request.session_id, request.group_id
+        if session_id is not None or group_id is not None:
+            position = self._sessions.choose(session_id, group_id, choices, self._settings)
+            self._sessions.record(
+                session_id,
+                group_id,
+                choices[position].replica_id,
+                candidates=[snapshot.replica_id for snapshot in choices],
+            )
+            return position
         for name, strategy in zip(self.strategies, self._strategies, strict=True):
             position = strategy.choose(request, choices)
             if position is None:
@@ -355,11 +414,8 @@ class LoadBalancer:
                     f"strategy {name!r} must choose one of {len(choices)} positions, "
                     f"got {position!r}"
                 )
-            break
-        else:
-            position = self._last_resort.choose(request, choices)
-        index, snapshot = candidates[position]
-        return index, snapshot.replica_id
+            return position
+        return self._last_resort.choose(request, choices)
 
     def _reserve(
         self,
@@ -385,7 +441,7 @@ class LoadBalancer:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_strategies"], state["_last_resort"]
+        del state["_strategies"], state["_last_resort"], state["_sessions"]
         state["_monitor"] = self._monitor is not None
         return state
 

@@ -21,6 +21,7 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
 from torchrl_vllm_sync.requests import EngineRequest, EngineResult, mark_output
+from torchrl_vllm_sync.sessions import key_per_prompt
 from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.wire import unpack_output
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.prompts import PromptRecord
     from torchrl_vllm_sync.replica import EngineDescription, Replica
     from torchrl_vllm_sync.reservation import Reservation
+    from torchrl_vllm_sync.sessions import RequestKey
 
 __all__ = ["Generation", "PinnedBalancer", "PreparedBatch"]
 
@@ -89,13 +91,15 @@ class Generation:
         timeout_s: float,
         stream: bool,
         min_version: int | None = None,
+        session_id: Any = None,  # noqa: ANN401  see ``key_per_prompt``
+        group_id: Any = None,  # noqa: ANN401
     ) -> PreparedBatch:
         """Checks everything about a call before any of it is sent.
 
         Raises:
             InvalidPromptError: A prompt or the sampling parameters are not valid.
-            UnsupportedArgumentError: The time limit is not positive, or ``min_version`` is no
-                version.
+            UnsupportedArgumentError: The time limit is not positive, ``min_version`` is no
+                version, or ``session_id`` or ``group_id`` no key for each prompt.
             NoReplicaAvailableError: There is text, and no replica to tell how it is tokenised.
         """
         if not timeout_s > 0:
@@ -115,6 +119,8 @@ class Generation:
             raise InvalidPromptError(
                 f"a stream must have exactly 1 prompt, got {len(normalised.prompts)}"
             )
+        sessions = key_per_prompt("session_id", session_id, len(normalised.prompts))
+        groups = key_per_prompt("group_id", group_id, len(normalised.prompts))
         given = check_sampling_params(sampling_params, len(normalised.prompts))
         prepared = _prepared_sampling_params(given, stream=stream)
         requests = [
@@ -125,8 +131,12 @@ class Generation:
                 lora_request=lora_request,
                 timeout_s=timeout_s,
                 min_version=min_version or 0,
+                session_id=session,
+                group_id=group,
             )
-            for record, params in zip(normalised.prompts, prepared, strict=True)
+            for record, params, session, group in zip(
+                normalised.prompts, prepared, sessions, groups, strict=True
+            )
         ]
         return PreparedBatch(requests, normalised.prompts, normalised.is_batch)
 
@@ -210,15 +220,21 @@ class PinnedBalancer:
         *,
         exclude: Collection[str] = (),
         min_version: int = 0,
+        session_id: Sequence[RequestKey | None] | None = None,
+        group_id: Sequence[RequestKey | None] | None = None,
     ) -> list[Reservation]:
-        """Reserves on the chosen replica.
+        """Reserves on the chosen replica, where the sessions are from then on.
 
         Raises:
             NoReplicaAvailableError: It takes no requests.
             VersionNotReachedError: It is not known to hold ``min_version``.
         """
         return self._balancer.reserve_batch(
-            prompts, exclude={*self._others, *exclude}, min_version=min_version
+            prompts,
+            exclude={*self._others, *exclude},
+            min_version=min_version,
+            session_id=session_id,
+            group_id=group_id,
         )
 
 
@@ -229,6 +245,8 @@ def _reserver(
         [request.prompt for request in requests],
         exclude=avoid,
         min_version=requests[0].min_version,
+        session_id=[request.session_id for request in requests],
+        group_id=[request.group_id for request in requests],
     )
 
 

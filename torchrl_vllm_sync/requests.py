@@ -29,6 +29,8 @@ class EngineRequest:
         lora_request: vLLM ``LoRARequest``, or ``None``.
         timeout_s: Seconds after which the engine ends the request.
         min_version: Oldest policy version to begin it under; 0 takes any.
+        session_id: The conversation that it belongs to, or ``None``.
+        group_id: The group of requests with the same prompt that it belongs to, or ``None``.
     """
 
     request_id: str
@@ -37,6 +39,8 @@ class EngineRequest:
     timeout_s: float
     lora_request: Any = None
     min_version: int = 0
+    session_id: str | int | None = None
+    group_id: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

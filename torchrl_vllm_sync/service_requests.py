@@ -15,11 +15,12 @@ from torchrl_vllm_sync.generation import Generation, PinnedBalancer
 from torchrl_vllm_sync.service_replicas import ServiceReplicas
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Iterable, Sequence
 
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 
     from torchrl_vllm_sync.generation import PreparedBatch
+    from torchrl_vllm_sync.sessions import RequestKey
 
 __all__ = ["ServiceRequests"]
 
@@ -65,6 +66,8 @@ class ServiceRequests(ServiceReplicas):
         stream: bool = False,
         return_exceptions: bool = False,
         min_version: int | None = None,
+        session_id: RequestKey | Sequence[RequestKey | None] | None = None,
+        group_id: RequestKey | Sequence[RequestKey | None] | None = None,
     ) -> Any:  # noqa: ANN401  see Returns
         """Generates on the replicas and waits for the result; callable from any thread.
 
@@ -89,6 +92,14 @@ class ServiceRequests(ServiceReplicas):
             min_version: Begin only under this policy version or a later one, waiting for a replica
                 that holds it. The wait counts against the time limit. A version that nobody has
                 pushed yet is waited for too.
+            session_id: Names the conversation of a prompt: an integer or text, one for all prompts
+                or a list with one, or ``None``, for each. A session stays with the replica that
+                served it last, whose prefix cache holds it, whatever the strategy; when that
+                replica dies, drains or goes stale it moves to another. Each process remembers its
+                own; see :meth:`release_sessions`.
+            group_id: Names prompts that are alike, such as the samples of one GRPO group, in the
+                same forms. What has no session yet goes where its group is, unless that replica is
+                overloaded.
 
         Returns:
             A ``RequestOutput`` for one prompt, a list of them for a batch, or with ``stream`` an
@@ -96,8 +107,9 @@ class ServiceRequests(ServiceReplicas):
 
         Raises:
             InvalidPromptError: Prompts or sampling parameters are not valid; nothing was sent.
-            UnsupportedArgumentError: An argument that vLLM no longer has is given, or
-                ``min_version`` is no version.
+            UnsupportedArgumentError: An argument that vLLM no longer has is given,
+                ``min_version`` is no version, or there is not one ``session_id`` or ``group_id``
+                for each prompt; nothing was sent.
             NoReplicaAvailableError: No replica takes requests.
             GenerationTimeoutError: A request ran into its time limit; the engine dropped it.
             VersionNotReachedError: No replica held ``min_version`` in time; it says what each does.
@@ -120,6 +132,8 @@ class ServiceRequests(ServiceReplicas):
             timeout_seconds,
             actor_index,
             min_version=min_version,
+            session_id=session_id,
+            group_id=group_id,
             stream=stream,
         )
         generation, _ = self._serving()
@@ -140,6 +154,8 @@ class ServiceRequests(ServiceReplicas):
         actor_index: int | None = None,
         return_exceptions: bool = False,
         min_version: int | None = None,
+        session_id: RequestKey | Sequence[RequestKey | None] | None = None,
+        group_id: RequestKey | Sequence[RequestKey | None] | None = None,
     ) -> Any:  # noqa: ANN401
         """:meth:`generate` for asyncio. Cancelling it ends the engines' work too.
 
@@ -154,6 +170,8 @@ class ServiceRequests(ServiceReplicas):
             timeout_seconds,
             actor_index,
             min_version=min_version,
+            session_id=session_id,
+            group_id=group_id,
             stream=False,
         )
         generation, _ = self._serving()
@@ -170,6 +188,8 @@ class ServiceRequests(ServiceReplicas):
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
         min_version: int | None = None,
+        session_id: RequestKey | None = None,
+        group_id: RequestKey | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """``generate(stream=True)`` for asyncio: yields the growing outputs of one prompt."""
         batch, balancer = await asyncio.to_thread(
@@ -181,6 +201,8 @@ class ServiceRequests(ServiceReplicas):
             timeout_seconds,
             actor_index,
             min_version=min_version,
+            session_id=session_id,
+            group_id=group_id,
             stream=True,
         )
         async with contextlib.aclosing(self._serving()[0].stream(batch, balancer)) as outputs:
@@ -197,6 +219,8 @@ class ServiceRequests(ServiceReplicas):
         actor_index: int | None,
         *,
         min_version: int | None,
+        session_id: Any,  # noqa: ANN401
+        group_id: Any,  # noqa: ANN401
         stream: bool,
     ) -> tuple[PreparedBatch, LoadBalancer | PinnedBalancer]:
         generation, balancer = self._serving()
@@ -208,15 +232,35 @@ class ServiceRequests(ServiceReplicas):
             timeout_s=self.request_timeout_s if timeout_seconds is None else timeout_seconds,
             stream=stream,
             min_version=min_version,
+            session_id=session_id,
+            group_id=group_id,
         )
         if actor_index is None:
             return batch, balancer
         return batch, PinnedBalancer(balancer, self._at(actor_index).replica_id)
 
+    def release_sessions(self, session_ids: RequestKey | Iterable[RequestKey]) -> int:
+        """Forgets sessions that are over, in this process.
+
+        Not necessary: the balancer forgets the least recently used of more than ``max_sessions``.
+
+        Args:
+            session_ids: One, or several. Those that are not known are passed over.
+
+        Returns:
+            How many were known.
+
+        Raises:
+            UnsupportedArgumentError: One is neither an integer nor text that is not empty.
+            ServiceClosedError: The service is not launched, or was shut down.
+        """
+        _, balancer = self._serving()
+        return balancer.release_sessions(session_ids)
+
     def create_load_balancer(
         self, strategy: str | Sequence[str] | None = None, **kwargs: Any
     ) -> LoadBalancer:
-        """Replaces the balancer; requests in flight stay counted.
+        """Replaces the balancer; requests in flight stay counted, sessions are forgotten.
 
         Args:
             strategy: See :class:`LoadBalancer`.

@@ -26,7 +26,9 @@ __all__ = [
     "RoutingStrategy",
     "StrategyFactory",
     "StrategySettings",
+    "affinity",
     "known_strategies",
+    "not_overloaded",
     "register_strategy",
     "strategy_factory",
 ]
@@ -43,10 +45,14 @@ class RoutingRequest:
     Attributes:
         prompt: Text, or token ids, not empty; None if the caller did not say.
         context: What else the caller said; the strategies of this module do not read it.
+        session_id: The conversation it belongs to; None if the caller did not say.
+        group_id: The group of requests with the same prompt it belongs to, likewise.
     """
 
     prompt: str | Sequence[int] | None = None
     context: Mapping[str, Any] | None = None
+    session_id: str | int | None = None
+    group_id: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +133,7 @@ class KVCache:
             if snapshot.kv_cache_usage is None or not snapshot.is_fresh(now, max_age_s):
                 return None
             usages.append(snapshot.kv_cache_usage)
-        open_positions = _not_overloaded(snapshots, self._settings)
+        open_positions = not_overloaded(snapshots, self._settings)
         lowest = min(usages[at] for at in open_positions)
         return self._ties.choice([at for at in open_positions if usages[at] == lowest])
 
@@ -193,7 +199,7 @@ class PrefixAware:
             return None
         prompt = self._memory.digest(request.prompt)
         recalled = self._memory.recall(prompt)
-        open_positions = _not_overloaded(snapshots, self._settings)
+        open_positions = not_overloaded(snapshots, self._settings)
         home = next(
             (at for at, each in enumerate(snapshots) if each.replica_id == recalled.replica_id),
             None,
@@ -202,14 +208,14 @@ class PrefixAware:
             position = home
         else:
             key = prompt.whole.to_bytes(8, "little")
-            position = max(open_positions, key=lambda at: _affinity(key, snapshots[at].replica_id))
+            position = max(open_positions, key=lambda at: affinity(key, snapshots[at].replica_id))
         self._memory.record(prompt, recalled, snapshots[position].replica_id, moved=home is None)
         return position
 
 
-def _affinity(prompt: bytes, replica_id: str) -> int:
-    """Weight of a replica for a prompt in rendezvous hashing; the same in every process."""
-    return xxhash.xxh3_64_intdigest(prompt + replica_id.encode())
+def affinity(key: bytes, replica_id: str) -> int:
+    """Weight of a replica for a key in rendezvous hashing; the same in every process."""
+    return xxhash.xxh3_64_intdigest(key + replica_id.encode())
 
 
 def _loads(snapshots: Sequence[LoadSnapshot], max_age_s: float) -> list[int]:
@@ -217,7 +223,7 @@ def _loads(snapshots: Sequence[LoadSnapshot], max_age_s: float) -> list[int]:
     return [snapshot.load(now, max_age_s) for snapshot in snapshots]
 
 
-def _not_overloaded(snapshots: Sequence[LoadSnapshot], settings: StrategySettings) -> list[int]:
+def not_overloaded(snapshots: Sequence[LoadSnapshot], settings: StrategySettings) -> list[int]:
     """Positions of the replicas that may take one more request; at least one.
 
     The least loaded replica is always among them: it holds at most the mean, and the threshold is
