@@ -66,6 +66,7 @@ engine.actor
 routing.prefix routing.prompt load_monitor reservation
 routing.strategies
 routing
+sessions
 balancer
 dispatch
 generation
@@ -81,7 +82,7 @@ service
 local_llm
 
 # TorchRL's side
-collector_versions ray_buffer
+collector_versions conversations ray_buffer
 updater policy
 sync_sender
 sync_receiver
