@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
@@ -15,12 +15,23 @@ from torchrl.envs.llm.transforms import PolicyVersion
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
-__all__ = ["CollectorVersions", "ServiceVersion", "hear"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["CollectorVersions", "ServiceVersion", "VersionedService", "hear"]
 
 logger = logging.getLogger(__name__)
 
 # A collector in an actor hears between two rollouts. Nobody waits longer than this for that.
 HEAR_TIMEOUT_S = 30.0
+
+
+class VersionedService(Protocol):
+    """What collectors need of a service."""
+
+    def listen_to_versions(self, listener: Callable[[int], object]) -> Callable[[], None]:
+        """Has ``listener`` called with each version; returns a function that ends this."""
+        ...
 
 
 class ServiceVersion(PolicyVersion):
@@ -97,15 +108,28 @@ class CollectorVersions:
 
     def __init__(self) -> None:
         self._collectors: list[weakref.ref[Any]] = []
+        self._told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._unheard: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._end: Callable[[], None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
+    def follow(self, service: VersionedService) -> None:
+        """Announces each version that this process brings ``service`` to, whoever pushes it."""
+        if self._end is None:
+            self._end = service.listen_to_versions(self.announce)
+
+    def stop(self) -> None:
+        """Ends :meth:`follow` and forgets the collectors; idempotent."""
+        if self._end is not None:
+            self._end()
+        self._end, self._collectors = None, []
+
     def register(self, collector: Any, version: int | None) -> None:  # noqa: ANN401
         """Brings ``collector`` to ``version`` and to each one announced from now on.
 
-        Registering it again changes nothing.
+        Registering it again makes it the last one of :attr:`live`.
 
         Args:
             collector: One of TorchRL's collectors, a ``RayLLMCollector`` included.
@@ -118,14 +142,20 @@ class CollectorVersions:
             raise UnsupportedArgumentError(
                 f"collector must be one of TorchRL's collectors, got {type(collector).__name__}"
             )
-        if not any(ref() is collector for ref in self._collectors):
-            self._collectors.append(weakref.ref(collector))
+        others = [ref for ref in self._collectors if ref() is not collector]
+        self._collectors = [*others, weakref.ref(collector)]
         if version is not None:
             self._tell([collector], version)
 
     def announce(self, version: int) -> None:
-        """Brings every collector to ``version``; none of them can make it fail."""
-        self._tell(self.live, version)
+        """Brings every collector to ``version``; one that died or is busy does not make it fail."""
+        told = self._told
+        news = [
+            one
+            for one in self.live
+            if told.get(one) != version or not isinstance(one, RayLLMCollector)
+        ]
+        self._tell(news, version)
 
     @property
     def live(self) -> list[Any]:
@@ -141,6 +171,7 @@ class CollectorVersions:
         for collector in collectors:
             if isinstance(collector, RayLLMCollector):
                 calls[collector] = collector._collector.__ray_call__.remote(hear, version)
+                self._told[collector] = version
             else:
                 hear(collector, version)
         # One that has not even heard the version before is busy: it hears both when it is free.

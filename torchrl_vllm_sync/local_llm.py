@@ -104,6 +104,10 @@ class LocalLLM:
         """Has ``hook`` called at each new version; see ``AsyncVLLM.register_version_hook``."""
         return self._hooks.register(hook)
 
+    def listen_to_versions(self, listener: Callable[[int], object]) -> Callable[[], None]:
+        """Has ``listener`` called with each version pushed; see ``AsyncVLLM``."""
+        return self._hooks.listen(listener)
+
     def push_weights(
         self,
         weights: Any,  # noqa: ANN401  every form that ``as_weight_source`` takes

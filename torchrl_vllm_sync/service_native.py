@@ -198,6 +198,7 @@ class ServiceNative(ServiceWeights):
             if self._launched:
                 self._pusher.look_again()
                 self._learn_states()
+        self._version_hooks.moved(self.weight_version)
 
     def pause_generation(
         self,

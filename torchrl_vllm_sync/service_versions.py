@@ -117,6 +117,17 @@ class ServiceVersions(ServiceReplicas):
         """
         return self._version_hooks.register(hook)
 
+    def listen_to_versions(self, listener: Callable[[int], object]) -> Callable[[], None]:
+        """Has ``listener`` called with each version that this process brings the service to.
+
+        Unlike hooks it also hears of updates through vLLM's own calls, and of a version once more
+        when it is pushed again.
+
+        Returns:
+            A function that ends this.
+        """
+        return self._version_hooks.listen(listener)
+
     def _known(self) -> list[LoadSnapshot]:
         """Returns what is known of each replica; a new copy knows nothing and asks."""
         known = self.load.snapshots()

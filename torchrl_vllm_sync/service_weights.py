@@ -98,6 +98,7 @@ class ServiceWeights(ServiceVersions):
         """
         self._pusher.look_again()
         self._learn_states()
+        self._version_hooks.moved(self.weight_version)
 
     def follow_snapshots(
         self,

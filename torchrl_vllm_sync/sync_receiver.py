@@ -56,6 +56,7 @@ class VLLMWeightReceiver:
             UnsupportedArgumentError: It is none of TorchRL's collectors.
         """
         self._versions.register(collector, self.service.weight_version)
+        self._versions.follow(self.service)
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
         """Says whether a push has been committed since the last poll that said so.

@@ -171,22 +171,27 @@ class WeightUpdater:
         self.service.use_transport(self._transport)
         self.service.init_weight_update_group(**meeting_point)
         self._versions.announce(self.service.weight_version)
+        self._versions.follow(self.service)
 
     def disconnect(self) -> None:
         """Closes the transport, and forgets the service and the collectors; idempotent."""
         self._transport.close()
-        self._versions = CollectorVersions()
+        self._versions.stop()
         self.service = None
 
     def register_collector(self, collector: Any) -> None:  # noqa: ANN401
         """Keeps ``collector``'s version equal to the service's from now on; it is held weakly.
 
+        That is after every push of this process, also one that does not go through the updater.
+
         Raises:
             UnsupportedArgumentError: It is none of TorchRL's collectors.
         """
-        self._versions.register(
-            collector, None if self.service is None else self.service.weight_version
-        )
+        if self.service is None:
+            self._versions.register(collector, None)
+            return
+        self._versions.register(collector, self.service.weight_version)
+        self._versions.follow(self.service)
 
     @property
     def collector(self) -> Any | None:  # noqa: ANN401

@@ -21,6 +21,7 @@ class VersionHooks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._hooks: list[Callable[[PushReport], object]] = []
+        self._listeners: list[Callable[[int], object]] = []
 
     def __reduce__(self) -> tuple[type[VersionHooks], tuple[()]]:
         return type(self), ()
@@ -45,12 +46,32 @@ class VersionHooks:
 
         return unregister
 
+    def listen(self, listener: Callable[[int], object]) -> Callable[[], None]:
+        """Adds a function that :meth:`moved` calls; returns one that takes it away."""
+        with self._lock:
+            self._listeners.append(listener)
+
+        def unregister() -> None:
+            with self._lock:
+                if listener in self._listeners:
+                    self._listeners.remove(listener)
+
+        return unregister
+
+    def moved(self, version: int) -> None:
+        """Calls every listener with the version that this process brought the service to."""
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(version)
+
     def announce(self, report: PushReport) -> None:
-        """Calls every hook, in the order of registration.
+        """Calls every listener, then every hook, in the order of registration.
 
         Raises:
             Exception: What the first hook that failed raised; the others have been called too.
         """
+        self.moved(report.version)
         with self._lock:
             hooks = list(self._hooks)
         failures: list[Exception] = []

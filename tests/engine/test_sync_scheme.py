@@ -6,20 +6,25 @@ import pickle
 import pytest
 import torch
 from tensordict import TensorDict, set_list_to_stack
-from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector
-from torchrl.envs import StepCounter
-from torchrl.envs.llm.chat import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.weight_update import WeightSyncScheme as TorchRLScheme
 from torchrl.weight_update.llm import get_model_metadata
 
 from tests.engine.checks import assert_holds, distance, perturbed
+from tests.engine.rollouts import (
+    QUIET,
+    TOKENIZER,
+    agree,
+    llm_collector,
+    make_env,
+    make_policy,
+    scheme_collector,
+)
 from torchrl_vllm_sync import (
     VLLMDoubleBufferSyncScheme,
     VLLMWeightSyncScheme,
     WeightSyncScheme,
-    vLLMWrapper,
 )
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
@@ -27,64 +32,14 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
-from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
-TOKENIZER = make_tiny_tokenizer()
-SAMPLING = {"max_tokens": 6, "temperature": 1.0, "ignore_eos": True}
-TEXTS = ["What else is there?", "Tell me more, please.", "Hello", "Every replica serves"]
+pytestmark = QUIET
 
 
 @pytest.fixture(autouse=True)
 def lists_are_stacks():
     with set_list_to_stack(True):
         yield
-
-
-def queries():
-    while True:
-        for text in TEXTS:
-            yield {"query": [text]}
-
-
-def make_env():
-    env = ChatEnv.from_dataloader(
-        dataloader=queries(), batch_size=(4,), tokenizer=TOKENIZER, input_mode="history"
-    )
-    return env.append_transform(StepCounter(max_steps=1))
-
-
-def make_policy(service):
-    return vLLMWrapper(
-        service,
-        tokenizer=TOKENIZER,
-        input_mode="history",
-        generate_kwargs=SAMPLING,
-        pad_output=False,
-        return_log_probs=True,
-    )
-
-
-def make_collector(service, scheme):
-    """TorchRL's ``Collector``, which takes schemes."""
-    return Collector(
-        make_env(),
-        make_policy(service),
-        frames_per_batch=4,
-        total_frames=-1,
-        weight_sync_schemes={"policy": scheme},
-        track_policy_version=True,
-        trust_policy=True,
-        use_buffers=False,
-    )
-
-
-def agree(service, *collectors):
-    """The version that the collectors, the service and fresh samples say alike."""
-    found = {collector.policy_version for collector in collectors}
-    for collector in collectors:
-        found |= set(next(iter(collector))["policy_version"].flatten().tolist())
-    assert found == {service.weight_version}
-    return service.weight_version
 
 
 @pytest.fixture(params=["broadcast", "memmap"])
@@ -289,7 +244,7 @@ def test_a_directory_is_loaded_once_for_each_version(service, model, tmp_path):
 
 
 def test_a_collector_that_takes_schemes(service, scheme, model):
-    collector = make_collector(service, scheme)
+    collector = scheme_collector(service, scheme)
     scheme.create_sender().register_model(model)
     before = agree(service, collector)
     collector.update_policy_weights_(perturbed(model, seed=6))
@@ -318,9 +273,7 @@ def test_llm_collectors_refuse_schemes_and_take_senders(service, scheme, sender,
     policy = make_policy(service)
     with pytest.raises(TypeError, match="weight_sync_schemes"):
         LLMCollector(make_env(), policy=policy, weight_sync_schemes={"policy": scheme})
-    collector = LLMCollector(
-        make_env(), policy=policy, dialog_turns_per_batch=4, track_policy_version=True
-    )
+    collector = llm_collector(service)
     sender.register_collector(collector)
     assert agree(service, collector) == service.weight_version
     before = service.weight_version
@@ -344,16 +297,16 @@ def test_a_scheme_without_an_engine_to_find_is_refused(service):
 
 def test_the_receiving_end_in_a_collector(service, scheme, model):
     """TorchRL's worker processes make it of a pickled copy; polling moves their collectors."""
-    collector = LLMCollector(
-        make_env(),
-        policy=make_policy(service),
-        dialog_turns_per_batch=4,
-        track_policy_version=True,
-    )
+    collector = llm_collector(service)
     copy = pickle.loads(pickle.dumps(scheme))
     copy.init_on_receiver(model_id="policy", context=collector, worker_idx=0)
     copy.connect(worker_idx=0)
-    service.push_weights(perturbed(model, seed=9))
-    assert copy.receive(timeout=1) is None
-    assert agree(service, collector) == service.weight_version
+    before = service.weight_version
+    if isinstance(scheme, VLLMWeightSyncScheme):
+        service.push_weights(perturbed(model, seed=9))
+    else:
+        scheme.create_sender().update_weights(perturbed(model, seed=9), version=before + 1)
+    assert copy.receive(timeout=30) is None
+    assert agree(service, collector) == before + 1
+    assert_holds(service, model)
     collector.shutdown()

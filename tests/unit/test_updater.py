@@ -23,6 +23,7 @@ class Service:
 
     def __init__(self):
         self.weight_version, self.pushes, self.failures, self.opened = 0, [], 0, []
+        self.listeners = []
 
     def push_weights(self, weights, *, version, transport, timeout_s, clear_cache, mode):
         version = self.weight_version + 1 if version is None else version
@@ -32,7 +33,13 @@ class Service:
         if self.failures:
             self.failures -= 1
             raise WeightSyncError(version, {"1": "injected"})
+        for listener in self.listeners:
+            listener(version)
         return Report(version)
+
+    def listen_to_versions(self, listener):
+        self.listeners.append(listener)
+        return lambda: self.listeners.remove(listener)
 
     def use_transport(self, transport):
         self.transport = transport
@@ -215,6 +222,19 @@ def test_hooks_run_after_each_push_that_succeeded(updater, collector, service):
     assert calls == [1, 2]
     assert len(updater.post_hooks) == 1
     assert service.weight_version == 3
+
+
+def test_pushes_that_pass_the_updater_by_are_heard_until_it_disconnects(
+    updater, collector, service
+):
+    options = {"transport": None, "timeout_s": 1, "clear_cache": False, "mode": "keep"}
+    service.push_weights("by hand", version=None, **options)
+    assert versions(collector) == [1]
+    updater.disconnect()
+    updater.disconnect()
+    assert updater.collectors == service.listeners == []
+    service.push_weights("by hand", version=None, **options)
+    assert versions(collector) == [1]
 
 
 def test_a_pickled_copy_knows_the_service_only(updater, collector):
