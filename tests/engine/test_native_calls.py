@@ -24,12 +24,13 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.testing import token_log_probs
-from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup, StartSignal
+from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers, send_buckets
 from torchrl_vllm_sync.weights.buckets import BucketLayout
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.packer import ViewPacker
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
+from torchrl_vllm_sync.weights.start_signal import StartSignal
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 1 << 18

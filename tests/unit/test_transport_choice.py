@@ -151,7 +151,7 @@ def test_the_choice_is_made_once(monkeypatch):
 
 def test_a_choice_that_cannot_be_made_leaves_none():
     transport = AutoTransport()
-    with pytest.raises(TransferError, match="no replica says where it is"):
+    with pytest.raises(TransferError, match="no replica can be reached"):
         send(transport, Client(RuntimeError("gone")))
     with pytest.raises(UnsupportedArgumentError, match="name one"):
         send(transport, Client(description(device_type="cuda", node_id="elsewhere")))

@@ -227,8 +227,11 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls ``method`` on every vLLM worker of this replica and returns their answers."""
-        return await self.engine.collective_rpc(method, timeout, args, kwargs)
+        """Calls ``method`` on every vLLM worker of this replica and returns their answers.
+
+        Workers of all data-parallel engines answer, one engine's after the other's.
+        """
+        return await internals.call_workers(self.engine, method, args, kwargs, timeout)
 
     collective_rpc_v1 = collective_rpc
 

@@ -9,33 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from torchrl_vllm_sync.engine.broadcast_info import BroadcastInitInfo, BroadcastUpdateInfo
 from torchrl_vllm_sync.engine.checksums import checksum
 from torchrl_vllm_sync.engine.load_path import PlannedLoad, choose_plan
 from torchrl_vllm_sync.engine.reload import reload_model
 from torchrl_vllm_sync.engine.staging import StagingArea
 from torchrl_vllm_sync.engine_args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.errors import TransferError
-from torchrl_vllm_sync.weights.broadcast_group import (
-    PUSH_ID_BITS,
-    BroadcastGroup,
-    Rendezvous,
-    StartSignal,
-)
+from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers, receive_buckets
-from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
+from torchrl_vllm_sync.weights.buckets import BucketLayout
 from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors
 from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json, metadata_digest
+from torchrl_vllm_sync.weights.rendezvous import Rendezvous
+from torchrl_vllm_sync.weights.start_signal import PUSH_ID_BITS, StartSignal
 from torchrl_vllm_sync.weights.whole_tensors import whole_tensors
 
 if TYPE_CHECKING:
@@ -44,12 +37,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
-__all__ = [
-    "BroadcastInitInfo",
-    "BroadcastReceiver",
-    "BroadcastUpdateInfo",
-    "register",
-]
+__all__ = ["BroadcastReceiver", "register"]
 
 
 def register() -> None:
@@ -57,53 +45,6 @@ def register() -> None:
     for name in (BROADCAST_BACKEND, STAGED_BACKEND):
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, BroadcastReceiver)
-
-
-@dataclass
-class BroadcastInitInfo(WeightTransferInitInfo):
-    """How a worker joins the group; the words are those of vLLM's own NCCL engine.
-
-    Attributes:
-        master_address: The trainer's address.
-        master_port: Port of its store.
-        rank_offset: Rank of the replica's first worker, at least 1.
-        world_size: The trainer and the workers of all replicas.
-        timeout_s: Seconds within which everybody must have come.
-        interface: Network interface; ``None`` takes the one that reaches the trainer.
-        group_id: Tells the group's pushes from those of other groups.
-        deadline: ``time.monotonic()`` of this host at which nobody waits for the worker any more;
-            a call that an engine comes to later, because it was stopped, is not begun.
-    """
-
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    timeout_s: float = 60.0
-    interface: str | None = None
-    group_id: int = 0
-    deadline: float | None = None
-
-
-@dataclass
-class BroadcastUpdateInfo(WeightTransferUpdateInfo):
-    """One push.
-
-    Attributes:
-        push_id: Number of the push, which begins with the group's.
-        timeout_s: Seconds for all of it.
-        num_passes: How often the trainer sends everything; the second time is a check.
-        direct: Whether the first pass comes without buckets.
-        metadata: ``ParamMeta`` in JSON form; ``None`` for the same as last time.
-        bucket_bytes: Size of the buckets; read together with ``metadata``.
-    """
-
-    push_id: int
-    timeout_s: float = 300.0
-    num_passes: int = 1
-    direct: bool = False
-    metadata: list[list[Any]] | None = None
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
 
 class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateInfo]):

@@ -122,18 +122,25 @@ class StatsRecorder(StatLoggerBase):
 
 
 async def call_workers(
-    engine: AsyncLLM, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    engine: AsyncLLM,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    timeout_s: float | None = None,
 ) -> list[Any]:
     """Calls ``method`` on every worker of every data-parallel engine and returns all answers.
 
     ``AsyncLLM.collective_rpc`` reaches all of them too, but returns what the first engine's
     workers answer and drops the others' (``call_utility_async`` of the data-parallel clients,
-    ``vllm/v1/engine/core_client.py``).
+    ``vllm/v1/engine/core_client.py``). ``timeout_s`` goes to vLLM's executor, and has no effect
+    where the worker lives in the engine core (``uniproc_executor.py``).
     """
     client: Any = engine.engine_core
     answers = await asyncio.gather(
         *(
-            client._call_utility_async("collective_rpc", method, None, args, kwargs, engine=one)
+            client._call_utility_async(
+                "collective_rpc", method, timeout_s, args, kwargs, engine=one
+            )
             for one in client.core_engines
         )
     )

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.engine import broadcast_receiver
-from torchrl_vllm_sync.engine.broadcast_receiver import BroadcastInitInfo, BroadcastReceiver
+from torchrl_vllm_sync.engine.broadcast_info import BroadcastInitInfo
+from torchrl_vllm_sync.engine.broadcast_receiver import BroadcastReceiver
 from torchrl_vllm_sync.engine.native_worker import NativeTransferWorker
 from torchrl_vllm_sync.engine.reload import reload_model
 from torchrl_vllm_sync.errors import TransferError

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
 from torchrl_vllm_sync.weights.choice import Place, choose_transport, device_uuid, this_node
 from torchrl_vllm_sync.weights.ipc_transport import IPCTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.reachable import describe_replicas
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.vllm_nccl_transport import VLLMNCCLTransport
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = ["TRANSPORTS", "AutoTransport", "place_of"]
-
-DESCRIBE_TIMEOUT_S = 30.0
 
 
 class AutoTransport:
@@ -73,7 +71,7 @@ class AutoTransport:
         """Chooses if that is due, and sends.
 
         Raises:
-            TransferError: No replica says where it is.
+            TransferError: No replica can be reached.
             UnsupportedArgumentError: No transport reaches every replica.
             SyncError: What the transport chosen raises.
         """
@@ -85,16 +83,13 @@ class AutoTransport:
         place = place_of(source)
         if self._chosen is not None and place == self._place:
             return self._chosen
-        answers = client.call_replicas("describe", deadline_s=DESCRIBE_TIMEOUT_S)
+        alive, _ = describe_replicas(client)
         engines = {
             name: Place(
                 node_id=one.node_id, device_type=one.device_type, device_uuids=one.device_uuids
             )
-            for name, one in answers.items()
-            if not isinstance(one, BaseException)
+            for name, one in alive.items()
         }
-        if not engines:
-            raise TransferError(f"no replica says where it is: {answers}")
         chosen = TRANSPORTS[choose_transport(place, engines)]()
         self.close()
         self._chosen, self._place, self.name = chosen, place, chosen.name

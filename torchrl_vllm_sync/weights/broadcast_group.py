@@ -8,32 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistError, PrefixStore, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 
-from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import TransferError
+from torchrl_vllm_sync.weights.rendezvous import (
+    Rendezvous,
+    host_store,
+    own_address,
+    reach_store,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["PUSH_ID_BITS", "BroadcastGroup", "Rendezvous", "StartSignal", "own_address"]
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+__all__ = ["BroadcastGroup"]
 
 TRAINER_RANK = 0
-# The number of a push: that of its group, then this many bits that count.
-PUSH_ID_BITS = 24
 # Seconds between looks at work on a GPU that is under way, and at those who take part in it.
 SPIN_S = 50e-6
 STORE_POLL_S = 50e-6
-CONNECT_POLL_S = 0.1
 WATCH_S = 0.05
-GO, LEFT, GIVEN_UP = "go", "left", "given-up"
+LEFT, GIVEN_UP = "left", "given-up"
 CLOSED = "the group is not connected, or was closed after a failure"
 # ProcessGroupNCCL's watchdog would end the whole process when a collective fails.
 QUIET_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -45,63 +48,6 @@ PINNED_BY_VLLM = (
     "NCCL_MIN_NCHANNELS",
     "NCCL_MAX_NCHANNELS",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where a group meets.
-
-    Attributes:
-        address: The trainer's address, reachable from every worker.
-        port: Port of its ``TCPStore``.
-        world_size: The trainer and the workers of all replicas.
-        interface: Network interface to use, of this name on every host; ``None`` takes the one that
-            reaches ``address``. NCCL keeps to the one that a process has used first.
-    """
-
-    address: str
-    port: int
-    world_size: int
-    interface: str | None = None
-
-
-def _require_interface(name: str | None) -> None:
-    """Refuses an interface that this host has not; NCCL says so only the first time.
-
-    Raises:
-        UnsupportedArgumentError: It has not; lists those that it has.
-    """
-    known = [known for _, known in socket.if_nameindex()]
-    if name is not None and name not in known:
-        raise UnsupportedArgumentError(
-            f"interface must be one of {known} on {socket.gethostname()}, got {name!r}"
-        )
-
-
-def own_address(peer: str) -> str:
-    """Returns this host's address on the route to ``peer``; sends nothing."""
-    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
-        return probe.getsockname()[0]
-
-
-def _await_listener(address: str, port: int, deadline: float) -> None:
-    """Returns once somebody listens there.
-
-    Raises:
-        OSError: Nobody did until ``deadline``, of ``time.monotonic()``.
-    """
-    while True:
-        try:
-            left = max(deadline - time.monotonic(), 1e-3)
-            socket.create_connection((address, port), timeout=left).close()
-        except OSError:
-            if time.monotonic() + CONNECT_POLL_S > deadline:
-                raise
-        else:
-            return
-        time.sleep(CONNECT_POLL_S)
 
 
 class BroadcastGroup:
@@ -157,18 +103,9 @@ class BroadcastGroup:
             TransferError: The port cannot be had.
             UnsupportedArgumentError: This host has no such interface.
         """
-        _require_interface(interface)
-        try:
-            store = TCPStore(
-                address,
-                0 if port is None else port,
-                world_size,
-                is_master=True,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-            )
-        except (DistError, RuntimeError) as error:
-            raise TransferError(f"cannot listen at {address}:{port}: {error}") from error
+        store = host_store(
+            address, port, world_size=world_size, timeout_s=timeout_s, interface=interface
+        )
         return cls(
             store, TRAINER_RANK, Rendezvous(address, store.port, world_size, interface), device
         )
@@ -183,29 +120,12 @@ class BroadcastGroup:
             TransferError: The rank does not exist in this group, or the trainer cannot be reached.
             UnsupportedArgumentError: This host has no such interface.
         """
-        _require_interface(rendezvous.interface)
         if not 0 < rank < rendezvous.world_size:
             raise TransferError(
                 f"rank must be in [1, {rendezvous.world_size}) in a group of "
                 f"{rendezvous.world_size}, got {rank}"
             )
-        deadline = time.monotonic() + timeout_s
-        try:
-            # The store itself tries twice, each time for as long as it is given.
-            _await_listener(rendezvous.address, rendezvous.port, deadline)
-            store = TCPStore(
-                rendezvous.address,
-                rendezvous.port,
-                rendezvous.world_size,
-                is_master=False,
-                timeout=timedelta(seconds=max(deadline - time.monotonic(), 1.0)),
-                wait_for_workers=False,
-            )
-        except (DistError, OSError, RuntimeError) as error:
-            raise TransferError(
-                f"cannot reach the trainer at {rendezvous.address}:{rendezvous.port} within "
-                f"{timeout_s:g} s: {error}"
-            ) from error
+        store = reach_store(rendezvous, timeout_s=timeout_s)
         return cls(store, rank, rendezvous, device)
 
     @property
@@ -469,57 +389,3 @@ def _set_environment(values: dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-class StartSignal:
-    """Who is ready for one transfer, and the trainer's word to begin it or to leave it.
-
-    Nobody enters a collective before everybody is ready, so that a failure until then leaves the
-    group usable and nothing to abort.
-
-    Args:
-        group: The connected group.
-        push_id: Number of the transfer, of which the group sees each once.
-    """
-
-    def __init__(self, group: BroadcastGroup, push_id: int) -> None:
-        self._group, self._push_id = group, push_id
-
-    def give(self, *, deadline: float, watch: Callable[[], None]) -> None:
-        """On the trainer: waits until every worker is ready, then gives the word.
-
-        Raises:
-            TransferError: Not everyone was ready in time; everyone is told to leave it.
-            Exception: What ``watch`` raises; likewise.
-        """
-        keys = [
-            f"ready/{self._push_id}/{rank}" for rank in range(1, self._group.rendezvous.world_size)
-        ]
-        try:
-            self._group.await_keys(
-                keys, deadline, f"get ready for transfer {self._push_id} in time", watch
-            )
-        except BaseException as error:
-            self._group.store.set(self._start_key, f"left: {error}"[:500])
-            raise
-        self._group.store.set(self._start_key, GO)
-
-    def await_start(self, *, deadline: float) -> None:
-        """On a worker: says that it is ready and waits for the trainer's word.
-
-        Raises:
-            TransferError: The trainer called it off, is gone, or was silent until the deadline.
-        """
-        store = self._group.store
-        try:
-            store.set(f"ready/{self._push_id}/{self._group.rank}", "1")
-            store.wait([self._start_key], timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
-            word = store.get(self._start_key).decode()
-        except DistError as error:
-            raise TransferError(f"the trainer did not begin the transfer: {error}") from error
-        if word != GO:
-            raise TransferError(f"the trainer called the transfer off: {word}")
-
-    @property
-    def _start_key(self) -> str:
-        return f"start/{self._push_id}"

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 import uuid
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from torchrl_vllm_sync.errors import (
-    ReplicaUnavailableError,
-    SyncError,
-    TransferError,
-    UnsupportedArgumentError,
-)
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
-from torchrl_vllm_sync.weights.broadcast_group import PUSH_ID_BITS, BroadcastGroup, StartSignal
+from torchrl_vllm_sync.errors import SyncError, TransferError, UnsupportedArgumentError
+from torchrl_vllm_sync.weights.broadcast_members import GRACE_S, BroadcastMembers, is_dead
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers, send_buckets
 from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
 from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors, sendable_tensors
 from torchrl_vllm_sync.weights.metadata import metadata_digest, to_json
 from torchrl_vllm_sync.weights.packer import StreamingPacker, ViewPacker, check_device
 from torchrl_vllm_sync.weights.source import StableSource
+from torchrl_vllm_sync.weights.start_signal import PUSH_ID_BITS, StartSignal
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
 from torchrl_vllm_sync.weights.watched import raise_exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.packer import Packer
     from torchrl_vllm_sync.weights.source import WeightSource
@@ -36,14 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BroadcastTransport"]
 
-# A replica keeps to the time limit itself. One silent for this much longer has hung.
-GRACE_S = 10.0
-DESCRIBE_TIMEOUT_S = 30.0
-LEAVE_TIMEOUT_S = 15.0
 DEFAULT_JOIN_TIMEOUT_S = 120.0
 
-GROUP_ID_BITS = 32
-OVER = (ReplicaState.FAILED, ReplicaState.CLOSED)
 
 Verify = Literal["first", "always", "never"]
 
@@ -102,9 +91,7 @@ class BroadcastTransport:
     def _forget(self) -> None:
         self._run_id = uuid.uuid4().hex
         self._last_version = 0
-        self._group: BroadcastGroup | None = None
-        self._members: dict[str, tuple[int, ...]] = {}
-        self._missing: dict[str, str] = {}
+        self._members = BroadcastMembers(self._given_device, self._interface, self._join_timeout_s)
         self._push_id = 0
         self._announced: str | None = None
         self._metadata: list[ParamMeta] = []
@@ -131,95 +118,13 @@ class BroadcastTransport:
 
         Raises:
             TransferError: Nobody is there to join, or nobody came in time.
-            UnsupportedArgumentError: The trainer's device and the engines' do not go together.
+            UnsupportedArgumentError: The trainer's device and the engines' do not go together, or
+                this host has not the interface.
         """
-        if self._group is not None:
-            if self._group.is_connected and not self._group.was_left and not self._revived(client):
-                return
-            self._close_group()
-        answers = client.call_replicas("describe", deadline_s=DESCRIBE_TIMEOUT_S)
-        alive = {name: one for name, one in answers.items() if not isinstance(one, BaseException)}
-        self._missing = {name: str(one) for name, one in answers.items() if name not in alive}
-        if not alive:
-            raise TransferError(f"no replica can join a group: {self._missing}")
-        device = self._device_for({one.device_type for one in alive.values()})
-        num_workers = {name: one.num_workers for name, one in alive.items()}
-        while not self._form(client, num_workers, device):
-            num_workers = {n: one for n, one in num_workers.items() if n not in self._missing}
-
-    def _form(
-        self, client: ReplicaClient, num_workers: dict[str, int], device: torch.device
-    ) -> bool:
-        """Forms a group with these replicas, or finds out which of them to do without.
-
-        Raises:
-            TransferError: Nobody would be left.
-        """
-        self._members, world_size = {}, 1
-        for name, number in num_workers.items():
-            self._members[name] = tuple(range(world_size, world_size + number))
-            world_size += number
-        address, port = client.rendezvous
-        group = BroadcastGroup.host(
-            address,
-            port=port,
-            world_size=world_size,
-            device=device,
-            timeout_s=self._join_timeout_s,
-            interface=self._interface,
-        )
-        group_id = secrets.randbits(GROUP_ID_BITS)
-        info = {
-            "master_address": group.rendezvous.address,
-            "master_port": group.rendezvous.port,
-            "world_size": world_size,
-            "interface": self._interface,
-            "group_id": group_id,
-        }
-        calls = client.start_calls(
-            "join_broadcast",
-            {name: ({**info, "rank_offset": ranks[0]},) for name, ranks in self._members.items()},
-            timeout_s=self._join_timeout_s,
-        )
-        try:
-            group.connect(
-                timeout_s=self._join_timeout_s, watch=lambda: raise_exceptions(calls.failures())
-            )
-            raise_exceptions(calls.answers(self._join_timeout_s + GRACE_S))
-        except TransferError as error:
-            culprits = self._culprits(group, calls)
-            group.close()  # which ends the others' waiting
-            calls.answers(GRACE_S)
-            if not culprits or len(culprits) == len(num_workers):
-                raise
-            reasons = calls.failures()
-            self._missing |= {name: str(reasons.get(name, error)) for name in culprits}
-            return False
-        except BaseException:
-            group.close()
-            raise
-        self._group, self._announced = group, None
-        self._push_id = group_id << PUSH_ID_BITS
-        self._views, self._packer, self._buffers = None, None, []
-        return True
-
-    def _culprits(self, group: BroadcastGroup, calls: PendingCalls) -> set[str]:
-        """Returns the replicas that kept a group from being formed."""
-        absent = set(group.absent())
-        late = {name for name, ranks in self._members.items() if absent.intersection(ranks)}
-        # Whoever said why is to blame, and only then whoever was silent.
-        return set(calls.failures()) or late
-
-    def _revived(self, client: ReplicaClient) -> bool:
-        """Whether a replica that the group does without is there again."""
-        if not self._missing:
-            return False
-        reports = client.start_calls("report", dict.fromkeys(self._missing, ())).answers(
-            DESCRIBE_TIMEOUT_S
-        )
-        return any(
-            isinstance(one, EngineReport) and one.state not in OVER for one in reports.values()
-        )
+        if self._members.form(client):
+            self._announced = None
+            self._push_id = self._members.group_id << PUSH_ID_BITS
+            self._views, self._packer, self._buffers = None, None, []
 
     def send(
         self,
@@ -255,11 +160,11 @@ class BroadcastTransport:
                 break  # nobody is left: what was answered the first time stands
             phases["join_s"] = time.perf_counter() - begin
             answers = self._send_to_members(client, source, deadline, options, phases)
-            dead = {name for name, one in answers.items() if _is_dead(one)}
+            dead = {name for name, one in answers.items() if is_dead(one)}
             if not dead or dead == set(answers) or time.monotonic() > deadline:
                 break
         outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]
-        for name, why in self._missing.items():
+        for name, why in self._members.missing.items():
             if name not in answers:
                 outcomes.append(ReplicaOutcome(replica_id=name, version=None, error=why))
         return SendOutcome(
@@ -279,8 +184,7 @@ class BroadcastTransport:
     ) -> dict[str, Any]:
         """Announces ``source`` if need be and sends it; returns what each member answered."""
         begin = time.perf_counter()
-        group = self._group
-        assert group is not None
+        group = self._members.group
         layout = self._layout_of(source)
         self._look_at(source, layout, group.device)
         answers: dict[str, Any] = {}
@@ -288,7 +192,7 @@ class BroadcastTransport:
             answers = self._announce(client, layout, deadline)
         phases["prepare_s"] = time.perf_counter() - begin
         if any(isinstance(one, BaseException) for one in answers.values()):
-            self._leave(client, answers)
+            self._members.leave(client, answers)
             return answers
         self._note_prepared(answers)
         num_passes = self._num_passes()
@@ -299,7 +203,7 @@ class BroadcastTransport:
         self._push_id += 1
         calls = client.start_calls(
             "receive_broadcast",
-            dict.fromkeys(self._members, (self._push_id, self._digest)),
+            dict.fromkeys(self._members.ranks, (self._push_id, self._digest)),
             run_id=self._run_id,
             direct=direct,
             num_passes=num_passes,
@@ -323,7 +227,7 @@ class BroadcastTransport:
         if failure is not None and not failed:
             answers = dict.fromkeys(answers, failure)
         if failure is not None or failed:
-            self._leave(client, answers)
+            self._members.leave(client, answers)
         else:
             self._unchecked = False
             self._last_version = max(self._last_version, options["version"])
@@ -397,7 +301,9 @@ class BroadcastTransport:
         timeout_s = max(deadline - time.monotonic(), 1.0)
         announcement = to_json(layout.metadata), self._bucket_bytes
         answers = client.start_calls(
-            "prepare_broadcast", dict.fromkeys(self._members, announcement), timeout_s=timeout_s
+            "prepare_broadcast",
+            dict.fromkeys(self._members.ranks, announcement),
+            timeout_s=timeout_s,
         ).answers(timeout_s + GRACE_S)
         if not any(isinstance(one, BaseException) for one in answers.values()):
             self._announced, self._unchecked = self._digest, True
@@ -451,45 +357,6 @@ class BroadcastTransport:
             self._packer = ViewPacker(layout, self._buffers, self._views)
         return self._packer
 
-    def _device_for(self, engines: set[str]) -> torch.device:
-        if len(engines) > 1:
-            raise UnsupportedArgumentError(
-                f"a broadcast reaches engines of one kind of device, these are on {sorted(engines)}"
-            )
-        (kind,) = engines
-        device = self._given_device
-        if device is None:
-            device = torch.device(kind)
-        if device.type != kind or (kind == "cuda" and not torch.cuda.is_available()):
-            raise UnsupportedArgumentError(
-                f"the engines are on {kind} and the trainer is on "
-                f"{device if device.type != kind else 'a host without CUDA'}: broadcast needs one "
-                "kind of device on both sides, the memmap transport does not"
-            )
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        return device
-
-    def _leave(self, client: ReplicaClient, answers: dict[str, Any]) -> None:
-        """Gives the group up on both sides; the next push forms another.
-
-        Args:
-            client: The replicas.
-            answers: What the members last answered; those that were silent are not waited for.
-        """
-        self._close_group()
-        there = [
-            name
-            for name, one in answers.items()
-            if not isinstance(one, TimeoutError | ReplicaUnavailableError)
-        ]
-        client.start_calls("leave_broadcast", dict.fromkeys(there, ())).answers(LEAVE_TIMEOUT_S)
-
-    def _close_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
-
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process forms a group of its own.
         settings = (
@@ -508,16 +375,12 @@ class BroadcastTransport:
 
     def close(self) -> None:
         """Leaves the group, which the workers notice, and frees the buckets. Idempotent."""
-        self._close_group()
+        self._members.close()
         self._forget()
-
-
-def _is_dead(answer: Any) -> bool:  # noqa: ANN401  what a call to a replica ended with
-    return isinstance(answer, ReplicaUnavailableError) and answer.state in OVER
 
 
 def _with_cause(answer: Any, cause: SyncError) -> Any:  # noqa: ANN401  what a call ended with
     """Puts what went wrong at the trainer before what a replica says of it."""
-    if not isinstance(answer, Exception) or _is_dead(answer) or str(cause) in str(answer):
+    if not isinstance(answer, Exception) or is_dead(answer) or str(cause) in str(answer):
         return answer
     return TransferError(f"{cause}; then {answer}")

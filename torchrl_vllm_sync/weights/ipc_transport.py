@@ -14,13 +14,13 @@ from packaging.version import Version
 from torchrl_vllm_sync.errors import (
     ServiceClosedError,
     SyncError,
-    TransferError,
     UnsupportedArgumentError,
     WeightMismatchError,
 )
 from torchrl_vllm_sync.weights.choice import device_uuid
 from torchrl_vllm_sync.weights.metadata import dtype_name
 from torchrl_vllm_sync.weights.packer import check_device
+from torchrl_vllm_sync.weights.reachable import describe_replicas
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
 from torchrl_vllm_sync.weights.watched import raise_exceptions
@@ -96,11 +96,7 @@ class IPCTransport:
         """
         if self._client is not None:
             return
-        answers = client.call_replicas("describe", deadline_s=SHORT_TIMEOUT_S)
-        alive = {name: one for name, one in answers.items() if not isinstance(one, BaseException)}
-        missing = {name: str(one) for name, one in answers.items() if name not in alive}
-        if not alive:
-            raise TransferError(f"no replica can take weights: {missing}")
+        alive, missing = describe_replicas(client)
         kinds = {one.device_type for one in alive.values()}
         if kinds != {"cuda"}:
             raise UnsupportedArgumentError(

@@ -13,12 +13,12 @@ import torch
 from torchrl_vllm_sync.errors import (
     ServiceClosedError,
     SyncError,
-    TransferError,
     UnsupportedArgumentError,
     WeightMismatchError,
 )
 from torchrl_vllm_sync.weights import vllm_nccl_api
 from torchrl_vllm_sync.weights.packer import check_device
+from torchrl_vllm_sync.weights.reachable import describe_replicas
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
 from torchrl_vllm_sync.weights.vllm_nccl_api import DEFAULT_BUFFER_BYTES, Packing
@@ -109,11 +109,7 @@ class VLLMNCCLTransport:
         """
         if self._group is not None:
             return
-        answers = client.call_replicas("describe", deadline_s=SHORT_TIMEOUT_S)
-        alive = {name: one for name, one in answers.items() if not isinstance(one, BaseException)}
-        self._missing = {name: str(one) for name, one in answers.items() if name not in alive}
-        if not alive:
-            raise TransferError(f"no replica can join a group: {self._missing}")
+        alive, self._missing = describe_replicas(client)
         self._vllm_version = _one_version(alive)
         self._device = self._device_for({one.device_type for one in alive.values()})
         self._packing = Packing.for_version(
