@@ -1,0 +1,174 @@
+"""Version spans: pushes at random moments, and each token has its version's log-probability."""
+
+import asyncio
+import random  # noqa: TID251  seeded below
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from tests.engine.checks import TOLERANCE
+from torchrl_vllm_sync.engine.samples import versions_of_labels
+from torchrl_vllm_sync.testing import load_tiny_model
+from torchrl_vllm_sync.versions import check_spans, slice_spans
+
+pytestmark = pytest.mark.timeout(300)
+
+NUM_PUSHES = 100  # in each of two tests
+NUM_USERS = 24
+MAX_LENGTH = 250
+
+
+class Weights:
+    """The launched weights and noise that each version alone has."""
+
+    def __init__(self, checkpoint):
+        self.model = load_tiny_model(checkpoint)
+        self.base = [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def at(self, version):
+        """The model, holding ``version``; valid until the next call."""
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for parameter, base in zip(self.model.parameters(), self.base, strict=True):
+                noise = torch.randn(base.shape, generator=generator)
+                parameter.copy_(base + 0.05 * noise)
+        return self.model
+
+
+@pytest.fixture
+def weights(service, checkpoint):
+    """The trainer's weights of every version from the present one on, which is pushed here."""
+    weights = Weights(checkpoint)
+    service.push_weights(weights.at(service.weight_version + 1))
+    return weights
+
+
+def replicas_disagreements(service):
+    return [one.num_span_disagreements for one in service.call_replicas("report").values()]
+
+
+def assert_labelled(output):
+    """The spans cover each sample, are those of vLLM's own labels, and give the extremes."""
+    assert len(output.version_spans) == len(output.outputs)
+    versions = []
+    for completion, spans in zip(output.outputs, output.version_spans, strict=True):
+        check_spans(spans, len(completion.token_ids))
+        native = [(one.version, one.start, one.end) for one in completion.weight_versions]
+        assert versions_of_labels(native, len(completion.token_ids)) == spans
+        versions += [span.version for span in spans]
+        assert versions == sorted(versions[: -len(spans)]) + sorted(versions[-len(spans) :])
+    if versions:
+        assert (output.min_version, output.max_version) == (min(versions), max(versions))
+
+
+@dataclass
+class Scored:
+    """Tokens of one version, with the log-probabilities that an engine returned for them."""
+
+    sequence: list[int]
+    start: int
+    engine: list[float]
+    later: list[float] = field(default_factory=list)  # one token more, which a later one sampled
+
+
+def scored_spans(outputs, *, first_only):
+    """All spans of ``outputs`` by version."""
+    found = {}
+    for output in outputs:
+        prompt = list(output.prompt_token_ids)
+        for completion, spans in zip(output.outputs, output.version_spans, strict=True):
+            tokens = list(completion.token_ids)
+            values = [
+                entry[token].logprob
+                for token, entry in zip(tokens, completion.logprobs, strict=True)
+            ]
+            for span in spans[:1] if first_only else spans:
+                found.setdefault(span.version, []).append(
+                    Scored(
+                        prompt + tokens[: span.end + 1],
+                        len(prompt) + span.start,
+                        values[span.start : span.end],
+                        values[span.end : span.end + 1],
+                    )
+                )
+    return found
+
+
+@torch.no_grad()
+def compare(model, scored):
+    """Largest difference on the tokens of ``model``'s version, and those on each token after."""
+    own, foreign = 0.0, []
+    for at in range(0, len(scored), 64):
+        batch = scored[at : at + 64]
+        longest = max(len(one.sequence) for one in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        for row, one in enumerate(batch):
+            ids[row, : len(one.sequence)] = torch.tensor(one.sequence)
+        log_probs = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        log_probs = log_probs.gather(-1, ids[:, 1:, None])[..., 0]
+        for row, one in enumerate(batch):
+            begin = one.start - 1
+            end = begin + len(one.engine)
+            own = max(own, (log_probs[row, begin:end] - torch.tensor(one.engine)).abs().max())
+            foreign += [abs(float(log_probs[row, end]) - value) for value in one.later]
+    return float(own), foreign
+
+
+async def pushes_under_load(service, weights, *, seed, **options):
+    """Pushes at random moments while users generate; returns every output."""
+    rng = random.Random(seed)
+    outputs, done = [], asyncio.Event()
+
+    async def user(number):
+        mine = random.Random(1000 * seed + number)
+        while not done.is_set():
+            prompt = [mine.randrange(3, 500) for _ in range(mine.randrange(4, 60))]
+            params = SamplingParams(
+                n=mine.choice((1, 1, 1, 2)),
+                max_tokens=mine.randrange(20, 180),
+                ignore_eos=True,
+                temperature=1.0,
+                logprobs=0,
+            )
+            outputs.append(await service.agenerate(prompt, params, timeout_seconds=120))
+
+    users = [asyncio.ensure_future(user(number)) for number in range(NUM_USERS)]
+    for _ in range(NUM_PUSHES):
+        await asyncio.sleep(rng.uniform(0, 0.12))
+        model = weights.at(service.weight_version + 1)
+        await asyncio.to_thread(service.push_weights, model, **options)
+    done.set()
+    await asyncio.gather(*users)
+    return outputs
+
+
+@pytest.mark.parametrize("clear_cache", [True, False], ids=["cleared", "kept"])
+async def test_each_span_has_its_versions_log_probs(service, weights, clear_cache):
+    first = service.weight_version
+    outputs = await pushes_under_load(
+        service, weights, seed=7 + clear_cache, clear_cache=clear_cache
+    )
+    assert service.weight_version == first + NUM_PUSHES
+    for output in outputs:
+        assert_labelled(output)
+        assert {one.finish_reason for one in output.outputs} == {"length"}
+    assert replicas_disagreements(service) == [0, 0]
+
+    # Keys that are kept are the old weights', so that only the first span can be compared.
+    scored = scored_spans(outputs, first_only=not clear_cache)
+    assert first <= min(scored)
+    switches = sum(len(spans) - 1 for output in outputs for spans in output.version_spans)
+    assert switches > 5 * NUM_PUSHES
+    worst, foreign = 0.0, []
+    for version, spans in scored.items():
+        own, after = compare(weights.at(version), spans)
+        worst = max(worst, own)
+        foreign += after
+    assert worst < TOLERANCE
+    # The twin: a boundary one token later would be noticed.
+    noticed = sum(one > 10 * TOLERANCE for one in foreign)
+    assert len(foreign) > 2 * NUM_PUSHES
+    assert noticed > 0.95 * len(foreign)
