@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ __all__ = [
     "on_cpu",
     "prepare_engine_args",
 ]
+
+logger = logging.getLogger(__name__)
 
 # Registered with vLLM by the worker extension, in our engines only.
 BROADCAST_BACKEND = "torchrl_broadcast"
@@ -62,11 +65,15 @@ def make_engine_args(
     On a CPU the model runs eagerly whatever ``compile`` says, in ``float32`` unless ``dtype`` is
     given, and with a small KV cache unless one is asked for.
 
+    ``swap_space``, which vLLM dropped, is passed over with a warning where the installed one does
+    not have it: preempted requests are recomputed instead.
+
     Args:
         model_name: Name or path of the checkpoint.
         num_devices: Tensor-parallel size, in TorchRL's spelling.
         compile: Let vLLM compile the model.
-        tensor_parallel_size: The same as ``num_devices``.
+        tensor_parallel_size: The same as ``num_devices``; counts if that is 1, which TorchRL's
+            GRPO scripts always pass.
         data_parallel_size: Data-parallel engines in a replica.
         pipeline_parallel_size: Pipeline stages in a replica.
         **kwargs: Further fields of vLLM's ``AsyncEngineArgs``.
@@ -79,12 +86,14 @@ def make_engine_args(
 
     if tensor_parallel_size is None:
         tensor_parallel_size = 1 if num_devices is None else num_devices
-    elif num_devices not in (None, tensor_parallel_size):
+    elif num_devices not in (None, 1, tensor_parallel_size):
         raise UnsupportedArgumentError(
             f"num_devices and tensor_parallel_size must agree, got {num_devices} and "
             f"{tensor_parallel_size}"
         )
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    if "swap_space" not in known and kwargs.pop("swap_space", None) is not None:
+        logger.warning("the installed vLLM has no swap space: swap_space is passed over")
     unknown = sorted(set(kwargs) - known)
     if unknown:
         raise UnsupportedArgumentError(

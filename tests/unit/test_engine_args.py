@@ -2,7 +2,11 @@
 
 from types import SimpleNamespace
 
-from torchrl_vllm_sync.engine_args import for_replica
+import pytest
+import torch
+
+from torchrl_vllm_sync.engine_args import for_replica, make_engine_args
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
 
 def test_each_replica_samples_with_a_seed_of_its_own():
@@ -10,3 +14,37 @@ def test_each_replica_samples_with_a_seed_of_its_own():
 
     assert [for_replica(given, index).seed for index in range(3)] == [3, 4, 5]
     assert given.seed == 3
+
+
+def test_what_torchrls_grpo_scripts_configure_is_taken(caplog):
+    """``_get_vllm_inference_model`` passes on whatever of these its configuration has."""
+    args = make_engine_args(
+        "a/model",
+        num_devices=1,
+        compile=False,
+        gpu_memory_utilization=0.9,
+        enforce_eager=False,
+        enable_prefix_caching=False,
+        max_model_len=128,
+        dtype=torch.bfloat16,
+        trust_remote_code=True,
+        seed=7,
+        swap_space=4,
+        cpu_offload_gb=1,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+    )
+    assert (args.tensor_parallel_size, args.pipeline_parallel_size) == (2, 2)
+    assert (args.dtype, args.max_model_len, args.seed) == (torch.bfloat16, 128, 7)
+    assert (args.trust_remote_code, args.cpu_offload_gb) == (True, 1)
+    assert (args.enforce_eager, args.enable_prefix_caching) == (False, False)
+    assert args.gpu_memory_utilization == 0.9
+    if not hasattr(args, "swap_space"):
+        assert "swap_space is passed over" in caplog.text
+
+
+def test_sizes_that_contradict_each_other_are_refused():
+    with pytest.raises(UnsupportedArgumentError, match="must agree, got 2 and 4"):
+        make_engine_args("a/model", num_devices=2, tensor_parallel_size=4)
+    with pytest.raises(UnsupportedArgumentError, match="no engine argument swap_spaces"):
+        make_engine_args("a/model", swap_spaces=4)

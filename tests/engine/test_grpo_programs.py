@@ -1,0 +1,85 @@
+"""Programs of the shape of TorchRL's GRPO scripts, run as their users run them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.checks import TOLERANCE
+
+PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
+TIMEOUT_S = 280
+STEPS = 3
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+
+def run(program, checkpoint, *options):
+    """Runs a program in a process of its own, with a Ray cluster of its own, and reads its line."""
+    environment = {
+        **os.environ,
+        "RAY_AUTH_MODE": "disabled",
+        "LIST_TO_STACK": "1",
+        "PYTHONPATH": os.pathsep.join([str(PROGRAMS), *filter(None, sys.path)]),
+    }
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / program, checkpoint, "--steps", str(STEPS), *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    (line,) = [one for one in done.stdout.splitlines() if one.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+def assert_weights_arrived(result, *, pushes):
+    """The engines compute what the trainer does, and everybody counts the same pushes."""
+    assert len(result["metrics"]) == STEPS
+    assert max(result["differences"]) < TOLERANCE
+    assert result["pushes"] == pushes
+    assert result["service_version"] == pushes
+    assert set(result["collector_versions"]) == {pushes}
+
+
+def assert_fresh(result):
+    """Each batch was sampled by the weights that the trainer had: nothing to correct."""
+    for step, one in enumerate(result["metrics"]):
+        assert one["ESS"] / one["batch"] == pytest.approx(1, abs=1e-3) or one[
+            "ESS"
+        ] == pytest.approx(1, abs=1e-3)
+        assert one["sampled_by"] == [step + 1] == [one["policy_version"]]
+        assert one["batch_policy_age"] == one["staleness_max"] == 0
+        assert one["clip_fraction"] == 0
+
+
+def test_the_synchronous_program(checkpoint):
+    result = run("grpo_sync_shape.py", checkpoint)
+    assert_weights_arrived(result, pushes=STEPS + 1)
+    assert_fresh(result)
+
+
+def test_a_synchronous_program_that_does_not_push_is_caught(checkpoint):
+    """The twin: the same program, whose checks must fail once the engines keep old weights."""
+    result = run("grpo_sync_shape.py", checkpoint, "--skip-pushes")
+    assert result["pushes"] == result["service_version"] == 1
+    with pytest.raises(AssertionError):
+        assert_weights_arrived(result, pushes=1)
+    with pytest.raises(AssertionError):
+        assert_fresh(result)
+    assert min(result["differences"]) > 100 * TOLERANCE
+    assert result["metrics"][-1]["ESS"] < 0.99 * result["metrics"][0]["ESS"]
+
+
+def test_the_asynchronous_program(checkpoint):
+    """Collectors sample all the while; with adapters, as TorchRL's configuration has it."""
+    result = run("grpo_async_shape.py", checkpoint, "--lora")
+    assert_weights_arrived(result, pushes=STEPS + 1)
+    for one in result["metrics"]:
+        assert 1 <= min(one["sampled_by"]) <= max(one["sampled_by"]) <= STEPS + 1
+        assert one["write_count"] >= one["rows"]
