@@ -43,75 +43,42 @@ in bfloat16. GSM8K also needs ``pip install datasets``.
 # - `WeightUpdater.push_weights()` after each step;
 # - how to tell that the push has worked.
 #
-# Libraries first. The lines before the imports keep them from talking over our progress bar.
-
-# ruff: noqa: E402  settings come before the imports that read them
+# Libraries first. What this tutorial shares with the others is in `common`: the settings of the
+# command line, the task, how engines are started, and how libraries are kept from talking over our
+# progress bar.
 
 # %%
 import argparse
 import contextlib
 import csv
-import importlib.util
-import logging
 import math
-import os
-import signal
 import statistics
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local cluster of one user
-os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")  # TorchRL's logger
-logging.getLogger("vllm").setLevel(logging.ERROR)  # while vLLM is imported
+from common.quiet import keep_quiet  # sets what the libraries below read
 
-import matplotlib as mpl
-
-mpl.use("Agg")  # draws files, needs no screen
-
-import ray
+# isort: split
 import torch
+from common.engines import make_policy, started
+from common.settings import finish, make_parser
+from common.task import make_env, prompts
 from matplotlib import pyplot as plt
 from tensordict import TensorDictBase, set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement, Unbounded
-from torchrl.envs import StepCounter, Transform, TransformedEnv
-from torchrl.envs.llm import ChatEnv, GSM8KEnv
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm.grpo import GRPOLoss, MCAdvantage
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM
 
-from torchrl_vllm_sync import AsyncVLLM, WeightUpdater, errors, vLLMWrapper
-from torchrl_vllm_sync.testing import make_tiny_checkpoint
+from torchrl_vllm_sync import AsyncVLLM, WeightUpdater, errors
 
 set_list_to_stack(True).set()  # TorchRL's chat environments ask for it before any is made
-
-UPSTREAM_WARNINGS = [
-    # TorchRL 0.14 will append an InitTracker to the environment from 0.15 on.
-    ("The env passed to LLMCollector is missing transforms", FutureWarning),
-    # TorchRL 0.14 prefers weight_sync_schemes, which its LLMCollector does not take.
-    ("Using WeightUpdaterBase is deprecated", DeprecationWarning),
-    # TorchRL 0.14 adds the missing dimension to its wrapper's own output.
-    ("Response history should have one more batch dimension", UserWarning),
-    # TensorDict pads ragged rows through torch's nested tensors.
-    ("The PyTorch API of nested tensors is in prototype stage", UserWarning),
-]
-
-
-def keep_quiet() -> None:
-    """Silences other libraries' notes about themselves, and progress bars of loading."""
-    for message, category in UPSTREAM_WARNINGS:
-        warnings.filterwarnings("ignore", message, category)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
 
 
 # %% [markdown]
@@ -121,29 +88,6 @@ def keep_quiet() -> None:
 # `groups` prompts with `group_size` answers each.
 
 # %%
-TINY = "tiny"
-PRESETS: dict[str, dict[str, Any]] = {
-    "low-ids": {
-        "model": TINY,
-        "steps": 40,
-        "lr": 5e-3,
-        "group_size": 8,
-        "groups": 4,
-        "max_tokens": 16,
-        "max_model_len": 256,
-        "rows_per_pass": 32,
-    },
-    "gsm8k": {
-        "model": "Qwen/Qwen2.5-0.5B-Instruct",
-        "steps": 100,
-        "lr": 1e-6,
-        "group_size": 16,
-        "groups": 8,
-        "max_tokens": 512,
-        "max_model_len": 1024,
-        "rows_per_pass": 8,
-    },
-}
 SMOKE_STEPS = 6
 REWARD_TARGET = 0.9
 REWARD_SLACK = 0.1  # how much lower than it began the reward may be after a smoke run
@@ -154,44 +98,8 @@ ESS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line; what is not given comes from the dataset's preset."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help=f"a Hugging Face name or path, or {TINY!r}")
-    parser.add_argument("--dataset", choices=sorted(PRESETS), default="low-ids")
-    parser.add_argument("--replicas", type=int, default=2, help="vLLM engines")
-    parser.add_argument("--steps", type=int, help="optimizer steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, help="learning rate of Adam")
-    parser.add_argument("--group-size", type=int, help="answers to each prompt")
-    parser.add_argument("--groups", type=int, help="prompts in each step")
-    parser.add_argument("--output", type=Path, default=Path("tutorials/output/01_grpo_sync"))
-    parser.add_argument("--smoke", action="store_true", help=f"{SMOKE_STEPS} steps, weaker claim")
-    args = parser.parse_args(argv)
-    preset = PRESETS[args.dataset] | ({"steps": SMOKE_STEPS} if args.smoke else {})
-    for name, value in preset.items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
-    for name in ("replicas", "steps", "group_size", "groups"):
-        least = 2 if name == "group_size" else 1
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    # Whole groups and whole passes of equal size.
-    args.batch_size = args.group_size * args.groups
-    args.rows_per_pass = min(args.rows_per_pass, args.batch_size)
-    while args.batch_size % args.rows_per_pass:
-        args.rows_per_pass -= 1
-
-    num_gpus = torch.cuda.device_count()
-    if num_gpus <= args.replicas and (num_gpus or args.dataset == "gsm8k"):
-        parser.error(
-            f"--replicas {args.replicas} needs {args.replicas + 1} GPUs, one of them for the "
-            f"trainer, and there are {num_gpus}"
-        )
-    if args.dataset == "gsm8k" and importlib.util.find_spec("datasets") is None:
-        parser.error("--dataset gsm8k needs another package: pip install datasets")
-    args.engine_gpus = max(0, num_gpus - 1)
-    args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
-    args.dtype = torch.bfloat16 if num_gpus else torch.float32  # the engines'
-    return args
+    parser = make_parser(__doc__.splitlines()[0], output="01_grpo_sync", smoke_steps=SMOKE_STEPS)
+    return finish(parser, parser.parse_args(argv), smoke_steps=SMOKE_STEPS)
 
 
 # %% [markdown]
@@ -200,55 +108,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # TorchRL's `ChatEnv` hands out prompts and takes answers. A *transform* appended to it gives the
 # reward. The default task is one that a random model of 100,000 parameters can learn: use tokens
 # from the first quarter of the vocabulary. The reward is the share of an answer's tokens with an
-# id below 128. There are 512 ids, so that the first answers score about 0.25.
-
-
-# %%
-class LowTokenIds(Transform):
-    """Reward: share of the answer's tokens whose id is below ``LIMIT``."""
-
-    LIMIT = 128
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        answers = tensordict.view(-1).get(("tokens", "response"), as_list=True)
-        shares = [float((ids < self.LIMIT).float().mean()) if len(ids) else 0.0 for ids in answers]
-        next_tensordict["reward"] = torch.tensor(shares).view(*next_tensordict.batch_size, 1, 1)
-        return next_tensordict
-
-    def transform_reward_spec(self, reward_spec: Any) -> Any:  # noqa: ANN401  a TorchRL Composite
-        """Announces the reward's shape."""
-        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1, 1), dtype=torch.float32)
-        return reward_spec
-
-
-def additions(seed: int) -> Iterator[dict[str, list[str]]]:
-    """Yields prompts for ever. The default reward does not care what they ask."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        a, b = torch.randint(0, 10, (2,), generator=generator).tolist()
-        yield {"query": [f"What is {a} + {b}?"]}
-
-
-def make_env(args: argparse.Namespace, tokenizer: Any) -> TransformedEnv:  # noqa: ANN401
-    """Returns the environment: each prompt ``group_size`` times, one answer to each."""
-    if args.dataset == "gsm8k":
-        return GSM8KEnv(
-            num_envs=args.batch_size,
-            repeats=args.group_size,
-            tokenizer=tokenizer,
-            seed=args.seed,
-        )
-    env = ChatEnv.from_dataloader(
-        dataloader=additions(args.seed),
-        batch_size=(args.batch_size,),
-        repeats=args.group_size,
-        tokenizer=tokenizer,
-        input_mode="history",
-    )
-    return env.append_transform(StepCounter(max_steps=1)).append_transform(LowTokenIds())
-
-
-# %% [markdown]
+# id below 128. There are 512 ids, so that the first answers score about 0.25. Both are in
+# `common/task.py`: `prompts` and `make_env`.
+#
 # ## Engines
 #
 # `AsyncVLLM` starts each engine in a Ray actor and spreads requests over them. Without a GPU this
@@ -260,48 +122,8 @@ def make_env(args: argparse.Namespace, tokenizer: Any) -> TransformedEnv:  # noq
 #
 # The sampling parameters say "sample from the model as it is": GRPO weighs each token by how likely
 # trainer and engine say it is, and that is only the same distribution at temperature 1 and with no
-# token cut off.
-
-
-# %%
-def make_service(args: argparse.Namespace, checkpoint: str) -> AsyncVLLM:
-    """Starts the engines; leaving the service's ``with`` block ends them."""
-    return AsyncVLLM.from_pretrained(
-        checkpoint,
-        num_devices=1,
-        num_replicas=args.replicas,
-        num_cpus_per_replica=0,
-        dtype=str(args.dtype).removeprefix("torch."),
-        max_model_len=args.max_model_len,
-        max_num_seqs=64,
-        seed=args.seed,
-        verbose=False,
-    )
-
-
-def make_policy(args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any) -> vLLMWrapper:  # noqa: ANN401
-    """Returns the policy that samples."""
-    if "qwen" in args.model.lower():
-        template = {"chat_template_name": "qwen"}  # TorchRL has one that marks the answer
-    else:
-        template = {"chat_template": tokenizer.chat_template}
-    return vLLMWrapper(
-        service,
-        tokenizer=tokenizer,
-        input_mode="history",
-        **template,
-        return_log_probs=True,
-        pad_output=False,
-        generate_kwargs={
-            "max_tokens": args.max_tokens,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "include_stop_str_in_output": True,
-        },
-    )
-
-
-# %% [markdown]
+# token cut off. All that is in `common/engines.py`: `make_service` and `make_policy`.
+#
 # ## How to tell that a push has worked
 #
 # Two signs, checked at every step.
@@ -421,7 +243,7 @@ def train(
     )
     updater = WeightUpdater(service, source=model)
     collector = LLMCollector(
-        make_env(args, tokenizer),
+        make_env(args, tokenizer, prompts(args.dataset, args.seed)),
         policy=make_policy(args, service, tokenizer),
         weight_updater=updater,
         replay_buffer=buffer,
@@ -581,41 +403,12 @@ def shortcomings(steps: list[Step], args: argparse.Namespace) -> list[str]:
 # %% [markdown]
 # ## All together
 #
-# What is started is ended in reverse order, also on Ctrl-C: engines, Ray, temporary files. Guard
-# the call with `if __name__ == "__main__"`: processes that vLLM spawns import this file again.
+# `started` starts Ray and the engines. What is started is ended in reverse order, also on Ctrl-C:
+# engines, Ray, temporary files. Guard the call with `if __name__ == "__main__"`: processes that
+# vLLM spawns import this file again.
 
 
 # %%
-def run(args: argparse.Namespace) -> Iterator[Step]:
-    """Starts everything, yields each step, and ends everything."""
-    began = time.perf_counter()
-    with contextlib.ExitStack() as cleanup:
-        checkpoint = args.model
-        if args.model == TINY:
-            directory = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="01_grpo_sync-"))
-            checkpoint = str(make_tiny_checkpoint(directory, seed=args.seed, diverse=False))
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
-
-        where = "GPUs" if args.engine_gpus else "the CPU"
-        print(f"Starting Ray and {args.replicas} engines on {where}, a minute or so", flush=True)
-        cleanup.callback(ray.shutdown)
-        ray.init(
-            address="local",
-            num_gpus=args.engine_gpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-        # Ray lets SIGTERM abort this process; here it ends like Ctrl-C, which cleans up.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        service = cleanup.enter_context(make_service(args, checkpoint))
-        print(f"Set up in {time.perf_counter() - began:.1f} s", flush=True)
-
-        yield from cleanup.enter_context(
-            contextlib.closing(train(args, service, tokenizer, checkpoint))
-        )
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the tutorial.
 
@@ -629,7 +422,10 @@ def main(argv: list[str] | None = None) -> int:
     steps: list[Step] = []
     problems: list[str] = []
     try:
-        with contextlib.closing(run(args)) as running:
+        with (
+            started(args, "01_grpo_sync") as (service, tokenizer, checkpoint),
+            contextlib.closing(train(args, service, tokenizer, checkpoint)) as running,
+        ):
             for step in running:
                 steps.append(step)  # noqa: PERF402  those before a failure are kept
     except (BadRowsError, errors.SyncError) as error:

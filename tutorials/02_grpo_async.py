@@ -1,0 +1,734 @@
+"""GRPO whose collectors go on generating while the trainer learns and pushes.
+
+Usage:
+    python tutorials/02_grpo_async.py                     # tiny random model, no GPU, minutes
+    python tutorials/02_grpo_async.py --staleness 0       # nothing runs ahead: like 01_grpo_sync.py
+    python tutorials/02_grpo_async.py --stale reweight    # old rows count less, none is dropped
+    python tutorials/02_grpo_async.py --smoke             # a few steps, as CI runs it
+    python tutorials/02_grpo_async.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k
+
+The last line is ``PASS reward <first> -> <last> staleness <mean> dropped <rows> seconds <total>``,
+or ``FAIL`` and the same figures, with the reasons above it and a non-zero exit status. ``seconds``
+is the training loop; starting Ray, engines and collectors comes before it.
+
+What PASS claims:
+
+- always: each row that was sampled was trained once, dropped once, or is left over in the buffer;
+  no prompt has more answers than it should;
+- with ``--stale drop``, the default: no row that was trained is more than ``--staleness`` versions
+  old; with ``--stale reweight``: none was dropped;
+- with ``--staleness 0`` and ``--ahead 0``: prompts come in the order of the synchronous program,
+  every row is of the newest version, none is dropped, and the effective sample size of each step
+  is 1 as it is there;
+- by default also: the mean reward of the last five steps is above 0.9;
+- with ``--smoke``: the reward ends no lower than it began, to within 0.1;
+- with ``--dataset gsm8k``: nothing about the reward.
+
+On GPUs each replica has one GPU to itself and the trainer has the last one. GSM8K also needs
+``pip install datasets``.
+"""
+
+# %% [markdown]
+# # Asynchronous GRPO with a bound on staleness
+#
+# In `01_grpo_sync.py` engines and trainer take turns: while one works, the other waits. Here both
+# work all the time.
+#
+# - Two `RayLLMCollector`s, each in a process of its own, sample answers and write them into
+#   a `RayReplayBuffer`.
+# - The trainer takes rows out, learns, and pushes its weights while requests are running. Their
+#   tokens before the push are of the old weights, those after it of the new ones.
+#
+# The price is *staleness*: when a row is trained, the trainer may be some versions further than
+# the weights that sampled it. Each token carries its version, so staleness is known exactly, and
+# can be bounded in two places:
+#
+# 1. Collectors do not run ahead of the trainer for ever. They wait for their turn.
+# 2. Rows that are too old all the same are dropped, or count less.
+
+# %%
+import argparse
+import asyncio
+import contextlib
+import csv
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.quiet import keep_quiet  # sets what the libraries below read
+
+# isort: split
+import ray
+import torch
+from common.engines import make_policy, started
+from common.settings import finish, make_parser
+from common.task import make_env, prompts
+from matplotlib import pyplot as plt
+from ray.exceptions import RayError
+from tensordict import TensorDictBase, lazy_stack, set_list_to_stack
+from tensordict.nn import TensorDictModuleBase
+from torchrl.collectors.llm import RayLLMCollector
+from torchrl.data import ConsumingSampler, LazyStackStorage
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm.grpo import GRPOLoss, MCAdvantage
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from torchrl_vllm_sync import (
+    AsyncVLLM,
+    GenerationStatistics,
+    RayReplayBuffer,
+    StalenessFilter,
+    StalenessWeight,
+    VersionStamp,
+    WeightUpdater,
+    errors,
+    vLLMWrapper,
+)
+
+set_list_to_stack(True).set()  # TorchRL's chat environments ask for it before any is made
+
+SMOKE_STEPS = 8
+REWARD_TARGET = 0.9
+REWARD_SLACK = 0.1  # how much lower than it began the reward may be after a smoke run
+ESS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # as in 01_grpo_sync.py
+WAIT_S = 300.0  # nobody waits longer for anybody
+LOOK_S = 5.0  # how often the trainer looks after collectors while it waits
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line; what is not given comes from the dataset's preset."""
+    parser = make_parser(__doc__.splitlines()[0], output="02_grpo_async", smoke_steps=SMOKE_STEPS)
+    parser.add_argument("--staleness", type=int, default=2, help="how many versions old is fresh")
+    parser.add_argument(
+        "--stale", choices=["drop", "reweight"], default="drop", help="what becomes of older rows"
+    )
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        help="batches that generation may be ahead of training (default: as many as --staleness); "
+        "with more than --staleness, some rows are too old when their time comes",
+    )
+    parser.add_argument("--collectors", type=int, default=2)
+    args = parser.parse_args(argv)
+    if args.ahead is None:
+        args.ahead = args.staleness
+    for name, least in (("staleness", 0), ("ahead", 0), ("collectors", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} must be at least {least}")
+    return finish(parser, args, smoke_steps=SMOKE_STEPS)
+
+
+# %% [markdown]
+# ## Whose turn it is
+#
+# One small Ray actor hands out the prompts. What it hands out at a time, the prompts of one batch,
+# is a *turn*; turns are numbered in the order of the data set, whoever takes them.
+#
+# A collector may begin turn `n` when no more than `ahead` of the turns before it are unfinished:
+#
+#     n <= finished + ahead
+#
+# where a turn is finished once the trainer has trained or dropped as many rows as it has. This is
+# the rule of AReaL (arXiv:2505.24298, section 5.1). With `ahead = 0` turn `n` waits until the
+# trainer has finished all turns before it *and pushed*, so that prompts are answered one batch
+# after the other, each by the newest weights: the synchronous program.
+
+
+# %%
+@ray.remote(num_cpus=0)
+class Turns:
+    """Hands out prompts in order, and says when their turn is."""
+
+    def __init__(
+        self, source: Callable[[], Iterator[dict[str, Any]]], groups: int, ahead: int
+    ) -> None:
+        self.source, self.groups, self.ahead = source(), groups, ahead
+        self.taken = self.finished = 0
+        self.changed = asyncio.Condition()
+
+    async def take(self) -> list[dict[str, Any]]:
+        """Returns the prompts of the next turn, each with its number in the data set."""
+        first = self.taken * self.groups
+        self.taken += 1
+        items = itertools.islice(self.source, self.groups)
+        return [item | {"group": [first + i]} for i, item in enumerate(items)]
+
+    async def wait(self, turn: int) -> None:
+        """Returns when ``turn`` may begin."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: turn <= self.finished + self.ahead)
+
+    async def finish(self, turns: float) -> None:
+        """Notes how many turns the trainer has finished, all told."""
+        async with self.changed:
+            self.finished = turns
+            self.changed.notify_all()
+
+
+class Dataloader:
+    """What a collector's environment reads: the prompts of one turn after the other."""
+
+    def __init__(self, turns: Any) -> None:  # noqa: ANN401  an actor's handle
+        self.turns = turns
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            yield from ray.get(self.turns.take.remote(), timeout=WAIT_S)
+
+
+class InTurn(TensorDictModuleBase):
+    """The policy, which waits for the turn of its prompts and notes when it sampled.
+
+    Rows get ``("sampling", "collector")``, int64, and ``("sampling", "began" | "ended")``, float64
+    seconds of ``time.time()``, all of the batch's shape.
+    """
+
+    def __init__(self, policy: vLLMWrapper, turns: Any, groups: int, collector: int) -> None:  # noqa: ANN401
+        super().__init__()
+        self.policy, self.turns, self.groups, self.collector = policy, turns, groups, collector
+        self.in_keys, self.out_keys = policy.in_keys, policy.out_keys
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Waits, and samples."""
+        turn = int(tensordict["group"].min()) // self.groups
+        ray.get(self.turns.wait.remote(turn), timeout=WAIT_S)
+        began = time.time()
+        out = self.policy(tensordict)
+        noted = {"collector": self.collector, "began": began, "ended": time.time()}
+        for name, value in noted.items():
+            dtype = torch.int64 if name == "collector" else torch.float64
+            out.set(("sampling", name), torch.full(out.batch_size, value, dtype=dtype))
+        return out
+
+
+# %% [markdown]
+# ## Collectors and buffer
+#
+# Each collector runs in a Ray actor, and so does the buffer. All are given the service itself: a
+# copy of it works in any process of the cluster.
+#
+# `MCAdvantage` sits in the buffer and compares the answers of each group when they are written.
+# `ConsumingSampler` gives each row out once: a row that was trained twice would count double.
+#
+# `VersionStamp(service)` writes into `("next", "policy_version")` the version that sampled the row.
+# TorchRL's own counter says what the version was when the environment stepped, and a push in
+# between makes that one too new.
+
+
+# %%
+IN_ACTORS = {
+    "num_cpus": 0,
+    "num_gpus": 0,
+    "runtime_env": {"env_vars": {"LIST_TO_STACK": "1", "RL_LOGGING_LEVEL": "ERROR"}},
+}
+
+
+def make_buffer(args: argparse.Namespace) -> RayReplayBuffer:
+    """Starts the buffer: room for whatever generation may be ahead."""
+    return RayReplayBuffer(
+        storage=partial(LazyStackStorage, (args.ahead + args.collectors + 2) * args.batch_size),
+        sampler=ConsumingSampler,
+        transform_factory=partial(MCAdvantage, grpo_size=args.group_size),
+        remote_config=IN_ACTORS,
+    )
+
+
+def make_collectors(
+    args: argparse.Namespace,
+    service: AsyncVLLM,
+    tokenizer: Any,  # noqa: ANN401
+    buffer: RayReplayBuffer,
+    turns: Any,  # noqa: ANN401  an actor's handle
+) -> list[RayLLMCollector]:
+    """Starts the collectors' actors, which do not collect yet."""
+    policy = make_policy(args, service, tokenizer)
+    return [
+        RayLLMCollector(
+            partial(make_env, args, tokenizer, Dataloader(turns)),
+            policy=InTurn(policy, turns, args.groups, collector=number),
+            replay_buffer=buffer,
+            dialog_turns_per_batch=args.batch_size,
+            total_dialog_turns=-1,
+            track_policy_version=VersionStamp(service),
+            remote_config=IN_ACTORS,
+        )
+        for number in range(args.collectors)
+    ]
+
+
+class CollectorStoppedError(RuntimeError):
+    """A collector has stopped, or none has sampled anything for too long."""
+
+
+class Intake:
+    """Takes rows out of the buffer as they come, and drops those that are too old.
+
+    Attributes:
+        taken: Rows taken so far, dropped ones included.
+    """
+
+    def __init__(
+        self,
+        buffer: RayReplayBuffer,
+        collectors: list[RayLLMCollector],
+        fresh: Callable[[TensorDictBase], TensorDictBase],
+        finished: Callable[[int], None],
+    ) -> None:
+        self.buffer, self.collectors, self.fresh, self.finished = (
+            buffer,
+            collectors,
+            fresh,
+            finished,
+        )
+        self.taken = 0
+
+    def take(self, number: int) -> TensorDictBase:
+        """Returns ``number`` rows, fresh by what the trainer's version is now.
+
+        Whatever is in the buffer is taken, so that rows which are dropped make room at once.
+
+        Raises:
+            CollectorStoppedError: A collector has stopped, or nothing came for ``WAIT_S``.
+        """
+        rows: list[TensorDictBase] = []
+        looked = waited = time.monotonic()
+        while len(rows) < number:
+            there = min(len(self.buffer), number - len(rows))
+            now = time.monotonic()
+            if there:
+                kept = self.fresh(self.buffer.sample(there))
+                rows += kept.unbind(0) if len(kept) else []
+                self.taken += there
+                self.finished(self.taken - len(rows))  # the others are still to be trained
+                waited = now
+                continue
+            if now - waited > WAIT_S:
+                raise CollectorStoppedError(f"no row came for {WAIT_S:.0f} s")
+            if now - looked > LOOK_S:
+                looked = now
+                for i, collector in enumerate(self.collectors):
+                    if not collector.is_running():
+                        raise CollectorStoppedError(f"collector {i} has stopped")
+            time.sleep(0.02)
+        return lazy_stack(rows)
+
+
+# %% [markdown]
+# ## The loop
+#
+# As in the first tutorial, except where the rows come from. `StalenessFilter` asks the updater for
+# the newest version, and drops what is more than `--staleness` versions older. `StalenessWeight`
+# multiplies advantages by `0.5 ** (staleness / half_life)` instead.
+#
+# The loss needs nothing else to learn from old rows: it weighs each token by how likely trainer and
+# engine say it is, and clips.
+
+
+# %%
+@dataclass
+class Step:
+    """What is noted of one step.
+
+    Attributes:
+        step: Number, from 0.
+        version: The trainer's version, whose rows would be 0 versions old.
+        reward: Mean over the rows.
+        staleness: Mean over the rows, in versions.
+        max_staleness: Greatest of any row.
+        lived_through: Rows during whose sampling a push took place.
+        dropped: Rows dropped so far.
+        ess: Effective sample size of the rows before the optimizer step; the smallest of several
+            passes.
+        truncated: Rows that ended because ``max_tokens`` was reached.
+        wait_s: Seconds until the rows were there.
+        train_s: Seconds of forward and backward passes and of the optimizer.
+        push_ms: Milliseconds of the push.
+        seconds: Seconds from the begin of the loop to the end of this step.
+    """
+
+    step: int
+    version: int
+    reward: float
+    staleness: float
+    max_staleness: int
+    lived_through: int
+    dropped: int
+    ess: float
+    truncated: int
+    wait_s: float
+    train_s: float
+    push_ms: float
+    seconds: float
+
+
+class Span(NamedTuple):
+    """Something that took a while: seconds from the begin of the loop."""
+
+    lane: str
+    began: float
+    ended: float
+
+
+class Run:
+    """What happened: steps, spans for the timeline, and what the claims are checked against."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.spans: set[Span] = set()
+        self.answers: Counter[int] = Counter()  # rows trained, by the number of their prompt
+        self.queries: list[list[str]] = []  # of each step, one for each row
+        self.num_dropped = self.num_taken = self.num_left = self.num_written = 0
+        self.summary: dict[str, float | None] = {}
+
+
+def train(
+    args: argparse.Namespace,
+    service: AsyncVLLM,
+    tokenizer: Any,  # noqa: ANN401
+    checkpoint: str,
+    run: Run,
+) -> Iterator[Step]:
+    """Runs the loop, notes it in ``run``, and yields each step.
+
+    Raises:
+        CollectorStoppedError: No more rows come.
+        errors.SyncError: An engine failed.
+    """
+    turns = Turns.remote(partial(prompts, args.dataset, args.seed), args.groups, args.ahead)
+    buffer = make_buffer(args)
+    collectors = make_collectors(args, service, tokenizer, buffer, turns)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = model.eval().to(args.device)
+    trained_policy = TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        input_mode="tokens",
+        generate=False,
+        return_log_probs=True,
+        pad_output=False,
+        pad_model_input=True,
+        device=args.device,
+    )
+    loss_fn = GRPOLoss(
+        trained_policy, entropy_coeff=0.0, masking_strategy="sft", device=args.device
+    )
+    autocast = torch.autocast("cuda", torch.bfloat16, enabled=args.device.type == "cuda")
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    updater = WeightUpdater(service, source=model)
+
+    drops = args.stale == "drop"
+    stale = StalenessFilter(args.staleness, updater)
+    weigh = (
+        StalenessWeight(updater, max_staleness=args.staleness)  # 1, and notes how old rows are
+        if drops
+        else StalenessWeight(updater, half_life=max(1, args.staleness), multiply="advantage")
+    )
+    measure = GenerationStatistics()
+    intake = Intake(
+        buffer,
+        collectors,
+        stale if drops else lambda rows: rows,
+        lambda rows: ray.get(turns.finish.remote(rows // args.batch_size), timeout=WAIT_S),
+    )
+
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(buffer.close)
+        cleanup.callback(end, collectors, turns, buffer, run)
+        ray.get([one._collector.is_initialized.remote() for one in collectors], timeout=WAIT_S)
+        zero, start = time.time(), time.perf_counter()
+        for collector in collectors:
+            collector.start()
+        bar = cleanup.enter_context(tqdm(total=args.steps, desc="GRPO", unit="step"))
+        for step in range(args.steps):
+            begin = time.perf_counter()
+            rows = intake.take(args.batch_size)
+            rows = weigh(measure(rows))
+            sampled = time.perf_counter()
+
+            ess = []
+            for batch in rows.split(args.rows_per_pass):
+                with autocast:
+                    loss = loss_fn(batch.to(args.device))
+                ess.append(float(loss.ESS))
+                loss.mean(reduce=True).div(args.batch_size // args.rows_per_pass).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            trained = time.perf_counter()
+
+            version = service.weight_version
+            report = updater.push_weights()  # to every engine, with requests running
+            pushed = time.perf_counter()
+            intake.finished(intake.taken)
+
+            done = Step(
+                step=step,
+                version=version,
+                reward=float(rows["next", "reward"].mean()),
+                staleness=float(rows["staleness"].float().mean()),
+                max_staleness=int(rows["staleness"].max()),
+                lived_through=int((rows["statistics", "staleness_span"] > 0).sum()),
+                dropped=stale.num_dropped,
+                ess=min(ess),
+                truncated=int(rows["statistics", "truncated"].sum()),
+                wait_s=sampled - begin,
+                train_s=trained - sampled,
+                push_ms=1e3 * report.seconds,
+                seconds=pushed - start,
+            )
+            run.steps.append(done)
+            run.answers.update(rows["group"].flatten().tolist())
+            run.queries.append(list(rows["query"]))
+            run.spans |= {
+                Span("training", sampled - start, trained - start),
+                Span("push", trained - start, pushed - start),
+                *sampling_spans(rows, zero),
+            }
+            bar.set_postfix_str(
+                f"reward {done.reward:.3f}, {done.staleness:.1f} versions old, "
+                f"{done.dropped} dropped",
+                refresh=False,
+            )
+            bar.update()
+            yield done
+        run.num_dropped, run.num_taken = stale.num_dropped, intake.taken
+        run.summary = measure.summary()
+
+
+def sampling_spans(rows: TensorDictBase, zero: float) -> set[Span]:
+    """Returns which collectors sampled the rows, and when."""
+    noted = [rows["sampling", name].tolist() for name in ("collector", "began", "ended")]
+    return {
+        Span(f"collector {number}", began - zero, ended - zero)
+        for number, began, ended in zip(*noted, strict=True)
+    }
+
+
+def end(collectors: list[RayLLMCollector], turns: Any, buffer: RayReplayBuffer, run: Run) -> None:  # noqa: ANN401
+    """Lets the collectors finish what they are at, ends them, and counts what is left over."""
+    with contextlib.suppress(RayError):  # what has died already needs no end
+        turns.finish.remote(math.inf)  # nobody waits any more
+        ends = [one._collector.async_shutdown.remote(timeout=30) for one in collectors]
+        ray.get(ends, timeout=60)
+        run.num_left, run.num_written = len(buffer), buffer.write_count
+
+
+# %% [markdown]
+# ## Results
+#
+# A picture of reward and staleness over the steps, a timeline of some seconds in the middle of the
+# run, a table, and the raw figures, in `--output`.
+
+
+# %%
+STYLE = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+
+
+def plot_curves(run: Run, args: argparse.Namespace, path: Path) -> None:
+    """Draws reward, staleness and rows dropped over the steps."""
+    steps = run.steps
+    at = [one.step for one in steps]
+    with plt.rc_context(STYLE):
+        figure, (reward, age, drops) = plt.subplots(
+            3, 1, figsize=(7, 7), sharex=True, layout="constrained", height_ratios=[3, 2, 1]
+        )
+        figure.suptitle(
+            f"Asynchronous GRPO, {args.model} model, {args.replicas} replicas, "
+            f"{args.collectors} collectors, staleness {args.staleness}, ahead {args.ahead}",
+            fontsize=10,
+        )
+        reward.set_ylabel("mean reward")
+        if args.dataset == "low-ids":
+            reward.set_ylim(0, 1.02)
+            reward.axhline(REWARD_TARGET, color="grey", linestyle=":", linewidth=1)
+        reward.plot(at, [one.reward for one in steps], color="tab:blue")
+
+        age.plot(at, [one.staleness for one in steps], color="tab:green", label="mean")
+        oldest = [one.max_staleness for one in steps]
+        age.plot(at, oldest, color="tab:green", linestyle="--", linewidth=1, label="oldest")
+        age.axhline(args.staleness, color="tab:red", linestyle=":", linewidth=1, label="bound")
+        age.set_ylabel("sample age, versions")
+        age.set_ylim(-0.1, max(args.staleness, *oldest) + 0.5)
+        age.legend(frameon=False)
+
+        drops.step(at, [one.dropped for one in steps], where="post", color="tab:red")
+        drops.set_ylabel("rows dropped")
+        drops.set_xlabel("step")
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def plot_timeline(run: Run, args: argparse.Namespace, path: Path) -> None:
+    """Draws who worked when, in the middle third of the run or ten seconds of it."""
+    total = run.steps[-1].seconds
+    width = min(10.0, total / 3)
+    left = (total - width) / 2
+    lanes = [*(f"collector {i}" for i in range(args.collectors)), "training", "push"]
+    colours = ["tab:blue"] * args.collectors + ["tab:orange", "tab:red"]
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(8, 0.5 * len(lanes) + 1.4), layout="constrained")
+        for row, (lane, colour) in enumerate(zip(lanes, colours, strict=True)):
+            bars = [
+                (one.began, one.ended - one.began)
+                for one in run.spans
+                if one.lane == lane and one.ended > left and one.began < left + width
+            ]
+            axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=colour, edgecolor="white")
+        for one in run.spans:
+            if one.lane == "push" and left < one.ended < left + width:
+                axes.axvline(one.ended, color="tab:red", linewidth=0.5, alpha=0.5)
+        axes.set_yticks(range(len(lanes)), lanes)
+        axes.invert_yaxis()
+        axes.set_xlim(left, left + width)
+        axes.set_xlabel("seconds; thin lines: all replicas hold the new version")
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def table(steps: list[Step]) -> str:
+    """Returns about ten of the steps as text."""
+    header = f"{'step':>4} {'version':>7} {'reward':>7} {'age':>5} {'oldest':>6} {'through':>7} "
+    header += f"{'dropped':>7} {'ESS':>6} {'wait s':>6} {'train s':>7} {'push ms':>7}"
+    stride = max(1, round(len(steps) / 8))
+    shown = [one for one in steps if one.step % stride == 0 or one is steps[-1]]
+    return "\n".join(
+        [header]
+        + [
+            f"{one.step:>4} {one.version:>7} {one.reward:>7.3f} {one.staleness:>5.2f} "
+            f"{one.max_staleness:>6} {one.lived_through:>7} {one.dropped:>7} {one.ess:>6.3f} "
+            f"{one.wait_s:>6.2f} {one.train_s:>7.2f} {one.push_ms:>7.1f}"
+            for one in shown
+        ]
+    )
+
+
+def save(run: Run, args: argparse.Namespace) -> None:
+    """Writes pictures, table and figures to the output directory, and prints the table."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    plot_curves(run, args, args.output / "curve.png")
+    plot_timeline(run, args, args.output / "timeline.png")
+    text = table(run.steps)
+    (args.output / "table.txt").write_text(text + "\n")
+    with (args.output / "curve.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Step)])
+        writer.writeheader()
+        writer.writerows(asdict(one) for one in run.steps)
+    with (args.output / "timeline.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(Span._fields)
+        rows.writerows(sorted(run.spans, key=lambda one: one.began))
+    print(text)
+    means = ", ".join(
+        f"{name} {value:.3g}" for name, value in run.summary.items() if value is not None
+    )
+    print(f"Means over all rows trained: {means}")
+    print(f"Written to {args.output}: curve.png, timeline.png, curve.csv, timeline.csv, table.txt")
+
+
+def shortcomings(run: Run, args: argparse.Namespace) -> list[str]:
+    """Returns which of the claims at the top of this file the run does not bear out."""
+    steps, found = run.steps, []
+    trained = len(steps) * args.batch_size
+    accounted = trained + run.num_dropped + run.num_left
+    if run.num_taken != trained + run.num_dropped or run.num_written != accounted:
+        found.append(
+            f"{run.num_written} rows were written, but {trained} trained, {run.num_dropped} "
+            f"dropped and {run.num_left} left over"
+        )
+    most = max(run.answers.values())
+    if most > args.group_size:
+        found.append(f"a prompt has {most} answers, not {args.group_size}")
+    oldest = max(one.max_staleness for one in steps)
+    if args.stale == "drop" and oldest > args.staleness:
+        found.append(f"a row was trained at age {oldest}, above {args.staleness}")
+    if args.stale == "reweight" and run.num_dropped:
+        found.append(f"{run.num_dropped} rows were dropped")
+    if args.staleness == args.ahead == 0:
+        found += unlike_the_synchronous_program(run, args)
+    first, last = ends_of(steps)
+    if args.dataset == "low-ids" and not args.smoke and not last > REWARD_TARGET:
+        found.append(f"the reward ended at {last:.3f}, not above {REWARD_TARGET}")
+    if args.smoke and not last >= first - REWARD_SLACK:
+        found.append(f"the reward fell from {first:.3f} to {last:.3f}")
+    return found
+
+
+def unlike_the_synchronous_program(run: Run, args: argparse.Namespace) -> list[str]:
+    """Returns in what the run differs from one whose collector waits for each push."""
+    found = []
+    source = prompts(args.dataset, args.seed)
+    for step, queries in zip(run.steps, run.queries, strict=True):
+        items = itertools.islice(source, args.groups)
+        wanted = Counter(query for item in items for query in item["query"] * args.group_size)
+        if Counter(queries) != wanted:
+            found.append(f"step {step.step} has other prompts than the synchronous program")
+    if any(one.max_staleness for one in run.steps):
+        found.append("not every row is of the newest version")
+    if run.num_dropped:
+        found.append(f"{run.num_dropped} rows were dropped")
+    ess, floor = min(one.ess for one in run.steps), 1 - ESS_TOLERANCE[args.dtype]
+    if not ess >= floor:
+        found.append(f"effective sample size {ess:.4f}, below {floor:g}")
+    return found
+
+
+def ends_of(steps: list[Step]) -> tuple[float, float]:
+    """Returns the first step's reward and the mean of the last five."""
+    return steps[0].reward, statistics.fmean(one.reward for one in steps[-5:])
+
+
+# %% [markdown]
+# ## All together
+
+
+# %%
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tutorial.
+
+    Returns:
+        The exit status: 0 if all claims hold.
+    """
+    args = parse_args(argv)
+    keep_quiet()
+    torch.manual_seed(args.seed)
+
+    run, problems = Run(), []
+    try:
+        with (
+            started(args, "02_grpo_async") as (service, tokenizer, checkpoint),
+            contextlib.closing(train(args, service, tokenizer, checkpoint, run)) as running,
+        ):
+            for _ in running:
+                pass
+    except (CollectorStoppedError, RayError, errors.SyncError) as error:
+        problems.append(f"step {len(run.steps)}: {type(error).__name__}: {error}")
+
+    first = last = age = math.nan
+    if run.steps:
+        save(run, args)
+        problems += shortcomings(run, args)
+        first, last = ends_of(run.steps)
+        age = statistics.fmean(one.staleness for one in run.steps)
+    seconds = run.steps[-1].seconds if run.steps else 0.0
+    print(*problems, sep="\n", end="\n" if problems else "")
+    print(
+        f"{'FAIL' if problems else 'PASS'} reward {first:.3f} -> {last:.3f} staleness {age:.2f} "
+        f"dropped {run.num_dropped} seconds {seconds:.1f}",
+        flush=True,
+    )
+    return 1 if problems else 0
+
+
+# %%
+if __name__ == "__main__":
+    # A notebook has arguments of its own, which are none of ours.
+    sys.exit(main([] if "ipykernel" in sys.modules else None))

@@ -1,0 +1,1 @@
+"""What several tutorials need: the task, the engines, and quiet libraries."""

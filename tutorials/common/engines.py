@@ -1,0 +1,89 @@
+"""Starts Ray and the engines for a tutorial, and ends them whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+from transformers import AutoTokenizer
+
+from common.settings import TINY
+from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
+from torchrl_vllm_sync.testing import make_tiny_checkpoint
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+
+def make_service(args: argparse.Namespace, checkpoint: str) -> AsyncVLLM:
+    """Starts the engines; leaving the service's ``with`` block ends them."""
+    return AsyncVLLM.from_pretrained(
+        checkpoint,
+        num_devices=1,
+        num_replicas=args.replicas,
+        num_cpus_per_replica=0,
+        dtype=str(args.dtype).removeprefix("torch."),
+        max_model_len=args.max_model_len,
+        max_num_seqs=64,
+        seed=args.seed,
+        verbose=False,
+    )
+
+
+def make_policy(args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any) -> vLLMWrapper:  # noqa: ANN401
+    """Returns the policy that samples, from the model as it is: no token is cut off."""
+    if "qwen" in args.model.lower():
+        template = {"chat_template_name": "qwen"}  # TorchRL has one that marks the answer
+    else:
+        template = {"chat_template": tokenizer.chat_template}
+    return vLLMWrapper(
+        service,
+        tokenizer=tokenizer,
+        input_mode="history",
+        **template,
+        return_log_probs=True,
+        pad_output=False,
+        generate_kwargs={
+            "max_tokens": args.max_tokens,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "include_stop_str_in_output": True,
+        },
+    )
+
+
+@contextlib.contextmanager
+def started(args: argparse.Namespace, name: str) -> Iterator[tuple[AsyncVLLM, Any, str]]:
+    """Starts everything, gives service, tokenizer and checkpoint, and ends everything.
+
+    What is started is ended in reverse order, also on Ctrl-C: engines, Ray, temporary files.
+    """
+    began = time.perf_counter()
+    with contextlib.ExitStack() as cleanup:
+        checkpoint = args.model
+        if args.model == TINY:
+            directory = cleanup.enter_context(tempfile.TemporaryDirectory(prefix=f"{name}-"))
+            checkpoint = str(make_tiny_checkpoint(directory, seed=args.seed, diverse=False))
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+
+        where = "GPUs" if args.engine_gpus else "the CPU"
+        print(f"Starting Ray and {args.replicas} engines on {where}, a minute or so", flush=True)
+        cleanup.callback(ray.shutdown)
+        ray.init(
+            address="local",
+            num_gpus=args.engine_gpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        # Ray lets SIGTERM abort this process; here it ends like Ctrl-C, which cleans up.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        service = cleanup.enter_context(make_service(args, checkpoint))
+        print(f"Set up in {time.perf_counter() - began:.1f} s", flush=True)
+        yield service, tokenizer, checkpoint
