@@ -59,9 +59,9 @@ def spans_from_starts(
         raise VersionSpanError(f"{num_tokens} tokens must have a version, got none")
     if any(later < earlier for (_, earlier), (_, later) in pairwise(known)):
         raise VersionSpanError(f"versions must begin one after the other, got {known}")
-    ends = [min(position, num_tokens) for _, position in known[1:]] + [num_tokens]
     begin = 0
-    for (version, _), end in zip(known, ends, strict=True):
+    for at, (version, _) in enumerate(known):
+        end = num_tokens if at + 1 == len(known) else min(known[at + 1][1], num_tokens)
         if end == begin:
             continue
         if spans and spans[-1].version == version:
@@ -77,7 +77,7 @@ def slice_spans(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[Ver
     return tuple(
         VersionSpan(one.version, max(one.start, start) - start, min(one.end, end) - start)
         for one in spans
-        if one.end > start and one.start < end
+        if max(one.start, start) < min(one.end, end)
     )
 
 
