@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -11,13 +12,17 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm import vLLMWrapper as _TorchRLWrapper
 
 from torchrl_vllm_sync import keys
+from torchrl_vllm_sync.conversations import ConversationFinder
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.service import AsyncVLLM
 from torchrl_vllm_sync.versions import expand_spans, max_version, min_version
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tensordict import TensorDictBase
 
+    from torchrl_vllm_sync.conversations import Conversation
     from torchrl_vllm_sync.requests import SampleReport
 
 __all__ = ["vLLMWrapper"]
@@ -27,6 +32,10 @@ _STAMPS = list(dict.fromkeys(one if isinstance(one, str) else one[0] for one in 
 
 # The outputs of the engine call that is being turned into a TensorDict, in this thread.
 _outputs: ContextVar[list[Any]] = ContextVar("torchrl_vllm_sync_outputs")
+# The conversations of the rows that are being generated for, in this thread.
+_conversations: ContextVar[list[Conversation] | None] = ContextVar(
+    "torchrl_vllm_sync_conversations", default=None
+)
 
 
 class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
@@ -57,6 +66,12 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     ``skip_reading_prefix_cache``). TorchRL then fills the prompt's slice with NaN, which
     ``GRPOLoss`` masks, and logs once that it got none.
 
+    Each row's conversation and the group of rows that began with the same prompt are found in the
+    data (``torchrl_vllm_sync.conversations``) and passed to the service as ``session_id`` and
+    ``group_id``: all turns of a conversation go to one replica, and the samples of a GRPO group go
+    together while it is not overloaded. That takes ``input_mode="history"``, or data that number
+    their trajectories; sessions are released where another conversation takes their place.
+
     Example:
         >>> policy = vLLMWrapper(service, tokenizer=tokenizer, input_mode="history")
 
@@ -64,6 +79,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         model: The service.
         generate: Generate; ``False`` scores given tokens.
         generate_kwargs: Sampling parameters.
+        find_sessions: Name sessions and groups; ``False`` leaves each request to the strategy.
         **kwargs: Everything else of TorchRL's wrapper.
 
     Raises:
@@ -77,6 +93,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         *,
         generate: bool = True,
         generate_kwargs: dict[str, Any] | None = None,
+        find_sessions: bool = True,
         **kwargs: Any,
     ) -> None:
         if not isinstance(model, AsyncVLLM):
@@ -90,21 +107,71 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         super().__init__(model, generate=generate, generate_kwargs=generate_kwargs, **kwargs)
         if generate:
             self.out_keys = [*self.out_keys, *_STAMPS]
+        self.find_sessions = find_sessions
+        self._finder = ConversationFinder()
+
+    def get_new_version(self, **kwargs: Any) -> vLLMWrapper:
+        """Returns a copy with other settings; conversations are not shared with it."""
+        find_sessions = kwargs.pop("find_sessions", self.find_sessions)
+        other: vLLMWrapper = super().get_new_version(**kwargs)
+        other.find_sessions = find_sessions
+        return other
 
     def _call_generate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         kwargs.setdefault("use_tqdm", False)  # the loop that collects has its own bar
+        conversations = _conversations.get()
+        if conversations is not None:
+            kwargs["session_id"] = [one.session_id for one in conversations]
+            kwargs["group_id"] = [one.group_id for one in conversations]
         outputs = super()._call_generate(*args, **kwargs)
         _outputs.set(outputs if isinstance(outputs, list) else [outputs])
         return outputs
 
     def _from_vllm_generate_history(self, *args: Any, **kwargs: Any) -> TensorDictBase:
-        return self._stamped(super()._from_vllm_generate_history(*args, **kwargs))
+        return self._generated(super()._from_vllm_generate_history, *args, **kwargs)
 
     def _from_vllm_generate_text(self, *args: Any, **kwargs: Any) -> TensorDictBase:
-        return self._stamped(super()._from_vllm_generate_text(*args, **kwargs))
+        return self._generated(super()._from_vllm_generate_text, *args, **kwargs)
 
     def _from_vllm_generate_tokens(self, *args: Any, **kwargs: Any) -> TensorDictBase:
-        return self._stamped(super()._from_vllm_generate_tokens(*args, **kwargs))
+        return self._generated(super()._from_vllm_generate_tokens, *args, **kwargs)
+
+    def _generated(
+        self,
+        generate: Callable[..., TensorDictBase],
+        rows: TensorDictBase,
+        *args: Any,
+        **kwargs: Any,
+    ) -> TensorDictBase:
+        """Runs one of TorchRL's generations with the rows' sessions, and stamps its result."""
+        conversations = self._find_conversations(rows) if self.find_sessions else None
+        previous = _conversations.set(conversations)
+        try:
+            out = generate(rows, *args, **kwargs)
+        finally:
+            _conversations.reset(previous)
+        if conversations and self.input_mode == "history":
+            said = _messages(out.get((self.history_key, "full")), out.ndim)
+            self._finder.answered(conversations, said)
+        return self._stamped(out)
+
+    def _find_conversations(self, rows: TensorDictBase) -> list[Conversation] | None:
+        if self.input_key not in rows:
+            return None  # TorchRL is about to say so
+        if self.input_mode == "history":
+            prompts = _messages(rows.get(self.input_key), 1)
+        else:
+            prompts = [[_as_text(row.get(self.input_key))] for row in rows.unbind(0)]
+        found = self._finder.find(
+            rows,
+            prompts,
+            by_content=self.input_mode == "history",
+            by_position=not self.batching,  # which merges the rows of several callers
+        )
+        over = self._finder.ended()
+        if over:
+            self.model.release_sessions(over)
+        return found
 
     def _stamped(self, out: TensorDictBase) -> TensorDictBase:
         """Adds the entries of this library to what TorchRL made of an engine call's outputs."""
@@ -128,6 +195,23 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         for size in reversed(out.shape[1:]):
             rows = [lazy_stack(rows[at : at + size]) for at in range(0, len(rows), size)]
         return out.update(lazy_stack(rows))
+
+
+def _messages(history: Any, ndim: int) -> list[list[str]]:  # noqa: ANN401  TorchRL's History
+    """Returns the messages of each conversation in a history of ``ndim`` batch dimensions."""
+    roles, contents = history.role, history.content
+    for _ in range(ndim - 1):
+        roles, contents = itertools.chain(*roles), itertools.chain(*contents)
+    return [
+        [f"{role}:{content}"]
+        if isinstance(role, str)  # a history of one message, without a dimension for it
+        else [f"{one}:{said}" for one, said in zip(role, content, strict=True)]
+        for role, content in zip(roles, contents, strict=True)
+    ]
+
+
+def _as_text(prompt: Any) -> str:  # noqa: ANN401
+    return repr(prompt.tolist()) if isinstance(prompt, torch.Tensor) else str(prompt)
 
 
 def _row(output: Any, completion: Any, sample: SampleReport) -> TensorDictBase:  # noqa: ANN401
