@@ -105,11 +105,11 @@ class Rank:
         """Lets this process fail in its next push once ``when`` groups are being gathered."""
         launched = []
 
-        def launch(gather):
+        def launch(gather, *args):
             if how == "killed" and len(launched) == when:
                 os.kill(os.getpid(), signal.SIGKILL)
             launched.append(1)
-            self._launch(gather)
+            self._launch(gather, *args)
 
         def prepare(source, *args):
             if how == "raises" and len(launched) == when:

@@ -129,8 +129,9 @@ def models(kind, *, wrap="layers"):
     config = copy.deepcopy(CONFIGS[kind])
     whole = (Qwen3MoeForCausalLM if kind == "moe" else Qwen2ForCausalLM)(config)
     sharded = copy.deepcopy(whole)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if wrap == "layers":
+    shape = (1, dist.get_world_size()) if wrap == "grid" else (dist.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
+    if wrap in ("layers", "grid"):
         for layer in sharded.model.layers:
             fully_shard(layer, mesh=mesh)
     if wrap == "columns":
@@ -276,11 +277,11 @@ def watch(rank):
             alive.append(weakref.WeakSet(one._room for one in parts.values()))
             self.number = len(alive) - 1
 
-        def launch(self):
+        def launch(self, *args):
             gc.collect()
             groups = sum(1 for rooms in alive if len(rooms) > 1)  # the reader holds one tensor
             events.append(("launch", self.number, groups))
-            super().launch()
+            super().launch(*args)
 
         def result(self):
             events.append(("whole", self.number))
@@ -326,9 +327,9 @@ def test_one_group_is_gathered_ahead_and_no_more():
 # ---------------------------------------------------------------- failures
 
 
-def fail(rank, who, how, when):
+def fail(rank, who, how, when, wrap="layers"):
     """A push during which rank ``who`` fails in the way ``how``, at its group ``when``."""
-    _, sharded = models("untied")
+    _, sharded = models("untied", wrap=wrap)
     source = ShardedModuleSource(sharded, timeout_s=STEP_S)
     launched = []
     launch, prepare = gathering.Gather.launch, source._prepare
@@ -343,11 +344,11 @@ def fail(rank, who, how, when):
         break_down()
         return prepare(*args)
 
-    def breaking_launch(self):
+    def breaking_launch(self, *args):
         if how != "in preparation":
             break_down()
         launched.append(1)
-        launch(self)
+        launch(self, *args)
 
     gathering.Gather.launch = breaking_launch
     if how == "in preparation":
@@ -373,6 +374,37 @@ def test_a_rank_that_raises_ends_the_push_on_all(who, how, when):
     assert rank == who
     assert "OSError: out of luck" in reason
     assert all(seconds < STEP_S for _, seconds in results)
+
+
+def fail_and_live_on(rank, **how):
+    """As :func:`fail`; whoever failed goes on living. Then all try once more."""
+    results = []
+    for _ in range(2):
+        begin = time.monotonic()
+        try:
+            fail(rank, how="raises", **how)
+        except (OSError, TrainerRankError) as error:
+            results.append((error, time.monotonic() - begin))
+        if len(results) == 1:
+            time.sleep(max(0.0, begin + STEP_S - time.monotonic()))
+    return results
+
+
+@pytest.mark.parametrize(("wrap", "when"), [("layers", 2), ("grid", 0), ("grid", 2)])
+@pytest.mark.parametrize("who", [0, 1])
+def test_nobody_stays_in_a_collective_that_a_rank_could_not_begin(who, when, wrap):
+    """Those on a mesh of several dimensions are gathered by calls that block."""
+    results = succeed(fail_and_live_on, who=who, when=when, wrap=wrap)
+    assert isinstance(results[who][0][0], OSError)
+    rank, reason = ended(results[1 - who][0])
+    assert rank == who
+    assert "OSError: out of luck" in reason
+    assert all(first[1] < STEP_S for first, _ in results)
+    for _, second in results:
+        rank, reason = ended(second)
+        assert rank == who
+        assert "left the process group out of step" in reason
+        assert second[1] < STEP_S
 
 
 @pytest.mark.parametrize("who", [1, 2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -9,19 +11,40 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["Gather", "Part", "part_of"]
+__all__ = ["Gather", "Part", "Work", "part_of"]
+
+# Seconds between looks at who else takes part in a call that blocks.
+WATCH_S = 0.05
+
+
+class Work(Protocol):
+    """What is under way; a ``torch.distributed.Work``, or what stands for one."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+    def wait(self) -> Any:  # noqa: ANN401
+        """Waits for it, on a GPU only the current stream."""
+        ...
 
 
 class Part(Protocol):
-    """This rank's part in gathering one tensor."""
+    """This rank's part in gathering one tensor.
+
+    Attributes:
+        blocks: Whether :meth:`launch` ends only with the others.
+    """
+
+    blocks: bool
 
     def prepare(self, *, receives: bool) -> None:
         """Takes the memory that is needed."""
         ...
 
-    def launch(self) -> dist.Work | None:
+    def launch(self) -> Work | None:
         """Begins, in lockstep on all ranks; ``None`` if there is nothing to wait for."""
         ...
 
@@ -40,12 +63,43 @@ class Gather:
 
     def __init__(self, parts: Mapping[str, Part], *, receives: bool) -> None:
         self._parts, self._receives = dict(parts), receives
-        self._works: list[dist.Work] = []
+        self._works: list[Work] = []
         for part in self._parts.values():
             part.prepare(receives=receives)
 
-    def launch(self) -> None:
-        """Begins to gather, without waiting."""
+    def launch(self, watch: Callable[[], None] = lambda: None) -> None:
+        """Begins to gather; waits for the others only where a part cannot do without.
+
+        Args:
+            watch: Called while waiting; raises to give up early. The call that blocks is left
+                behind in a thread then, until its process group ends.
+
+        Raises:
+            RuntimeError: The collective failed.
+        """
+        if not any(part.blocks for part in self._parts.values()):
+            self._launch()
+            return
+        failures: list[BaseException] = []
+        as_here = _same_stream()
+
+        def run() -> None:
+            try:
+                with as_here:
+                    self._launch()
+            except BaseException as error:  # noqa: BLE001  raised below, on the caller's thread
+                failures.append(error)
+
+        thread = threading.Thread(target=run, name="gather", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(WATCH_S)
+            if thread.is_alive():
+                watch()
+        for error in failures:
+            raise error
+
+    def _launch(self) -> None:
         works = [part.launch() for part in self._parts.values()]
         self._works = [work for work in works if work is not None]
 
@@ -88,6 +142,8 @@ def part_of(tensor: torch.Tensor) -> Part:
 class _Local:
     """A tensor that every rank holds whole."""
 
+    blocks = False
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
 
@@ -107,6 +163,8 @@ class _Sharded:
     Shards are as large as the first, but for the last ones, so that gathered one after another,
     each in as much room as the first, the whole lies at the beginning.
     """
+
+    blocks = False
 
     def __init__(self, tensor: DTensor, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
@@ -143,6 +201,8 @@ class _Sharded:
 class _Redistributed:
     """A tensor that is laid out otherwise, such as on a mesh of several dimensions."""
 
+    blocks = True
+
     def __init__(self, tensor: DTensor) -> None:
         self._tensor = tensor
         self._whole: Any = None
@@ -150,12 +210,40 @@ class _Redistributed:
     def prepare(self, *, receives: bool) -> None:
         pass
 
-    def launch(self) -> None:
+    def launch(self) -> Work | None:
         with torch.no_grad():
             self._whole = self._tensor.full_tensor()
+        return _Queued() if self._whole.device.type == "cuda" else None
 
     def result(self) -> torch.Tensor:
         return self._whole
+
+
+class _Queued:
+    """Work on the current stream of a GPU, which waits for the others though the host does not."""
+
+    def __init__(self) -> None:
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def is_completed(self) -> bool:
+        return self._done.query()
+
+    def wait(self) -> None:
+        """Does nothing: it was queued on the stream that goes on with it."""
+
+
+@contextlib.contextmanager
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
+
+
+def _same_stream() -> contextlib.AbstractContextManager[None]:
+    """Returns what makes another thread queue its work where this one does."""
+    if not torch.cuda.is_initialized():
+        return contextlib.nullcontext()
+    return _on_stream(torch.cuda.current_stream())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

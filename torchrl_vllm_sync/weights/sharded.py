@@ -28,7 +28,7 @@ from torchrl_vllm_sync.weights.module_tensors import TensorReader, is_peft, same
 from torchrl_vllm_sync.weights.trainer_ranks import TrainerRankError, TrainerRanks, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.module_source import Plan
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["Announcement", "ShardedModuleSource", "is_sharded", "leading"]
 
 STEP_TIMEOUT_S = 60.0
+# Seconds between looks at whether a rank has said that it failed.
+LOOK_S = 0.1
 FOLLOW_TIMEOUT_S = 900.0
 
 
@@ -192,9 +194,10 @@ class ShardedModuleSource:
             expected, prepared = 0, self._prepare(groups[0], tensors)
             followed.present(self._digest())
             while not isinstance(call := followed.next(), Verdict):
-                if call != expected:  # a reader that stopped early begins again
-                    prepared = self._prepare(groups[call], tensors)
-                prepared.launch()
+                with self._launching(followed) as watch:
+                    if call != expected:  # a reader that stopped early begins again
+                        prepared = self._prepare(groups[call], tensors)
+                    prepared.launch(watch)
                 under_way.append(prepared)
                 expected = (call + 1) % len(groups)
                 prepared = self._prepare(groups[expected], tensors)
@@ -242,8 +245,29 @@ class ShardedModuleSource:
         assert self._round is not None
         gather = self._prepare(group, tensors)
         self._round.call(index)
-        gather.launch()
+        with self._launching(self._round) as watch:
+            gather.launch(watch)
         return gather
+
+    @contextmanager
+    def _launching(self, turn: LeadingRound | FollowingRound) -> Iterator[Callable[[], None]]:
+        """Tells the others if this rank cannot begin what all were called for.
+
+        Yields:
+            What raises as soon as another rank has failed, or too much time has gone by.
+        """
+        deadline = time.monotonic() + self._ranks.timeout_s
+
+        def watch() -> None:
+            turn.raise_reported()
+            if time.monotonic() > deadline:
+                raise self._broken(f"a gather did not end within {self._ranks.timeout_s:g} s")
+
+        try:
+            yield watch
+        except BaseException as error:
+            turn.break_step(error)
+            raise
 
     def _prepare(self, group: list[Bundle], tensors: dict[str, torch.Tensor]) -> Gather:
         names = [name for bundle in group for name in bundle.sources]
@@ -256,14 +280,14 @@ class ShardedModuleSource:
             TrainerRankError: It broke off, or did not end in time.
         """
         deadline = time.monotonic() + self._ranks.timeout_s
-        look = time.monotonic() + 1.0
+        look = time.monotonic() + LOOK_S
         while not gather.is_completed():
             now = time.monotonic()
             if now > deadline:
                 raise self._broken(f"a gather did not end within {self._ranks.timeout_s:g} s")
             if self._round is not None and now > look:
                 self._round.raise_reported()
-                look = now + 1.0
+                look = now + LOOK_S
             time.sleep(5e-5)
         try:
             return gather.result()

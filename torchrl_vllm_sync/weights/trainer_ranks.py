@@ -6,7 +6,9 @@ that fails is noticed before the others are inside a collective with it, and eve
 the others, with the failed rank's own words, or at a deadline.
 
 Keys of one round, below its number: ``begun``; ``joined/<rank>``; ``ready/<step>/<rank>``;
-``next/<step>``, the last of which holds the verdict; ``over``.
+``next/<step>``, the last of which holds the verdict; ``over``. Beside them ``broken``: who could
+not begin a gather that the others are in. Their process group is out of step from then on, and
+there is no other round.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ __all__ = ["FollowingRound", "LeadingRound", "TrainerRankError", "TrainerRanks",
 logger = logging.getLogger(__name__)
 
 FAILED, GATHER, VERDICT = "!", "g", "v"
+BROKEN = "broken"
 # When something broke off, ranks get as long to show that it was not them.
 GRACE_S = 1.0
 
@@ -104,6 +107,7 @@ class TrainerRanks:
         Raises:
             TrainerRankError: The store cannot be reached.
         """
+        self._refuse_broken()
         try:
             number = self.store.add("rounds", 1)
             self.store.set(f"{number}/begun", "")
@@ -120,6 +124,7 @@ class TrainerRanks:
         Raises:
             TrainerRankError: It did not begin in time, or the store cannot be reached.
         """
+        self._refuse_broken()
         waiting = "begin a push"
         number = int(_await(self.store, "rounds", timeout_s, self.leader, waiting))
         if self.store.check([f"{number}/over"]) or self.store.check([self._joined(number)]):
@@ -127,6 +132,40 @@ class TrainerRanks:
         _await(self.store, f"{number}/begun", timeout_s, self.leader, waiting)
         self.store.set(self._joined(number), "")
         return FollowingRound(self, number, timeout_s)
+
+    def break_step(self, error: BaseException) -> None:
+        """Notes that this rank could not begin a gather to which all had been called.
+
+        Args:
+            error: Why; another rank's failure if that was the cause.
+        """
+        if isinstance(error, TrainerRankError):
+            rank, reason = error.rank, error.reason
+        else:
+            rank, reason = self.rank, f"{type(error).__name__}: {error}"
+        try:
+            if not self.store.check([BROKEN]):
+                self.store.set(BROKEN, _written(Verdict(failed_rank=rank, reason=reason)))
+        except dist.DistError as other:
+            logger.warning("the other ranks could not be told of a failure: %s", other)
+
+    def _refuse_broken(self) -> None:
+        """Raises if a gather was left that others were in.
+
+        Raises:
+            TrainerRankError: One was, or the store cannot be reached.
+        """
+        try:
+            if not self.store.check([BROKEN]):
+                return
+            broken = _read(self.store.get(BROKEN).decode())
+        except dist.DistError as error:
+            raise TrainerRankError(None, f"their store failed: {error}") from error
+        raise TrainerRankError(
+            broken.failed_rank,
+            f"left the process group out of step in an earlier push, make another group: "
+            f"{broken.reason}",
+        )
 
     def _joined(self, number: int) -> str:
         return f"{number}/joined/{self.rank}"
@@ -140,7 +179,7 @@ class LeadingRound:
 
     def __init__(self, ranks: TrainerRanks, number: int, digest: str) -> None:
         self._ranks, self._number, self._digest, self._step = ranks, number, digest, 0
-        self._store = ranks.store
+        self._store, self._is_broken = ranks.store, False
 
     def call(self, index: int) -> None:
         """Waits until all are ready, and has them gather group ``index``.
@@ -171,10 +210,16 @@ class LeadingRound:
         else:
             verdict = Verdict(None, self._ranks.leader, f"{type(error).__name__}: {error}")
             try:
-                self._await_ready()
+                if not self._is_broken:  # all have joined then, and wait in a gather
+                    self._await_ready()
             except TrainerRankError as other:
                 logger.warning("the push failed, and meanwhile %s", other)
         self._end(_written(verdict))
+
+    def break_step(self, error: BaseException) -> None:
+        """Notes that this rank could not begin the gather it called for."""
+        self._is_broken = True
+        self._ranks.break_step(error)
 
     def raise_reported(self) -> None:
         """Looks, without waiting, whether a rank has said that it failed.
@@ -304,6 +349,21 @@ class FollowingRound:
         """
         self._step += 1
         self._say_ready("")
+
+    def break_step(self, error: BaseException) -> None:
+        """Notes that this rank could not begin the gather it was called for."""
+        self._ranks.break_step(error)
+
+    def raise_reported(self) -> None:
+        """Looks, without waiting, whether the push ended while this rank takes its part.
+
+        Raises:
+            TrainerRankError: The leader has said so.
+        """
+        key = f"{self._number}/next/{self._step + 1}"
+        if self._store.check([key]):
+            verdict = _read(self._store.get(key).decode())
+            raise TrainerRankError(verdict.failed_rank, verdict.reason)
 
     def explain(self, error: TrainerRankError) -> TrainerRankError:
         """Returns why a gather broke off: the leader's verdict if it comes to one, or ``error``."""
