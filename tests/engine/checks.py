@@ -3,7 +3,9 @@
 import torch
 from vllm import SamplingParams
 
+from torchrl_vllm_sync.engine.samples import versions_of_labels
 from torchrl_vllm_sync.testing import token_log_probs
+from torchrl_vllm_sync.versions import check_spans
 
 # Both sides compute in float32 but add up in another order. Over 15 pushes the largest difference
 # was 6.4e-5 on a dense model and 1.5e-4 on a mixture of experts, of values down to -17. Tests with
@@ -46,3 +48,17 @@ def perturbed(model, *, seed, scale=0.05):
         for parameter in model.parameters():
             parameter += scale * torch.randn(parameter.shape, generator=generator)
     return model
+
+
+def assert_labelled(output):
+    """The spans cover each finished sample, are those of vLLM's labels, and give the extremes."""
+    assert len(output.version_spans) == len(output.outputs)
+    versions = []
+    for completion, spans in zip(output.outputs, output.version_spans, strict=True):
+        check_spans(spans, len(completion.token_ids))
+        native = [(one.version, one.start, one.end) for one in completion.weight_versions]
+        assert versions_of_labels(native, len(completion.token_ids)) == spans
+        assert [one.version for one in spans] == sorted(one.version for one in spans)
+        versions += [one.version for one in spans]
+    if versions:
+        assert (output.min_version, output.max_version) == (min(versions), max(versions))

@@ -103,31 +103,90 @@ def test_pause_scheduler_returns_when_no_step_runs_without_the_fixed_sleep(insid
     assert inside(fastest) < 0.02
 
 
-def test_known_and_prefilling_requests_tell_who_has_a_token(inside):
+def test_watch_samples_tells_of_each_sample_and_what_it_has(inside):
     async def check(actor):
+        from vllm import SamplingParams
+
         from torchrl_vllm_sync.engine import internals
 
-        engine = actor.engine
-        empty = (internals.known_requests(engine), internals.prefilling_requests(engine))
+        engine, seen = actor.engine, {}
+        internals.watch_samples(engine, lambda one: seen.update({(one.engine_id, one.index): one}))
         first, outputs = start(engine, "first")
         await until(lambda: outputs)
         await internals.pause_scheduler(engine, mode="keep", clear_cache=False)
         second, _ = start(engine, "second")
-        await until(lambda: "second" in internals.known_requests(engine))
-        seen = (
-            internals.known_requests(engine),
-            internals.prefilling_requests(engine),
-            internals.num_unfinished_requests(engine),
-        )
+        params = SamplingParams(n=3, max_tokens=5, ignore_eos=True, temperature=1.0)
+
+        async def several():
+            async for _ in engine.generate({"prompt_token_ids": IDS}, params, "several"):
+                pass
+
+        third = asyncio.create_task(several())
+        await until(lambda: len(seen) == 5)
+        paused = {key: (one.num_tokens, one.is_finished) for key, one in seen.items()}
+        cached = {key: one.num_cached_tokens for key, one in seen.items()}
+        unfinished = internals.num_unfinished_requests(engine)
+        had = num_tokens(outputs)
         await engine.abort(["first", "second"])
         await engine.resume_generation()
-        await asyncio.gather(first, second)
-        return empty, seen, internals.num_unfinished_requests(engine)
+        await asyncio.gather(first, second, third)
+        at_end = {key: (one.num_tokens, one.is_finished) for key, one in seen.items()}
+        times = {
+            key: (one.queue_s, one.prefill_s, one.decode_s, one.num_cached_tokens)
+            for key, one in seen.items()
+        }
+        return had, paused, cached, unfinished, at_end, times
 
-    empty, seen, left = inside(check)
-    assert empty == (set(), set())
-    assert seen == ({"first", "second"}, {"second"}, 2)
-    assert left == 0
+    had, paused, cached, unfinished, at_end, times = inside(check)
+    several = [("several", index) for index in range(3)]
+    assert set(paused) == {("first", 0), ("second", 0), *several}
+    assert unfinished == 5
+    assert paused["first", 0] == (had, False)
+    assert had > 0
+    assert all(paused[key] == (0, False) for key in [("second", 0), *several])
+    assert cached["first", 0] == 0  # shorter than a block
+    assert all(cached[key] is None for key in [("second", 0), *several])
+    assert at_end["first", 0] == (had, True)
+    assert at_end["second", 0] == (0, True)
+    assert times["second", 0][1:] == (None, None, None)  # it never had a token
+    for key in several:
+        assert at_end[key] == (5, True)
+        queue_s, prefill_s, decode_s, num_cached = times[key]
+        assert min(queue_s, prefill_s, decode_s) >= 0
+        assert max(queue_s, prefill_s, decode_s) < 100
+        assert num_cached == 0
+
+
+def test_settle_outputs_takes_up_all_that_was_sent(inside):
+    """The labels of vLLM, which the engine core puts on, are the witness."""
+
+    async def check(actor):
+        from torchrl_vllm_sync.engine import internals
+
+        seen = {}
+        internals.watch_samples(actor.engine, lambda one: seen.update({one.engine_id: one}))
+        differences, counts = [], []
+        for attempt in range(20):
+            seen.clear()
+            label = f"{attempt}-old"
+            await internals.set_weight_label(actor.engine, label)
+            running = [start(actor.engine, f"settle-{attempt}-{i}", 60) for i in range(24)]
+            await until(lambda running=running: all(outputs for _, outputs in running))
+            await internals.pause_scheduler(actor.engine, mode="keep", clear_cache=False)
+            counted = {name: one.num_tokens for name, one in seen.items()}
+            await internals.set_weight_label(actor.engine, f"{attempt}-new")
+            await actor.engine.resume_generation()
+            await asyncio.gather(*(task for task, _ in running))
+            for i, (_, outputs) in enumerate(running):
+                first = outputs[-1].outputs[0].weight_versions[0]
+                assert first.version == label
+                differences.append(first.end - counted[f"settle-{attempt}-{i}"])
+                counts.append(first.end)
+        return differences, counts
+
+    differences, counts = inside(check)
+    assert set(differences) == {0}
+    assert len(set(counts)) > 1
 
 
 def test_stats_recorder_gets_the_schedulers_figures(inside):

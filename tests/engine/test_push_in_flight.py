@@ -6,7 +6,7 @@ import time
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.checks import TOLERANCE, assert_holds, perturbed
+from tests.engine.checks import TOLERANCE, assert_holds, assert_labelled, perturbed
 from tests.engine.trainers import broadcast
 from torchrl_vllm_sync.testing import greedy_tokens, token_log_probs
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
@@ -42,7 +42,10 @@ async def push_while_running(service, weights, prompts, params, *, num_running, 
     running = asyncio.ensure_future(service.agenerate(prompts, params, timeout_seconds=120))
     await until_running(service, num_running)
     report = await loop.run_in_executor(None, lambda: service.push_weights(weights, **options))
-    return await running, report
+    outputs = await running
+    for output in outputs:
+        assert_labelled(output)
+    return outputs, report
 
 
 async def until_running(service, number):

@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
-from tests.engine.checks import TOLERANCE
-from torchrl_vllm_sync.engine.samples import versions_of_labels
+from tests.engine.checks import TOLERANCE, assert_labelled
 from torchrl_vllm_sync.testing import load_tiny_model
-from torchrl_vllm_sync.versions import check_spans, slice_spans
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -48,20 +45,6 @@ def weights(service, checkpoint):
 
 def replicas_disagreements(service):
     return [one.num_span_disagreements for one in service.call_replicas("report").values()]
-
-
-def assert_labelled(output):
-    """The spans cover each sample, are those of vLLM's own labels, and give the extremes."""
-    assert len(output.version_spans) == len(output.outputs)
-    versions = []
-    for completion, spans in zip(output.outputs, output.version_spans, strict=True):
-        check_spans(spans, len(completion.token_ids))
-        native = [(one.version, one.start, one.end) for one in completion.weight_versions]
-        assert versions_of_labels(native, len(completion.token_ids)) == spans
-        versions += [span.version for span in spans]
-        assert versions == sorted(versions[: -len(spans)]) + sorted(versions[-len(spans) :])
-    if versions:
-        assert (output.min_version, output.max_version) == (min(versions), max(versions))
 
 
 @dataclass
@@ -147,7 +130,7 @@ async def pushes_under_load(service, weights, *, seed, **options):
 
 @pytest.mark.parametrize("clear_cache", [True, False], ids=["cleared", "kept"])
 async def test_each_span_has_its_versions_log_probs(service, weights, clear_cache):
-    first = service.weight_version
+    first, disagreements = service.weight_version, replicas_disagreements(service)
     outputs = await pushes_under_load(
         service, weights, seed=7 + clear_cache, clear_cache=clear_cache
     )
@@ -155,7 +138,7 @@ async def test_each_span_has_its_versions_log_probs(service, weights, clear_cach
     for output in outputs:
         assert_labelled(output)
         assert {one.finish_reason for one in output.outputs} == {"length"}
-    assert replicas_disagreements(service) == [0, 0]
+    assert replicas_disagreements(service) == disagreements
 
     # Keys that are kept are the old weights', so that only the first span can be compared.
     scored = scored_spans(outputs, first_only=not clear_cache)
