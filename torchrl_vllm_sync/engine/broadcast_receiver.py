@@ -22,7 +22,7 @@ from torchrl_vllm_sync.engine.reload import reload_model
 from torchrl_vllm_sync.engine.staging import StagingArea
 from torchrl_vllm_sync.engine_args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.errors import TransferError
-from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
+from torchrl_vllm_sync.weights.broadcast_group import SPIN_S, BroadcastGroup
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers, receive_buckets
 from torchrl_vllm_sync.weights.buckets import BucketLayout
 from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors
@@ -45,6 +45,11 @@ def register() -> None:
     for name in (BROADCAST_BACKEND, STAGED_BACKEND):
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, BroadcastReceiver)
+
+
+# Seconds between looks at staged weights that are arriving: each look takes the interpreter from the
+# thread that launches the engine's kernels.
+STAGED_POLL_S = 1e-3
 
 
 class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateInfo]):
@@ -236,7 +241,9 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         group, layout = self._ready()
         with self._leaving_on_failure():
             if self._staged_load is not None:
-                self._load(self._staged_load, group, layout, deadline, direct=direct)
+                self._load(
+                    self._staged_load, group, layout, deadline, direct=direct, poll_s=STAGED_POLL_S
+                )
             else:
                 staging = self.require_staging()
                 with group.side_stream():
@@ -333,6 +340,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         deadline: float,
         *,
         direct: bool,
+        poll_s: float = SPIN_S,
     ) -> None:
         planned.fill_constants()
         if direct:
@@ -345,7 +353,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             with group.side_stream():
                 for index in arrivals:
                     buckets[index].copy()
-        group.synchronize(deadline=deadline, watch=group.raise_if_given_up)
+        group.synchronize(deadline=deadline, watch=group.raise_if_given_up, poll_s=poll_s)
         group.follow()
 
     def _reload(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:

@@ -241,12 +241,19 @@ class BroadcastGroup:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
-    def synchronize(self, *, deadline: float, watch: Callable[[], None] | None = None) -> None:
+    def synchronize(
+        self,
+        *,
+        deadline: float,
+        watch: Callable[[], None] | None = None,
+        poll_s: float = SPIN_S,
+    ) -> None:
         """Waits until everything queued by this group is done; gives the group up otherwise.
 
         Args:
             deadline: ``time.monotonic()`` at which to give up.
             watch: Called about every 50 ms; raises to give up early.
+            poll_s: Seconds between looks; each takes the interpreter from whatever else runs.
 
         Raises:
             TransferError: It was not done in time.
@@ -256,13 +263,17 @@ class BroadcastGroup:
         done = torch.cuda.Event()
         done.record(self._stream)
         try:
-            self._await_event(done, deadline, watch)
+            self._await_event(done, deadline, watch, poll_s)
         except BaseException:
             self.abort()
             raise
 
     def _await_event(
-        self, done: torch.cuda.Event, deadline: float, watch: Callable[[], None] | None
+        self,
+        done: torch.cuda.Event,
+        deadline: float,
+        watch: Callable[[], None] | None,
+        poll_s: float,
     ) -> None:
         next_look = time.monotonic() + WATCH_S
         while not done.query():
@@ -272,7 +283,7 @@ class BroadcastGroup:
             if watch is not None and now > next_look:
                 watch()
                 next_look = now + WATCH_S
-            time.sleep(SPIN_S)
+            time.sleep(poll_s)
 
     def follow(self) -> None:
         """Makes the current stream wait for everything queued by this group."""
