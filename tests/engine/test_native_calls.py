@@ -341,6 +341,56 @@ def test_a_trainer_that_never_sends_costs_the_update_only(service, trainer, mode
     assert_holds(service, model)
 
 
+def start_and_be_gone(service, idle_timeout_s=1.0):
+    """What a client does that dies after its first call."""
+    calls = [
+        one.start_weight_update.remote(idle_timeout_s=idle_timeout_s) for one in service.actors
+    ]
+    ray.get(calls, timeout=60)
+
+
+def test_a_client_that_dies_before_it_sends_costs_nothing(service, trainer, model):
+    version = service.push_weights(perturbed(model, seed=121)).version
+    trainer.meet()
+    start_and_be_gone(service)
+    assert states(service) == {"updating"}
+    asked = service.generate([[5, 6, 7]] * 2, greedy(3))  # they wait at the gate meanwhile
+    assert {one.min_version for one in asked} == {version}
+    assert states(service) == {"serving"}
+    with pytest.raises(TransferNotReadyError, match="no weight update is open"):
+        service.finish_weight_update("99")
+    assert_holds(service, model)
+    trainer.update(perturbed(model, seed=122))  # the group is as it was
+    assert_holds(service, model)
+
+
+def test_a_client_that_dies_half_way_leaves_replicas_stale_until_a_push(service, trainer, model):
+    service.push_weights(perturbed(model, seed=123))
+    trainer.meet()
+    start_and_be_gone(service)
+    trainer.send(perturbed(model, seed=124))
+    wait_for(lambda: states(service) == {"stale"})
+    reports = service.call_replicas("report").values()
+    assert all("given up half-way: no call came for 1 s" in one.reason for one in reports)
+    service.push_weights(perturbed(model, seed=125))
+    assert states(service) == {"serving"}
+    assert_holds(service, model)
+
+
+def test_a_client_that_is_slow_is_waited_for(service, trainer, model):
+    """Calls under way do not count, and each call begins the wait anew."""
+    trainer.meet()
+    start_and_be_gone(service, idle_timeout_s=2.0)
+    for step in range(3):
+        time.sleep(1.2)
+        trainer.send(perturbed(model, seed=126 + step))
+    time.sleep(1.2)
+    service.finish_weight_update()
+    time.sleep(2.5)
+    assert states(service) == {"serving"}
+    assert_holds(service, model)
+
+
 def test_a_transfer_that_breaks_off_makes_replicas_stale_until_a_push(service, trainer, model):
     trainer.meet()
     service.start_weight_update()

@@ -55,7 +55,9 @@ class ChunkedLoads:
         """
         begun = time.perf_counter()
         self._updates.refuse_stale(version, run_id)
-        await self._updates.begin(mode=mode, clear_cache=clear_cache, timeout_s=timeout_s)
+        await self._updates.begin(
+            mode=mode, clear_cache=clear_cache, timeout_s=timeout_s, idle_timeout_s=timeout_s
+        )
         self._begun, self._paused = begun, time.perf_counter()
         self._version, self._run_id, self._num_tensors = version, run_id, 0
         self._expiry = asyncio.create_task(self._expire(timeout_s))

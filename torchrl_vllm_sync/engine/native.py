@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.engine.chunked_loads import ChunkedLoads
+from torchrl_vllm_sync.engine.native_updates import IDLE_TIMEOUT_S
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
 if TYPE_CHECKING:
@@ -63,9 +64,11 @@ class NativeWeightTransfer:
         """Has the workers use another transfer engine; see ``NativeUpdates.use``."""
         await self._updates.use(backend)
 
-    async def start_weight_update(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    async def start_weight_update(
+        self, *, timeout_s: float = DEFAULT_TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S
+    ) -> None:
         """Begins an update; see ``NativeUpdates.begin``."""
-        await self._updates.begin(timeout_s=timeout_s)
+        await self._updates.begin(timeout_s=timeout_s, idle_timeout_s=idle_timeout_s)
 
     async def update_weights(
         self,

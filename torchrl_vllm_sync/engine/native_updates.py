@@ -6,18 +6,23 @@ weights that are taken apart nor take a push.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+import math
+import time
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.pausable_updates import SHORT_TIMEOUT_S, PausableUpdates
-from torchrl_vllm_sync.engine.updates import RESUME_TIMEOUT_S
+from torchrl_vllm_sync.engine.updates import POLL_S, RESUME_TIMEOUT_S
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
     SyncError,
     TransferError,
     TransferNotReadyError,
+    UnsupportedArgumentError,
     WeightMismatchError,
 )
 
@@ -30,8 +35,12 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.engine.updates import LoadReport
     from torchrl_vllm_sync.weights.transport import PauseMode
 
-__all__ = ["NativeUpdates"]
+__all__ = ["IDLE_TIMEOUT_S", "NativeUpdates"]
 
+logger = logging.getLogger(__name__)
+
+# Seconds without a call after which whoever drives an update is taken to be gone.
+IDLE_TIMEOUT_S = 300.0
 # Run that versions belong to which vLLM's own calls brought.
 NATIVE_RUN = "vLLM's own calls"
 # What workers' own failures are raised as; one that did not answer in time is a plain SyncError.
@@ -42,8 +51,8 @@ class NativeUpdates(PausableUpdates):
     """``PausableUpdates`` whose steps can be driven from outside too.
 
     Lifecycle of an update: :meth:`begin`, :meth:`receive` any number of times, :meth:`finish`; a
-    failure ends it, and :meth:`abandon` gives it up. From beginning to end pushes wait, the engine
-    is paused, and requests wait at the gate.
+    failure ends it, and :meth:`abandon` gives it up, as happens by itself when no call has come for
+    a while. From beginning to end pushes wait, the engine is paused, and requests wait at the gate.
 
     Args:
         engine: The replica's engine.
@@ -55,6 +64,8 @@ class NativeUpdates(PausableUpdates):
         self._open: contextlib.AsyncExitStack | None = None
         self._busy = False
         self._apart = False
+        self._idle_watch: asyncio.Task[None] | None = None
+        self._last_call = 0.0
         self.num_restarted = 0
 
     @property
@@ -103,8 +114,11 @@ class NativeUpdates(PausableUpdates):
         async with self.exclusive(SHORT_TIMEOUT_S):
             await self._tell("native_shutdown", timeout_s=SHORT_TIMEOUT_S, what="leaving")
 
-    async def abandon(self) -> None:
+    async def abandon(self, reason: str = "") -> None:
         """Gives the open update up; a replica that had received part of it is stale then.
+
+        Args:
+            reason: Why; shown as the reason for being stale.
 
         Raises:
             TransferNotReadyError: No update is open, or a transfer is under way.
@@ -114,13 +128,19 @@ class NativeUpdates(PausableUpdates):
             try:
                 await self._put_together()
             finally:
-                given_up = None if self.whole else SyncError("an update was given up half-way")
-                await self._end(stack, given_up)
+                why = f": {reason}" if reason else ""
+                given_up = SyncError(f"an update was given up half-way{why}")
+                await self._end(stack, None if self.whole else given_up)
 
     # ---------------------------------------------------------------- one update
 
     async def begin(
-        self, *, mode: PauseMode = "keep", clear_cache: bool = False, timeout_s: float
+        self,
+        *,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        timeout_s: float,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
         """Begins an update: other updates are kept out, and the engine is paused if it is not.
 
@@ -131,13 +151,19 @@ class NativeUpdates(PausableUpdates):
             mode: vLLM's pause mode, for an engine that is not paused yet.
             clear_cache: Drop cached prefixes; frozen requests recompute theirs.
             timeout_s: Seconds to wait for a push that is under way, and for the pause.
+            idle_timeout_s: Seconds between two calls after which the update is given up.
 
         Raises:
+            UnsupportedArgumentError: ``idle_timeout_s`` is not a finite number greater than 0.
             TransferNotReadyError: An update is open, the transfer engine is not initialised, or
                 the weights are asleep.
             ReplicaUnavailableError: The engine is dead or closed.
             SyncError: A push was under way for ``timeout_s``, or the engine did not pause.
         """
+        if not 0 < idle_timeout_s < math.inf:
+            raise UnsupportedArgumentError(
+                f"idle_timeout_s must be a finite number greater than 0, got {idle_timeout_s}"
+            )
         self._refuse_open("start_weight_update")
         stack = self._open = contextlib.AsyncExitStack()
         try:
@@ -153,6 +179,21 @@ class NativeUpdates(PausableUpdates):
         except BaseException as error:
             await self._give_up(stack, error)
             raise
+        self._idle_watch = asyncio.create_task(self._end_when_idle(idle_timeout_s))
+
+    async def _end_when_idle(self, idle_timeout_s: float) -> None:
+        """Gives the update up when no call has come for ``idle_timeout_s``.
+
+        A call under way has a limit of its own.
+        """
+        while (left := self._last_call + idle_timeout_s - time.monotonic()) > 0 or self._busy:  # noqa: ASYNC110
+            await asyncio.sleep(max(left, POLL_S))
+        reason = f"no call came for {idle_timeout_s:g} s"
+        logger.warning("replica %s: a weight update is given up: %s", self.replica_id, reason)
+        try:
+            await self.abandon(reason)
+        except SyncError as error:  # nobody waits for this task
+            logger.warning("replica %s: %s", self.replica_id, error)
 
     async def receive(self, update_info: Any, *, timeout_s: float) -> None:  # noqa: ANN401
         """Receives one part of the update, or all of it.
@@ -331,7 +372,7 @@ class NativeUpdates(PausableUpdates):
         try:
             yield self._open
         finally:
-            self._busy = False
+            self._busy, self._last_call = False, time.monotonic()
 
     async def _give_up(self, stack: contextlib.AsyncExitStack, error: BaseException) -> None:
         """After a failure: puts the model together, then leaves what the update had taken.
@@ -351,6 +392,9 @@ class NativeUpdates(PausableUpdates):
     async def _end(self, stack: contextlib.AsyncExitStack, error: BaseException | None) -> None:
         """Resumes, or leaves the replica stale after ``error``, and lets other updates in."""
         self._open = None
+        watch, self._idle_watch = self._idle_watch, None
+        if watch is not None and watch is not asyncio.current_task():
+            watch.cancel()
         if error is None:
             await stack.aclose()
         else:
