@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def make_service(args: argparse.Namespace, checkpoint: str) -> AsyncVLLM:
-    """Starts the engines; leaving the service's ``with`` block ends them."""
+def make_service(args: argparse.Namespace, checkpoint: str, **engine: Any) -> AsyncVLLM:
+    """Starts the engines; leaving the service's ``with`` block ends them.
+
+    ``engine`` has more of vLLM's engine arguments.
+    """
     return AsyncVLLM.from_pretrained(
         checkpoint,
         num_devices=1,
@@ -33,6 +36,7 @@ def make_service(args: argparse.Namespace, checkpoint: str) -> AsyncVLLM:
         max_num_seqs=64,
         seed=args.seed,
         verbose=False,
+        **engine,
     )
 
 
@@ -59,10 +63,13 @@ def make_policy(args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any) ->
 
 
 @contextlib.contextmanager
-def started(args: argparse.Namespace, name: str) -> Iterator[tuple[AsyncVLLM, Any, str]]:
+def started(
+    args: argparse.Namespace, name: str, **engine: Any
+) -> Iterator[tuple[AsyncVLLM, Any, str]]:
     """Starts everything, gives service, tokenizer and checkpoint, and ends everything.
 
     What is started is ended in reverse order, also on Ctrl-C: engines, Ray, temporary files.
+    ``engine`` has more of vLLM's engine arguments.
     """
     began = time.perf_counter()
     with contextlib.ExitStack() as cleanup:
@@ -84,6 +91,6 @@ def started(args: argparse.Namespace, name: str) -> Iterator[tuple[AsyncVLLM, An
         )
         # Ray lets SIGTERM abort this process; here it ends like Ctrl-C, which cleans up.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        service = cleanup.enter_context(make_service(args, checkpoint))
+        service = cleanup.enter_context(make_service(args, checkpoint, **engine))
         print(f"Set up in {time.perf_counter() - began:.1f} s", flush=True)
         yield service, tokenizer, checkpoint

@@ -1,0 +1,780 @@
+"""GRPO on conversations with a tool, each kept on the engine that remembers it.
+
+Usage:
+    python tutorials/03_multi_turn.py                # tiny random model, no GPU, a few minutes
+    python tutorials/03_multi_turn.py --smoke        # the same for a few steps, as CI runs it
+    python tutorials/03_multi_turn.py --model Qwen/Qwen2.5-1.5B-Instruct   # a calculator, GPUs
+
+The last line is ``PASS reward <first> -> <last> cached <pinned> round-robin <share> seconds
+<total>``, or ``FAIL`` and the same figures, with the reasons above it and a non-zero exit status.
+The two shares are of the prompt tokens of all turns after the first that came from a prefix cache.
+
+What PASS claims:
+
+- every conversation stayed on one replica for all its turns, in the measurement and in training;
+- in the measurement, every turn after the first found cached tokens, and all of them together more
+  than without sessions, where at least one conversation did move;
+- in training, at least one conversation went on across a push; versions of its turns never go back;
+- by default also: the mean reward of the last five steps is at least 0.8;
+- with ``--smoke`` instead: it is no lower than that of the first step, to within 0.1;
+- with another model: nothing about the reward.
+
+On GPUs each replica has one GPU to itself and the trainer has the last one.
+"""
+
+# %% [markdown]
+# # Conversations of several turns, and a tool
+#
+# In the other tutorials an episode is one prompt and one answer. Here the model answers, a *tool*
+# replies, and the conversation goes on, for three turns. Each turn's prompt is everything said so
+# far. An engine that has answered the earlier turns still has their keys and values in its *prefix
+# cache*, so that it has to read only what is new; another engine must read everything again.
+#
+# You will see
+#
+# - a `ChatEnv` with a tool, and an `AsyncEnvPool` of such environments whose tools take time;
+# - that `vLLMWrapper` finds out which rows are turns of one conversation, and that the service
+#   keeps each conversation, a *session*, on one replica: what that saves, measured;
+# - GRPO over whole conversations, with pushes while they are going on.
+
+# %%
+import argparse
+import ast
+import contextlib
+import csv
+import itertools
+import math
+import operator
+import re
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common.quiet import keep_quiet  # sets what the libraries below read
+
+# isort: split
+import torch
+from common.engines import make_policy, started
+from common.settings import TINY
+from common.task import LowTokenIds
+from matplotlib import pyplot as plt
+from tensordict import TensorDictBase, set_list_to_stack
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement, Unbounded
+from torchrl.envs import AsyncEnvPool, StepCounter, Transform, TransformedEnv
+from torchrl.envs.llm import ChatEnv
+from torchrl.envs.llm.transforms.tools import ToolTransformBase
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm.grpo import GRPOLoss, MCAdvantage
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from torchrl_vllm_sync import AsyncVLLM, WeightUpdater, errors, vLLMWrapper
+
+set_list_to_stack(True).set()  # TorchRL's chat environments ask for it before any is made
+
+TURNS = 3
+REWARD_TARGET = 0.8
+REWARD_SLACK = 0.1
+TOOL_TIME_S = 0.03  # what a call of the tool takes on average, in the pool
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "steps": 60,
+        "lr": 5e-3,
+        "max_tokens": 16,
+        "max_model_len": 512,
+        "rows_per_pass": 48,
+        "groups": 2,
+    },
+    "real": {
+        "steps": 100,
+        "lr": 1e-6,
+        "max_tokens": 256,
+        "max_model_len": 2048,
+        "rows_per_pass": 8,
+        "groups": 8,
+    },
+}
+SMOKE_STEPS = 4
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line; what is not given depends on the model."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=TINY, help=f"a Hugging Face name or path, or {TINY!r}")
+    parser.add_argument("--replicas", type=int, default=2, help="vLLM engines, at least 2")
+    parser.add_argument("--steps", type=int, help="optimizer steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, help="learning rate of Adam")
+    parser.add_argument("--group-size", type=int, default=8, help="conversations of each prompt")
+    parser.add_argument("--groups", type=int, help="prompts in each step")
+    parser.add_argument("--output", type=Path, default=Path("tutorials/output/03_multi_turn"))
+    parser.add_argument("--smoke", action="store_true", help=f"{SMOKE_STEPS} steps, weaker claim")
+    args = parser.parse_args(argv)
+    preset = PRESETS["tiny" if args.model == TINY else "real"]
+    for name, value in (preset | ({"steps": SMOKE_STEPS} if args.smoke else {})).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    for name, least in (("replicas", 2), ("steps", 1), ("group_size", 2), ("groups", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus <= args.replicas and (num_gpus or args.model != TINY):
+        parser.error(
+            f"--replicas {args.replicas} needs {args.replicas + 1} GPUs, one of them for the "
+            f"trainer, and there are {num_gpus}"
+        )
+    args.engine_gpus = max(0, num_gpus - 1)
+    args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
+    args.dtype = torch.bfloat16 if num_gpus else torch.float32  # the engines'
+    return args
+
+
+# %% [markdown]
+# ## Tools and rewards
+#
+# A tool is a transform that reads the model's last answer and adds a message to the conversation.
+# TorchRL's `ToolTransformBase` does everything but the tool itself. Both tools here reply to every
+# answer with one message: where some conversations of a batch get more messages than others,
+# TorchRL 0.14 fills up the others with empty ones.
+#
+# A random model cannot write a tool call, so its tool looks at whatever it wrote and says how long
+# that was. The reward of a turn is the share of its tokens with an id below 128, as in the first
+# tutorial. A real model gets a calculator, and is rewarded in each turn that names the result.
+
+
+# %%
+class Tool(ToolTransformBase):
+    """A tool that takes its time, a little longer or shorter with each call."""
+
+    def __init__(self, mean_s: float, seed: int) -> None:
+        super().__init__()
+        self._mean_s = mean_s
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def _process_batch_item(self, content: str, index: int) -> list[str]:
+        del index
+        time.sleep(2 * self._mean_s * float(torch.rand((), generator=self._generator)))
+        return [self.reply(content)]
+
+    def reply(self, answer: str) -> str:
+        """Returns the tool's message."""
+        raise NotImplementedError
+
+
+class Counter(Tool):
+    """Says how long the answer is."""
+
+    def reply(self, answer: str) -> str:
+        """Counts characters, and those that print."""
+        shown = sum(one.isprintable() for one in answer)
+        return f"The answer has {len(answer)} characters, of which {shown} are shown. Go on."
+
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+def calculate(expression: str) -> int:
+    """Returns the value of sums, differences and products of whole numbers.
+
+    Raises:
+        ValueError: It is something else.
+    """
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.BinOp(left, op, right) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](value(left), value(right))
+        raise ValueError(f"not a sum, difference or product: {expression!r}")
+
+    try:
+        return value(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(str(error)) from error
+
+
+class Calculator(Tool):
+    """Calculates what the answer has between ``<tool>`` and ``</tool>``."""
+
+    def reply(self, answer: str) -> str:
+        """Returns the value, or what is wrong."""
+        calls = re.findall(r"<tool>(.{1,80}?)</tool>", answer)
+        if not calls:
+            return "There was no <tool>...</tool> in this answer."
+        try:
+            return str(calculate(calls[-1]))
+        except ValueError as error:
+            return f"Error: {error}"
+
+
+class NamesResult(Transform):
+    """Reward: 1 for an answer with the right number in it."""
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        rewards = []
+        for row in tensordict.view(-1).unbind(0):
+            result = calculate(row["query"].split("What is ")[1].rstrip("?"))
+            numbers = re.findall(r"-?\d+", row["text"].response.replace(",", ""))
+            rewards.append(float(str(result) in numbers))
+        next_tensordict["reward"] = torch.tensor(rewards).view(*next_tensordict.batch_size, 1, 1)
+        return next_tensordict
+
+    def transform_reward_spec(self, reward_spec: Any) -> Any:  # noqa: ANN401  a TorchRL Composite
+        """Announces the reward's shape."""
+        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1, 1), dtype=torch.float32)
+        return reward_spec
+
+
+SYSTEM = {
+    "tiny": "You are a helpful assistant.",
+    "real": "You solve problems step by step. To calculate, write <tool>12 * 7 + 5</tool>, and the "
+    "next message has the value. Then say the result.",
+}
+
+
+def questions(args: argparse.Namespace, seed: int) -> Iterator[dict[str, list[str]]]:
+    """Yields prompts for ever, no two of them equal, the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    high = 10 if args.model == TINY else 1000
+    for number in itertools.count():
+        a, b, c = torch.randint(1, high, (3,), generator=generator).tolist()
+        yield {"query": [f"Question {seed}.{number}: What is {a} * {b} + {c}?"]}
+
+
+def make_env(
+    args: argparse.Namespace,
+    tokenizer: Any,  # noqa: ANN401
+    *,
+    conversations: int,
+    seed: int,
+    tool_time_s: float = 0.0,
+) -> TransformedEnv:
+    """Returns an environment of several conversations at a time, each with a tool of three turns.
+
+    The prompts repeat for ``group_size`` conversations.
+    """
+    kind = "tiny" if args.model == TINY else "real"
+    env = ChatEnv.from_dataloader(
+        dataloader=questions(args, seed),
+        batch_size=(conversations,),
+        repeats=args.group_size if conversations > 1 else 1,
+        tokenizer=tokenizer,
+        input_mode="history",
+        system_prompt=SYSTEM[kind],
+    )
+    reward, tool = (LowTokenIds, Counter) if kind == "tiny" else (NamesResult, Calculator)
+    env = env.append_transform(StepCounter(max_steps=TURNS)).append_transform(reward())
+    return env.append_transform(tool(tool_time_s, seed))
+
+
+# %% [markdown]
+# ## What a session saves
+#
+# `service.generate(prompts, session_id=...)` keeps all requests of a session on one replica, and
+# `group_id` keeps the first turns of a GRPO group together, so that their common prompt is read
+# once. `vLLMWrapper` passes both by itself: a row whose prompt begins with everything that was said
+# in an earlier call, answer included, is the next turn of that conversation.
+#
+# We let one batch of conversations run twice over the same engines, from empty caches: with
+# sessions, and with a round-robin balancer and a wrapper told not to look for them. This is the
+# *synchronous* form: one `ChatEnv` with all conversations, which take their turns together. There
+# are as many that round robin does not happen to send each row to the same replica again.
+
+
+# %%
+@dataclass
+class Turn:
+    """One turn of one conversation.
+
+    Attributes:
+        routing: ``"sessions"`` or ``"round-robin"``.
+        conversation: Its number.
+        turn: From 1.
+        replica: Which answered.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Those of them that came from the replica's prefix cache.
+        first_version: Oldest policy version that sampled one of the answer's tokens.
+        last_version: Newest one.
+        said: The answer, with what does not print escaped.
+    """
+
+    routing: str
+    conversation: int
+    turn: int
+    replica: str
+    prompt_tokens: int
+    cached_tokens: int
+    first_version: int
+    last_version: int
+    said: str
+
+
+def turns_of(conversation: TensorDictBase, routing: str, number: int) -> list[Turn]:
+    """Returns the turns of a conversation, a row each, as the wrapper stamped them."""
+    return [
+        Turn(
+            routing=routing,
+            conversation=number,
+            turn=at,
+            replica=row["generation", "replica_id"],
+            prompt_tokens=len(row["tokens", "prompt"]),
+            cached_tokens=int(row["generation", "num_cached_tokens"]),
+            first_version=int(row["policy_version"]),
+            last_version=int(row["max_policy_version"]),
+            said=ascii(row["text"].response)[1:-1],
+        )
+        for at, row in enumerate(conversation.unbind(0), 1)
+    ]
+
+
+def measure(
+    args: argparse.Namespace,
+    service: AsyncVLLM,
+    policy: vLLMWrapper,
+    tokenizer: Any,  # noqa: ANN401
+    routing: str,
+) -> list[Turn]:
+    """Runs one batch of conversations from empty caches; returns all turns."""
+    number = args.group_size * max(2, args.groups)
+    number += next(extra for extra in itertools.count() if (number + extra) % args.replicas)
+    service.reset_prefix_cache()
+    env = make_env(args, tokenizer, conversations=number, seed=args.seed)
+    rows = env.rollout(TURNS, policy)
+    return [
+        turn
+        for at, conversation in enumerate(rows.unbind(0))
+        for turn in turns_of(conversation, routing, at)
+    ]
+
+
+def compare(args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any) -> list[Turn]:  # noqa: ANN401
+    """Measures with sessions and without."""
+    policy = make_policy(args, service, tokenizer)
+    service.create_load_balancer("round-robin")
+    loose = policy.get_new_version(find_sessions=False)
+    turns = measure(args, service, loose, tokenizer, "round-robin")
+    service.create_load_balancer()
+    return turns + measure(args, service, policy, tokenizer, "sessions")
+
+
+def cached_share(turns: list[Turn], routing: str) -> float:
+    """Returns the share of later turns' prompt tokens that came from a cache."""
+    later = [one for one in turns if one.routing == routing and one.turn > 1]
+    return sum(one.cached_tokens for one in later) / sum(one.prompt_tokens for one in later)
+
+
+# %% [markdown]
+# ## Training
+#
+# The *asynchronous* form: an `AsyncEnvPool` of one environment for each conversation, in threads of
+# their own, because tools take time. The collector asks the policy for whichever conversations are
+# ready and yields each one when it is complete, while the others are somewhere in the middle.
+# Environments of one group have the same prompts in the same order.
+#
+# `MCAdvantage(trajectory_return="sum")` adds up a conversation's rewards and compares the sums
+# within its group; all turns of a conversation get its advantage.
+#
+# Pushes run in a thread while conversations go on. Requests that are running are paused, kept, and
+# go on with the new weights, so that a conversation, and even a single answer, can have tokens of
+# several versions, each labelled. What was cached under older weights is not used for a new turn:
+# the first turn after a push reads its prompt again.
+
+
+# %%
+@dataclass
+class Step:
+    """What is noted of one step.
+
+    Attributes:
+        step: Number, from 0.
+        reward: Mean over all turns.
+        age: Mean of the trainer's version minus the oldest one of a turn.
+        spanning: Share of the conversations with turns of more than one version.
+        moved: Conversations that did not stay on one replica.
+        rows: Turns trained.
+        seconds: Seconds from the begin of the loop to the end of this step.
+    """
+
+    step: int
+    reward: float
+    age: float
+    spanning: float
+    moved: int
+    rows: int
+    seconds: float
+
+
+class Trainer:
+    """The model, its loss and its optimizer."""
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Any, checkpoint: str) -> None:  # noqa: ANN401
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self.model = model.eval().to(args.device)  # dropout would make it another model
+        policy = TransformersWrapper(
+            self.model,
+            tokenizer=tokenizer,
+            input_mode="tokens",
+            generate=False,
+            return_log_probs=True,
+            pad_output=False,
+            pad_model_input=True,
+            device=args.device,
+        )
+        self._loss = GRPOLoss(policy, entropy_coeff=0.0, masking_strategy="sft", device=args.device)
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=args.lr)
+        self._device = args.device
+
+    def step(self, buffer: ReplayBuffer) -> None:
+        """One optimizer step on everything in the buffer."""
+        rows = len(buffer)
+        for batch in buffer:
+            with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):
+                loss = self._loss(batch.to(self._device)).mean(reduce=True)
+            (loss * len(batch) / rows).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def make_pool(args: argparse.Namespace, tokenizer: Any) -> AsyncEnvPool:  # noqa: ANN401
+    """Returns one environment for each conversation; those of a group share their seed."""
+    return AsyncEnvPool(
+        [
+            partial(
+                make_env,
+                args,
+                tokenizer,
+                conversations=1,
+                seed=1 + args.seed + group,
+                tool_time_s=TOOL_TIME_S,
+            )
+            for group in range(args.groups)
+            for _ in range(args.group_size)
+        ],
+        backend="threading",
+        stack="lazy",
+    )
+
+
+def train(
+    args: argparse.Namespace,
+    service: AsyncVLLM,
+    tokenizer: Any,  # noqa: ANN401
+    checkpoint: str,
+    turns: list[Turn],
+) -> Iterator[Step]:
+    """Runs the loop, yields each step, and adds every turn to ``turns``.
+
+    Raises:
+        errors.SyncError: An engine failed.
+    """
+    trainer = Trainer(args, tokenizer, checkpoint)
+    updater = WeightUpdater(service, source=trainer.model)
+    wanted = args.group_size * args.groups * TURNS
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(4 * wanted),
+        sampler=SamplerWithoutReplacement(drop_last=False),
+        transform=MCAdvantage(grpo_size=args.group_size, trajectory_return="sum"),
+        batch_size=args.rows_per_pass,
+    )
+    start = time.perf_counter()
+    with contextlib.ExitStack() as cleanup:
+        collector = LLMCollector(
+            make_pool(args, tokenizer),
+            policy=make_policy(args, service, tokenizer),
+            dialog_turns_per_batch=args.group_size * args.groups,  # else TorchRL warns; no effect
+            yield_completed_trajectories=True,
+        )
+        cleanup.callback(collector.shutdown)
+        pusher = cleanup.enter_context(ThreadPoolExecutor(max_workers=1))
+        bar = cleanup.enter_context(tqdm(total=args.steps, desc="GRPO", unit="step"))
+        numbered = enumerate(iter(collector))
+        push: Future[Any] | None = None
+        for step in range(args.steps):
+            conversations: list[list[Turn]] = []
+            while len(buffer) < wanted:  # whole groups arrive there; the rest waits in MCAdvantage
+                number, conversation = next(numbered)
+                conversations.append(turns_of(conversation, "training", number))
+                buffer.extend(conversation)
+            if push is not None:
+                push.result()  # it reads the weights that are about to change, or it raises
+            rows = buffer[:]
+            trainer.step(buffer)
+            push = pusher.submit(updater.push_weights)
+            buffer.empty()
+            turns.extend(itertools.chain(*conversations))
+            done = Step(
+                step=step,
+                reward=float(rows["next", "reward"].mean()),
+                age=float((step - rows["policy_version"]).float().mean()),
+                spanning=statistics.mean(len(versions(one)) > 1 for one in conversations),
+                moved=sum(len({turn.replica for turn in one}) > 1 for one in conversations),
+                rows=len(rows),
+                seconds=time.perf_counter() - start,
+            )
+            bar.set_postfix_str(f"reward {done.reward:.3f}", refresh=False)
+            bar.update()
+            yield done
+        if push is not None:
+            push.result()
+
+
+def versions(conversation: list[Turn]) -> list[int]:
+    """Returns the distinct versions of a conversation's turns, in order of time."""
+    seen = [one for turn in conversation for one in (turn.first_version, turn.last_version)]
+    return [version for version, _ in itertools.groupby(seen)]
+
+
+# %% [markdown]
+# ## Results
+#
+# Two pictures, some conversations, and the raw figures of every turn and step, in `--output`.
+
+
+# %%
+def plot_reward(steps: list[Step], args: argparse.Namespace, path: Path) -> None:
+    """Draws reward and age over the steps."""
+    at = [one.step for one in steps]
+    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+        figure, (reward, age) = plt.subplots(
+            2, 1, figsize=(7, 5), sharex=True, layout="constrained", height_ratios=[3, 2]
+        )
+        figure.suptitle(
+            f"GRPO over conversations of {TURNS} turns, {args.model} model, {args.replicas} "
+            f"replicas, {args.group_size} conversations of each prompt",
+            fontsize=10,
+        )
+        reward.plot(at, [one.reward for one in steps], color="tab:blue")
+        reward.set_ylabel("mean reward of a turn")
+        if args.model == TINY:
+            reward.set_ylim(0, 1.02)
+            reward.axhline(REWARD_TARGET, color="grey", linestyle=":", linewidth=1)
+        age.plot(at, [one.age for one in steps], color="tab:orange", label="mean age, versions")
+        age.plot(
+            at,
+            [one.spanning for one in steps],
+            color="tab:green",
+            linestyle="--",
+            label="share of conversations across a push",
+        )
+        age.legend(frameon=False)
+        age.set_xlabel("step")
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def plot_cached(turns: list[Turn], path: Path) -> None:
+    """Draws the mean cached and prompt tokens of each turn, for each replica."""
+    replicas = sorted({one.replica for one in turns})
+    colors = {"sessions": "tab:blue", "round-robin": "tab:orange"}
+    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+        figure, axes = plt.subplots(
+            1, len(replicas), figsize=(7, 3.5), sharey=True, layout="constrained", squeeze=False
+        )
+        figure.suptitle("Prompt tokens from the prefix cache, mean of a turn", fontsize=10)
+        for axis, replica in zip(axes[0], replicas, strict=True):
+            for shift, (routing, color) in zip((-0.2, 0.2), colors.items(), strict=True):
+                for turn in range(1, TURNS + 1):
+                    some = [
+                        one
+                        for one in turns
+                        if (one.replica, one.routing, one.turn) == (replica, routing, turn)
+                    ]
+                    if not some:
+                        continue
+                    first = turn == 1
+                    axis.bar(
+                        turn + shift,
+                        statistics.mean(one.prompt_tokens for one in some),
+                        width=0.36,
+                        color="none",
+                        edgecolor="lightgrey",
+                        label="whole prompt" if first and shift > 0 else None,
+                    )
+                    axis.bar(
+                        turn + shift,
+                        statistics.mean(one.cached_tokens for one in some),
+                        width=0.36,
+                        color=color,
+                        label=routing if first else None,
+                    )
+            axis.set_title(f"replica {replica}", fontsize=9)
+            axis.set_xlabel("turn")
+            axis.set_xticks(range(1, TURNS + 1))
+        axes[0][0].set_ylabel("tokens")
+        axes[0][0].legend(frameon=False)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def cache_table(turns: list[Turn]) -> str:
+    """Returns cached tokens by routing and turn as text."""
+    lines = [f"{'routing':<12} {'turn':>4} {'prompt':>7} {'cached':>7} {'moved':>6}"]
+    for routing in ("sessions", "round-robin"):
+        for turn in range(1, TURNS + 1):
+            some = [one for one in turns if (one.routing, one.turn) == (routing, turn)]
+            before = {
+                one.conversation: one.replica
+                for one in turns
+                if (one.routing, one.turn) == (routing, turn - 1)
+            }
+            moved = sum(one.replica != before.get(one.conversation, one.replica) for one in some)
+            prompt = statistics.mean(one.prompt_tokens for one in some)
+            cached = statistics.mean(one.cached_tokens for one in some)
+            lines.append(f"{routing:<12} {turn:>4} {prompt:>7.1f} {cached:>7.1f} {moved:>6}")
+    return "\n".join(lines)
+
+
+def step_table(steps: list[Step]) -> str:
+    """Returns about ten of the steps as text."""
+    stride = max(1, round(len(steps) / 8))
+    shown = [one for one in steps if one.step % stride == 0 or one is steps[-1]]
+    lines = [f"{'step':>4} {'reward':>7} {'age':>5} {'across a push':>13} {'moved':>5} {'rows':>5}"]
+    lines += [
+        f"{one.step:>4} {one.reward:>7.3f} {one.age:>5.2f} {one.spanning:>13.2f} {one.moved:>5} "
+        f"{one.rows:>5}"
+        for one in shown
+    ]
+    return "\n".join(lines)
+
+
+def transcript(conversation: list[Turn]) -> str:
+    """Returns a conversation with what was noted of each turn."""
+    lines = [f"Conversation {conversation[0].conversation}"]
+    for turn in conversation:
+        span = sorted({turn.first_version, turn.last_version})
+        lines.append(
+            f"  turn {turn.turn}, replica {turn.replica}, version "
+            f"{'-'.join(map(str, span))}, {turn.cached_tokens} of {turn.prompt_tokens} prompt "
+            f"tokens cached: {turn.said[:60]}"
+        )
+    return "\n".join(lines)
+
+
+def by_conversation(turns: list[Turn], routing: str) -> list[list[Turn]]:
+    """Returns the turns of each conversation."""
+    found: defaultdict[int, list[Turn]] = defaultdict(list)
+    for one in turns:
+        if one.routing == routing:
+            found[one.conversation].append(one)
+    return list(found.values())
+
+
+def save(steps: list[Step], turns: list[Turn], args: argparse.Namespace) -> None:
+    """Writes pictures, tables and figures to the output directory, and prints the tables."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    measured = [one for one in turns if one.routing != "training"]
+    text = cache_table(measured)
+    plot_cached(measured, args.output / "cached.png")
+    if steps:
+        plot_reward(steps, args, args.output / "reward.png")
+        conversations = by_conversation(turns, "training")
+        shown = [*[one for one in conversations if len(versions(one)) > 1][:2], *conversations[-1:]]
+        text = "\n\n".join([text, step_table(steps), *map(transcript, shown)])
+    (args.output / "table.txt").write_text(text + "\n")
+    for name, rows, kind in (("turns.csv", turns, Turn), ("steps.csv", steps, Step)):
+        with (args.output / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(kind)])
+            writer.writeheader()
+            writer.writerows(asdict(one) for one in rows)
+    print(text)
+    print(f"Written to {args.output}: cached.png, reward.png, table.txt, turns.csv, steps.csv")
+
+
+def shortcomings(steps: list[Step], turns: list[Turn], args: argparse.Namespace) -> list[str]:
+    """Returns which of the claims at the top of this file are not borne out."""
+    found = []
+    for routing in ("sessions", "training"):
+        moved = sum(
+            len({turn.replica for turn in one}) > 1 for one in by_conversation(turns, routing)
+        )
+        if moved:
+            found.append(f"{routing}: {moved} conversations did not stay on one replica")
+    if all(
+        len({turn.replica for turn in one}) == 1 for one in by_conversation(turns, "round-robin")
+    ):
+        found.append("no conversation moved under round-robin: the comparison shows nothing")
+    cold = [t for t in turns if t.routing == "sessions" and t.turn > 1 and t.cached_tokens <= 0]
+    if cold:
+        found.append(f"{len(cold)} later turns of sessions found nothing in their replica's cache")
+    pinned, loose = cached_share(turns, "sessions"), cached_share(turns, "round-robin")
+    if not pinned > loose:
+        found.append(f"sessions had {pinned:.3f} of their prompts cached, round-robin {loose:.3f}")
+    trained = [versions(one) for one in by_conversation(turns, "training")]
+    if not any(len(one) > 1 for one in trained):
+        found.append("no conversation went on across a push")
+    if any(one != sorted(one) for one in trained):
+        found.append("a conversation's versions went back")
+    last = statistics.mean(one.reward for one in steps[-5:])
+    if args.model == TINY and not args.smoke and not last >= REWARD_TARGET:
+        found.append(f"the reward ended at {last:.3f}, not at {REWARD_TARGET}")
+    if args.smoke and not last >= steps[0].reward - REWARD_SLACK:
+        found.append(f"the reward fell from {steps[0].reward:.3f} to {last:.3f}")
+    return found
+
+
+# %% [markdown]
+# ## All together
+#
+# Blocks of 32 tokens: prefixes are cached in whole blocks, and these conversations are short.
+
+
+# %%
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tutorial.
+
+    Returns:
+        The exit status: 0 if all claims hold.
+    """
+    args = parse_args(argv)
+    keep_quiet()
+    torch.manual_seed(args.seed)
+    steps: list[Step] = []
+    turns: list[Turn] = []
+    problems: list[str] = []
+    began = time.perf_counter()
+    with started(args, "03_multi_turn", block_size=32) as (service, tokenizer, checkpoint):
+        began = time.perf_counter()
+        try:
+            turns += compare(args, service, tokenizer)
+            training = train(args, service, tokenizer, checkpoint, turns)
+            with contextlib.closing(training):
+                for step in training:
+                    steps.append(step)  # noqa: PERF402  those before a failure are kept
+        except errors.SyncError as error:
+            problems.append(f"step {len(steps)}: {type(error).__name__}: {error}")
+    seconds = time.perf_counter() - began
+
+    routings = {one.routing for one in turns}
+    pinned, loose = (
+        cached_share(turns, one) if one in routings else math.nan
+        for one in ("sessions", "round-robin")
+    )
+    if turns:
+        save(steps, turns, args)
+    if steps:
+        problems += shortcomings(steps, turns, args)
+    first = steps[0].reward if steps else math.nan
+    last = statistics.mean(one.reward for one in steps[-5:]) if steps else math.nan
+    print(*problems, sep="\n", end="\n" if problems else "")
+    print(
+        f"{'FAIL' if problems else 'PASS'} reward {first:.3f} -> {last:.3f} cached {pinned:.3f} "
+        f"round-robin {loose:.3f} seconds {seconds:.1f}",
+        flush=True,
+    )
+    return 1 if problems else 0
+
+
+# %%
+if __name__ == "__main__":
+    # A notebook has arguments of its own, which are none of ours.
+    sys.exit(main([] if "ipykernel" in sys.modules else None))
