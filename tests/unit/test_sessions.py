@@ -1,15 +1,18 @@
 """Keys of requests: how they are checked, and where the ledger sends requests that have them."""
 
+import pickle
 import random  # noqa: TID251 - seeded
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from torchrl_vllm_sync.balancer import LoadBalancer
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.load import LoadSnapshot
+from torchrl_vllm_sync.load import LoadSnapshot, LoadTracker
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.routing import StrategySettings
 from torchrl_vllm_sync.sessions import SessionLedger, as_keys, key_per_prompt
@@ -217,3 +220,126 @@ def test_processes_with_other_hash_seeds_agree_on_where_new_sessions_go():
     ]
     assert told[0] == told[1]
     assert set(told[0].split()) == {"0", "1", "2", "3"}  # and do not all go to one replica
+
+
+# Through a balancer
+
+
+class Service:
+    """What a balancer needs of a service; its actors are never called."""
+
+    def __init__(self, num=3):
+        self.actors = [object() for _ in range(num)]
+        self.load = LoadTracker([f"r{at}" for at in range(num)], state=ReplicaState.SERVING)
+
+
+def send(balancer, **keys):
+    with balancer.reserve([1, 2, 3], **keys) as place:
+        return place.replica_id
+
+
+STRATEGIES = ["prefix-aware", "requests", "kv-cache", "round-robin", ["round-robin", "requests"]]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_sessions_stay_under_every_strategy(strategy):
+    balancer = LoadBalancer(Service(), strategy)
+    homes = [{send(balancer, session_id=at % 10) for _ in range(3)} for at in range(30)]
+    assert all(len(home) == 1 for home in homes)
+    assert all(homes[at] == homes[at % 10] for at in range(30))
+
+
+def test_requests_without_keys_are_the_strategys_as_before():
+    plain, mixed = LoadBalancer(Service(), "round-robin"), LoadBalancer(Service(), "round-robin")
+    alone = [send(plain) for _ in range(9)]
+    between = []
+    for _ in range(9):
+        between.append(send(mixed))
+        send(mixed, session_id="chat", group_id="prompt")
+    assert between == alone == ["r0", "r1", "r2"] * 3
+
+
+@pytest.mark.parametrize("state", [one for one in ReplicaState if not one.admits_requests], ids=str)
+def test_a_session_leaves_a_replica_that_takes_no_requests(state):
+    service = Service()
+    balancer = LoadBalancer(service)
+    home = send(balancer, session_id="chat")
+    service.load.mark(home, state, "")
+    moved = send(balancer, session_id="chat")
+    assert moved != home
+    service.load.mark(home, ReplicaState.SERVING, "")
+    assert send(balancer, session_id="chat") == moved
+
+
+def test_a_session_waits_in_a_replica_that_is_being_updated():
+    service = Service()
+    balancer = LoadBalancer(service)
+    home = send(balancer, session_id="chat")
+    service.load.mark(home, ReplicaState.UPDATING, "")
+    assert send(balancer, session_id="chat") == home
+
+
+def test_a_session_goes_on_elsewhere_without_the_replica_that_lost_its_request():
+    balancer = LoadBalancer(Service())
+    home = send(balancer, session_id="chat")
+    with balancer.reserve([1], session_id="chat", exclude={home}) as place:
+        assert place.replica_id != home
+    assert send(balancer, session_id="chat") == place.replica_id
+
+
+def test_a_batch_has_a_key_for_each_prompt():
+    balancer = LoadBalancer(Service())
+    first = balancer.reserve_batch([[at] for at in range(6)], session_id=list("abcdef"))
+    again = balancer.reserve_batch([[9], [9], [9]], session_id=["f", None, "a"])
+    assert again[0].replica_id == first[5].replica_id
+    assert again[2].replica_id == first[0].replica_id
+    assert {place.replica_id for place in first} == {"r0", "r1", "r2"}
+
+
+@pytest.mark.parametrize("keys", [{"session_id": ["a"]}, {"group_id": [1, 2, 3]}])
+def test_a_batch_with_too_few_or_many_keys_reserves_nothing(keys):
+    service = Service()
+    with pytest.raises(UnsupportedArgumentError, match="one for each of 2 prompts"):
+        LoadBalancer(service).reserve_batch([[1], [2]], **keys)
+    with pytest.raises(UnsupportedArgumentError, match=next(iter(keys))):
+        LoadBalancer(service).reserve([1], **keys | {next(iter(keys)): 0.5})
+    assert service.load.total_in_flight == 0
+
+
+def test_a_balancer_remembers_as_many_sessions_as_it_is_told():
+    balancer = LoadBalancer(Service(), max_sessions=2)
+    for chat in "abc":
+        send(balancer, session_id=chat)
+    assert balancer.release_sessions("a") == 0
+    assert balancer.release_sessions(iter("bc")) == 2
+    with pytest.raises(UnsupportedArgumentError, match=r"session_ids must be .* got None"):
+        balancer.release_sessions([None])
+    with pytest.raises(UnsupportedArgumentError, match="max_sessions must be at least 1"):
+        LoadBalancer(Service(), max_sessions=0)
+
+
+def test_a_pickled_balancer_has_sessions_of_its_own():
+    balancer = LoadBalancer(Service(), max_sessions=50)
+    homes = {chat: send(balancer, session_id=chat) for chat in range(40)}
+    copy = pickle.loads(pickle.dumps(balancer))
+    assert copy.release_sessions(range(40)) == 0
+    assert {chat: send(copy, session_id=chat) for chat in range(40)} == homes  # equal loads
+    assert balancer.release_sessions(range(40)) == 40
+
+
+def test_many_threads_keep_sessions_where_they_are():
+    service = Service()
+    balancer = LoadBalancer(service)
+    homes = [send(balancer, session_id=chat) for chat in range(8)]
+
+    def talk(chat):
+        for _ in range(200):
+            assert send(balancer, session_id=chat) == homes[chat]
+            send(balancer, session_id=f"short {chat}", group_id="hot")
+            balancer.release_sessions(f"short {chat}")
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(talk, chat) for chat in range(8)]:
+            done.result(timeout=50)
+    assert service.load.total_in_flight == 0
+    assert balancer.release_sessions(range(8)) == 8
