@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from torchrl.weight_update.llm import get_model_metadata
 from vllm import LLM, SamplingParams
 
 from tests.engine.checks import SEQUENCES, TOLERANCE, perturbed
-from torchrl_vllm_sync import WeightUpdater
+from torchrl_vllm_sync import (
+    VLLMDoubleBufferSyncScheme,
+    VLLMWeightSyncScheme,
+    WeightUpdater,
+)
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
     UnsupportedArgumentError,
@@ -136,3 +141,26 @@ def test_an_llm_without_the_extension_is_refused(llm, monkeypatch):
         monkeypatch.setattr(parallel, "worker_extension_cls", given)
         with pytest.raises(UnsupportedArgumentError, match=r"worker_extension_cls='torchrl_"):
             LocalLLM(llm)
+
+
+def test_torchrls_schemes_push_and_poll(llm, model, tmp_path):
+    """TorchRL 0.14.1's double buffer takes an ``LLM`` for a Ray service, and fails."""
+    broadcast = VLLMWeightSyncScheme(transport="broadcast")
+    sender = broadcast.create_sender()
+    sender.register_model(perturbed(model, seed=21))
+    sender.init_all_workers_group(get_model_metadata(model), vllm_engine=llm)
+    version = sender.update_weights().version
+    assert distance(llm, model) < TOLERANCE
+    broadcast.shutdown()
+
+    stored = VLLMDoubleBufferSyncScheme(tmp_path)
+    sender = stored.create_sender()
+    sender.register_model(perturbed(model, seed=22))
+    receiver = stored.create_receiver(llm)
+    assert not receiver.poll_and_apply()
+    sender.update_weights(version=version + 1)
+    assert distance(llm, model) > 100 * TOLERANCE
+    assert receiver.poll_and_apply()
+    assert distance(llm, model) < TOLERANCE
+    assert not receiver.poll_and_apply()
+    stored.shutdown()
