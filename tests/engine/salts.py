@@ -1,4 +1,4 @@
-"""An actor whose requests go on finding the keys of old weights, for a twin that must notice."""
+"""An actor that goes wrong in its bookkeeping of versions, for twins that must notice."""
 
 
 def freeze_salt(actor):
@@ -10,3 +10,25 @@ def freeze_salt(actor):
 def thaw_salt(actor):
     """Undoes :func:`freeze_salt`."""
     del type(actor._updates).salt
+
+
+def count_wrongly(actor):
+    """Spans are counted one token late, as if an output had been overlooked."""
+    kind = type(actor._gate)
+    right = kind.switch
+
+    def switch(gate, version):
+        right(gate, version)
+        for request in gate.running.values():
+            for sample in request.samples.values():
+                last, position = sample._starts[-1]
+                sample._starts[-1] = (last, position + 1)
+
+    kind.right_switch, kind.switch = right, switch
+
+
+def restore_counting(actor):
+    """Undoes :func:`count_wrongly`."""
+    kind = type(actor._gate)
+    kind.switch = kind.right_switch
+    del kind.right_switch
