@@ -7,7 +7,6 @@ for ever: each wait has a deadline, after which the communicator is given up on 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 
 from torchrl_vllm_sync.errors import TransferError
+from torchrl_vllm_sync.weights.nccl_environment import nccl_environment
 from torchrl_vllm_sync.weights.rendezvous import (
     Rendezvous,
     host_store,
@@ -38,16 +38,6 @@ STORE_POLL_S = 50e-6
 WATCH_S = 0.05
 LEFT, GIVEN_UP = "left", "given-up"
 CLOSED = "the group is not connected, or was closed after a failure"
-# ProcessGroupNCCL's watchdog would end the whole process when a collective fails.
-QUIET_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-# Pinned in vLLM's workers by batch invariance; both ends of a communicator must agree on them.
-PINNED_BY_VLLM = (
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NCCL_NTHREADS",
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_MAX_NCHANNELS",
-)
 
 
 class BroadcastGroup:
@@ -188,7 +178,7 @@ class BroadcastGroup:
             raise TransferError(f"rank {self.rank} of the group is taken already")
         keys = [f"rank/{rank}" for rank in range(self.rendezvous.world_size)]
         self.await_keys(keys, deadline, "come to the rendezvous in time", watch)
-        with self._environment():
+        with self._nccl_environment():
             self._group = self._make_group(max(deadline - time.monotonic(), 1.0))
         word = torch.full((1,), float(self.rank == TRAINER_RANK), device=self.device)
         self.broadcast(word, timeout_s=max(deadline - time.monotonic(), 1.0)).wait()
@@ -374,29 +364,7 @@ class BroadcastGroup:
         options._devices = [device]
         return ProcessGroupGloo(store, self.rank, world_size, options)
 
-    @contextlib.contextmanager
-    def _environment(self) -> Iterator[None]:
-        """Sets what NCCL reads when a communicator is made, and takes it back afterwards."""
+    def _nccl_environment(self) -> contextlib.AbstractContextManager[None]:
         if self._stream is None:
-            yield
-            return
-        wanted: dict[str, str | None] = dict(QUIET_NCCL)
-        if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
-            wanted |= dict.fromkeys(PINNED_BY_VLLM)
-        if self.rendezvous.interface is not None:
-            # "=": this one, not all whose names begin so.
-            wanted["NCCL_SOCKET_IFNAME"] = f"={self.rendezvous.interface}"
-        before = {name: os.environ.get(name) for name in wanted}
-        _set_environment(wanted)
-        try:
-            yield
-        finally:
-            _set_environment(before)
-
-
-def _set_environment(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+            return contextlib.nullcontext()
+        return nccl_environment(self.rendezvous.interface)
