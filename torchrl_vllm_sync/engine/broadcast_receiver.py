@@ -47,8 +47,8 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(name, BroadcastReceiver)
 
 
-# Seconds between looks at staged weights that are arriving: each look takes the interpreter from the
-# thread that launches the engine's kernels.
+# Seconds between looks at staged weights that are arriving: each look takes the interpreter from
+# the thread that launches the engine's kernels.
 STAGED_POLL_S = 1e-3
 
 
