@@ -87,7 +87,7 @@ def queries_of_the_synchronous_program(tutorial, args, service, steps):
 
 def test_with_bound_0_the_program_is_the_synchronous_one(tutorial, service, checkpoint, model):
     args, run = trained(tutorial, service, checkpoint, model, "--staleness", "0", "--steps", "5")
-    assert tutorial.shortcomings(run, args) == []
+    assert tutorial.unaccounted(run, args) == []
     wanted = queries_of_the_synchronous_program(tutorial, args, service, 5)
     assert [Counter(one) for one in run.queries] == [Counter(one) for one in wanted]
     assert len({frozenset(one) for one in run.queries}) > 1
@@ -101,7 +101,7 @@ def test_with_bound_0_the_program_is_the_synchronous_one(tutorial, service, chec
 def test_what_ran_ahead_of_the_bound_is_dropped(tutorial, service, checkpoint, model):
     settings = ["--staleness", "0", "--ahead", "2", "--steps", "3"]
     args, run = trained(tutorial, service, checkpoint, model, *settings)
-    assert tutorial.shortcomings(run, args) == []
+    assert tutorial.unaccounted(run, args) == []
     # Three batches of one version: the first step trains one and makes the others too old.
     assert [one.dropped for one in run.steps][:2] == [0, 2 * ROWS]
     assert [one.max_staleness for one in run.steps] == [0] * 3
@@ -113,7 +113,7 @@ def test_what_ran_ahead_of_the_bound_is_dropped(tutorial, service, checkpoint, m
 def test_what_ran_ahead_of_the_bound_counts_less(tutorial, service, checkpoint, model):
     settings = ["--staleness", "1", "--ahead", "2", "--steps", "3", "--stale", "reweight"]
     args, run = trained(tutorial, service, checkpoint, model, *settings)
-    assert tutorial.shortcomings(run, args) == []
+    assert tutorial.unaccounted(run, args) == []
     assert run.num_dropped == 0
     assert run.steps[0].staleness == 0
     assert run.steps[1].staleness > 0
