@@ -86,9 +86,11 @@ collector_versions conversations ray_buffer
 updater policy
 sync_sender
 sync_receiver
+service_scheme
 sync_scheme
 transforms.version_source transforms.stamps
-transforms.version_stamp transforms.staleness_filter transforms.staleness_weight transforms.generation_statistics
+transforms.version_stamp transforms.staleness_filter transforms.staleness_weight
+transforms.generation_statistics
 transforms
 """
 
