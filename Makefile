@@ -82,7 +82,6 @@ upstream-tests: $(STAMP)  ## Run TorchRL's own tests on this library's engine (S
 	@test -d "$(SRC)/test/llm" || { echo "SRC must name a checkout of pytorch/rl, got '$(SRC)'"; exit 2; }
 	PYTHONPATH=tools/upstream:$(CURDIR) $(BIN)/python -m pytest -c tools/upstream/pytest.ini \
 	    --rootdir="$(SRC)" -p upstream_plugin $(addprefix $(SRC)/test/llm/,$(UPSTREAM_FILES)) \
-	    --deselect "$(SRC)/test/llm/test_wrapper.py::test_async_vllm_prefix_caching_defaults_to_false" \
 	    $(UPSTREAM_ARGS)
 
 # Versions stay as they are wherever they still fit; LOCK_ARGS=--upgrade takes the newest.

@@ -215,9 +215,11 @@ def test_a_collectors_version_moves_once_a_push_whichever_way(service, model):
 def test_two_collectors_share_an_updater(service, model):
     updater = WeightUpdater(service, source=model)
     collectors = [make_collector(service, weight_updater=updater) for _ in range(2)]
-    before = [collector.policy_version for collector in collectors]
-    updater.push_weights()
-    assert [collector.policy_version for collector in collectors] == [one + 1 for one in before]
+    for push in (updater.push_weights, collectors[0].update_policy_weights_):
+        before = service.weight_version
+        push()
+        assert service.weight_version == before + 1
+        assert {collector.policy_version for collector in collectors} == {before + 1}
     for collector in collectors:
         collector.shutdown()
 

@@ -6,7 +6,8 @@
   service of it in ``test_llm_collectors.py``, whose tests construct their engine there;
 - the names of published checkpoints resolve to tiny random ones, through a Hugging Face cache made
   for the run, with the network switched off;
-- ``torch.cuda`` says that there is a GPU, to callers in TorchRL's test files only.
+- ``torch.cuda`` says that there is a GPU, to callers in TorchRL's test files only, and models that
+  they load onto it stay on the CPU.
 """
 
 from __future__ import annotations
@@ -113,7 +114,17 @@ def shared_service(model: str, **kwargs: Any) -> Any:  # noqa: ANN401  a service
 def pretend_gpu() -> None:
     """Has ``torch.cuda`` report one GPU to callers in test files; the rest hears the truth."""
     import torch
+    from transformers import AutoModelForCausalLM
 
+    loader: Any = AutoModelForCausalLM
+    load = loader.from_pretrained
+
+    @functools.wraps(load)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  a model
+        placed = ("device_map", "attn_implementation")
+        return load(*args, **{name: one for name, one in kwargs.items() if name not in placed})
+
+    loader.from_pretrained = on_cpu
     for name, pretended in (("is_available", True), ("device_count", 1)):
         setattr(torch.cuda, name, _told_by_caller(getattr(torch.cuda, name), pretended))
 
