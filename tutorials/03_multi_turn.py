@@ -86,7 +86,7 @@ REWARD_SLACK = 0.1
 TOOL_TIME_S = 0.03  # what a call of the tool takes on average, in the pool
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
-        "steps": 60,
+        "steps": 45,
         "lr": 5e-3,
         "max_tokens": 16,
         "max_model_len": 512,
@@ -611,7 +611,11 @@ def plot_cached(turns: list[Turn], path: Path) -> None:
             axis.set_xlabel("turn")
             axis.set_xticks(range(1, TURNS + 1))
         axes[0][0].set_ylabel("tokens")
-        axes[0][0].legend(frameon=False)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        order = sorted(range(len(labels)), key=lambda at: labels[at] == "whole prompt")
+        axes[0][0].legend(
+            [handles[at] for at in order], [labels[at] for at in order], frameon=False
+        )
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
