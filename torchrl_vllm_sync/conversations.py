@@ -166,7 +166,8 @@ class ConversationFinder:
         return one
 
     def _begin(self, session_id: str, digests: list[int]) -> Conversation:
-        one = Conversation(session_id, f"prompt-{digests[-1]:016x}")
+        start = digests[-1] if digests else 0  # nothing was said yet
+        one = Conversation(session_id, f"prompt-{start:016x}")
         self._known[session_id] = one, []
         if len(self._known) > self._capacity:
             self._forget(next(iter(self._known)))

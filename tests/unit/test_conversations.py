@@ -160,6 +160,12 @@ def test_in_a_pool_the_environment_is_the_place():
     assert finder.ended() == [first[1].session_id]
 
 
+def test_rows_without_messages_are_conversations_too():
+    first = find(ConversationFinder(), [[], []])
+    assert len(set(sessions(first))) == 2
+    assert first[0].group_id == first[1].group_id
+
+
 def test_without_numbers_and_content_nothing_tells():
     assert ConversationFinder().find(rows(1), [["a"]], by_content=False) is None
 
