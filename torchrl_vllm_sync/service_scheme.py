@@ -1,4 +1,4 @@
-"""What TorchRL's weight sync schemes over a service share: its interfaces, and a sender behind them.
+"""What TorchRL's weight sync schemes over a service share: its interfaces over one sender.
 
 One scheme serves both of TorchRL's interfaces: as a collector's ``weight_sync_schemes=``, and
 through ``create_sender`` and ``create_receiver``, as the GRPO scripts use it.
