@@ -71,6 +71,7 @@ class LocalLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
+        _require_extension(llm)
         known = vars(llm.llm_engine).get(REPLICA_ATTRIBUTE)
         self._replica: _LocalReplica = known or _LocalReplica(llm)
         self._metadata: list[ParamMeta] | None = None
@@ -175,6 +176,21 @@ class LocalLLM:
         return self._metadata
 
 
+def _require_extension(llm: LLM) -> None:
+    """Refuses an ``LLM`` whose workers cannot take weights.
+
+    Raises:
+        UnsupportedArgumentError: It was not created with this library's extension.
+    """
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    extension = llm.llm_engine.vllm_config.parallel_config.worker_extension_cls
+    if not extension or not issubclass(resolve_obj_by_qualname(extension), SyncWorkerExtension):
+        raise UnsupportedArgumentError(
+            f"the LLM must be created with worker_extension_cls={EXTENSION!r}, got {extension!r}"
+        )
+
+
 def _settle(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
     answer = target(*args, **kwargs)
     if not asyncio.iscoroutine(answer):
@@ -207,15 +223,7 @@ class _LocalReplica(EngineActor):
     """What a replica's actor does, over an ``LLM`` instead of an ``AsyncLLM``."""
 
     def __init__(self, llm: LLM) -> None:
-        from vllm.utils.import_utils import resolve_obj_by_qualname
-
         engine: Any = llm.llm_engine
-        extension = engine.vllm_config.parallel_config.worker_extension_cls
-        if not extension or not issubclass(resolve_obj_by_qualname(extension), SyncWorkerExtension):
-            raise UnsupportedArgumentError(
-                f"the LLM must be created with worker_extension_cls={EXTENSION!r}, got "
-                f"{extension!r}"
-            )
         super().__init__(
             replica_id=REPLICA_ID, engine_args=engine, environment={}, service_name="local"
         )

@@ -5,7 +5,7 @@ import torch
 from torchrl.weight_update.llm import get_model_metadata
 from vllm import LLM, SamplingParams
 
-from tests.engine.checks import SEQUENCES, TOLERANCE, perturbed
+from tests.engine.checks import SEQUENCES, TOLERANCE, assert_labelled, perturbed
 from torchrl_vllm_sync import (
     VLLMDoubleBufferSyncScheme,
     VLLMWeightSyncScheme,
@@ -164,3 +164,33 @@ def test_torchrls_schemes_push_and_poll(llm, model, tmp_path):
     assert distance(llm, model) < TOLERANCE
     assert not receiver.poll_and_apply()
     stored.shutdown()
+
+
+def test_outputs_say_which_version_sampled_them(llm, updater, model):
+    params = SamplingParams(n=2, temperature=1.0, max_tokens=6, ignore_eos=True)
+    for step in (1, 2):
+        version = updater.push_weights(perturbed(model, seed=470 + step)).version
+        for output in llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 3, params, use_tqdm=False):
+            assert_labelled(output)
+            assert output.version_spans == (((version, 0, 6),),) * 2
+            assert output.replica_id == "0"
+            # vLLM's LLM keeps no statistics unless it is asked to.
+            assert {one.decode_s for one in output.sample_reports} == {None}
+    assert updater.service.weight_versions == {"0": version}
+
+
+def test_a_second_updater_counts_on(llm, model):
+    first = WeightUpdater(llm)
+    heard, version = [], first.push_weights(perturbed(model, seed=480)).version
+    second = WeightUpdater(llm)
+    assert second.service.weight_version == version
+    second.service.register_version_hook(lambda report: heard.append(report.version))
+    assert second.push_weights(perturbed(model, seed=481)).version == version + 1
+    assert heard == [version + 1]
+    assert first.service.weight_version == version + 1
+    (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False)
+    assert_labelled(output)
+    assert output.min_version == version + 1
+    assert distance(llm, model) < TOLERANCE
+    first.service.close()
+    second.service.close()
