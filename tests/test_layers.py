@@ -65,7 +65,8 @@ engine.actor
 # requests on their way
 routing.prefix routing.prompt load_monitor reservation
 routing.strategies
-routing
+routing.chain
+routing bare_actors
 sessions
 balancer
 dispatch

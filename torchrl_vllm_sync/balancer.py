@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from torchrl_vllm_sync.bare_actors import BareActors
 from torchrl_vllm_sync.errors import (
     InvalidPromptError,
     NoReplicaAvailableError,
@@ -14,22 +15,18 @@ from torchrl_vllm_sync.errors import (
     VersionNotReachedError,
 )
 from torchrl_vllm_sync.load import LoadSnapshot, LoadTracker, describe_replicas
-from torchrl_vllm_sync.load_monitor import BareActorReader, LoadMonitor
-from torchrl_vllm_sync.replica import Replica, ReplicaState
 from torchrl_vllm_sync.reservation import Reservation
 from torchrl_vllm_sync.routing import (
     RoutingRequest,
     StrategySettings,
     routing_prompt,
-    strategy_factory,
 )
-from torchrl_vllm_sync.routing.strategies import LeastRequests, RoundRobin
+from torchrl_vllm_sync.routing.chain import StrategyChain
 from torchrl_vllm_sync.sessions import SessionLedger, as_keys, key_per_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torchrl_vllm_sync.routing import RoutingStrategy
     from torchrl_vllm_sync.sessions import RequestKey
 
 __all__ = ["BalancedService", "LoadBalancer", "Reservation"]
@@ -136,13 +133,12 @@ class LoadBalancer:
         self.seed = seed
         self._monitor_interval_s = monitor_interval_s
         self._max_sessions = max_sessions
-        self._factories = [strategy_factory(name) for name in self.strategies]
         self._build_strategies(first_turn=0)
 
         self._service: BalancedService | None = None
         self._actors: list[Any] = []
         self._tracker = tracker
-        self._monitor: LoadMonitor | None = None
+        self._bare: BareActors | None = None
         if isinstance(actors_or_service, (list, tuple)):
             self._take_actors(list(actors_or_service))
         elif isinstance(actors_or_service, BalancedService):
@@ -293,7 +289,7 @@ class LoadBalancer:
         tracker = self._ready()
         with tracker.lock:
             snapshots = tracker.snapshots()
-            round_robin_index = self._round_robin_index(snapshots)
+            round_robin_index = self._chain.turn(snapshots)
         return {
             "strategies": list(self.strategies),
             "primary_strategy": self.strategy,
@@ -302,60 +298,35 @@ class LoadBalancer:
             "overload_threshold": self.overload_threshold,
             "round_robin_index": round_robin_index,
             "actor_stats": [
-                {
-                    "actor_index": index,
-                    "replica_id": snapshot.replica_id,
-                    "state": str(snapshot.state),
-                    "reason": snapshot.reason,
-                    "pending_requests": snapshot.in_flight,
-                    "num_unfinished": snapshot.num_unfinished,
-                    "num_running": snapshot.num_running,
-                    "num_waiting": snapshot.num_waiting,
-                    "cache_usage": snapshot.kv_cache_usage,
-                    "weight_version": snapshot.weight_version,
-                    "age_s": snapshot.age_s,
-                }
+                {"actor_index": index, **snapshot.as_stats()}
                 for index, snapshot in enumerate(snapshots)
             ],
         }
 
     def close(self) -> None:
         """Stops asking the actors of a list; the balancer goes on with what it counts itself."""
-        monitor, self._monitor = self._monitor, None
-        if monitor is not None:
-            monitor.stop()
+        bare, self._bare = self._bare, None
+        if bare is not None:
+            bare.stop()
 
     def _take_actors(self, actors: list[Any]) -> None:
         if not actors:
             raise UnsupportedArgumentError("actors_or_service must have at least 1 actor, got []")
         self._actors = actors
         if self._tracker is None:
-            replica_ids = [str(index) for index in range(len(actors))]
-            self._tracker = LoadTracker(replica_ids, state=ReplicaState.SERVING)
-            self._monitor = self._new_monitor()
-            self._monitor.start()
+            self._bare = BareActors(actors, interval_s=self._monitor_interval_s)
+            self._tracker = self._bare.tracker
+            self._bare.start()
         elif len(self._tracker.replica_ids) != len(actors):
             raise UnsupportedArgumentError(
                 f"tracker must have one replica for each of the {len(actors)} actors, "
                 f"got {self._tracker.replica_ids}"
             )
 
-    def _new_monitor(self) -> LoadMonitor:
-        assert self._tracker is not None, "only a balancer with its own tracker has a monitor"
-        return LoadMonitor(
-            self._tracker,
-            self._bare_replicas,
-            interval_s=self._monitor_interval_s,
-            read=BareActorReader(),
-        )
-
-    def _bare_replicas(self) -> list[Replica]:
-        return [Replica(str(index), actor) for index, actor in enumerate(self._actors)]
-
     def _ready(self) -> LoadTracker:
         """The ledger, with its monitor running: a copy's, or a forked child's, is started here."""
-        if self._monitor is not None:
-            self._monitor.start()
+        if self._bare is not None:
+            self._bare.start()
         return self.load
 
     def _build_strategies(self, first_turn: int) -> None:
@@ -366,8 +337,7 @@ class LoadBalancer:
             seed=self.seed,
             first_turn=first_turn,
         )
-        self._strategies: list[RoutingStrategy] = [make(settings) for make in self._factories]
-        self._last_resort = LeastRequests(settings)
+        self._chain = StrategyChain(self.strategies, settings)
         self._sessions = SessionLedger(self._max_sessions)
 
     def _choose(
@@ -405,17 +375,7 @@ class LoadBalancer:
                 candidates=[snapshot.replica_id for snapshot in choices],
             )
             return position
-        for name, strategy in zip(self.strategies, self._strategies, strict=True):
-            position = strategy.choose(request, choices)
-            if position is None:
-                continue
-            if not isinstance(position, int) or not 0 <= position < len(choices):
-                raise IndexError(
-                    f"strategy {name!r} must choose one of {len(choices)} positions, "
-                    f"got {position!r}"
-                )
-            return position
-        return self._last_resort.choose(request, choices)
+        return self._chain.choose(request, choices)
 
     def _reserve(
         self,
@@ -428,27 +388,13 @@ class LoadBalancer:
         tracker.reserve(replica_id)
         return Reservation(tracker, replica_id, index)
 
-    def _round_robin_index(self, snapshots: list[LoadSnapshot]) -> int:
-        candidates = [
-            (index, snapshot)
-            for index, snapshot in enumerate(snapshots)
-            if snapshot.state.admits_requests
-        ]
-        for strategy in self._strategies:
-            if isinstance(strategy, RoundRobin) and candidates:
-                return candidates[strategy.peek([snapshot for _, snapshot in candidates])][0]
-        return 0
-
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_strategies"], state["_last_resort"], state["_sessions"]
-        state["_monitor"] = self._monitor is not None
+        del state["_chain"], state["_sessions"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A service that holds this balancer may not be whole yet: leave it alone.
-        has_monitor = state.pop("_monitor")
         self.__dict__.update(state)
         self.seed = secrets.randbits(63)
         self._build_strategies(first_turn=self.seed)
-        self._monitor = self._new_monitor() if has_monitor else None

@@ -70,6 +70,21 @@ class LoadSnapshot:
             reported = self.num_running + self.num_waiting
         return self.in_flight if reported is None else max(self.in_flight, reported)
 
+    def as_stats(self) -> dict[str, Any]:
+        """Returns what is known, under the names that TorchRL's statistics of a balancer have."""
+        return {
+            "replica_id": self.replica_id,
+            "state": str(self.state),
+            "reason": self.reason,
+            "pending_requests": self.in_flight,
+            "num_unfinished": self.num_unfinished,
+            "num_running": self.num_running,
+            "num_waiting": self.num_waiting,
+            "cache_usage": self.kv_cache_usage,
+            "weight_version": self.weight_version,
+            "age_s": self.age_s,
+        }
+
     def reaches(self, version: int) -> bool:
         """Whether the replica is known to hold ``version`` or a later one."""
         return self.weight_version is not None and self.weight_version >= version
