@@ -170,16 +170,14 @@ def test_a_collector_that_yields_trajectories():
     collector.shutdown()
 
 
-def test_an_updater_moves_the_collectors_version_once():
+def test_a_collector_that_hears_of_a_version_twice_moves_once():
     service = Service()
-    updater = WeightUpdater(service)
-    following, counting = VersionStamp(updater), VersionStamp()
+    following, counting = VersionStamp(WeightUpdater(service)), VersionStamp()
     collectors = [make_collector(Policy(service), one) for one in (following, counting)]
-    for one in collectors:
-        updater.register_collector(one)
     for version in (1, 2):
         service.weight_version = version
-        updater.increment_version()
+        for one in [*collectors, *collectors]:
+            hear(one, version)
         assert [one.policy_version for one in collectors] == [version, version]
     for one in collectors:
         one.shutdown()
