@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.collector_versions import CollectorVersions
-from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightSyncError
+from torchrl_vllm_sync.errors import (
+    SyncError,
+    UnsupportedArgumentError,
+    VersionNotReachedError,
+    WeightSyncError,
+)
 from torchrl_vllm_sync.service import AsyncVLLM
 from torchrl_vllm_sync.sync_sender import check_metadata, find_service
 
@@ -16,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ReceiverTransport", "VLLMDoubleBufferWeightReceiver", "VLLMWeightReceiver"]
 
-LOOK_INTERVAL_S = 0.02
 # A replica keeps to the time limit itself. One silent for this much longer has hung.
 GRACE_S = 10.0
 
@@ -66,13 +69,18 @@ class VLLMWeightReceiver:
 
         Returns:
             ``True`` if the replicas hold a newer version than when this last said ``True``, or than
-            when the receiver was made.
+            when the receiver was made. Pushes of other processes count too.
+
+        Raises:
+            ServiceClosedError: The service was shut down.
         """
-        deadline = time.monotonic() + timeout
-        while (version := self.service.weight_version) <= self._seen:
-            if time.monotonic() >= deadline:
+        if isinstance(self.service, AsyncVLLM):
+            try:
+                version = self.service.wait_for_version(self._seen + 1, timeout_s=timeout)
+            except VersionNotReachedError:
                 return False
-            time.sleep(LOOK_INTERVAL_S)
+        elif (version := self.service.weight_version) <= self._seen:
+            return False  # an LLM of this process: nobody pushes while this waits
         self._seen = version
         self._versions.announce(version)
         return True
