@@ -44,7 +44,7 @@ weights.push
 # inside a replica
 engine_args
 engine
-engine.internals engine.reload engine.checkpoint engine.planned_writes
+engine.internals engine.reload engine.checkpoint engine.planned_writes engine.parallel_samples
 engine.plan_coverage engine.copy_regions engine.samples
 engine.admission
 engine.plan_recorder

@@ -20,9 +20,9 @@ def count_wrongly(actor):
     def switch(gate, version):
         right(gate, version)
         for request in gate.running.values():
-            for sample in request.samples.values():
-                last, position = sample._starts[-1]
-                sample._starts[-1] = (last, position + 1)
+            if request.sample is not None:
+                last, position = request.sample._starts[-1]
+                request.sample._starts[-1] = (last, position + 1)
 
     kind.right_switch, kind.switch = right, switch
 

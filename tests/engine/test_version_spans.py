@@ -155,3 +155,32 @@ async def test_each_span_has_its_versions_log_probs(service, weights, clear_cach
     noticed = sum(one > 10 * TOLERANCE for one in foreign)
     assert len(foreign) > 2 * NUM_PUSHES
     assert noticed > 0.95 * len(foreign)
+
+
+async def test_a_sample_that_has_not_begun_begins_under_the_new_weights(service, weights):
+    """Its sibling has: the engine has room for one of the two only."""
+    places = 32 - 1
+    options = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+    prompt = list(range(5, 45))  # a block and more, which the first sample leaves in the cache
+    long, both = (
+        SamplingParams(max_tokens=240, **options),
+        SamplingParams(n=2, max_tokens=40, **options),
+    )
+    requests = [([number, 7, 9], long) for number in range(5, 5 + places)] + [(prompt, both)]
+    running = asyncio.gather(
+        *(service.agenerate(*one, actor_index=0, timeout_seconds=100) for one in requests)
+    )
+    old, target = service.weight_version, service.load.replica_ids[0]
+    async with asyncio.timeout(30):
+        while (await asyncio.to_thread(service.call_replicas, "report"))[target].num_waiting != 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    await asyncio.to_thread(service.push_weights, weights.at(old + 1), clear_cache=False)
+    *others, output = await running
+    for one in [*others, output]:
+        assert_labelled(one)
+    begun, waited = output.version_spans
+    assert [one.version for one in begun] == [old, old + 1]
+    assert [one.version for one in waited] == [old + 1]
+    scored = scored_spans([output], first_only=True)
+    for version in (old, old + 1):
+        assert compare(weights.at(version), scored[version])[0] < TOLERANCE

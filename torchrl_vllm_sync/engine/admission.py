@@ -18,27 +18,26 @@ __all__ = ["AdmissionGate", "RunningRequest"]
 
 @dataclass(slots=True)
 class RunningRequest:
-    """One request that is inside the engine.
+    """One sample of a request that is inside the engine.
 
     Attributes:
         engine_id: Id under which the engine knows it; a new one after each restart.
-        task: The task that consumes its outputs.
-        samples: Its samples by index, as vLLM registers them.
+        task: The task that is cancelled when the replica stops to serve.
+        sample: Its versions; ``None`` until vLLM has registered it.
         restart: Set when an update sends it back to the gate before its first token.
     """
 
     engine_id: str
     task: asyncio.Task[object] | None
-    samples: dict[int, SampleVersions] = field(default_factory=dict)
+    sample: SampleVersions | None = None
     restart: bool = False
 
     @property
     def has_begun(self) -> bool:
         """Whether it has a token, or ended without one."""
-        states = [one.state for one in self.samples.values()]
-        return any(one.num_tokens for one in states) or (
-            bool(states) and all(one.is_finished for one in states)
-        )
+        if self.sample is None:
+            return False
+        return self.sample.state.num_tokens > 0 or self.sample.state.is_finished
 
 
 @dataclass
@@ -53,7 +52,7 @@ class AdmissionGate:
         state: Current state.
         reason: Why the replica is stale or failed.
         version: Policy version that the engine serves with; 0 is what it was launched with.
-        running: Requests inside the engine, by engine id.
+        running: Samples inside the engine, by engine id.
     """
 
     replica_id: str
@@ -91,10 +90,10 @@ class AdmissionGate:
         return not self.state.admits_requests
 
     def register(self, state: SampleState) -> None:
-        """Takes note of a sample that vLLM has registered for one of the requests inside."""
+        """Takes note that vLLM has registered one of the samples inside."""
         request = self.running.get(state.engine_id)
         if request is not None:
-            request.samples[state.index] = SampleVersions(state, self.version)
+            request.sample = SampleVersions(state, self.version)
 
     def switch(self, version: int) -> None:
         """Notes that ``version`` samples from now on, behind the tokens that the requests have.
@@ -103,8 +102,8 @@ class AdmissionGate:
         """
         self.version = version
         for request in self.running.values():
-            for sample in request.samples.values():
-                sample.switch(version)
+            if request.sample is not None:
+                request.sample.switch(version)
 
     async def enter(self, min_version: int = 0) -> None:
         """Waits until the replica serves, and with ``min_version`` or later. The caller bounds it.

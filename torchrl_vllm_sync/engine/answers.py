@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_vllm_sync.engine.admission import AdmissionGate, RunningRequest
+from torchrl_vllm_sync.engine.parallel_samples import merged, split_samples
 from torchrl_vllm_sync.engine.samples import SpanChecker
 from torchrl_vllm_sync.errors import (
     GenerationError,
@@ -28,9 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
     from vllm import RequestOutput
+    from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.engine.updates import WeightUpdates
+    from torchrl_vllm_sync.requests import SampleReport
+
+    _Step: TypeAlias = "tuple[RequestOutput, tuple[SampleReport, ...]]"
 
 __all__ = ["RequestAnswers"]
 
@@ -115,7 +122,7 @@ class RequestAnswers:
         on_step: Callable[[EngineResult], None] | None = None,
     ) -> EngineResult:
         """Runs one request to its end; failures are results, so that siblings are kept."""
-        last: tuple[RequestOutput, RunningRequest] | None = None
+        last: _Step | None = None
         try:
             async with asyncio.timeout(request.timeout_s):
                 async for step in self._outputs(request):
@@ -131,37 +138,64 @@ class RequestAnswers:
             return self._failure(request, nothing)
         return self._result(request, *last, want_prompt=want_prompt)
 
-    async def _outputs(
-        self, request: EngineRequest
-    ) -> AsyncGenerator[tuple[RequestOutput, RunningRequest]]:
-        """Yields outputs, each with what is known here of the request.
+    async def _outputs(self, request: EngineRequest) -> AsyncGenerator[_Step]:
+        """Yields outputs as vLLM does, each with a report of every sample that it holds."""
+        owner = asyncio.current_task()
+        samples = [
+            self._sample(request, params, owner)
+            for params in split_samples(request.sampling_params)
+        ]
+        final_only = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
+        finished: dict[int, tuple[CompletionOutput, SampleReport]] = {}
+        async with contextlib.aclosing(merged(samples)) as steps:
+            async for index, (output, report) in steps:
+                (completion,) = output.outputs
+                completion.index = index
+                if output.finished:
+                    finished[index] = completion, report
+                output.finished = len(finished) == len(samples)
+                if not final_only:
+                    yield output, (report,)
+                elif output.finished:
+                    together = [finished[one] for one in range(len(samples))]
+                    output.outputs = [one for one, _ in together]
+                    yield output, tuple(one for _, one in together)
 
-        A request that an update finds before its first token goes back to the gate and begins
-        again under the new weights: it must not start on cached keys of the old ones.
+    async def _sample(
+        self,
+        request: EngineRequest,
+        params: SamplingParams,
+        owner: asyncio.Task[object] | None,
+    ) -> AsyncGenerator[tuple[RequestOutput, SampleReport]]:
+        """Yields the outputs of one sample.
+
+        A sample that an update finds before its first token goes back to the gate and begins again
+        under the new weights: it must not start on cached keys of the old ones.
+
+        Args:
+            request: The request.
+            params: Parameters of this sample.
+            owner: The task that is cancelled when the replica stops to serve.
         """
         while True:
             await self._gate.enter(request.min_version)
             if request.request_id in self._given_up:
                 raise GenerationError(request.request_id, "its caller gave it up")
             self._restarts += 1
-            running = RunningRequest(
-                f"{request.request_id}~{self._restarts}", asyncio.current_task()
-            )
+            running = RunningRequest(f"{request.request_id}~{self._restarts}", owner)
             prompt: Any = {**request.prompt, "cache_salt": self._salt(request)}
             self._gate.running[running.engine_id] = running
             try:
                 outputs = self.engine.generate(
-                    prompt,
-                    request.sampling_params,
-                    running.engine_id,
-                    lora_request=request.lora_request,
+                    prompt, params, running.engine_id, lora_request=request.lora_request
                 )
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:
                         if running.restart and _was_aborted(output):
                             break
                         output.request_id = request.request_id
-                        yield output, running
+                        assert running.sample is not None, "vLLM registers it before any output"
+                        yield output, running.sample.report(output.outputs[0], self._checker)
                     else:
                         return
             finally:
@@ -176,13 +210,10 @@ class RequestAnswers:
         self,
         request: EngineRequest,
         output: RequestOutput,
-        running: RunningRequest,
+        samples: tuple[SampleReport, ...],
         *,
         want_prompt: bool,
     ) -> EngineResult:
-        samples = tuple(
-            running.samples[one.index].report(one, self._checker) for one in output.outputs
-        )
         return EngineResult(
             request_id=request.request_id,
             replica_id=self.replica_id,
@@ -284,7 +315,7 @@ class RequestAnswers:
                     EngineRequest(
                         request_id=f"direct-{id(record)}-{time.monotonic_ns()}",
                         prompt=record.as_tokens_prompt(),
-                        sampling_params=SamplingParams() if params is None else params,
+                        sampling_params=_final_only(params),
                         timeout_s=timeout_seconds,
                         lora_request=lora_request,
                     ),
@@ -298,6 +329,12 @@ class RequestAnswers:
                 raise result.error
         outputs = [unpack_output(result.output) for result in results if result.output is not None]
         return outputs if normalised.is_batch else outputs[0]
+
+
+def _final_only(params: SamplingParams | None) -> SamplingParams:
+    params = SamplingParams() if params is None else copy.copy(params)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
 
 
 def _was_aborted(output: RequestOutput) -> bool:

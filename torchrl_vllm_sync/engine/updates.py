@@ -49,8 +49,8 @@ class LoadReport:
         resume_s: Labelling and resuming.
         num_tensors: Tensors loaded by each worker.
         whole_pause_s: All of the pause: ``pause_s``, ``load_s`` and ``resume_s``.
-        num_kept: Requests that went on with the tokens and keys they had.
-        num_restarted: Requests without a token yet, which began again under the new weights.
+        num_kept: Samples of requests that went on with the tokens and keys they had.
+        num_restarted: Those without a token yet, which began again under the new weights.
         attempts: Loads it took, the most of any worker.
         path: How the weights got into the model: ``plan`` for copies straight into place,
             ``layerwise`` for vLLM's reload.
