@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -103,10 +104,12 @@ class CollectorVersions:
     """The collectors that hear of one service's versions; they are held weakly.
 
     A collector that is gone, or whose actor died, is forgotten with a warning. A pickled copy has
-    none.
+    none. Announcements that come late, from another thread, bring no collector back.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._newest = 0
         self._collectors: list[weakref.ref[Any]] = []
         self._told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._unheard: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -124,7 +127,8 @@ class CollectorVersions:
         """Ends :meth:`follow` and forgets the collectors; idempotent."""
         if self._end is not None:
             self._end()
-        self._end, self._collectors = None, []
+        with self._lock:
+            self._end, self._collectors, self._newest = None, [], 0
 
     def register(self, collector: Any, version: int | None) -> None:  # noqa: ANN401
         """Brings ``collector`` to ``version`` and to each one announced from now on.
@@ -142,20 +146,18 @@ class CollectorVersions:
             raise UnsupportedArgumentError(
                 f"collector must be one of TorchRL's collectors, got {type(collector).__name__}"
             )
-        others = [ref for ref in self._collectors if ref() is not collector]
-        self._collectors = [*others, weakref.ref(collector)]
+        with self._lock:
+            others = [ref for ref in self._collectors if ref() is not collector]
+            self._collectors = [*others, weakref.ref(collector)]
         if version is not None:
             self._tell([collector], version)
 
     def announce(self, version: int) -> None:
-        """Brings every collector to ``version``; one that died or is busy does not make it fail."""
-        told = self._told
-        news = [
-            one
-            for one in self.live
-            if told.get(one) != version or not isinstance(one, RayLLMCollector)
-        ]
-        self._tell(news, version)
+        """Brings every collector to ``version``; one that died or is busy does not make it fail.
+
+        A version older than one announced before stands for that one.
+        """
+        self._tell(self.live, version, unless_told=True)
 
     @property
     def live(self) -> list[Any]:
@@ -166,14 +168,16 @@ class CollectorVersions:
             self._collectors = [ref for ref in self._collectors if ref() is not None]
         return [one for one in found if one is not None]
 
-    def _tell(self, collectors: list[Any], version: int) -> None:
+    def _tell(self, collectors: list[Any], version: int, *, unless_told: bool = False) -> None:
         calls: dict[Any, Any] = {}
-        for collector in collectors:
-            if isinstance(collector, RayLLMCollector):
-                calls[collector] = collector._collector.__ray_call__.remote(hear, version)
-                self._told[collector] = version
-            else:
-                hear(collector, version)
+        with self._lock:
+            version = self._newest = max(version, self._newest)
+            for collector in collectors:
+                if not isinstance(collector, RayLLMCollector):
+                    hear(collector, version)
+                elif not (unless_told and self._told.get(collector) == version):
+                    calls[collector] = collector._collector.__ray_call__.remote(hear, version)
+                    self._told[collector] = version
         # One that has not even heard the version before is busy: it hears both when it is free.
         waited = [ref for one, ref in calls.items() if one not in self._unheard]
         if waited:

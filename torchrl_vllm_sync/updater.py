@@ -114,9 +114,9 @@ class WeightUpdater:
         if weights is None:
             raise UnsupportedArgumentError("push_weights has nothing to send: no source was given")
         if self.service is None:
-            self.last_report = self._take_part(weights)
+            report = self._take_part(weights)
         else:
-            self.last_report = self.service.push_weights(
+            report = self.service.push_weights(
                 weights,
                 version=version,
                 transport=self._transport,
@@ -124,10 +124,11 @@ class WeightUpdater:
                 clear_cache=self._clear_cache,
                 mode=self._mode,
             )
-        self._versions.announce(self.last_report.version)
-        for hook in self._post_hooks:
+        self.last_report = report
+        self._versions.announce(report.version)
+        for hook in list(self._post_hooks):
             hook()
-        return self.last_report
+        return report
 
     def __call__(
         self,

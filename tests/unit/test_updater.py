@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import threading
 
 import pytest
 from torchrl.collectors import BaseCollector
@@ -155,6 +156,41 @@ def test_several_collectors_move_together_whoever_pushes(updater, collector):
     assert versions(collector, second) == [2, 2]
     collector.update_policy_weights_()
     assert versions(collector, second) == [3, 3]
+
+
+def test_an_announcement_that_comes_late_brings_no_collector_back(updater, collector, service):
+    """Two threads push: the first is overtaken between its commit and what it announces."""
+    push = service.push_weights
+
+    def overtaken(*args, **kwargs):
+        report = push(*args, **kwargs)
+        service.push_weights = push
+        other = threading.Thread(target=updater.push_weights)
+        other.start()
+        other.join()
+        return report
+
+    service.push_weights = overtaken
+    report = updater.push_weights()
+    assert report.version == 1
+    assert service.weight_version == 2
+    assert versions(collector) == [2]
+    updater.push_weights()
+    assert versions(collector) == [3]
+
+
+def test_hooks_that_unregister_themselves_leave_the_others_called(updater):
+    called = []
+
+    def once():
+        called.append("once")
+        updater.post_hooks.remove(once)
+
+    updater.register_post_hook(once)
+    updater.register_post_hook(lambda: called.append("always"))
+    updater.push_weights()
+    updater.push_weights()
+    assert called == ["once", "always", "always"]
 
 
 def test_hooks_that_count_too_do_not_make_it_twice(updater, collector, service):
