@@ -261,6 +261,16 @@ def test_an_entry_to_multiply_that_is_not_there_is_refused():
         StalenessWeight(2, half_life=1, multiply="missing")(stamped_rows([1], [2]))
 
 
+@pytest.mark.parametrize("entry", ["policy_version", "text"])
+def test_an_entry_to_multiply_that_would_be_rounded_is_refused(entry):
+    rows = stamped_rows([1], [2])
+    for one in rows.tensordicts:
+        one["text"] = "said"
+    with pytest.raises(UnsupportedArgumentError, match=f"floating-point entry, got '{entry}'"):
+        StalenessWeight(2, half_life=1, multiply=entry)(rows)
+    assert rows["policy_version"].tolist() == [1, 2]
+
+
 # ---------------------------------------------------------------- where the version comes from
 
 
@@ -301,6 +311,14 @@ def test_other_versions_are_refused_at_the_door(version, message, kind):
         make(version=version)
 
 
+@pytest.mark.parametrize("now", [2.5, -1, None, True])
+@pytest.mark.parametrize("kind", [StalenessFilter, StalenessWeight])
+def test_a_function_that_returns_no_version_is_refused(now, kind):
+    make = {StalenessFilter: partial(kind, 1), StalenessWeight: partial(kind, half_life=1)}[kind]
+    with pytest.raises(UnsupportedArgumentError, match=f"the newest version must be .* got {now}"):
+        make(version=lambda: now)(stamped_rows([1], [2]))
+
+
 @pytest.mark.parametrize("bound", [-1, True, 1.5, None])
 def test_a_bound_that_is_none_is_refused(bound):
     with pytest.raises(UnsupportedArgumentError, match="max_staleness must be"):
@@ -313,7 +331,10 @@ def test_a_bound_that_is_none_is_refused(bound):
         ({}, "half_life or max_staleness"),
         ({"half_life": 0}, "half_life must be greater than 0, got 0"),
         ({"half_life": float("nan")}, "half_life must be greater than 0"),
+        ({"half_life": "2"}, "half_life must be greater than 0, got '2'"),
         ({"max_staleness": -1}, "max_staleness must be at least 0, got -1"),
+        ({"max_staleness": True}, "max_staleness must be an int, got True"),
+        ({"max_staleness": 1.5}, "max_staleness must be an int, got 1.5"),
     ],
 )
 def test_weights_that_make_no_sense_are_refused(settings, message):

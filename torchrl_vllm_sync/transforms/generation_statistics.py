@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torchrl.data.tensor_specs import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 
-from torchrl_vllm_sync.errors import UnstampedRowsError
+from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.keys import (
     DECODE_TIME,
     FINISH_REASON,
@@ -252,5 +252,7 @@ def _counts(entry: Any, chosen: Any, dims: int) -> torch.Tensor:  # noqa: ANN401
 def _texts(entry: Any) -> list[str]:  # noqa: ANN401  text, or TensorDict's stacks of it
     if isinstance(entry, str):
         return [entry]
+    if entry is None or isinstance(entry, int | float):
+        raise UnsupportedArgumentError(f"{FINISH_REASON!r} must hold text, got {entry!r}")
     found = entry if isinstance(entry, list) else entry.tolist()
     return [found] if isinstance(found, str) else [text for one in found for text in _texts(one)]

@@ -110,7 +110,9 @@ class StalenessFilter(PolicyAgeFilter):
                 int(missing.any(-1).sum()),
                 len(tensordict),
             )
-        staleness = staleness_of(versions, self._resolve_current_version())
+        # TorchRL's way of asking would round what is no integer.
+        now = self.current_version() if callable(self.current_version) else self.current_version
+        staleness = staleness_of(versions, now)
         staleness = staleness.masked_fill(missing, 0).amax(-1)  # of the steps of a row
         stale = staleness > self.max_staleness
         if not stale.any():

@@ -60,6 +60,7 @@ class StalenessWeight(Transform):
     Raises:
         UnsupportedArgumentError: Neither ``half_life`` nor ``max_staleness`` is given, one is out
             of range, or ``version`` is nothing that a version can be read from.
+            Or, when rows pass: ``multiply`` names no floating-point entry.
         UnstampedRowsError: When rows pass: some carry no stamp.
         KeyError: When rows pass: ``multiply`` names no entry.
     """
@@ -75,10 +76,19 @@ class StalenessWeight(Transform):
     ) -> None:
         if half_life is None and max_staleness is None:
             raise UnsupportedArgumentError("half_life or max_staleness must be given")
-        if half_life is not None and not 0 < half_life < math.inf:
-            raise UnsupportedArgumentError(f"half_life must be greater than 0, got {half_life}")
-        if max_staleness is not None and max_staleness < 0:
-            raise UnsupportedArgumentError(f"max_staleness must be at least 0, got {max_staleness}")
+        if half_life is not None and not (
+            isinstance(half_life, int | float) and 0 < half_life < math.inf
+        ):
+            raise UnsupportedArgumentError(f"half_life must be greater than 0, got {half_life!r}")
+        if max_staleness is not None:
+            if isinstance(max_staleness, bool) or not isinstance(max_staleness, int):
+                raise UnsupportedArgumentError(
+                    f"max_staleness must be an int, got {max_staleness!r}"
+                )
+            if max_staleness < 0:
+                raise UnsupportedArgumentError(
+                    f"max_staleness must be at least 0, got {max_staleness}"
+                )
         super().__init__()
         self._source = as_version_source(version)
         self.half_life, self.max_staleness = half_life, max_staleness
@@ -124,5 +134,10 @@ def _multiply(tensordict: TensorDictBase, key: NestedKey, weight: torch.Tensor) 
             _multiply(one, key, part)
         return
     value: Any = tensordict[key]  # KeyError if there is none
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UnsupportedArgumentError(
+            f"multiply must name a floating-point entry, got {key!r}, which holds {kind}"
+        )
     extra = value.ndim - weight.ndim
     tensordict.set(key, value * weight.to(value.dtype).reshape(*weight.shape, *(1,) * extra))

@@ -9,6 +9,7 @@ from tensordict import LazyStackedTensorDict
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.keys import NO_VERSION
+from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
     from tensordict import NestedKey, TensorDictBase
@@ -38,7 +39,11 @@ def oldest_versions(tensordict: TensorDictBase, key: NestedKey) -> torch.Tensor:
         return torch.full(
             tensordict.batch_size, NO_VERSION, dtype=torch.int64, device=tensordict.device
         )
-    if not isinstance(value, torch.Tensor) or value.is_floating_point():
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.is_floating_point()
+        or value.dtype is torch.bool
+    ):
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise UnsupportedArgumentError(
             f"{key!r} must hold integer policy versions, got {kind}; versions that are no "
@@ -56,5 +61,9 @@ def staleness_of(versions: torch.Tensor, now: int) -> torch.Tensor:
     """Returns how many versions old each of ``versions`` is at version ``now``.
 
     Versions newer than ``now``, which a late report may hold, are 0 old.
+
+    Raises:
+        UnsupportedArgumentError: ``now`` is no integer from 0 on.
     """
+    check_version("the newest version", now)
     return (now - versions).clamp(min=0)
