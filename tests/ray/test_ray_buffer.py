@@ -2,11 +2,13 @@
 
 import os
 import pickle
+import sys
 from functools import partial
 
 import pytest
 import ray
 import torch
+from ray import cloudpickle
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.ray_buffer import RayReplayBuffer as TorchRLBuffer
@@ -16,6 +18,8 @@ from torchrl_vllm_sync import RayReplayBuffer
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 CONFIG = {"num_cpus": 0, "num_gpus": 0}
+# Ray's workers cannot import test modules.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture(scope="module", autouse=True)
