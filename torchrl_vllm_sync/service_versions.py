@@ -36,6 +36,7 @@ class ServiceVersions(ServiceReplicas):
     """
 
     _is_copy: bool
+    _last_served = 0
     _pusher: WeightPusher
     _version_hooks: VersionHooks
 
@@ -44,15 +45,17 @@ class ServiceVersions(ServiceReplicas):
         """Newest policy version that every serving replica is known to hold; 0 before any push.
 
         It is the committed one: pushes that failed for some replica leave it where it was, unless
-        those replicas no longer serve. Reading it asks nobody, but for the first time in a pickled
-        or attached copy.
+        those replicas no longer serve. While none serves it stays. Reading it asks nobody, but
+        for the first time in a pickled or attached copy.
         """
         held = [
             one.weight_version
             for one in self._known()
             if one.state.admits_requests and one.weight_version is not None
         ]
-        return max(self._pusher.committed, min(held, default=0))
+        if held:
+            self._last_served = min(held)
+        return max(self._pusher.committed, self._last_served)
 
     @property
     def weight_versions(self) -> dict[str, int | None]:

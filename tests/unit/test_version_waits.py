@@ -203,6 +203,19 @@ def test_who_holds_what_is_what_was_reported():
     assert service.weight_version == 2
 
 
+def test_the_version_stays_while_no_replica_serves():
+    service = Versions("a", "b")
+    at(service.load, "a", 3)
+    at(service.load, "b", 4)
+    assert service.weight_version == 3
+    service.load.mark("a", ReplicaState.STALE)
+    assert service.weight_version == 4
+    service.load.mark("b", ReplicaState.FAILED)
+    assert service.weight_version == 4
+    at(service.load, "a", 5)
+    assert service.weight_version == 5
+
+
 @pytest.mark.parametrize("_", range(20))
 def test_waiting_ends_when_every_serving_replica_is_there(_):
     service, reached = Versions("a", "b"), []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from torchrl_vllm_sync.errors import WeightSyncError
+from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,6 +20,7 @@ __all__ = [
     "ReplicaOutcome",
     "SendOutcome",
     "WeightTransport",
+    "check_transport",
 ]
 
 # What becomes of requests in flight: they freeze and go on, are waited for, or end as they are.
@@ -226,3 +227,14 @@ class WeightTransport(Protocol):
     def close(self) -> None:
         """Releases whatever ``open`` took; idempotent."""
         ...
+
+
+def check_transport(transport: object) -> None:
+    """Refuses what cannot be sent through, before it takes the place of what can.
+
+    Raises:
+        UnsupportedArgumentError: It has not the methods of a ``WeightTransport``; its name is none.
+    """
+    methods = [getattr(transport, one, None) for one in ("open", "send", "close")]
+    if isinstance(transport, type) or not all(map(callable, methods)):
+        raise UnsupportedArgumentError(f"transport must be a WeightTransport, got {transport!r}")
