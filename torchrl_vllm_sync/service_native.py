@@ -190,6 +190,7 @@ class ServiceNative(ServiceWeights):
         Raises:
             TransferNotReadyError: No update was begun.
             StaleVersionError: An integer older than the version held; the update stays open.
+            UnsupportedArgumentError: One beyond 64 bits; the update stays open.
             TransferError: A replica could not; it is stale until a later update succeeds.
         """
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.collector_versions import CollectorVersions
@@ -126,15 +127,23 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
             was stored yet.
 
         Raises:
+            UnsupportedArgumentError: ``timeout`` is no time.
             SnapshotError: What is stored is damaged. The engines are as they were.
+            WeightMismatchError: What is stored does not fit the engines' model. They are as they
+                were.
             StaleVersionError: Another run brought the engines further than what is stored.
             WeightSyncError: Some replicas did not load it, and take no requests until they do.
         """
+        if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+            raise UnsupportedArgumentError(
+                f"timeout must be a finite number greater than 0, got {timeout!r}"
+            )
         answers = self.service.call_replicas(
             "load_snapshot",
             self._scheme.local_addr,
             None,
             at_least=0,
+            compare=True,
             timeout_s=timeout,
             deadline_s=timeout + GRACE_S,
             clear_cache=self._scheme.push_options["clear_cache"],

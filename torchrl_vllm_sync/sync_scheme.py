@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -14,14 +15,13 @@ from torchrl_vllm_sync.sync_receiver import VLLMDoubleBufferWeightReceiver
 from torchrl_vllm_sync.sync_sender import VLLMDoubleBufferWeightSender
 from torchrl_vllm_sync.weights.auto_transport import TRANSPORTS
 from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
+from torchrl_vllm_sync.weights.marker import LayoutName
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.transport import check_transport
 
 if TYPE_CHECKING:
-    import os
-
     from torchrl_vllm_sync.local_llm import LocalLLM
     from torchrl_vllm_sync.service_scheme import Strategy
-    from torchrl_vllm_sync.weights.marker import LayoutName
     from torchrl_vllm_sync.weights.transport import PauseMode, WeightTransport
 
 __all__ = [
@@ -83,11 +83,13 @@ class VLLMWeightSyncScheme(ServiceScheme):
             raise UnsupportedArgumentError(
                 f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}"
             )
+        if not isinstance(transport, str):
+            check_transport(transport)
         if device is not None and transport not in ("auto", "broadcast"):
             raise UnsupportedArgumentError(f"device {device!r} is for broadcasts only")
         self.master_address, self.master_port = master_address, master_port
         self.gpus_per_replica, self.num_replicas = gpus_per_replica, num_replicas
-        self.device = torch.device("cuda", device) if isinstance(device, int) else device
+        self.device = _as_device(device)
         self._transport = transport
 
     def new_transport(self) -> WeightTransport:
@@ -157,7 +159,8 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         mode: What becomes of requests in flight.
 
     Raises:
-        UnsupportedArgumentError: There is no such ``strategy``, or ``num_threads`` is below 1.
+        UnsupportedArgumentError: There is no such ``strategy`` or ``layout``, an address is no
+            path, or ``num_threads`` is below 1.
     """
 
     def __init__(
@@ -176,10 +179,16 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         super().__init__(
             strategy, service=service, timeout_s=timeout_s, clear_cache=clear_cache, mode=mode
         )
-        if num_threads < 1:
-            raise UnsupportedArgumentError(f"num_threads must be at least 1, got {num_threads}")
-        self.remote_addr = str(remote_addr)
-        self.local_addr = self.remote_addr if local_addr is None else str(local_addr)
+        if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
+            raise UnsupportedArgumentError(f"num_threads must be at least 1, got {num_threads!r}")
+        if layout not in get_args(LayoutName):
+            raise UnsupportedArgumentError(
+                f"layout must be one of {get_args(LayoutName)}, got {layout!r}"
+            )
+        self.remote_addr = _as_directory("remote_addr", remote_addr)
+        self.local_addr = (
+            self.remote_addr if local_addr is None else _as_directory("local_addr", local_addr)
+        )
         self.num_threads = num_threads
         self.layout: LayoutName = layout
 
@@ -194,6 +203,22 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:  # noqa: ANN401
         """Returns a new receiver, which has a service load what the directory holds."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
+
+
+def _as_device(device: torch.device | str | int | None) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UnsupportedArgumentError(f"device must be one, got {device!r}: {reason}") from None
+
+
+def _as_directory(name: str, given: str | os.PathLike[str]) -> str:
+    if not isinstance(given, str | os.PathLike) or not str(given):
+        raise UnsupportedArgumentError(f"{name} must be the path of a directory, got {given!r}")
+    return str(given)
 
 
 # The scheme that ``from torchrl_vllm_sync import WeightSyncScheme`` promises.

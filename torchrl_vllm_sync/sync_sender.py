@@ -9,6 +9,7 @@ from torchrl_vllm_sync.errors import TransferNotReadyError, UnsupportedArgumentE
 from torchrl_vllm_sync.local_llm import LocalLLM
 from torchrl_vllm_sync.service import AsyncVLLM
 from torchrl_vllm_sync.updater import WeightUpdater, as_service
+from torchrl_vllm_sync.versions import MAX_VERSION, check_version
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
@@ -104,7 +105,8 @@ class VLLMWeightSender:
             model: A module, plain or wrapped by TorchRL; it is held weakly.
 
         Raises:
-            UnsupportedArgumentError: Another model is registered and still exists.
+            UnsupportedArgumentError: Another model is registered and still exists, or ``model``
+                is nothing that can be held weakly, such as a state dict.
         """
         known = None if self._model is None else self._model()
         if known is not None and known is not model:
@@ -112,7 +114,13 @@ class VLLMWeightSender:
                 f"another {type(known).__name__} is registered already: a scheme synchronises one "
                 "model"
             )
-        self._model = weakref.ref(model)
+        try:
+            self._model = weakref.ref(model)
+        except TypeError:
+            raise UnsupportedArgumentError(
+                f"model must be a module, got {type(model).__name__}; give other weights to "
+                "update_weights"
+            ) from None
 
     def init_all_workers_group(
         self,
@@ -281,6 +289,7 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
 
         Raises:
             TransferNotReadyError: There is no model: none was registered, or it is gone.
+            UnsupportedArgumentError: ``version`` is no version.
             StaleVersionError: ``version`` is not newer than what is stored; nothing was.
             SnapshotError: The directory cannot be written.
             WeightMismatchError: The weights do not fit the engines' model; nothing was sent.
@@ -288,6 +297,12 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
         """
         if self._connected:
             return super().update_weights(weights, version=version)
+        if version is not None:
+            check_version("version", version)
+            if version > MAX_VERSION:
+                raise UnsupportedArgumentError(
+                    f"version must be at most {MAX_VERSION}, got {version}"
+                )
         source = as_weight_source(self.to_send(weights))
         if self._writer is None:
             self._writer = SnapshotWriter(self._scheme.remote_addr, layout=self._scheme.layout)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "MAX_VERSION",
     "VersionSpan",
     "check_spans",
     "check_version",
@@ -20,6 +21,10 @@ __all__ = [
     "slice_spans",
     "spans_from_starts",
 ]
+
+
+# What the int64 stamps on rows can hold.
+MAX_VERSION = 2**63 - 1
 
 
 class VersionSpan(NamedTuple):

@@ -297,6 +297,8 @@ def test_calls_out_of_turn_are_refused_and_harm_nothing(service, trainer, model)
             call()
     with pytest.raises(StaleVersionError, match="weight_version must be at least"):
         service.finish_weight_update("0")
+    with pytest.raises(UnsupportedArgumentError, match="weight_version must be at most"):
+        service.finish_weight_update(str(2**63))
     service.shutdown_weight_transfer_engine()  # nothing had come yet: the old weights are whole
     assert states(service) == {"serving"}
     assert_holds(service, model)

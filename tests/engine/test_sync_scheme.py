@@ -183,7 +183,9 @@ def test_what_cannot_be_honoured_is_refused(service, model, tmp_path):
     for arguments, complaint in (
         ({"strategy": "pickle"}, "strategy must be 'tensordict' or 'state_dict', got 'pickle'"),
         ({"transport": "pigeon"}, "transport must be one of"),
+        ({"transport": 3}, "transport must be a WeightTransport, got 3"),
         ({"device": "cpu", "transport": "memmap"}, "device 'cpu' is for broadcasts only"),
+        ({"device": "nowhere"}, "device must be one, got 'nowhere'"),
     ):
         with pytest.raises(UnsupportedArgumentError, match=complaint):
             VLLMWeightSyncScheme(**arguments)
@@ -191,6 +193,19 @@ def test_what_cannot_be_honoured_is_refused(service, model, tmp_path):
         VLLMDoubleBufferSyncScheme(tmp_path, strategy="pickle")
     with pytest.raises(UnsupportedArgumentError, match="num_threads must be at least 1, got 0"):
         VLLMDoubleBufferSyncScheme(tmp_path, num_threads=0)
+    with pytest.raises(UnsupportedArgumentError, match=r"layout must be one of .*, got 'heap'"):
+        VLLMDoubleBufferSyncScheme(tmp_path, layout="heap")
+    for address in (3, None, ""):
+        with pytest.raises(UnsupportedArgumentError, match="remote_addr must be the path"):
+            VLLMDoubleBufferSyncScheme(address)
+    sender = VLLMDoubleBufferSyncScheme(tmp_path).create_sender()
+    for given in (dict(model.state_dict()), 3, None):
+        with pytest.raises(UnsupportedArgumentError, match="model must be a module"):
+            sender.register_model(given)
+    for version in (True, "3", 1.5, -1):
+        with pytest.raises(UnsupportedArgumentError, match="version must be a policy version"):
+            sender.update_weights(model, version=version)
+    assert not any(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------- receivers
@@ -237,6 +252,33 @@ def test_a_directory_is_loaded_once_for_each_version(service, model, tmp_path):
         sender.update_weights(version=before)
     with pytest.raises(TransferNotReadyError, match="register the collector with the receiver"):
         sender.register_collector(object())
+    sender.shutdown()
+
+
+def test_stored_weights_of_another_model_leave_the_engines_as_they_were(service, model, tmp_path):
+    """The sender that stored them knows no service, so that only the replicas can tell."""
+    service.push_weights(perturbed(model, seed=6))
+    before = service.weight_version
+    scheme = VLLMDoubleBufferSyncScheme(tmp_path / "weights")
+    sender, receiver = scheme.create_sender(), scheme.create_receiver(service)
+    state = dict(model.state_dict())
+    name, stored = "model.norm.weight", before
+    for weights, complaint in (
+        ({"policy": torch.ones(2)}, "model.embed_tokens.weight is missing; .* and 45 more"),
+        ({**state, name: torch.ones(3)}, f"{name} has shape \\[3\\] instead of"),
+    ):
+        stored += 1
+        sender.update_weights(weights, version=stored)
+        with pytest.raises(WeightMismatchError, match=complaint):
+            receiver.poll_and_apply()
+        assert service.weight_version == before
+        assert_holds(service, model)
+    for timeout in (0, -1, float("nan"), "1", None):
+        with pytest.raises(UnsupportedArgumentError, match="timeout must be a finite number"):
+            receiver.poll_and_apply(timeout)
+    sender.update_weights(perturbed(model, seed=7))
+    assert receiver.poll_and_apply()
+    assert_holds(service, model)
     sender.shutdown()
 
 

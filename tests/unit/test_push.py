@@ -191,12 +191,23 @@ def test_a_transport_is_closed_when_another_takes_over(pusher, replicas, transpo
     assert second.closed == 1
 
 
+@pytest.mark.parametrize("other", ["memmap", 3, None, Transport], ids=str)
+def test_what_is_no_transport_takes_nobodys_place(pusher, transport, other):
+    pusher.use(transport)
+    with pytest.raises(UnsupportedArgumentError, match="transport must be a WeightTransport, got"):
+        pusher.use(other)
+    assert pusher.transport is transport
+    assert transport.closed == 0
+    assert push(pusher).version == 1
+
+
 @pytest.mark.parametrize(
     ("version", "timeout_s", "culprit"),
     [
         ("3", 1, "version"),
         (True, 1, "version"),
         (float("nan"), 1, "version"),
+        (2**63, 1, "version"),
         (None, 0, "timeout_s"),
         (None, -1, "timeout_s"),
         (None, float("inf"), "timeout_s"),

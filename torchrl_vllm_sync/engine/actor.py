@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import socket
 import time
@@ -85,7 +86,11 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
                 raise TransferError(refusal)
         internals.watch_samples(self.engine, self._gate.register)
         self._updates = NativeUpdates(self.engine, self._gate)
-        self._snapshots = SnapshotLoads(self._updates, self._service_name)
+        self._snapshots = SnapshotLoads(
+            self._updates,
+            self._service_name,
+            functools.partial(checkpoint_metadata, self.engine.vllm_config.model_config),
+        )
         self._broadcasts = BroadcastLoads(self._updates)
         self._gate.set(ReplicaState.SERVING)
         self._health = asyncio.create_task(self._watch_health())

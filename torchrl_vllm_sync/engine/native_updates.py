@@ -25,6 +25,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
+from torchrl_vllm_sync.versions import MAX_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -235,6 +236,7 @@ class NativeUpdates(PausableUpdates):
         Raises:
             TransferNotReadyError: No update was begun, or a part of it is under way.
             StaleVersionError: An integer older than the version held. The update stays open.
+            UnsupportedArgumentError: One that the stamps on rows cannot hold. It stays open too.
             TransferError: It could not be ended; the replica is stale.
         """
         async with self._step("finish_weight_update") as stack:
@@ -263,6 +265,7 @@ class NativeUpdates(PausableUpdates):
         Raises:
             TransferNotReadyError: A weight update is open: its end names the weights.
             StaleVersionError: An integer older than the version held.
+            UnsupportedArgumentError: One that the stamps on rows cannot hold.
         """
         self._refuse_open("update_weight_version")
         async with self.exclusive(SHORT_TIMEOUT_S):
@@ -356,6 +359,10 @@ class NativeUpdates(PausableUpdates):
             raise StaleVersionError(
                 f"weight_version must be at least {self.version}, which replica "
                 f"{self.replica_id} holds, got {label}"
+            )
+        if version > MAX_VERSION:
+            raise UnsupportedArgumentError(
+                f"weight_version must be at most {MAX_VERSION}, or no integer, got {label}"
             )
         return version
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.engine.updates import LoadReport
-from torchrl_vllm_sync.errors import SnapshotError, SyncError
+from torchrl_vllm_sync.errors import SnapshotError, SyncError, WeightMismatchError
 from torchrl_vllm_sync.weights.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.engine import PauseMode
 
     from torchrl_vllm_sync.engine.updates import WeightUpdates
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.snapshot_reader import Snapshot
 
 __all__ = ["SnapshotLoads"]
@@ -30,10 +34,14 @@ class SnapshotLoads:
     Args:
         updates: The engine's weights.
         service_name: Tells this service's readers from those of others in one directory.
+        expected: Returns the tensors that the engine's model consists of.
     """
 
-    def __init__(self, updates: WeightUpdates, service_name: str) -> None:
+    def __init__(
+        self, updates: WeightUpdates, service_name: str, expected: Callable[[], list[ParamMeta]]
+    ) -> None:
         self._updates = updates
+        self._expected = functools.cache(expected)
         self._follower: asyncio.Task[None] | None = None
         self._load: asyncio.Future[LoadReport] | None = None
         self._readers: dict[tuple[str, str | None, bool], SnapshotReader] = {}
@@ -46,6 +54,7 @@ class SnapshotLoads:
         *,
         at_least: int,
         verify: bool = True,
+        compare: bool = False,
         mode: PauseMode = "keep",
         clear_cache: bool = False,
         timeout_s: float,
@@ -57,6 +66,8 @@ class SnapshotLoads:
             run_id: Run that the snapshots must belong to; ``None`` accepts any.
             at_least: Oldest acceptable version.
             verify: Check the stored checksums before anything is touched.
+            compare: Compare names and shapes with the model's before anything is touched, for
+                writers that have not.
             mode: vLLM's pause mode: ``keep``, ``wait`` or ``abort``.
             clear_cache: Recompute the keys and values of requests in flight under the new weights.
             timeout_s: Seconds for everything together.
@@ -66,6 +77,8 @@ class SnapshotLoads:
             SnapshotError: Nothing acceptable is stored there. The engine is as it was.
             StaleVersionError: Another run brought the engine to this version or a newer one. The
                 engine is as it was.
+            WeightMismatchError: What is stored does not fit the engine's model. The engine is as it
+                was.
             SyncError: The load failed or took too long. The replica is stale: it takes no
                 requests until a later load succeeds.
         """
@@ -85,6 +98,8 @@ class SnapshotLoads:
                     raise SnapshotError(
                         f"{directory} holds version {snapshot.version}, not yet {at_least}"
                     )
+                if compare:
+                    await asyncio.to_thread(self._check_fits, snapshot)
                 if verified >= deadline:
                     raise SyncError(f"reading {directory} took longer than {timeout_s:g} s")
                 return await updates.apply(
@@ -109,6 +124,29 @@ class SnapshotLoads:
             )
         if at_least:
             updates.refuse_foreign(at_least, run_id)
+
+    def _check_fits(self, snapshot: Snapshot) -> None:
+        """Refuses what a trainer stored that knows nothing of the engines; see :meth:`load`."""
+        try:
+            expected = self._expected()
+        except ValueError:
+            return  # transformers has no such model to compare with; vLLM has the last word
+        given = {meta.name for meta in snapshot.metadata}
+        shapes = {meta.name: meta.shape for meta in expected}
+        problems = [
+            *(f"{name} is missing" for name in shapes if name not in given),
+            *(
+                f"{meta.name} has shape {list(meta.shape)} instead of {list(shapes[meta.name])}"
+                for meta in snapshot.metadata
+                if shapes.get(meta.name, meta.shape) != meta.shape
+            ),
+        ]
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise WeightMismatchError(
+                f"version {snapshot.version} does not fit the model of replica "
+                f"{self._updates.replica_id}: {'; '.join(problems[:5])}{more}"
+            )
 
     async def _load_in_workers(
         self, reader: SnapshotReader, snapshot: Snapshot, timeout_s: float

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from torchrl_vllm_sync.errors import StaleVersionError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport
+from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.auto_transport import AutoTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.sharded import leading
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
-from torchrl_vllm_sync.weights.transport import PauseMode, PushReport
+from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, check_transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +106,12 @@ class WeightPusher:
         return self._transport
 
     def use(self, transport: WeightTransport) -> None:
-        """Makes ``transport`` the one that pushes use; closes the one before."""
+        """Makes ``transport`` the one that pushes use; closes the one before.
+
+        Raises:
+            UnsupportedArgumentError: It is no transport.
+        """
+        check_transport(transport)
         with self._lock:
             if self._transport is not None and self._transport is not transport:
                 self._transport.close()
@@ -265,6 +271,8 @@ def _check_arguments(version: int | None, timeout_s: float, mode: PauseMode) -> 
     """
     if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
         raise UnsupportedArgumentError(f"version must be an integer or None, got {version!r}")
+    if version is not None and version > MAX_VERSION:
+        raise UnsupportedArgumentError(f"version must be at most {MAX_VERSION}, got {version}")
     if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
         raise UnsupportedArgumentError(
             f"timeout_s must be a finite number greater than 0, got {timeout_s!r}"
