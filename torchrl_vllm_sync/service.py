@@ -266,7 +266,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         replicas = launched.replicas if launched else []
         self.load = LoadTracker([one.replica_id for one in replicas], state=ReplicaState.SERVING)
         self._metadata: list[ParamMeta] | None = None
-        self._last_served = 0
+        self._last_served, self._has_asked = 0, False
         self._version_hooks = VersionHooks()
         self._pusher = WeightPusher(self, self._expected_weights, self._version_hooks.announce)
         self._monitor = LoadMonitor(self.load, self._current_replicas)

@@ -37,6 +37,7 @@ class ServiceVersions(ServiceReplicas):
 
     _is_copy: bool
     _last_served = 0
+    _has_asked = False
     _pusher: WeightPusher
     _version_hooks: VersionHooks
 
@@ -134,8 +135,11 @@ class ServiceVersions(ServiceReplicas):
     def _known(self) -> list[LoadSnapshot]:
         """Returns what is known of each replica; a new copy knows nothing and asks."""
         known = self.load.snapshots()
-        unheard = all(one.measured_at is None for one in known)
+        heard = [one.measured_at is not None for one in known]
+        # The monitor may have heard of some already. One that never answers is asked once.
+        unheard = not any(heard) or not (all(heard) or self._has_asked)
         if unheard and self._is_copy and self._launched and ray.is_initialized():
+            self._has_asked = True
             self._learn_states()
             known = self.load.snapshots()
         return known

@@ -203,6 +203,21 @@ def test_who_holds_what_is_what_was_reported():
     assert service.weight_version == 2
 
 
+def test_a_copy_that_heard_of_some_replicas_asks_the_others_once(monkeypatch):
+    service, asked = Versions("a", "b", "c"), []
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+
+    def answer():
+        asked.append(1)
+        at(service.load, "b", 2)
+
+    service._is_copy, service._learn_states = True, answer
+    at(service.load, "a", 3)
+    assert service.weight_version == 2
+    assert service.weight_versions == {"a": 3, "b": 2, "c": None}
+    assert asked == [1]
+
+
 def test_the_version_stays_while_no_replica_serves():
     service = Versions("a", "b")
     at(service.load, "a", 3)
