@@ -102,9 +102,9 @@ class Generation:
                 version, or ``session_id`` or ``group_id`` no key for each prompt.
             NoReplicaAvailableError: There is text, and no replica to tell how it is tokenised.
         """
-        if not timeout_s > 0:
+        if not (isinstance(timeout_s, int | float) and timeout_s > 0):
             raise UnsupportedArgumentError(
-                f"timeout_seconds must be greater than 0, got {timeout_s}"
+                f"timeout_seconds must be a number greater than 0, got {timeout_s!r}"
             )
         if min_version is not None:
             check_version("min_version", min_version)

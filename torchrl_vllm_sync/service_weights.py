@@ -55,7 +55,9 @@ class ServiceWeights(ServiceVersions):
         Args:
             weights: A module, a state dict, a TensorDict, a ``WeightSource``, or an iterable of
                 ``(name, tensor)``.
-            version: Policy version; by default one more than the newest.
+            version: Policy version; by default one more than the newest. One version names the same
+                weights each time: repeating it is a retry, and where it is held already some
+                transports load nothing.
             transport: How to send from now on; memmap in shared memory to begin with.
             timeout_s: Seconds after which a silent replica counts as failed.
             clear_cache: Recompute keys and values of requests in flight under the new weights.

@@ -449,7 +449,7 @@ def test_what_vllm_no_longer_has_is_refused_by_name(service, name):
         service.generate(IDS, sampling(), **{name: object()})
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "1"])
 def test_a_time_limit_must_be_positive(service, seconds):
     with pytest.raises(UnsupportedArgumentError, match="timeout_seconds"):
         service.generate(IDS, sampling(), timeout_seconds=seconds)
