@@ -49,7 +49,7 @@ def register() -> None:
 
 # Seconds between looks at staged weights that are arriving: each look takes the interpreter from
 # the thread that launches the engine's kernels.
-STAGED_POLL_S = 1e-3
+ARRIVAL_POLL_S = 1e-3
 
 
 class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateInfo]):
@@ -242,7 +242,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         with self._leaving_on_failure():
             if self._staged_load is not None:
                 self._load(
-                    self._staged_load, group, layout, deadline, direct=direct, poll_s=STAGED_POLL_S
+                    self._staged_load, group, layout, deadline, direct=direct, poll_s=ARRIVAL_POLL_S
                 )
             else:
                 staging = self.require_staging()
