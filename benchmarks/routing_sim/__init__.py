@@ -1,0 +1,1 @@
+"""A discrete-event model of replicas and of the routers in front of them; see ``interface``."""
