@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, PretrainedConfig
 
@@ -65,15 +65,22 @@ SHAPES = {
 """Fields of each shape's configuration, by the name of a case."""
 
 
-def save_shape(name: str, directory: Path, *, dtype: str) -> Path:
+def save_shape(
+    name: str, directory: Path, *, dtype: str, max_position_embeddings: int = 4096
+) -> Path:
     """Saves a shape's configuration and a small tokenizer, for engines with dummy weights.
 
     Args:
         name: One of :data:`SHAPES`.
         directory: Where to make the checkpoint's directory.
         dtype: Dtype of the weights, such as ``"bfloat16"``.
+        max_position_embeddings: Most tokens of a request.
     """
-    fields = {"max_position_embeddings": 4096, "eos_token_id": 2, "pad_token_id": 0}
+    fields: dict[str, Any] = {
+        "max_position_embeddings": max_position_embeddings,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
     config: PretrainedConfig = AutoConfig.for_model(**SHAPES[name], **fields, dtype=dtype)
     config.architectures = {"qwen3": ["Qwen3ForCausalLM"], "qwen3_moe": ["Qwen3MoeForCausalLM"]}[
         config.model_type

@@ -1,0 +1,188 @@
+"""Engines for routing benchmarks: launched with random weights, read by vLLM's own counters."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+from benchmarks.shapes import save_shape
+from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync.testing import make_tiny_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["PrefillCounts", "counted_actor", "engine_options", "launch", "new_weights", "reset"]
+
+RESET_TIMEOUT_S = 20.0
+
+
+@dataclass(slots=True)
+class PrefillCounts:
+    """Prompt tokens of one engine since its launch, or of a time, as vLLM counts them.
+
+    Attributes:
+        prompt: Tokens of all prompts whose first token came (``PromptTokenStats.total``).
+        computed: Those that were computed (``.computed``).
+        cached: Those that came from the prefix cache (``.local_cache_hit``).
+        queried: Tokens looked up in the prefix cache (``PrefixCacheStats.queries``). vLLM 0.26
+            counts a request that waits for room at each try.
+        hits: Those that it had (``.hits``).
+        preempted: Requests that lost their blocks and were computed again.
+    """
+
+    prompt: int = 0
+    computed: int = 0
+    cached: int = 0
+    queried: int = 0
+    hits: int = 0
+    preempted: int = 0
+
+    def __add__(self, other: PrefillCounts) -> PrefillCounts:
+        return PrefillCounts(
+            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(self))
+        )
+
+    def __sub__(self, other: PrefillCounts) -> PrefillCounts:
+        return PrefillCounts(
+            *(getattr(self, f.name) - getattr(other, f.name) for f in fields(self))
+        )
+
+
+def counted_actor() -> type:
+    """The replica's class, which also adds up vLLM's counters of prompt tokens."""
+    from torchrl_vllm_sync.engine.actor import EngineActor
+    from torchrl_vllm_sync.engine.internals import StatsRecorder
+
+    class CountingRecorder(StatsRecorder):
+        counts = PrefillCounts()
+
+        def record(
+            self,
+            scheduler_stats: Any,  # noqa: ANN401
+            iteration_stats: Any,  # noqa: ANN401
+            mm_cache_stats: Any = None,  # noqa: ANN401
+            engine_idx: int = 0,
+        ) -> None:
+            super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+            if iteration_stats is not None:
+                prompts = iteration_stats.prompt_token_stats
+                self.counts.prompt += prompts.total
+                self.counts.computed += prompts.computed
+                self.counts.cached += prompts.local_cache_hit
+                self.counts.preempted += iteration_stats.num_preempted_reqs
+            if scheduler_stats is not None:
+                self.counts.queried += scheduler_stats.prefix_cache_stats.queries
+                self.counts.hits += scheduler_stats.prefix_cache_stats.hits
+
+    class CountedActor(EngineActor):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self._stats = CountingRecorder()
+
+        def prefill_counts(self) -> PrefillCounts:
+            """VLLM's counters, of all steps so far."""
+            return self._stats.counts
+
+    return CountedActor
+
+
+def engine_options(*, eager: bool, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
+    """VLLM's engine arguments for random weights on this machine.
+
+    Args:
+        eager: Do not capture CUDA graphs. They are captured for decoding alone, without compiling,
+            so that a launch stays short.
+        max_model_len: Most tokens of a request.
+        max_num_seqs: Most requests in a step.
+    """
+    options: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": True,
+    }
+    if not torch.cuda.is_available():
+        return options | {
+            "dtype": "float32",
+            "block_size": 32,
+            "kv_cache_memory_bytes": 96 * 2**20,
+        }
+    options |= {"dtype": "bfloat16", "load_format": "dummy", "gpu_memory_utilization": 0.9}
+    if eager:
+        return options | {"enforce_eager": True}
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs + 1, 32)]
+    return options | {
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": sizes,
+        }
+    }
+
+
+def checkpoint(directory: Path, shape: str | None, max_model_len: int) -> str:
+    """A tiny checkpoint, or on GPUs the configuration of ``shape`` for random weights."""
+    if shape is None:
+        return str(make_tiny_checkpoint(directory, max_position_embeddings=max_model_len))
+    target = save_shape(shape, directory, dtype="bfloat16", max_position_embeddings=max_model_len)
+    return str(target)
+
+
+def launch(
+    directory: Path, shape: str | None, num_replicas: int, options: dict[str, Any]
+) -> AsyncVLLM:
+    """Starts replicas that count.
+
+    Args:
+        directory: Where to make the checkpoint.
+        shape: One of ``benchmarks.shapes.SHAPES``; ``None`` is a tiny checkpoint.
+        num_replicas: Replicas, of one GPU each where there are GPUs.
+        options: Of :func:`engine_options`.
+    """
+    begin = time.perf_counter()
+    service = AsyncVLLM.from_pretrained(
+        checkpoint(directory, shape, options["max_model_len"]),
+        num_replicas=num_replicas,
+        actor_class=counted_actor(),
+        num_cpus_per_replica=0,
+        verbose=False,
+        **options,
+    )
+    print(f"launched {num_replicas} replicas in {time.perf_counter() - begin:.1f} s", flush=True)
+    return service
+
+
+def counts(service: AsyncVLLM) -> PrefillCounts:
+    """VLLM's counters, summed over the replicas."""
+    each = ray.get([one.prefill_counts.remote() for one in service.actors], timeout=60)
+    return sum(each, PrefillCounts())
+
+
+def reset(service: AsyncVLLM) -> None:
+    """Empties every replica's prefix cache, as soon as no request holds any of it.
+
+    Raises:
+        TimeoutError: Requests still held blocks after some time.
+    """
+    deadline = time.monotonic() + RESET_TIMEOUT_S
+    while not all(ray.get([one.reset_prefix_cache.remote() for one in service.actors], timeout=60)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"requests held KV blocks for {RESET_TIMEOUT_S:g} s")
+        time.sleep(0.05)
+
+
+def new_weights(service: AsyncVLLM) -> dict[str, torch.Tensor]:
+    """Random weights of the engines' model, for a push: every tensor repeats the same numbers."""
+    metas = ray.get(service.actors[0].model_metadata.remote(), timeout=120)
+    noise = torch.randn(2**20, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    weights = {}
+    for name, dtype, shape, *_ in metas:
+        size = torch.Size(shape)
+        whole = noise.to(getattr(torch, dtype.removeprefix("torch.")))
+        weights[name] = whole.repeat(-(-size.numel() // len(noise)))[: size.numel()].view(size)
+    return weights

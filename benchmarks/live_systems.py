@@ -1,0 +1,149 @@
+"""Who routes in the live benchmark: this library, TorchRL's rule as shipped, and taking turns.
+
+Every system sends each request through ``AsyncVLLM.agenerate`` of one and the same service, so that
+nothing differs but the replica that was chosen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.live_traffic import Conversation
+    from torchrl_vllm_sync import AsyncVLLM
+
+__all__ = ["SYSTEMS", "Balanced", "System", "TorchRLRule"]
+
+# How long a request may take from its call to the ledger, before the next decision is made anyway.
+MOST_SENDING_S = 0.02
+
+
+class System:
+    """One way to route, over a service whose balancer it may replace.
+
+    Attributes:
+        decision_s: Seconds of each decision so far.
+
+    Args:
+        service: The replicas.
+    """
+
+    def __init__(self, service: AsyncVLLM) -> None:
+        self.service = service
+        self.decision_s: list[float] = []
+
+    async def answer(self, conversation: Conversation, prompt: list[int], params: Any) -> Any:  # noqa: ANN401
+        """VLLM's output for one turn of a conversation."""
+        raise NotImplementedError
+
+    def time_decisions(self, prompts: list[tuple[Conversation, list[int]]]) -> list[float]:
+        """Seconds of each decision; those of the run, or of another pass over idle replicas."""
+        del prompts
+        return self.decision_s
+
+
+class Balanced(System):
+    """This library's own balancer.
+
+    Args:
+        service: The replicas.
+        strategy: As in ``create_load_balancer``; ``None`` is the default.
+        keyed: Name each request's session and group.
+    """
+
+    def __init__(
+        self, service: AsyncVLLM, strategy: str | None = None, *, keyed: bool = False
+    ) -> None:
+        super().__init__(service)
+        self._strategy, self._keyed = strategy, keyed
+        service.create_load_balancer(strategy)
+
+    def _keys(self, conversation: Conversation) -> dict[str, Any]:
+        if not self._keyed:
+            return {}
+        return {"session_id": conversation.session, "group_id": conversation.group}
+
+    async def answer(self, conversation: Conversation, prompt: list[int], params: Any) -> Any:  # noqa: ANN401
+        """Lets the service decide."""
+        return await self.service.agenerate(prompt, params, **self._keys(conversation))
+
+    def time_decisions(self, prompts: list[tuple[Conversation, list[int]]]) -> list[float]:
+        """Decides and gives back once more for each prompt, with a balancer of its own."""
+        balancer = self.service.create_load_balancer(self._strategy)
+        for conversation, prompt in prompts:
+            keys = self._keys(conversation)
+            begin = time.perf_counter()
+            reservation = balancer.reserve(prompt, **keys)
+            self.decision_s.append(time.perf_counter() - begin)
+            with reservation:
+                pass
+        return self.decision_s
+
+
+class TorchRLRule(System):
+    """The ``LoadBalancer`` of the installed TorchRL, asked in line with the requests.
+
+    It is made from the service as ``create_load_balancer`` does there, so that each decision asks
+    all replicas for their requests, and its check for overload fails by itself and says "no" (it
+    reads a name that is not set). Its methods to ask are TorchRL's own.
+
+    Args:
+        service: The replicas.
+        wrapped: Pass prompts as TorchRL's ``vLLMWrapper`` does, as dicts: its service finds no
+            tokens in them, so that the rule takes the replica with the fewest requests. Without,
+            the rule gets the tokens, which its service gives it in few cases.
+    """
+
+    def __init__(self, service: AsyncVLLM, *, wrapped: bool = False) -> None:
+        from torchrl.modules.llm.backends.vllm.vllm_async import AsyncVLLM as TorchRLService
+        from torchrl.modules.llm.backends.vllm.vllm_async import LoadBalancer
+
+        super().__init__(service)
+        service.create_load_balancer()  # counts only
+        # TorchRL warns at each failed check.
+        logging.getLogger("torchrl").setLevel(logging.ERROR)
+        face: Any = object.__new__(TorchRLService)
+        face.actors, face._launched = service.actors, True
+        self._face, self._wrapped = face, wrapped
+        self._balancer = LoadBalancer(face)
+        self._sending = asyncio.Lock()
+
+    def choose(self, prompt: list[int]) -> int:
+        """Position of the replica."""
+        begin = time.perf_counter()
+        key: Any = prompt
+        if self._wrapped:
+            key = self._face._extract_single_prompt_for_routing({"prompt_token_ids": prompt})
+        index = self._balancer.select_actor(prompt=key)
+        self.decision_s.append(time.perf_counter() - begin)
+        return index
+
+    async def answer(self, conversation: Conversation, prompt: list[int], params: Any) -> Any:  # noqa: ANN401
+        """Decides and sends; the next decision is made when the request is on its way."""
+        del conversation
+        async with self._sending:
+            index = self.choose(prompt)
+            sent = self.service.load.total_in_flight + 1
+            answer = asyncio.ensure_future(
+                self.service.agenerate(prompt, params, actor_index=index)
+            )
+            if self._wrapped:  # which reads the engines' own counts
+                deadline, load = time.perf_counter() + MOST_SENDING_S, self.service.load
+                while load.total_in_flight < sent and time.perf_counter() < deadline:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+        return await answer
+
+
+SYSTEMS: dict[str, Callable[[AsyncVLLM], System]] = {
+    "ours": lambda service: Balanced(service, keyed=True),
+    "ours, no keys": lambda service: Balanced(service),
+    "torchrl": TorchRLRule,
+    "torchrl, wrapper": lambda service: TorchRLRule(service, wrapped=True),
+    "round-robin": lambda service: Balanced(service, "round-robin"),
+}
+"""Makers of each system, by its name in the record; each begins with nothing remembered."""

@@ -1,0 +1,229 @@
+"""What the live routing benchmark asks of real engines: conversations whose every token is known.
+
+An answer may use one token only (``allowed_token_ids``), so that each request of a case has the
+same bytes whoever routes it and whichever engine answers, later turns included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = [
+    "CASES",
+    "Case",
+    "Conversation",
+    "Scale",
+    "distinct_tokens",
+    "least_tokens",
+    "once_tokens",
+]
+
+# Ids below are the tokenizer's own marks.
+FIRST_ID = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large the cases are.
+
+    Attributes:
+        vocab_size: Of the model.
+        max_model_len: Most tokens of a request, answer included.
+        groups: GRPO groups of 8.
+        sessions: Conversations with several turns.
+        turns: Of each.
+        concurrent: Sessions that are open at a time.
+        strangers: Requests that share nothing but a system prompt.
+        prompt: Fewest and most tokens of a GRPO prompt; half of the most is the system prompt that
+            strangers share.
+        opening: Tokens of a session's first prompt, of which the group's system prompt is half.
+        reply: Tokens that come back between two turns, from a tool.
+        answer: Median tokens of an answer, and the most.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    groups: int
+    sessions: int
+    turns: int
+    concurrent: int
+    strangers: int
+    prompt: tuple[int, int]
+    opening: int
+    reply: int
+    answer: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Some turns, one after the other.
+
+    Attributes:
+        session: Unique in its case.
+        group: Conversations with the same beginning.
+        opening: The first prompt.
+        replies: What comes back after each turn but the last.
+        answers: Tokens of each turn's answer.
+        token: The id that answers consist of.
+    """
+
+    session: int
+    group: int
+    opening: tuple[int, ...]
+    replies: tuple[tuple[int, ...], ...]
+    answers: tuple[int, ...]
+    token: int
+
+    def prompt(self, turn: int) -> list[int]:
+        """Everything said before a turn's answer."""
+        said = list(self.opening)
+        for answer, reply in zip(self.answers[:turn], self.replies[:turn], strict=True):
+            said += [self.token] * answer
+            said += reply
+        return said
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kind of traffic.
+
+    Attributes:
+        name: In the record.
+        conversations: In the order in which they start.
+        concurrent: How many are open at a time; ``None`` starts all at once.
+        rounds: How often all of it is asked; weights are pushed in between.
+    """
+
+    name: str
+    conversations: list[Conversation] = field(repr=False)
+    concurrent: int | None = None
+    rounds: int = 1
+
+
+def once_tokens(conversations: Sequence[Conversation]) -> int:
+    """Prompt tokens that must be computed if nothing is computed twice.
+
+    A group's prompt counts once. Of a later turn what came back counts, and the last token of the
+    answer before it, which was sampled and never computed.
+    """
+    replies = sum(len(reply) + 1 for one in conversations for reply in one.replies)
+    return replies + distinct_tokens(one.opening for one in conversations)
+
+
+def least_tokens(conversations: Sequence[Conversation], block_size: int) -> int:
+    """Prompt tokens that one engine computes if its cache forgets nothing.
+
+    vLLM caches whole blocks only, and computes at least the last token of a prompt.
+    """
+    seen: set[int] = set()
+    total = 0
+    for one in conversations:
+        chain = known = 0
+        for at in range(0, len(one.opening) - 1, block_size):
+            block = one.opening[at : at + block_size]
+            chain = hash((chain, block))
+            if chain in seen and known == at and at + block_size < len(one.opening):
+                known = at + block_size
+            seen.add(chain)
+        length = len(one.opening)
+        total += length - known
+        for answer, reply in zip(one.answers, one.replies, strict=False):
+            cached = (length + answer - 1) // block_size * block_size
+            length += answer + len(reply)
+            total += length - cached
+    return total
+
+
+def distinct_tokens(prompts: Iterable[Sequence[int]]) -> int:
+    """Tokens of the tree of these prompts, in which what they begin with alike is there once."""
+    seen: set[int] = set()
+    for prompt in prompts:
+        chain = 0
+        for token in prompt:
+            chain = hash((chain, token))
+            seen.add(chain)
+    return len(seen)
+
+
+class _Words:
+    """Random ids and lengths of one case, the same in every process."""
+
+    def __init__(self, scale: Scale, name: str) -> None:
+        self.scale = scale
+        self._random = np.random.default_rng([ord(letter) for letter in name])
+
+    def text(self, length: int) -> tuple[int, ...]:
+        return tuple(self._random.integers(FIRST_ID, self.scale.vocab_size, length).tolist())
+
+    def between(self, least: int, most: int) -> int:
+        return int(self._random.integers(least, most + 1))
+
+    def answer(self) -> int:
+        median, most = self.scale.answer
+        return int(np.clip(median * self._random.lognormal(sigma=0.6), 1, most))
+
+    def token(self) -> int:
+        return self.between(FIRST_ID, self.scale.vocab_size - 1)
+
+
+def _grpo(scale: Scale, name: str, *, header: int, rounds: int = 1) -> Case:
+    """Eight samples of each prompt; all prompts begin with the same ``header`` tokens."""
+    words = _Words(scale, name)
+    common = words.text(header)
+    conversations = []
+    for group in range(scale.groups):
+        prompt = common + words.text(words.between(*scale.prompt) - header)
+        conversations += [
+            Conversation(8 * group + sample, group, prompt, (), (words.answer(),), words.token())
+            for sample in range(8)
+        ]
+    return Case(name, conversations, rounds=rounds)
+
+
+def _sessions(scale: Scale, name: str, *, rounds: int = 1) -> Case:
+    """Groups of 4 conversations with tools; all prompts begin with the same 16 tokens."""
+    words = _Words(scale, name)
+    common = words.text(16)
+    conversations = []
+    for group in range(-(-scale.sessions // 4)):
+        system = common + words.text(scale.opening // 2 - len(common))
+        for session in range(4 * group, min(4 * group + 4, scale.sessions)):
+            replies = tuple(
+                words.text(words.between(scale.reply // 2, scale.reply * 3 // 2))
+                for _ in range(scale.turns - 1)
+            )
+            opening = system + words.text(scale.opening - len(system))
+            answers = tuple(words.answer() for _ in range(scale.turns))
+            conversations.append(
+                Conversation(session, group, opening, replies, answers, words.token())
+            )
+    return Case(name, conversations, concurrent=scale.concurrent, rounds=rounds)
+
+
+def _strangers(scale: Scale, name: str) -> Case:
+    """One long system prompt and short questions."""
+    words = _Words(scale, name)
+    system = words.text(scale.prompt[1] // 2)
+    conversations = [
+        Conversation(
+            at, at, system + words.text(words.between(20, 60)), (), (words.answer(),), words.token()
+        )
+        for at in range(scale.strangers)
+    ]
+    return Case(name, conversations, concurrent=scale.concurrent)
+
+
+CASES: dict[str, Callable[[Scale], Case]] = {
+    "grpo": lambda scale: _grpo(scale, "grpo", header=16),
+    "grpo-no-header": lambda scale: _grpo(scale, "grpo-no-header", header=0),
+    "multi-turn": lambda scale: _sessions(scale, "multi-turn"),
+    "shared-system-prompt": lambda scale: _strangers(scale, "shared-system-prompt"),
+    "grpo-update": lambda scale: _grpo(scale, "grpo-update", header=16, rounds=2),
+}
+"""Makers of each case, by its name in the record."""

@@ -1,0 +1,285 @@
+"""Routing on real engines: this library beside TorchRL's rule and round robin, in one run.
+
+``python -m benchmarks.routing_live --shape 1.7b --replicas 4`` launches one service of replicas
+with random weights, and sends it the same requests once for each system: GRPO groups of 8 samples,
+conversations with several turns, strangers that share a long system prompt, and groups before and
+after a weight update. Prefix caches are emptied in between, and each repetition begins with another
+system. What was computed and what came from a prefix cache is read from vLLM's own counters.
+
+``hit_rate`` is the share of prompt tokens that came from a prefix cache. ``prefilled_over_once``
+are the computed ones over those of all prompts with common beginnings counted once; since vLLM
+caches whole blocks only, ``prefilled_over_least`` compares with what one engine with an endless
+cache would compute. ``decision_p50`` is the time until a replica is chosen.
+
+Without ``--shape``, a tiny checkpoint on CPUs. ``--smoke`` is that in a minute, and means nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import ray
+
+from benchmarks import live_engines
+from benchmarks.live_systems import SYSTEMS
+from benchmarks.live_traffic import CASES, Scale, least_tokens, once_tokens
+from benchmarks.record import Recorder
+from benchmarks.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from benchmarks.live_systems import System
+    from benchmarks.live_traffic import Case, Conversation
+    from torchrl_vllm_sync import AsyncVLLM
+
+PUSH_TIMEOUT_S = 120.0
+SMOKE = Scale(
+    vocab_size=320,
+    max_model_len=1024,
+    groups=3,
+    sessions=4,
+    turns=2,
+    concurrent=3,
+    strangers=8,
+    prompt=(600, 900),
+    opening=200,
+    reply=60,
+    answer=(4, 8),
+)
+CPU = Scale(
+    vocab_size=320,
+    max_model_len=2048,
+    groups=12,
+    sessions=16,
+    turns=5,
+    concurrent=8,
+    strangers=96,
+    prompt=(1200, 1900),
+    opening=600,
+    reply=120,
+    answer=(12, 64),
+)
+GPU = Scale(
+    vocab_size=150_000,
+    max_model_len=8192,
+    groups=64,
+    sessions=192,
+    turns=6,
+    concurrent=96,
+    strangers=768,
+    prompt=(900, 2100),
+    opening=2048,
+    reply=300,
+    answer=(128, 512),
+)
+UNITS = {
+    "wall_time": "s",
+    "hit_rate": "fraction",
+    "prefilled_over_once": "ratio",
+    "prefilled_over_least": "ratio",
+    "latency_p50": "s",
+    "latency_p99": "s",
+    "imbalance": "ratio",
+    "preemptions": "requests",
+    "decision_p50": "µs",
+    "decision_p99": "µs",
+}
+"""What is recorded of each run of a case, and in which unit."""
+
+
+@dataclass(slots=True)
+class Answers:
+    """What came of one run.
+
+    Attributes:
+        outputs: vLLM's, in no order.
+        latencies_s: Seconds of each.
+        wall_s: Seconds of all, pushes aside.
+    """
+
+    outputs: list[Any] = field(default_factory=list)
+    latencies_s: list[float] = field(default_factory=list)
+    wall_s: float = 0.0
+
+
+async def ask(service: AsyncVLLM, system: System, case: Case) -> Answers:
+    """Runs all conversations of a case, in each of its rounds."""
+    from vllm import SamplingParams
+
+    answers = Answers()
+    door = asyncio.Semaphore(case.concurrent or len(case.conversations))
+
+    async def converse(one: Conversation) -> None:
+        async with door:
+            for turn, length in enumerate(one.answers):
+                params = SamplingParams(
+                    max_tokens=length,
+                    ignore_eos=True,
+                    temperature=0.0,
+                    allowed_token_ids=[one.token],
+                    detokenize=False,
+                )
+                begin = time.perf_counter()
+                answers.outputs.append(await system.answer(one, one.prompt(turn), params))
+                answers.latencies_s.append(time.perf_counter() - begin)
+
+    for number in range(case.rounds):
+        if number:
+            weights = live_engines.new_weights(service)
+            await asyncio.to_thread(service.push_weights, weights, timeout_s=PUSH_TIMEOUT_S)
+        begin = time.perf_counter()
+        await asyncio.gather(*(converse(one) for one in case.conversations))
+        answers.wall_s += time.perf_counter() - begin
+    return answers
+
+
+def run_case(service: AsyncVLLM, system: System, case: Case) -> dict[str, float]:
+    """One system's figures of one case, by the names in ``UNITS``.
+
+    Raises:
+        AssertionError: Answers were not what every system must get, or vLLM's counters and its
+            outputs tell different stories.
+    """
+    live_engines.reset(service)
+    before = live_engines.counts(service)
+    answers = asyncio.run(ask(service, system, case))
+    counted = live_engines.counts(service) - before
+    check(case, answers.outputs, counted)
+    prompts = [
+        (one, one.prompt(turn)) for one in case.conversations for turn in range(len(one.answers))
+    ]
+    decisions = system.time_decisions(prompts)
+    served = Counter(output.replica_id for output in answers.outputs)
+    return {
+        "wall_time": answers.wall_s,
+        "hit_rate": counted.cached / counted.prompt,
+        "prefilled_over_once": counted.computed / (case.rounds * once_tokens(case.conversations)),
+        "prefilled_over_least": counted.computed
+        / (case.rounds * least_tokens(case.conversations, block_size(service))),
+        "latency_p50": quantile(answers.latencies_s, 0.5),
+        "latency_p99": quantile(answers.latencies_s, 0.99),
+        "imbalance": max(served.values()) * service.num_replicas / len(answers.outputs),
+        "preemptions": counted.preempted,
+        "decision_p50": 1e6 * quantile(decisions, 0.5),
+        "decision_p99": 1e6 * quantile(decisions, 0.99),
+    }
+
+
+def check(case: Case, outputs: list[Any], counted: live_engines.PrefillCounts) -> None:
+    """Compares answers with the case, and vLLM's counters with its outputs.
+
+    Raises:
+        AssertionError: They differ.
+    """
+    asked = sum(
+        len(one.prompt(turn)) for one in case.conversations for turn in range(len(one.answers))
+    )
+    made = sum(sum(one.answers) for one in case.conversations)
+    found = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert found == case.rounds * made, f"{found} tokens in answers, not {case.rounds * made}"
+    assert counted.prompt == case.rounds * asked, f"{counted} for {case.rounds * asked} tokens"
+    cached = sum(output.num_cached_tokens for output in outputs)
+    assert counted.cached == cached, f"{counted}, but outputs say {cached} tokens were cached"
+
+
+def block_size(service: AsyncVLLM) -> int:
+    """Tokens in a KV-cache block."""
+    description: Any = ray.get(service.actors[0].describe.remote(), timeout=60)
+    return description.block_size
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The value below which ``share`` of all lie."""
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+def measure(
+    recorder: Recorder, service: AsyncVLLM, cases: list[Case], systems: list[str], repetitions: int
+) -> None:
+    """Runs every system on every case, in another order each time, and records all figures."""
+    figures: dict[tuple[str, str], list[dict[str, float]]] = {}
+    order = list(systems)
+    for _ in range(repetitions):
+        for case in cases:
+            for name in order:
+                one = run_case(service, SYSTEMS[name](service), case)
+                figures.setdefault((case.name, name), []).append(one)
+                say(case.name, name, one)
+        order = order[1:] + order[:1]
+    for (case_name, name), runs in figures.items():
+        for metric, unit in UNITS.items():
+            recorder.add(
+                case=case_name,
+                system=name,
+                metric=metric,
+                unit=unit,
+                samples=[one[metric] for one in runs],
+            )
+
+
+def say(case: str, system: str, one: dict[str, float]) -> None:
+    """Prints one run's figures."""
+    print(
+        f"{case:21} {system:17} {one['wall_time']:7.2f} s  hit {one['hit_rate']:.3f}  "
+        f"prefilled/once {one['prefilled_over_once']:.3f} /least "
+        f"{one['prefilled_over_least']:.3f}  p99 {one['latency_p99']:.2f} s  "
+        f"imbalance {one['imbalance']:.2f}  decision {one['decision_p50']:.0f} us",
+        flush=True,
+    )
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape, on GPUs")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--out", type=Path, help="directory of the record")
+    parser.add_argument("--smoke", action="store_true", help="a minute, on CPUs, meaning nothing")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        args.repetitions = 1
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark and writes the record."""
+    args = parse(argv)
+    recorder = Recorder("routing_live" + (f"_{args.shape.replace('-', '_')}" if args.shape else ""))
+    scale = GPU if args.shape else SMOKE if args.smoke else CPU
+    ray.init(
+        address="local",
+        num_cpus=os.cpu_count(),
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+    )
+    options = live_engines.engine_options(
+        eager=args.eager, max_model_len=scale.max_model_len, max_num_seqs=256 if args.shape else 32
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        with live_engines.launch(path, args.shape, args.replicas, options) as service:
+            cases = [CASES[name](scale) for name in args.cases]
+            measure(recorder, service, cases, args.systems, args.repetitions)
+    ray.shutdown()
+    print(recorder.write(smoke=args.smoke, directory=args.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
