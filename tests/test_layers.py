@@ -9,7 +9,7 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 # A new module goes into the first row that lies below everything it imports, in its own section.
 LAYERS = """
 # words that everything else uses
-replica wire background weights.metadata keys
+replica wire background weights.metadata keys load_snapshot
 errors load
 versions
 requests
@@ -63,11 +63,15 @@ engine.answers
 engine.actor
 
 # requests on their way
-routing.prefix routing.prompt load_monitor reservation
+routing.prompt routing.blocks load_monitor
+routing.prefix_index
+routing.request
 routing.strategies
 routing.chain
 routing bare_actors
 sessions
+placer
+reservation
 balancer
 dispatch
 generation

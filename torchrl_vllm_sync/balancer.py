@@ -14,19 +14,22 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     VersionNotReachedError,
 )
-from torchrl_vllm_sync.load import LoadSnapshot, LoadTracker, describe_replicas
+from torchrl_vllm_sync.load_snapshot import describe_replicas
+from torchrl_vllm_sync.placer import RequestPlacer
 from torchrl_vllm_sync.reservation import Reservation
 from torchrl_vllm_sync.routing import (
+    PrefixIndex,
     RoutingRequest,
     StrategySettings,
     routing_prompt,
 )
-from torchrl_vllm_sync.routing.chain import StrategyChain
-from torchrl_vllm_sync.sessions import SessionLedger, as_keys, key_per_prompt
+from torchrl_vllm_sync.routing.prefix_index import index_block_tokens
+from torchrl_vllm_sync.sessions import as_key, as_keys, key_per_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torchrl_vllm_sync.load import Candidates, LoadTracker
     from torchrl_vllm_sync.sessions import RequestKey
 
 __all__ = ["BalancedService", "LoadBalancer", "Reservation"]
@@ -48,6 +51,13 @@ class BalancedService(Protocol):
     def load(self) -> LoadTracker:
         """The ledger of these replicas."""
         ...
+
+
+class SampledAs(Protocol):
+    """What a balancer reads of vLLM's ``SamplingParams``."""
+
+    n: int
+    max_tokens: int | None
 
 
 class LoadBalancer:
@@ -177,9 +187,12 @@ class LoadBalancer:
             InvalidPromptError: The prompt is empty or of a wrong type.
             NoReplicaAvailableError: No replica can take a request.
         """
-        request = RoutingRequest(routing_prompt(prompt), request_context)
-        with self._ready().lock:
-            return self._choose(request, (), 0)[0]
+        prompt, salt = routing_prompt(prompt)
+        request = RoutingRequest(prompt, request_context, salt=salt)
+        tracker = self._ready()
+        with tracker.lock:
+            candidates, position = self._choose(tracker, request, (), 0)
+            return candidates.indices[position]
 
     def reserve(
         self,
@@ -209,9 +222,12 @@ class LoadBalancer:
             UnsupportedArgumentError: A key is neither an integer nor text that is not empty.
             VersionNotReachedError: Some can, but none is known to hold ``min_version``.
         """
-        (session_id,) = key_per_prompt("session_id", session_id, 1)
-        (group_id,) = key_per_prompt("group_id", group_id, 1)
-        request = RoutingRequest(routing_prompt(prompt), context, session_id, group_id)
+        if session_id is not None:
+            session_id = as_key("session_id", session_id)
+        if group_id is not None:
+            group_id = as_key("group_id", group_id)
+        prompt, salt = routing_prompt(prompt)
+        request = RoutingRequest(prompt, context, session_id, group_id, salt)
         tracker = self._ready()
         with tracker.lock:
             return self._reserve(tracker, request, exclude, min_version)
@@ -225,6 +241,7 @@ class LoadBalancer:
         min_version: int = 0,
         session_id: RequestKey | Sequence[RequestKey | None] | None = None,
         group_id: RequestKey | Sequence[RequestKey | None] | None = None,
+        sampling_params: Sequence[SampledAs] | None = None,
     ) -> list[Reservation]:
         """Reserves for every prompt of a batch in one step: for all of them, or for none.
 
@@ -235,6 +252,8 @@ class LoadBalancer:
             min_version: As in ``reserve``.
             session_id: One for all prompts, or a list with one, or None, for each.
             group_id: Likewise.
+            sampling_params: For each prompt how many samples it asks for, and their length at most;
+                None means one of unknown length.
 
         Raises:
             InvalidPromptError: The batch or a prompt is empty, or of a wrong type.
@@ -247,15 +266,21 @@ class LoadBalancer:
             raise InvalidPromptError(f"prompts must be a sequence of prompts, got {prompts!r}")
         sessions = key_per_prompt("session_id", session_id, len(prompts))
         groups = key_per_prompt("group_id", group_id, len(prompts))
-        requests = [
-            RoutingRequest(routing_prompt(prompt), context, session, group)
-            for prompt, session, group in zip(prompts, sessions, groups, strict=True)
-        ]
+        requests: list[RoutingRequest] = []
+        for prompt, session, group in zip(prompts, sessions, groups, strict=True):
+            seen, salt = routing_prompt(prompt)
+            requests.append(RoutingRequest(seen, context, session, group, salt))
+        if sampling_params is not None:
+            for request, params in zip(requests, sampling_params, strict=True):
+                request.num_samples, request.max_tokens = params.n, params.max_tokens
+        num_coming = sum(request.num_samples for request in requests)
         tracker = self._ready()
         reservations: list[Reservation] = []
         with tracker.lock, ExitStack() as undo:
             for request in requests:
+                request.num_coming = num_coming
                 reservation = self._reserve(tracker, request, exclude, min_version)
+                num_coming -= request.num_samples
                 undo.callback(reservation.release)
                 reservations.append(reservation)
             undo.pop_all()
@@ -275,7 +300,7 @@ class LoadBalancer:
         """
         released = as_keys("session_ids", session_ids)
         with self._ready().lock:
-            return self._sessions.release(released)
+            return self._placer.sessions.release(released)
 
     def get_stats(self) -> dict[str, Any]:
         """What the balancer is set to, counted and was told.
@@ -288,8 +313,8 @@ class LoadBalancer:
         """
         tracker = self._ready()
         with tracker.lock:
-            snapshots = tracker.snapshots()
-            round_robin_index = self._chain.turn(snapshots)
+            snapshots, now = tracker.snapshots(), tracker.clock()
+            round_robin_index = self._placer.chain.turn(snapshots)
         return {
             "strategies": list(self.strategies),
             "primary_strategy": self.strategy,
@@ -298,7 +323,7 @@ class LoadBalancer:
             "overload_threshold": self.overload_threshold,
             "round_robin_index": round_robin_index,
             "actor_stats": [
-                {"actor_index": index, **snapshot.as_stats()}
+                {"actor_index": index, **snapshot.as_stats(now)}
                 for index, snapshot in enumerate(snapshots)
             ],
         }
@@ -330,52 +355,41 @@ class LoadBalancer:
         return self.load
 
     def _build_strategies(self, first_turn: int) -> None:
-        settings = self._settings = StrategySettings(
-            prefix_length=self.prefix_length,
+        settings = StrategySettings(
             overload_threshold=self.overload_threshold,
             max_report_age_s=max(_MAX_REPORT_AGE_S, 3 * self._monitor_interval_s),
             seed=self.seed,
             first_turn=first_turn,
+            clock=self._now,
+            index=PrefixIndex(index_block_tokens(self.prefix_length)),
         )
-        self._chain = StrategyChain(self.strategies, settings)
-        self._sessions = SessionLedger(self._max_sessions)
+        self._placer = RequestPlacer(self.strategies, settings, self._max_sessions)
+
+    def _now(self) -> float:
+        return self.load.clock()
 
     def _choose(
-        self, request: RoutingRequest, exclude: Collection[str], min_version: int
-    ) -> tuple[int, str]:
-        """Position among all replicas, and id, of the one to use. The ledger must be locked."""
-        snapshots = self.load.snapshots()
-        candidates = [
-            (index, snapshot)
-            for index, snapshot in enumerate(snapshots)
-            if snapshot.state.admits_requests and snapshot.replica_id not in exclude
-        ]
-        if not candidates:
+        self,
+        tracker: LoadTracker,
+        request: RoutingRequest,
+        exclude: Collection[str],
+        min_version: int,
+    ) -> tuple[Candidates, int]:
+        """Candidates for a request, and which of them to use. The ledger must be locked."""
+        candidates = tracker.candidates()
+        self._placer.sync(candidates)
+        if exclude:
+            candidates = candidates.only(lambda one: one.replica_id not in exclude)
+        if not candidates.snapshots:
             raise NoReplicaAvailableError(
-                f"no replica can take a request: {describe_replicas(snapshots, exclude)}"
+                "no replica can take a request: " + describe_replicas(tracker.snapshots(), exclude)
             )
         if min_version:
-            candidates = [one for one in candidates if one[1].reaches(min_version)]
-        if not candidates:
-            held = {snapshot.replica_id: snapshot.describe() for snapshot in snapshots}
-            raise VersionNotReachedError(min_version, held, 0.0)
-        choices = [snapshot for _, snapshot in candidates]
-        index, snapshot = candidates[self._position(request, choices)]
-        return index, snapshot.replica_id
-
-    def _position(self, request: RoutingRequest, choices: list[LoadSnapshot]) -> int:
-        """Position among ``choices`` of the replica to use."""
-        session_id, group_id = request.session_id, request.group_id
-        if session_id is not None or group_id is not None:
-            position = self._sessions.choose(session_id, group_id, choices, self._settings)
-            self._sessions.record(
-                session_id,
-                group_id,
-                choices[position].replica_id,
-                candidates=[snapshot.replica_id for snapshot in choices],
-            )
-            return position
-        return self._chain.choose(request, choices)
+            candidates = candidates.only(lambda one: one.reaches(min_version))
+            if not candidates.snapshots:
+                held = {one.replica_id: one.describe() for one in tracker.snapshots()}
+                raise VersionNotReachedError(min_version, held, 0.0)
+        return candidates, self._placer.choose(request, candidates)
 
     def _reserve(
         self,
@@ -384,13 +398,15 @@ class LoadBalancer:
         exclude: Collection[str],
         min_version: int,
     ) -> Reservation:
-        index, replica_id = self._choose(request, exclude, min_version)
-        tracker.reserve(replica_id)
-        return Reservation(tracker, replica_id, index)
+        candidates, position = self._choose(tracker, request, exclude, min_version)
+        snapshot, index = candidates.snapshots[position], candidates.indices[position]
+        tokens = self._placer.place(request, snapshot, candidates)
+        snapshot.hold(request.num_samples, tokens)
+        return Reservation(tracker, self._placer, request, snapshot, index, tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_chain"], state["_sessions"]
+        del state["_placer"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

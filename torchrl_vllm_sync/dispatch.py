@@ -199,7 +199,7 @@ class Dispatcher:
                 ):
                     for result in await ref:
                         request, place = open_requests.pop(result.request_id)
-                        place.release()
+                        place.release(_answers(result))
                         if isinstance(result.error, ReplicaUnavailableError):
                             self._mark(result.error)
                             lost.append((request, result.error))
@@ -257,6 +257,8 @@ class Dispatcher:
                     async with asyncio.timeout(limit_s):
                         result: EngineResult = await (await anext(refs))
                     finished = result.error is not None or result.finished
+                    if finished:
+                        reservation.release(_answers(result))
                     if isinstance(result.error, ReplicaUnavailableError):
                         self._mark(result.error)
                     yield self._completed(result)
@@ -309,6 +311,11 @@ def _shortened(request: EngineRequest, begin: float) -> EngineRequest:
         return request
     left_s = request.timeout_s - (time.monotonic() - begin)
     return dataclasses.replace(request, timeout_s=max(left_s, LEAST_TIMEOUT_S))
+
+
+def _answers(result: EngineResult) -> list[Any]:
+    """Token ids of the samples of a result, for whom places the next requests."""
+    return [] if result.output is None else result.output.answers
 
 
 def _failed(request: EngineRequest, error: Exception) -> EngineResult:

@@ -222,6 +222,7 @@ class PinnedBalancer:
         min_version: int = 0,
         session_id: Sequence[RequestKey | None] | None = None,
         group_id: Sequence[RequestKey | None] | None = None,
+        sampling_params: Sequence[Any] | None = None,
     ) -> list[Reservation]:
         """Reserves on the chosen replica, where the sessions are from then on.
 
@@ -235,6 +236,7 @@ class PinnedBalancer:
             min_version=min_version,
             session_id=session_id,
             group_id=group_id,
+            sampling_params=sampling_params,
         )
 
 
@@ -247,6 +249,7 @@ def _reserver(
         min_version=requests[0].min_version,
         session_id=[request.session_id for request in requests],
         group_id=[request.group_id for request in requests],
+        sampling_params=[request.sampling_params for request in requests],
     )
 
 

@@ -132,10 +132,23 @@ def launch_replicas(plan: LaunchPlan) -> LaunchedReplicas:
             )
             launched.replicas.append(Replica(str(index), actor))
         launched.descriptions = _await_start(launched.replicas, plan.timeout_s)
+        _check_block_sizes(launched.descriptions)
     except BaseException:
         close_replicas(launched.replicas, launched.groups, timeout_s=0.0)
         raise
     return launched
+
+
+def _check_block_sizes(descriptions: list[EngineDescription]) -> None:
+    """Refuses engines whose caches cannot be compared block by block.
+
+    Raises:
+        LaunchError: Block sizes differ.
+    """
+    sizes = {one.replica_id: one.block_size for one in descriptions}
+    if len(set(sizes.values())) > 1:
+        told = {key: f"its KV-cache blocks have {size} tokens" for key, size in sizes.items()}
+        raise LaunchError(told)
 
 
 def actor_name(service_name: str, index: int | str) -> str:

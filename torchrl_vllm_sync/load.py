@@ -1,99 +1,54 @@
-"""Load of every replica: what this process counted, beside what each engine last reported."""
+"""The ledger of every replica's load: what this process counted, beside what engines reported."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.load_snapshot import LoadSnapshot
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from torchrl_vllm_sync.replica import EngineReport
 
-__all__ = ["LoadSnapshot", "LoadTracker", "describe_replicas"]
+__all__ = ["Candidates", "LoadTracker"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadSnapshot:
-    """What is known of one replica's load at one moment.
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Replicas among which a request can be placed.
 
     Attributes:
-        replica_id: Stable id of the replica.
-        state: Its state, from its last report or from a caller who saw it change since.
-        in_flight: Requests that this process reserved and has not released; exact.
-        num_unfinished: Requests inside the engine, from every process; None until reported.
-        num_running: Requests in the engine's running batch; None until reported.
-        num_waiting: Requests queued in the engine; None until reported.
-        kv_cache_usage: Share of KV-cache blocks in use, 0 to 1; None until reported.
-        weight_version: Policy version it serves with; None before the first push or report.
-        measured_at: ``time.monotonic()`` of the last report; None before it.
-        reason: Why it is ``STALE`` or ``FAILED``; empty otherwise.
+        snapshots: The ledger's own, in its order.
+        indices: Position of each among all replicas.
+        positions: Position of each among the candidates, by replica id.
     """
 
-    replica_id: str
-    state: ReplicaState
-    in_flight: int = 0
-    num_unfinished: int | None = None
-    num_running: int | None = None
-    num_waiting: int | None = None
-    kv_cache_usage: float | None = None
-    weight_version: int | None = None
-    measured_at: float | None = None
-    reason: str = ""
+    snapshots: list[LoadSnapshot]
+    indices: list[int]
+    positions: dict[str, int]
 
-    @property
-    def age_s(self) -> float | None:
-        """Seconds since the last report; None before the first."""
-        return None if self.measured_at is None else time.monotonic() - self.measured_at
+    def only(self, keep: Callable[[LoadSnapshot], bool]) -> Candidates:
+        """Those for which ``keep`` is true."""
+        pairs = zip(self.indices, self.snapshots, strict=True)
+        return candidates_of((index, one) for index, one in pairs if keep(one))
 
-    def is_fresh(self, now: float, max_age_s: float) -> bool:
-        """Whether the last report is at most ``max_age_s`` older than ``now``, a monotonic time."""
-        return self.measured_at is not None and now - self.measured_at <= max_age_s
 
-    def load(self, now: float, max_age_s: float) -> int:
-        """Requests that this replica holds, as well as this process can tell.
-
-        The count made here is exact but sees only this process; the engine's own count sees every
-        process but is late. The greater of the two is used, and the engine's only while it is
-        fresh: ``max(in_flight, num_unfinished)``, with ``num_running + num_waiting`` where the
-        engine did not report the sum.
-        """
-        if not self.is_fresh(now, max_age_s):
-            return self.in_flight
-        reported = self.num_unfinished
-        if reported is None and self.num_running is not None and self.num_waiting is not None:
-            reported = self.num_running + self.num_waiting
-        return self.in_flight if reported is None else max(self.in_flight, reported)
-
-    def as_stats(self) -> dict[str, Any]:
-        """Returns what is known, under the names that TorchRL's statistics of a balancer have."""
-        return {
-            "replica_id": self.replica_id,
-            "state": str(self.state),
-            "reason": self.reason,
-            "pending_requests": self.in_flight,
-            "num_unfinished": self.num_unfinished,
-            "num_running": self.num_running,
-            "num_waiting": self.num_waiting,
-            "cache_usage": self.kv_cache_usage,
-            "weight_version": self.weight_version,
-            "age_s": self.age_s,
-        }
-
-    def reaches(self, version: int) -> bool:
-        """Whether the replica is known to hold ``version`` or a later one."""
-        return self.weight_version is not None and self.weight_version >= version
-
-    def describe(self) -> str:
-        """Says in words what the replica holds and is, as far as is known here."""
-        if self.weight_version is None:
-            return f"has not said what it holds and is {self.state}"
-        return f"holds version {self.weight_version} and is {self.state}"
+def candidates_of(pairs: Iterable[tuple[int, LoadSnapshot]]) -> Candidates:
+    """Makes candidates of replicas and their positions among all."""
+    kept = list(pairs)
+    return Candidates(
+        [one for _, one in kept],
+        [index for index, _ in kept],
+        {one.replica_id: at for at, (_, one) in enumerate(kept)},
+    )
 
 
 class LoadTracker:
@@ -113,20 +68,28 @@ class LoadTracker:
     Args:
         replica_ids: Stable ids, in the order in which replicas are listed.
         state: State of each until a report or a mark says otherwise.
+        clock: Tells the time in seconds; must never go back.
 
     Raises:
         ValueError: An id occurs twice.
 
     Attributes:
         lock: Guards the ledger.
+        clock: As given.
     """
 
     def __init__(
-        self, replica_ids: Iterable[str], *, state: ReplicaState = ReplicaState.STARTING
+        self,
+        replica_ids: Iterable[str],
+        *,
+        state: ReplicaState = ReplicaState.STARTING,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lock = threading.RLock()
+        self.clock = clock
         self._snapshots: dict[str, LoadSnapshot] = {}
-        self._removed: dict[str, int] = {}  # removed replicas whose requests are still in flight
+        self._removed: dict[str, LoadSnapshot] = {}  # whose requests are still in flight
+        self._candidates: Candidates | None = None
         self._marked_at: dict[str, float] = {}
         self._watchers: dict[object, Callable[[], object]] = {}
         for replica_id in replica_ids:
@@ -140,26 +103,34 @@ class LoadTracker:
 
     @property
     def total_in_flight(self) -> int:
-        """Requests in flight on all replicas, those of removed replicas included."""
+        """Samples in flight on all replicas, those of removed replicas included."""
         with self.lock:
-            tracked = sum(snapshot.in_flight for snapshot in self._snapshots.values())
-            return tracked + sum(self._removed.values())
+            everywhere = (*self._snapshots.values(), *self._removed.values())
+            return sum(snapshot.in_flight for snapshot in everywhere)
 
     def in_flight(self, replica_id: str) -> int:
-        """Requests in flight on one replica.
+        """Samples in flight on one replica.
 
         Raises:
             KeyError: No such replica.
         """
         with self.lock:
-            if replica_id in self._removed:
-                return self._removed[replica_id]
-            return self._tracked(replica_id).in_flight
+            return self._known(replica_id).in_flight
 
     def snapshots(self) -> list[LoadSnapshot]:
         """One snapshot a replica, in the order of ``replica_ids``."""
         with self.lock:
-            return list(self._snapshots.values())
+            return [copy.copy(snapshot) for snapshot in self._snapshots.values()]
+
+    def candidates(self) -> Candidates:
+        """The replicas that admit requests. ``lock`` must be held, also while they are used."""
+        if self._candidates is None:
+            self._candidates = candidates_of(
+                (index, one)
+                for index, one in enumerate(self._snapshots.values())
+                if one.state.admits_requests
+            )
+        return self._candidates
 
     @property
     def is_watched(self) -> bool:
@@ -192,6 +163,34 @@ class LoadTracker:
             if replica_id in self._snapshots or replica_id in self._removed:
                 raise ValueError(f"replica_id must be new, got {replica_id!r}, which is tracked")
             self._snapshots[replica_id] = LoadSnapshot(replica_id=replica_id, state=state)
+            self._candidates = None
+
+    def describe(self, replica_id: str, *, block_size: int, num_kv_blocks: int | None) -> None:
+        """Notes the size of a replica's KV cache.
+
+        Args:
+            replica_id: The replica.
+            block_size: Tokens in a block of its cache.
+            num_kv_blocks: Blocks of its cache; None if unknown.
+
+        Raises:
+            KeyError: No such replica.
+            UnsupportedArgumentError: ``block_size`` is less than 1, or another replica's differs:
+                prefixes are compared by blocks.
+        """
+        if block_size < 1:
+            raise UnsupportedArgumentError(f"block_size must be at least 1, got {block_size}")
+        with self.lock:
+            known = self._tracked(replica_id)
+            for other in self._snapshots.values():
+                if other is not known and other.block_size not in (None, block_size):
+                    raise UnsupportedArgumentError(
+                        f"block_size must be the same on all replicas, got {block_size} on replica "
+                        f"{replica_id} and {other.block_size} on replica {other.replica_id}"
+                    )
+            known.block_size = block_size
+            known.kv_cache_tokens = num_kv_blocks * block_size if num_kv_blocks else None
+            self._candidates = None
 
     def remove(self, replica_id: str) -> None:
         """Stops listing a replica; its requests in flight can still be released.
@@ -200,43 +199,57 @@ class LoadTracker:
             KeyError: No such replica.
         """
         with self.lock:
-            in_flight = self._tracked(replica_id).in_flight
+            snapshot = self._tracked(replica_id)
             del self._snapshots[replica_id]
             self._marked_at.pop(replica_id, None)
-            if in_flight:
-                self._removed[replica_id] = in_flight
+            self._candidates = None
+            if snapshot.in_flight:
+                self._removed[replica_id] = snapshot
 
-    def reserve(self, replica_id: str) -> None:
-        """Counts one request in flight on a replica, whatever its state.
+    def reserve(self, replica_id: str, num_samples: int = 1, tokens: int = 0) -> None:
+        """Counts samples in flight on a replica, whatever its state.
+
+        Args:
+            replica_id: The replica.
+            num_samples: How many.
+            tokens: Tokens that they will hold in its KV cache, all together.
 
         Raises:
             KeyError: No such replica.
         """
         with self.lock:
-            self._count(self._tracked(replica_id), 1)
+            self._tracked(replica_id).hold(num_samples, tokens)
 
-    def release(self, replica_id: str) -> None:
-        """Counts one request of a replica as no longer in flight.
+    def release(self, replica_id: str, num_samples: int = 1, tokens: int = 0) -> None:
+        """Counts samples of a replica as no longer in flight.
+
+        Args:
+            replica_id: The replica.
+            num_samples: As when they were reserved.
+            tokens: As when they were reserved.
 
         Raises:
             KeyError: No such replica.
-            RuntimeError: None was in flight there.
+            RuntimeError: Fewer were in flight there.
         """
         with self.lock:
-            if replica_id in self._removed:
-                self._removed[replica_id] -= 1
-                if not self._removed[replica_id]:
-                    del self._removed[replica_id]
-                return
-            snapshot = self._tracked(replica_id)
-            if not snapshot.in_flight:
+            snapshot = self._known(replica_id)
+            if snapshot.in_flight < num_samples:
                 raise RuntimeError(
-                    f"release must follow a reserve, got one for replica {replica_id} "
-                    "with none in flight"
+                    f"release must follow a reserve, got one of {num_samples} for replica "
+                    f"{replica_id} with {snapshot.in_flight} in flight"
                 )
-            self._count(snapshot, -1)
+            snapshot.hold(-num_samples, -tokens)
+            if not snapshot.in_flight and replica_id in self._removed:
+                del self._removed[replica_id]
 
-    def observe(self, report: EngineReport, *, asked_at: float | None = None) -> None:
+    def observe(
+        self,
+        report: EngineReport,
+        *,
+        asked_at: float | None = None,
+        in_flight_then: int | None = None,
+    ) -> None:
         """Takes over what an engine said of itself.
 
         The figures are always taken. The state is not, if the report was asked for before the last
@@ -245,30 +258,35 @@ class LoadTracker:
 
         Args:
             report: The engine's own words.
-            asked_at: ``time.monotonic()`` when the report was asked for; None means just now.
+            asked_at: Time by ``clock`` when the report was asked for; None means just now.
+            in_flight_then: Samples that this process had in flight there at that time; None means
+                as many as now. The engine made its report between then and now, so the greater
+                number is taken off to estimate what other processes have there.
         """
-        now = time.monotonic()
+        now = self.clock()
         with self.lock:
             known = self._snapshots.get(report.replica_id)
             if known is None:
                 return
+            before = known.state, known.weight_version
             asked_at = now if asked_at is None else asked_at
             outdated = asked_at < self._marked_at.get(report.replica_id, asked_at)
             buried = known.state is ReplicaState.FAILED and report.state is not ReplicaState.SERVING
-            keep = outdated or buried
-            self._snapshots[report.replica_id] = LoadSnapshot(
-                replica_id=report.replica_id,
-                state=known.state if keep else report.state,
-                reason=known.reason if keep else report.reason,
-                in_flight=known.in_flight,
-                num_unfinished=report.num_unfinished,
-                num_running=report.num_running,
-                num_waiting=report.num_waiting,
-                kv_cache_usage=report.kv_cache_usage,
-                weight_version=report.weight_version,
-                measured_at=now,
-            )
-            self._tell_watchers(known)
+            if not outdated and not buried:
+                known.state, known.reason = report.state, report.reason
+            known.num_unfinished = report.num_unfinished
+            known.num_running, known.num_waiting = report.num_running, report.num_waiting
+            known.kv_cache_usage = report.kv_cache_usage
+            known.weight_version = report.weight_version
+            known.measured_at = now
+            known.held_when_measured = known.held_tokens
+            inside = report.num_unfinished
+            if inside is None and report.num_running is not None and report.num_waiting is not None:
+                inside = report.num_running + report.num_waiting
+            if inside is not None:
+                inside = max(0, inside - max(known.in_flight, in_flight_then or 0))
+            known.num_elsewhere = inside
+            self._changed(known, before)
 
     def mark(self, replica_id: str, state: ReplicaState, reason: str = "") -> None:
         """Records a state seen from outside, such as ``FAILED`` when a call to the actor died.
@@ -278,15 +296,17 @@ class LoadTracker:
         """
         with self.lock:
             known = self._tracked(replica_id)
-            self._snapshots[replica_id] = replace(known, state=state, reason=reason)
-            self._marked_at[replica_id] = time.monotonic()
-            self._tell_watchers(known)
+            before = known.state, known.weight_version
+            known.state, known.reason = state, reason
+            self._marked_at[replica_id] = self.clock()
+            self._changed(known, before)
 
-    def _tell_watchers(self, before: LoadSnapshot) -> None:
-        now = self._snapshots[before.replica_id]
-        if (now.state, now.weight_version) != (before.state, before.weight_version):
-            for on_change in list(self._watchers.values()):
-                on_change()
+    def _changed(self, known: LoadSnapshot, before: tuple[ReplicaState, int | None]) -> None:
+        if (known.state, known.weight_version) == before:
+            return
+        self._candidates = None
+        for on_change in list(self._watchers.values()):
+            on_change()
 
     def _tracked(self, replica_id: str) -> LoadSnapshot:
         try:
@@ -296,29 +316,25 @@ class LoadTracker:
                 f"replica_id must be one of {list(self._snapshots)}, got {replica_id!r}"
             ) from None
 
-    def _count(self, snapshot: LoadSnapshot, change: int) -> None:
-        self._snapshots[snapshot.replica_id] = replace(
-            snapshot, in_flight=snapshot.in_flight + change
-        )
+    def _known(self, replica_id: str) -> LoadSnapshot:
+        removed = self._removed.get(replica_id)
+        return self._tracked(replica_id) if removed is None else removed
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"states": [(s.replica_id, s.state, s.reason) for s in self.snapshots()]}
+        with self.lock:
+            facts = [
+                (s.replica_id, s.state, s.reason, s.block_size, s.kv_cache_tokens)
+                for s in self._snapshots.values()
+            ]
+        return {"replicas": facts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__([])
-        for replica_id, replica_state, reason in state["states"]:
+        for replica_id, replica_state, reason, block_size, kv_cache_tokens in state["replicas"]:
             self._snapshots[replica_id] = LoadSnapshot(
-                replica_id=replica_id, state=replica_state, reason=reason
+                replica_id=replica_id,
+                state=replica_state,
+                reason=reason,
+                block_size=block_size,
+                kv_cache_tokens=kv_cache_tokens,
             )
-
-
-def describe_replicas(snapshots: Sequence[LoadSnapshot], exclude: Collection[str]) -> str:
-    """Says in words why each replica can or cannot take a request."""
-    if not snapshots:
-        return "there is none"
-    return ", ".join(
-        f"replica {snapshot.replica_id} is {snapshot.state}"
-        + (f" ({snapshot.reason})" if snapshot.reason else "")
-        + (" and excluded" if snapshot.replica_id in exclude else "")
-        for snapshot in snapshots
-    )

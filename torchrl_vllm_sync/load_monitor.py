@@ -93,6 +93,7 @@ class _Ask:
     replica: Replica
     futures: list[Future[Any]]
     asked_at: float
+    in_flight: int
 
 
 class LoadMonitor:
@@ -224,13 +225,13 @@ class LoadMonitor:
         for replica_id, replica in current.items():
             if replica_id in asks:
                 continue
-            asked_at = time.monotonic()
+            asked_at, in_flight = time.monotonic(), self._in_flight(replica_id)
             try:
                 futures = [ref.future() for ref in self._reader.ask(replica)]
             except AttributeError as error:  # the actor lacks a method
                 self._complain(replica_id, f"cannot be asked for its load: {error}")
                 continue
-            asks[replica_id] = _Ask(replica, futures, asked_at)
+            asks[replica_id] = _Ask(replica, futures, asked_at, in_flight)
 
     def _take_answers(self, asks: dict[str, _Ask]) -> None:
         from ray.exceptions import RayActorError, RayError
@@ -250,7 +251,12 @@ class LoadMonitor:
                 self._complain(replica_id, f"its report failed: {error}")
                 continue
             self._complained.discard(replica_id)
-            self._tracker.observe(report, asked_at=ask.asked_at)
+            self._tracker.observe(report, asked_at=ask.asked_at, in_flight_then=ask.in_flight)
+
+    def _in_flight(self, replica_id: str) -> int:
+        with self._tracker.lock:
+            known = replica_id in self._tracker.replica_ids
+            return self._tracker.in_flight(replica_id) if known else 0
 
     def _bury(self, replica_id: str, reason: str) -> None:
         self._complain(replica_id, reason)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
     from typing import Self
 
+    import numpy as np
+
     from torchrl_vllm_sync.load import LoadTracker
+    from torchrl_vllm_sync.load_snapshot import LoadSnapshot
+    from torchrl_vllm_sync.placer import RequestPlacer
+    from torchrl_vllm_sync.routing import RoutingRequest
 
 __all__ = ["Reservation"]
 
@@ -24,18 +30,39 @@ class Reservation:
         index: Its position in the balancer's ``actors`` when the request was reserved.
     """
 
-    __slots__ = ("_released", "_tracker", "index", "replica_id")
+    __slots__ = (
+        "_num_samples", "_placer", "_released", "_request", "_tokens", "_tracker", "_version",
+        "index", "replica_id",
+    )  # fmt: skip
 
-    def __init__(self, tracker: LoadTracker, replica_id: str, index: int) -> None:
-        self._tracker, self._released = tracker, False
-        self.replica_id, self.index = replica_id, index
+    def __init__(
+        self,
+        tracker: LoadTracker,
+        placer: RequestPlacer,
+        request: RoutingRequest,
+        snapshot: LoadSnapshot,
+        index: int,
+        tokens: int,
+    ) -> None:
+        self._tracker, self._placer, self._request = tracker, placer, request
+        self._tokens, self._num_samples = tokens, request.num_samples
+        self._version, self._released = snapshot.weight_version, False
+        self.replica_id, self.index = snapshot.replica_id, index
 
-    def release(self) -> None:
-        """Gives the place back; does nothing the second time."""
+    def release(self, answers: Sequence[Sequence[int] | np.ndarray] = ()) -> None:
+        """Gives the place back; does nothing the second time.
+
+        Args:
+            answers: Token ids of each sample, if the request was answered: the next turn will
+                begin with them. Integers, of shape ``(num_tokens,)`` each.
+        """
         with self._tracker.lock:
-            if not self._released:
-                self._released = True
-                self._tracker.release(self.replica_id)
+            if self._released:
+                return
+            self._released = True
+            self._tracker.release(self.replica_id, self._num_samples, self._tokens)
+            if answers:
+                self._placer.finish(self._request, self.replica_id, self._version, answers)
 
     def __enter__(self) -> Self:
         return self

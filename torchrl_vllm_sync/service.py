@@ -265,6 +265,10 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         launched = self._launched_replicas
         replicas = launched.replicas if launched else []
         self.load = LoadTracker([one.replica_id for one in replicas], state=ReplicaState.SERVING)
+        for one in launched.descriptions if launched else []:
+            self.load.describe(
+                one.replica_id, block_size=one.block_size, num_kv_blocks=one.num_kv_blocks
+            )
         self._metadata: list[ParamMeta] | None = None
         self._last_served, self._has_asked = 0, False
         self._version_hooks = VersionHooks()

@@ -44,6 +44,12 @@ class WireOutput:
     completions: list[dict[str, object]]
     has_prompt: bool
 
+    @property
+    def answers(self) -> list[Sequence[int] | np.ndarray]:
+        """Token ids of each of its ``outputs``, of shape ``(num_tokens,)``."""
+        packed = [completion["token_ids"] for completion in self.completions]
+        return [_as_ids(one) for one in packed]
+
 
 class _Column(NamedTuple):
     """A list of plain integers or floats."""
@@ -174,6 +180,10 @@ def _pack_list(values: list[Any]) -> Any:  # noqa: ANN401 - a _Column, _Position
     if dict in types and types <= {dict, type(None)}:
         return _pack_positions(values)
     return values
+
+
+def _as_ids(packed: Any) -> Sequence[int] | np.ndarray:  # noqa: ANN401 - a _Column or the list
+    return np.frombuffer(packed.data, packed.dtype) if isinstance(packed, _Column) else packed
 
 
 def _unpack_list(packed: _Column | list[Any]) -> list[Any]:

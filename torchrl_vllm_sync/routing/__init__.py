@@ -1,8 +1,9 @@
 """Routing: which replica a request goes to, decided from load snapshots and without any I/O."""
 
+from torchrl_vllm_sync.routing.prefix_index import PrefixIndex
 from torchrl_vllm_sync.routing.prompt import routing_prompt
+from torchrl_vllm_sync.routing.request import RoutingRequest
 from torchrl_vllm_sync.routing.strategies import (
-    RoutingRequest,
     RoutingStrategy,
     StrategySettings,
     known_strategies,
@@ -11,6 +12,7 @@ from torchrl_vllm_sync.routing.strategies import (
 )
 
 __all__ = [
+    "PrefixIndex",
     "RoutingRequest",
     "RoutingStrategy",
     "StrategySettings",

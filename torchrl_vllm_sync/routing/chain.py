@@ -9,12 +9,9 @@ from torchrl_vllm_sync.routing.strategies import LeastRequests, RoundRobin, stra
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchrl_vllm_sync.load import LoadSnapshot
-    from torchrl_vllm_sync.routing.strategies import (
-        RoutingRequest,
-        RoutingStrategy,
-        StrategySettings,
-    )
+    from torchrl_vllm_sync.load_snapshot import LoadSnapshot
+    from torchrl_vllm_sync.routing.request import RoutingRequest
+    from torchrl_vllm_sync.routing.strategies import RoutingStrategy, StrategySettings
 
 __all__ = ["StrategyChain"]
 

@@ -2,76 +2,61 @@
 
 from __future__ import annotations
 
-import math
 import random  # noqa: TID251 - only seeded instances, so every tie can be replayed
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import xxhash
 
 from torchrl_vllm_sync.errors import UnknownStrategyError, UnsupportedArgumentError
-from torchrl_vllm_sync.routing.prefix import PrefixMemory
+from torchrl_vllm_sync.routing.prefix_index import INDEX_BLOCK_TOKENS, PrefixIndex
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.load import LoadSnapshot
+    from torchrl_vllm_sync.load_snapshot import LoadSnapshot
+    from torchrl_vllm_sync.routing.request import RoutingRequest
 
 __all__ = [
     "KVCache",
     "LeastRequests",
     "PrefixAware",
     "RoundRobin",
-    "RoutingRequest",
     "RoutingStrategy",
     "StrategyFactory",
     "StrategySettings",
     "affinity",
     "known_strategies",
+    "loads_of",
     "not_overloaded",
     "register_strategy",
     "strategy_factory",
 ]
 
-# No replica counts as overloaded while it holds fewer requests than this: a GRPO group of 8
-# siblings is worth one prefill, however idle the other replicas are.
-_MIN_CAPACITY = 8
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingRequest:
-    """What a strategy may know of a request.
-
-    Attributes:
-        prompt: Text, or token ids, not empty; None if the caller did not say.
-        context: What else the caller said; the strategies of this module do not read it.
-        session_id: The conversation it belongs to; None if the caller did not say.
-        group_id: The group of requests with the same prompt it belongs to, likewise.
-    """
-
-    prompt: str | Sequence[int] | None = None
-    context: Mapping[str, Any] | None = None
-    session_id: str | int | None = None
-    group_id: str | int | None = None
+# What a request costs beside its uncached tokens, in tokens: without it a replica that has all of a
+# prompt would cost nothing however much it has to do.
+_OWN_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySettings:
-    """Settings that every strategy is built with.
+    """Settings and shared parts that every strategy of a balancer is built with.
 
     Attributes:
-        prefix_length: Tokens in a block of a prompt, at least 1.
         overload_threshold: Share of the mean load that one replica may reach, at least 1.
         max_report_age_s: Older figures of an engine count as unknown.
         seed: Seeds ties.
         first_turn: Position at which ``round-robin`` begins.
+        clock: Tells the time of the snapshots, in seconds.
+        index: What the replicas' caches hold; the balancer keeps it up to date.
     """
 
-    prefix_length: int = 8
     overload_threshold: float = 1.5
     max_report_age_s: float = 5.0
     seed: int = 0
     first_turn: int = 0
+    clock: Callable[[], float] = time.monotonic
+    index: PrefixIndex = field(default_factory=lambda: PrefixIndex(INDEX_BLOCK_TOKENS))
 
 
 class RoutingStrategy(Protocol):
@@ -101,23 +86,23 @@ class LeastRequests:
     """
 
     def __init__(self, settings: StrategySettings) -> None:
-        self._max_age_s = settings.max_report_age_s
+        self._settings = settings
         self._ties = random.Random(settings.seed)
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int:
         """Position of the least loaded replica."""
         del request
-        loads = _loads(snapshots, self._max_age_s)
+        loads = loads_of(snapshots, self._settings)
         least = min(loads)
         return self._ties.choice([at for at, load in enumerate(loads) if load == least])
 
 
 class KVCache:
-    """Strategy ``"kv-cache"``: the replica with the lowest reported use of its KV cache.
+    """Strategy ``"kv-cache"``: the replica whose KV cache is the emptiest.
 
-    Cannot tell while the figure of any candidate is unknown or too old. Figures are as late as the
-    last report, so overloaded replicas are passed over: otherwise all requests between two reports
-    would go to one replica.
+    What counts is ``LoadSnapshot.predicted_usage``: the engine's last figure and what this process
+    has reserved since, so that not all requests between two reports go to one replica. Overloaded
+    replicas are passed over. Cannot tell while nothing is known of some candidate's cache.
     """
 
     def __init__(self, settings: StrategySettings) -> None:
@@ -126,14 +111,15 @@ class KVCache:
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int | None:
         """Position of the replica with the emptiest cache; None if a figure is missing."""
-        del request
-        now, max_age_s = time.monotonic(), self._settings.max_report_age_s
+        now, max_age_s = self._settings.clock(), self._settings.max_report_age_s
         usages: list[float] = []
         for snapshot in snapshots:
-            if snapshot.kv_cache_usage is None or not snapshot.is_fresh(now, max_age_s):
+            usage = snapshot.predicted_usage(now, max_age_s)
+            if usage is None:
                 return None
-            usages.append(snapshot.kv_cache_usage)
-        open_positions = not_overloaded(snapshots, self._settings)
+            usages.append(usage)
+        loads = loads_of(snapshots, self._settings)
+        open_positions = not_overloaded(loads, request, self._settings)
         lowest = min(usages[at] for at in open_positions)
         return self._ties.choice([at for at in open_positions if usages[at] == lowest])
 
@@ -171,46 +157,50 @@ class RoundRobin:
 
 
 class PrefixAware:
-    """Strategy ``"prefix-aware"``: where the prompt's keys and values probably are.
+    """Strategy ``"prefix-aware"``: where the least work is left for the most idle replica.
 
-    A prompt prefers, first of all, the replica that served the same prompt, or the earlier turn
-    that it continues (``PrefixMemory`` tells turns from templates). A prompt that is new here is
-    placed by rendezvous hashing of all of it over the replica ids: every process places it alike,
-    prompts that merely share a system prompt spread, and when a replica goes only its own share
-    moves.
+    For each candidate the tokens of the prompt that it would have to compute, as ``PrefixIndex``
+    tells, and 64 more for the request itself, are multiplied by the samples that it would hold with
+    this one; the smallest product wins. So a prompt goes where its beginning is cached, unless the
+    way that it would have to wait there is worth more; prompts that share a beginning which all
+    replicas have spread by load; and a new prompt goes to the least loaded replica. Equal products
+    are decided by rendezvous hashing of the prompt, so that every process decides alike. Cannot
+    tell without a prompt.
 
-    No replica takes more than its bounded share. With ``n`` candidates that hold ``total`` requests
-    together, a replica is overloaded if one more would bring it above
-    ``max(8, ceil(overload_threshold * (total + 1) / n))``. Then the next replica in the prompt's
-    rendezvous order that is not overloaded takes the request; there is always one. Cannot tell
-    without a prompt.
+    Whatever the prompts, no replica takes more than its bounded share while others can take work:
+    see ``not_overloaded``. Nor does one whose KV cache would be more than 90 % full by
+    ``LoadSnapshot.predicted_usage``, while others' would not.
 
-    Reference for the bound: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded
-    Loads", SODA 2018.
+    The product is that of SMG's ``lmetric`` policy
+    (https://github.com/lightseekorg/smg, ``model_gateway/src/policies``), to which the 64 tokens
+    are added.
     """
 
     def __init__(self, settings: StrategySettings) -> None:
         self._settings = settings
-        self._memory = PrefixMemory(settings.prefix_length)
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int | None:
-        """Position of the preferred replica that is not overloaded; None without a prompt."""
+        """Position of the replica with the smallest product; None without a prompt."""
         if request.prompt is None:
             return None
-        prompt = self._memory.digest(request.prompt)
-        recalled = self._memory.recall(prompt)
-        open_positions = not_overloaded(snapshots, self._settings)
-        home = next(
-            (at for at, each in enumerate(snapshots) if each.replica_id == recalled.replica_id),
-            None,
-        )
-        if home in open_positions:
-            position = home
-        else:
-            key = prompt.whole.to_bytes(8, "little")
-            position = max(open_positions, key=lambda at: affinity(key, snapshots[at].replica_id))
-        self._memory.record(prompt, recalled, snapshots[position].replica_id, moved=home is None)
-        return position
+        settings, index = self._settings, self._settings.index
+        chain = request.chain(index)
+        now, max_age_s = settings.clock(), settings.max_report_age_s
+        loads = [snapshot.load(now, max_age_s) for snapshot in snapshots]
+        positions = not_overloaded(loads, request, settings)
+        tokens = chain.num_tokens
+        roomy = [at for at in positions if snapshots[at].has_room(tokens, now, max_age_s)]
+        costs: list[int] = []
+        for at in roomy or positions:
+            one = snapshots[at]
+            cached = index.cached_tokens(chain, one.replica_id, one.weight_version)
+            costs.append((tokens - cached + _OWN_TOKENS) * (loads[at] + 1))
+        least = min(costs)
+        if costs.count(least) == 1:
+            return (roomy or positions)[costs.index(least)]
+        key = chain.whole.to_bytes(8, "little")
+        equals = [at for at, one in zip(roomy or positions, costs, strict=True) if one == least]
+        return max(equals, key=lambda at: affinity(key, snapshots[at].replica_id))
 
 
 def affinity(key: bytes, replica_id: str) -> int:
@@ -218,21 +208,32 @@ def affinity(key: bytes, replica_id: str) -> int:
     return xxhash.xxh3_64_intdigest(key + replica_id.encode())
 
 
-def _loads(snapshots: Sequence[LoadSnapshot], max_age_s: float) -> list[int]:
-    now = time.monotonic()
+def loads_of(snapshots: Sequence[LoadSnapshot], settings: StrategySettings) -> list[int]:
+    """Samples that each replica holds."""
+    now, max_age_s = settings.clock(), settings.max_report_age_s
     return [snapshot.load(now, max_age_s) for snapshot in snapshots]
 
 
-def not_overloaded(snapshots: Sequence[LoadSnapshot], settings: StrategySettings) -> list[int]:
-    """Positions of the replicas that may take one more request; at least one.
+def not_overloaded(
+    loads: Sequence[int], request: RoutingRequest, settings: StrategySettings
+) -> list[int]:
+    """Positions of the replicas that may take the request; at least one.
 
-    The least loaded replica is always among them: it holds at most the mean, and the threshold is
-    at least 1.
+    With ``n`` candidates that hold ``total`` samples together, those of this request and the ones
+    that come with it included, none may come to hold more than
+    ``overload_threshold * total / n + num_samples``. The least loaded one never does.
+
+    Reference for the bound: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded
+    Loads", SODA 2018.
+
+    Args:
+        loads: Samples that each candidate holds.
+        request: The request.
+        settings: Has the threshold.
     """
-    loads = _loads(snapshots, settings.max_report_age_s)
-    share = settings.overload_threshold * (sum(loads) + 1) / len(loads)
-    capacity = max(_MIN_CAPACITY, math.ceil(share))
-    return [at for at, load in enumerate(loads) if load < capacity]
+    total = sum(loads) + max(request.num_coming, request.num_samples)
+    bound = settings.overload_threshold * total / len(loads)
+    return [at for at, load in enumerate(loads) if load <= bound]
 
 
 _FACTORIES: dict[str, StrategyFactory] = {

@@ -1,0 +1,198 @@
+"""Where a request goes: its keys first, then the strategies; and what is learned from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchrl_vllm_sync.routing.chain import StrategyChain
+from torchrl_vllm_sync.routing.prefix_index import index_block_tokens
+from torchrl_vllm_sync.routing.strategies import loads_of, not_overloaded
+from torchrl_vllm_sync.sessions import Home, SessionLedger
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from torchrl_vllm_sync.load import Candidates
+    from torchrl_vllm_sync.load_snapshot import LoadSnapshot
+    from torchrl_vllm_sync.routing.request import RoutingRequest
+    from torchrl_vllm_sync.routing.strategies import StrategySettings
+
+__all__ = ["RequestPlacer"]
+
+# A group stays together on a replica that holds fewer samples than this, however idle the others
+# are: its prompt is computed once, and an engine with so few samples decodes as fast as with one.
+_GROUP_SAMPLES = 8
+# Weight of the latest answer in the mean length of answers.
+_LATEST = 1 / 64
+
+
+class RequestPlacer:
+    """Places requests, and remembers what that tells about the next ones.
+
+    A session stays with the replica that served it last, whose cache has it, while that one is a
+    candidate and has the weights that it had then. It moves from a replica whose KV cache is about
+    to overflow if that costs less than to wait there: when another has room for it and holds less
+    by more tokens than the session has to be computed anew.
+
+    A session without such a replica, because it is new or its replica died, drains, went stale or
+    got other weights, goes where its group is while that replica is not overloaded. Everything else
+    is for the strategies.
+
+    Not safe for threads; a balancer uses it with its ledger locked.
+
+    Args:
+        names: Of the strategies, in fallback order.
+        settings: What they are built with.
+        max_sessions: Sessions, and groups, remembered.
+
+    Raises:
+        UnknownStrategyError: A name is not registered.
+        UnsupportedArgumentError: ``max_sessions`` is less than 1.
+
+    Attributes:
+        chain: The strategies.
+        sessions: The ledger of sessions and groups.
+        mean_output: Mean tokens of an answer, the latest weighing most; None before the first.
+    """
+
+    def __init__(self, names: Sequence[str], settings: StrategySettings, max_sessions: int) -> None:
+        self._settings, self._index = settings, settings.index
+        self.chain = StrategyChain(names, settings)
+        self.sessions = SessionLedger(max_sessions)
+        self.mean_output: float | None = None
+        self._replicas: Candidates | None = None
+
+    def sync(self, replicas: Candidates) -> None:
+        """Notes which replicas there are; the caches of those that left are forgotten.
+
+        Args:
+            replicas: All that admit requests, of the ledger's making.
+        """
+        if replicas is self._replicas:
+            return
+        before = () if self._replicas is None else self._replicas.positions
+        for replica_id in before:
+            if replica_id not in replicas.positions:
+                self._index.remove(replica_id)
+        for snapshot in replicas.snapshots:
+            if snapshot.block_size is not None:
+                self._index.set_block_tokens(index_block_tokens(snapshot.block_size))
+            if snapshot.kv_cache_tokens is not None:
+                self._index.set_capacity(snapshot.replica_id, snapshot.kv_cache_tokens)
+        self._replicas = replicas
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> int:
+        """Position among ``candidates`` of the replica to use; at least one is there."""
+        if request.session_id is not None:
+            home = self.sessions.session(request.session_id)
+            if home is not None:
+                position = candidates.positions.get(home.replica_id)
+                if position is not None and self._stays(home, request, candidates, position):
+                    return position
+        if request.group_id is not None:
+            position = self._with_group(request, candidates)
+            if position is not None:
+                return position
+        return self.chain.choose(request, candidates.snapshots)
+
+    def place(self, request: RoutingRequest, snapshot: LoadSnapshot, candidates: Candidates) -> int:
+        """Takes note that a request goes to a replica.
+
+        Args:
+            request: The request.
+            snapshot: Where it goes.
+            candidates: Those that it was chosen from.
+
+        Returns:
+            Tokens that its prompt and, as far as can be expected, its answers will hold there.
+        """
+        num_tokens = request.num_tokens
+        if request.session_id is not None:
+            home = self.sessions.session(request.session_id)
+            if home is None:
+                home = Home(snapshot.replica_id)
+                self.sessions.put_session(request.session_id, home)
+            home.move(snapshot.replica_id, snapshot.weight_version, num_tokens)
+        if request.group_id is not None:
+            home = self.sessions.group(request.group_id)
+            # Not if it went past its group, which is overloaded, or stayed with its session.
+            if home is None or not _has(candidates, home):
+                home = Home(snapshot.replica_id, snapshot.weight_version)
+                self.sessions.put_group(request.group_id, home)
+        chain = request.known_chain
+        if chain is not None:
+            self._index.insert(chain, snapshot.replica_id, snapshot.weight_version)
+        expected = self.mean_output
+        if expected is None:
+            return num_tokens
+        if request.max_tokens is not None and request.max_tokens < expected:
+            expected = request.max_tokens
+        return num_tokens + int(request.num_samples * expected)
+
+    def finish(
+        self,
+        request: RoutingRequest,
+        replica_id: str,
+        version: int | None,
+        answers: Sequence[Sequence[int] | np.ndarray],
+    ) -> None:
+        """Takes note of a request's answers.
+
+        Args:
+            request: The request.
+            replica_id: Where it was served.
+            version: Weight version of that replica when the request was placed.
+            answers: Token ids of each of its samples.
+        """
+        for answer in answers:
+            length = len(answer)
+            if self.mean_output is None:
+                self.mean_output = float(length)
+            else:
+                self.mean_output += (length - self.mean_output) * _LATEST
+        chain = request.known_chain
+        if chain is not None and chain.block_tokens == self._index.block_tokens:
+            for answer in answers:
+                self._index.insert(chain.followed_by(answer), replica_id, version)
+        if request.session_id is not None and len(answers) == 1:
+            home = self.sessions.session(request.session_id)
+            if home is not None and home.replica_id == replica_id:
+                home.num_tokens = max(home.num_tokens, request.num_tokens + len(answers[0]))
+
+    def _stays(
+        self, home: Home, request: RoutingRequest, candidates: Candidates, position: int
+    ) -> bool:
+        """Whether a session's next request goes where the last one was served."""
+        here = candidates.snapshots[position]
+        if here.weight_version != home.version:
+            return False
+        now, max_age_s = self._settings.clock(), self._settings.max_report_age_s
+        if here.has_room(0, now, max_age_s):
+            return True
+        tokens = request.num_tokens
+        excess = here.held_tokens - min(home.num_tokens, tokens)
+        return not any(
+            there.held_tokens < excess and there.has_room(tokens, now, max_age_s)
+            for there in candidates.snapshots
+            if there is not here
+        )
+
+    def _with_group(self, request: RoutingRequest, candidates: Candidates) -> int | None:
+        """Position of the replica that has the request's group; None if there is none."""
+        assert request.group_id is not None, "the caller has looked"
+        home = self.sessions.group(request.group_id)
+        if home is None or not _has(candidates, home):
+            return None
+        position = candidates.positions[home.replica_id]
+        loads = loads_of(candidates.snapshots, self._settings)
+        if loads[position] + request.num_samples <= _GROUP_SAMPLES:
+            return position
+        return position if position in not_overloaded(loads, request, self._settings) else None
+
+
+def _has(candidates: Candidates, home: Home) -> bool:
+    """Whether a candidate has what ``home`` says, in its cache, with the weights of then."""
+    position = candidates.positions.get(home.replica_id)
+    return position is not None and candidates.snapshots[position].weight_version == home.version
