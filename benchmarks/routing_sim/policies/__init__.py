@@ -12,6 +12,7 @@ from benchmarks.routing_sim.policies.cache_aware import CacheAware, cache_aware_
 from benchmarks.routing_sim.policies.consistent_hash import BoundedConsistentHash
 from benchmarks.routing_sim.policies.dynamo_cost import DynamoCost
 from benchmarks.routing_sim.policies.lmetric import LMetric
+from benchmarks.routing_sim.policies.ours import OwnBalancer
 from benchmarks.routing_sim.policies.ray_prefix import RayPrefixAffinity, ray_prefix_tuned
 from benchmarks.routing_sim.policies.simple import LeastRequests, RoundRobin
 from benchmarks.routing_sim.policies.sticky_least_loaded import StickyLeastLoaded
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["POLICIES"]
 
 POLICIES: dict[str, PolicyFactory] = {
+    "ours": OwnBalancer,
     "round-robin": RoundRobin,
     "least-requests": LeastRequests,
     "consistent-hash-bounded": BoundedConsistentHash,

@@ -67,7 +67,7 @@ class CacheAware(CountingPolicy):
         seed: int,
         settings: CacheAwareSettings | None = None,
     ) -> None:
-        super().__init__(cluster.replica_ids)
+        super().__init__(cluster.replica_ids, seed)
         self.settings = CacheAwareSettings() if settings is None else settings
         self.tree = TenantTree(cluster.block_size)
         self._names = PrefixNames(cluster.block_size)

@@ -7,8 +7,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from benchmarks.routing_sim.policies.in_flight import CountingPolicy
 from benchmarks.routing_sim.policies.ring_hash import default_address, request_key, ring_position
 
@@ -47,11 +45,10 @@ class BoundedConsistentHash(CountingPolicy):
         address: Callable[[int], str] = default_address,
         key: Callable[[int, int], str | None] = request_key,
     ) -> None:
-        super().__init__(cluster.replica_ids)
+        super().__init__(cluster.replica_ids, seed)
         self._max_load_skew = max_load_skew
         self._address = address
         self._key = key
-        self._random = np.random.default_rng(seed)
         self._set_ring()
 
     def _set_ring(self) -> None:
@@ -68,7 +65,7 @@ class BoundedConsistentHash(CountingPolicy):
         counts = self.in_flight.counts
         key = self._key(request.session_id, request.group_id)
         if key is None:
-            return list(counts)[int(self._random.integers(len(counts)))]
+            return self.ties.one_of(list(counts))
         clockwise = self._clockwise(ring_position(key))
         first = next(clockwise)
         if self._max_load_skew is None:

@@ -89,12 +89,11 @@ class DynamoCost(CountingPolicy):
     """
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
-        super().__init__(cluster.replica_ids)
+        super().__init__(cluster.replica_ids, seed)
         self._cluster = cluster
         self.block_size = -(-_LEAST_BLOCK // cluster.block_size) * cluster.block_size
         self._max_cached = cluster.num_kv_blocks * cluster.block_size // self.block_size
         self._names = PrefixNames(self.block_size)
-        self._random = np.random.default_rng(seed)
         self.workers = {replica_id: _Worker() for replica_id in cluster.replica_ids}
 
     def pick(self, request: SimRequest, now: float) -> int:
@@ -106,8 +105,7 @@ class DynamoCost(CountingPolicy):
             costs[replica_id] = self.cost(worker, names, len(request.tokens), now)
         least = min(costs.values())
         candidates = [replica_id for replica_id, cost in costs.items() if cost == least]
-        draw = int(self._random.integers(len(candidates))) if len(candidates) > 1 else 0
-        replica_id = candidates[draw]
+        replica_id = self.ties.one_of(candidates)
         self._book(request, replica_id, names, overlaps[replica_id], now)
         return replica_id
 

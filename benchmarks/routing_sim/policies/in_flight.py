@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-
     from benchmarks.routing_sim.interface import EngineFigures, SimRequest
 
-__all__ = ["CountingPolicy", "InFlight"]
+__all__ = ["CountingPolicy", "InFlight", "RandomTies"]
 
 
 class InFlight:
@@ -59,17 +59,46 @@ class InFlight:
         return [replica_id for replica_id, count in self.counts.items() if count == least]
 
 
+class RandomTies:
+    """Chooses among replicas that a rule does not tell apart, each as likely as the others.
+
+    Args:
+        seed: Of the choices.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+
+    def one_of(self, replica_ids: Sequence[int]) -> int:
+        """One of these, of which there is at least one."""
+        if len(replica_ids) == 1:
+            return replica_ids[0]
+        return replica_ids[int(self._random.integers(len(replica_ids)))]
+
+    def pair_of(self, replica_ids: Sequence[int]) -> list[int]:
+        """Two different ones of these, in random order; the only one if there are no two."""
+        if len(replica_ids) == 1:
+            return list(replica_ids)
+        return [replica_ids[index] for index in self._random.permutation(len(replica_ids))[:2]]
+
+
 class CountingPolicy:
     """A router that counts its requests in flight; each subclass says what it does with that.
 
     Args:
         replica_ids: Replicas at the start.
+        seed: Of choices among equals.
+
+    Attributes:
+        in_flight: The requests in flight.
+        ties: What chooses among equals; to be replaced where a real router's choices are followed.
     """
 
-    def __init__(self, replica_ids: Sequence[int]) -> None:
+    def __init__(self, replica_ids: Sequence[int], seed: int) -> None:
         if not replica_ids:
             raise ValueError("a router needs at least one replica")
         self.in_flight = InFlight(replica_ids)
+        self.ties = RandomTies(seed)
 
     def choose(self, request: SimRequest, now: float) -> int:
         """Id of the replica for a request; the request counts from here on."""

@@ -43,7 +43,7 @@ class LMetric(CountingPolicy):
         eviction_interval_s: float = 60,
         max_tree_tokens: int = 2**26 // CHARS_PER_TOKEN,
     ) -> None:
-        super().__init__(cluster.replica_ids)
+        super().__init__(cluster.replica_ids, seed)
         self.tree = TenantTree(cluster.block_size)
         self._names = PrefixNames(cluster.block_size)
         self._interval = self._next_eviction = eviction_interval_s

@@ -8,8 +8,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from benchmarks.routing_sim.policies.blocks import PrefixNames
 from benchmarks.routing_sim.policies.cache_aware import CHARS_PER_TOKEN
 from benchmarks.routing_sim.policies.in_flight import CountingPolicy
@@ -66,11 +64,10 @@ class RayPrefixAffinity(CountingPolicy):
     def __init__(
         self, cluster: Cluster, seed: int, settings: RayPrefixSettings | None = None
     ) -> None:
-        super().__init__(cluster.replica_ids)
+        super().__init__(cluster.replica_ids, seed)
         self.settings = RayPrefixSettings() if settings is None else settings
         self.tree = TenantTree(cluster.block_size)
         self._names = PrefixNames(cluster.block_size)
-        self._random = np.random.default_rng(seed)
         self._clock = 0
         self._next_eviction = self.settings.eviction_interval_s
         for replica_id in cluster.replica_ids:
@@ -82,7 +79,7 @@ class RayPrefixAffinity(CountingPolicy):
         names = self._names(request.tokens, tail=True)
         num_tokens = len(request.tokens)
         counts = self.in_flight.counts
-        candidates = self.candidates(names, num_tokens) or self._two_at_random()
+        candidates = self.candidates(names, num_tokens) or self.ties.pair_of(list(counts))
         replica_id = min(candidates, key=counts.__getitem__)
         self._clock += 1  # Ray's is the wall clock; here no two insertions are at the same time
         self.tree.root.times[replica_id] = self._clock
@@ -100,14 +97,6 @@ class RayPrefixAffinity(CountingPolicy):
             return [replica_id for replica_id in counts if replica_id in node.times]
         least = min(self.tree.sizes.values())
         return [replica_id for replica_id, size in self.tree.sizes.items() if size == least]
-
-    def _two_at_random(self) -> list[int]:
-        replica_ids = list(self.in_flight.counts)
-        if len(replica_ids) == 1:
-            return replica_ids
-        first = int(self._random.integers(len(replica_ids)))
-        second = int(self._random.integers(len(replica_ids) - 1))
-        return [replica_ids[first], replica_ids[second + (second >= first)]]
 
     def _evict(self, now: float) -> None:
         threshold = self.settings.eviction_threshold_tokens

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from benchmarks.routing_sim.policies.in_flight import CountingPolicy
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ class RoundRobin(CountingPolicy):
     """
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
-        super().__init__(cluster.replica_ids)
+        super().__init__(cluster.replica_ids, seed)
         self._turn = 0
 
     def pick(self, request: SimRequest, now: float) -> int:
@@ -45,10 +43,8 @@ class LeastRequests(CountingPolicy):
     """
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
-        super().__init__(cluster.replica_ids)
-        self._random = np.random.default_rng(seed)
+        super().__init__(cluster.replica_ids, seed)
 
     def pick(self, request: SimRequest, now: float) -> int:
         """One of those with the fewest requests."""
-        fewest = self.in_flight.fewest()
-        return fewest[int(self._random.integers(len(fewest)))] if len(fewest) > 1 else fewest[0]
+        return self.ties.one_of(self.in_flight.fewest())

@@ -49,7 +49,7 @@ class StickyLeastLoaded(CountingPolicy):
         address: Callable[[int], str] = default_address,
         key: Callable[[int, int], str | None] = request_key,
     ) -> None:
-        super().__init__(cluster.replica_ids)
+        super().__init__(cluster.replica_ids, seed)
         self._expiration_s = expiration_s
         self._address = address
         self._key = key

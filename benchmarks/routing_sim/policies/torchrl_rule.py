@@ -25,23 +25,22 @@ class TorchRLRule(CountingPolicy):
 
     Simplified: TorchRL never learns of a death and would go on choosing dead actors; here it is
     given the living ones. Its blocking call to all actors per decision costs no simulated time.
-    ``"requests"`` counts this router's requests and takes the first of equals, TorchRL asks the
-    actors and takes one of the equals at random.
+    ``"requests"`` counts this router's requests, TorchRL asks the actors.
 
     Args:
         cluster: What is known of the engines.
-        seed: Unused.
+        seed: Of the ties.
         prefix_length: Tokens that are hashed.
     """
 
     def __init__(self, cluster: Cluster, seed: int, *, prefix_length: int = 8) -> None:
-        super().__init__(cluster.replica_ids)
+        super().__init__(cluster.replica_ids, seed)
         self._prefix_length = prefix_length
 
     def pick(self, request: SimRequest, now: float) -> int:
         """The replica that the prompt's beginning belongs to."""
         prefix = tuple(request.tokens[: self._prefix_length].tolist())
         if not prefix:
-            return self.in_flight.fewest()[0]
+            return self.ties.one_of(self.in_flight.fewest())
         replica_ids = list(self.in_flight.counts)
         return replica_ids[hash(prefix) % len(replica_ids)]  # a tuple of ints: no salt

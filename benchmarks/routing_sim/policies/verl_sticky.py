@@ -33,7 +33,7 @@ class VerlSticky(CountingPolicy):
     """
 
     def __init__(self, cluster: Cluster, seed: int, *, max_remembered: int = 10_000) -> None:
-        super().__init__(cluster.replica_ids)
+        super().__init__(cluster.replica_ids, seed)
         self._max_remembered = max_remembered
         self._servers: OrderedDict[int, int] = OrderedDict()
 
