@@ -1,0 +1,1 @@
+"""Scripts of requests that real routers and their descriptions both run; see ``script``."""
