@@ -16,9 +16,22 @@ from torchrl_vllm_sync.testing import make_tiny_checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["PrefillCounts", "counted_actor", "engine_options", "launch", "new_weights", "reset"]
+__all__ = [
+    "EXECUTIONS",
+    "PrefillCounts",
+    "checkpoint",
+    "counted_actor",
+    "counts",
+    "engine_options",
+    "launch",
+    "new_weights",
+    "reset",
+]
 
 RESET_TIMEOUT_S = 20.0
+EXECUTIONS = ("compiled", "graphs", "eager")
+"""How a GPU runs the model: as vLLM does unasked; with CUDA graphs for decoding alone, which is
+launched sooner; without any."""
 
 
 @dataclass(slots=True)
@@ -91,12 +104,11 @@ def counted_actor() -> type:
     return CountedActor
 
 
-def engine_options(*, eager: bool, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
+def engine_options(*, execution: str, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
     """VLLM's engine arguments for random weights on this machine.
 
     Args:
-        eager: Do not capture CUDA graphs. They are captured for decoding alone, without compiling,
-            so that a launch stays short.
+        execution: One of :data:`EXECUTIONS`; a CPU always runs eagerly.
         max_model_len: Most tokens of a request.
         max_num_seqs: Most requests in a step.
     """
@@ -113,16 +125,16 @@ def engine_options(*, eager: bool, max_model_len: int, max_num_seqs: int) -> dic
             "kv_cache_memory_bytes": 96 * 2**20,
         }
     options |= {"dtype": "bfloat16", "load_format": "dummy", "gpu_memory_utilization": 0.9}
-    if eager:
+    if execution == "eager":
         return options | {"enforce_eager": True}
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs + 1, 32)]
-    return options | {
-        "compilation_config": {
+    if execution == "graphs":
+        sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs + 1, 32)]
+        options["compilation_config"] = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": sizes,
         }
-    }
+    return options
 
 
 def checkpoint(directory: Path, shape: str | None, max_model_len: int) -> str:

@@ -1,7 +1,7 @@
 """What the live routing benchmark asks of real engines: conversations whose every token is known.
 
-An answer may use one token only (``allowed_token_ids``), so that each request of a case has the
-same bytes whoever routes it and whichever engine answers, later turns included.
+An answer consists of one token (``logit_bias``), so that each request of a case has the same bytes
+whoever routes it and whichever engine answers, later turns included.
 """
 
 from __future__ import annotations

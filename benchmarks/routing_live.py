@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync import AsyncVLLM
 
 PUSH_TIMEOUT_S = 120.0
+# Above any logit of random weights, and the most that vLLM takes.
+FORCING_BIAS = 100.0
 SMOKE = Scale(
     vocab_size=320,
     max_model_len=1024,
@@ -128,7 +130,7 @@ async def ask(service: AsyncVLLM, system: System, case: Case) -> Answers:
                     max_tokens=length,
                     ignore_eos=True,
                     temperature=0.0,
-                    allowed_token_ids=[one.token],
+                    logit_bias={one.token: FORCING_BIAS},
                     detokenize=False,
                 )
                 begin = time.perf_counter()
@@ -248,7 +250,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--execution", default="compiled", choices=live_engines.EXECUTIONS)
     parser.add_argument("--out", type=Path, help="directory of the record")
     parser.add_argument("--smoke", action="store_true", help="a minute, on CPUs, meaning nothing")
     args = parser.parse_args(argv)
@@ -269,7 +271,9 @@ def main(argv: list[str] | None = None) -> int:
         logging_level=logging.ERROR,
     )
     options = live_engines.engine_options(
-        eager=args.eager, max_model_len=scale.max_model_len, max_num_seqs=256 if args.shape else 32
+        execution=args.execution,
+        max_model_len=scale.max_model_len,
+        max_num_seqs=256 if args.shape else 32,
     )
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
