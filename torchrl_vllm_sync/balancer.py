@@ -258,8 +258,8 @@ class LoadBalancer:
         Raises:
             InvalidPromptError: The batch or a prompt is empty, or of a wrong type.
             NoReplicaAvailableError: No replica can take a request.
-            UnsupportedArgumentError: There is not one key for each prompt, or one is neither an
-                integer nor text that is not empty.
+            UnsupportedArgumentError: There are not as many keys or sampling parameters as prompts,
+                or a key is neither an integer nor text that is not empty.
             VersionNotReachedError: Some can, but none is known to hold ``min_version``.
         """
         if isinstance(prompts, (str, Mapping)) or not len(prompts):
@@ -271,6 +271,11 @@ class LoadBalancer:
             seen, salt = routing_prompt(prompt)
             requests.append(RoutingRequest(seen, context, session, group, salt))
         if sampling_params is not None:
+            if len(sampling_params) != len(requests):
+                raise UnsupportedArgumentError(
+                    f"sampling_params must be one for each of {len(requests)} prompts, "
+                    f"got {len(sampling_params)}"
+                )
             for request, params in zip(requests, sampling_params, strict=True):
                 request.num_samples, request.max_tokens = params.n, params.max_tokens
         num_coming = sum(request.num_samples for request in requests)

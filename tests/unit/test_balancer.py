@@ -5,6 +5,7 @@ import collections
 import pickle
 import threading
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     SyncError,
     UnknownStrategyError,
+    UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.load import LoadTracker
+from torchrl_vllm_sync.load_snapshot import LoadSnapshot
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.routing import strategies
 
@@ -45,6 +48,10 @@ def service():
 
 def in_flight(service):
     return [snapshot.in_flight for snapshot in service.load.snapshots()]
+
+
+def held(service):
+    return [snapshot.held_tokens for snapshot in service.load.snapshots()]
 
 
 # Settings
@@ -302,7 +309,9 @@ def test_ledger_is_locked_from_the_choice_to_the_count(service, monkeypatch):
             return 0
 
     monkeypatch.setitem(strategies._FACTORIES, "noting", Noting)
-    monkeypatch.setattr(service.load, "_count", lambda snapshot, change: note(f"count {change}"))
+    monkeypatch.setattr(
+        LoadSnapshot, "hold", lambda self, num_samples, tokens: note(f"count {num_samples}")
+    )
     service.load.reserve("r0")
     balancer = LoadBalancer(service, "noting")
     balancer.reserve()
@@ -361,6 +370,30 @@ def test_threads_leave_the_counters_at_zero(service, _):
     assert in_flight(service) == [0, 0, 0, 0]
 
 
+def test_samples_and_tokens_are_counted_and_given_back(service):
+    balancer = LoadBalancer(service, "round-robin")
+    many, one = SimpleNamespace(n=5, max_tokens=10), SimpleNamespace(n=1, max_tokens=None)
+    places = balancer.reserve_batch([IDS, IDS], sampling_params=[many, one])
+    assert in_flight(service) == [5, 1, 0, 0]
+    assert held(service) == [20, 20, 0, 0]  # nothing is known of answers yet
+    places[0].release(answers=[[1] * 6] * 5)
+    places[1].release()
+    assert in_flight(service) == held(service) == [0, 0, 0, 0]
+    places = balancer.reserve_batch([IDS, IDS], sampling_params=[many, one])
+    assert held(service) == [0, 0, 20 + 5 * 6, 20 + 6]
+    for place in places:
+        place.release()
+    assert held(service) == [0, 0, 0, 0]
+
+
+def test_a_batch_with_too_few_sampling_params_reserves_nothing(service):
+    with pytest.raises(UnsupportedArgumentError, match="sampling_params must .* 2 prompts, got 1"):
+        LoadBalancer(service).reserve_batch(
+            [IDS, IDS], sampling_params=[SimpleNamespace(n=1, max_tokens=None)]
+        )
+    assert in_flight(service) == [0, 0, 0, 0]
+
+
 # Statistics
 
 
@@ -412,15 +445,17 @@ class PicklableService(Service):
 
 def test_pickled_copies_decide_alike_count_apart_and_begin_their_turns_apart():
     service = PicklableService(16)
-    service.balancer.reserve(IDS)
+    alone = service.balancer.reserve(IDS)
     copies = [pickle.loads(pickle.dumps(service)).balancer for _ in range(8)]
     for copy in copies:
         assert copy.load.total_in_flight == 0
         assert copy.actors == service.actors
         assert copy.strategies == service.balancer.strategies
-        assert copy.reserve(IDS).index == service.balancer.select_actor(IDS)
+        assert copy.select_actor(IDS) == alone.index  # a new prompt on an idle service
     assert len({copy.select_actor() for copy in copies}) > 1
+    copies[0].reserve(IDS)
     assert service.load.total_in_flight == 1
+    assert copies[1].load.total_in_flight == 0
 
 
 def test_balancer_of_actors_pickles_with_its_ledger():

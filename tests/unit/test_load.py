@@ -7,12 +7,23 @@ import time
 
 import pytest
 
-from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.load import LoadSnapshot, LoadTracker
+from torchrl_vllm_sync.errors import LaunchError, UnsupportedArgumentError
+from torchrl_vllm_sync.launch import _check_block_sizes
+from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.load_monitor import BareActorReader, LoadMonitor, ReportReader
-from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
+from torchrl_vllm_sync.load_snapshot import LoadSnapshot
+from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Replica, ReplicaState
 
 SERVING, FAILED = ReplicaState.SERVING, ReplicaState.FAILED
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
 
 
 def snapshot_of(tracker, replica_id):
@@ -26,7 +37,8 @@ def report(replica_id="0", state=SERVING, **figures):
 def test_nothing_is_known_before_the_first_report():
     (snapshot,) = LoadTracker(["0"]).snapshots()
     assert snapshot == LoadSnapshot(replica_id="0", state=ReplicaState.STARTING)
-    assert (snapshot.kv_cache_usage, snapshot.num_unfinished, snapshot.age_s) == (None, None, None)
+    assert (snapshot.kv_cache_usage, snapshot.num_elsewhere, snapshot.measured_at) == (None,) * 3
+    assert snapshot.as_stats()["age_s"] is None
 
 
 def test_reserve_and_release_count():
@@ -39,7 +51,7 @@ def test_reserve_and_release_count():
 
 
 def test_release_without_reserve_names_the_replica():
-    with pytest.raises(RuntimeError, match="replica 0 with none in flight"):
+    with pytest.raises(RuntimeError, match="replica 0 with 0 in flight"):
         LoadTracker(["0"]).release("0")
 
 
@@ -56,7 +68,7 @@ def test_report_replaces_figures_and_keeps_the_count():
     tracker.observe(report(num_running=2))
     snapshot = snapshot_of(tracker, "0")
     assert (snapshot.in_flight, snapshot.num_running, snapshot.num_unfinished) == (1, 2, None)
-    assert 0 <= snapshot.age_s < 5
+    assert 0 <= snapshot.as_stats()["age_s"] < 5
 
 
 def test_report_of_a_removed_replica_is_dropped():
@@ -67,22 +79,108 @@ def test_report_of_a_removed_replica_is_dropped():
 
 
 @pytest.mark.parametrize(
-    ("figures", "load"),
+    ("figures", "in_flight_then", "elsewhere"),
     [
-        ({}, 2),
-        ({"num_unfinished": 7}, 7),
-        ({"num_unfinished": 1}, 2),
-        ({"num_running": 3, "num_waiting": 4}, 7),
-        ({"num_running": 9}, 2),
+        ({}, None, None),
+        ({"num_unfinished": 7}, None, 5),
+        ({"num_unfinished": 7}, 6, 1),  # four of this process have ended since the question
+        ({"num_unfinished": 7}, 1, 5),  # one was sent since, and may be in the report
+        ({"num_unfinished": 1}, None, 0),
+        ({"num_running": 3, "num_waiting": 4}, None, 5),
+        ({"num_running": 9}, None, None),
     ],
 )
-def test_load_is_the_greater_of_counted_and_reported(figures, load):
-    now = time.monotonic()
-    snapshot = LoadSnapshot(
-        replica_id="0", state=SERVING, in_flight=2, measured_at=now - 1, **figures
-    )
-    assert snapshot.load(now, max_age_s=5) == load
-    assert snapshot.load(now, max_age_s=0.5) == 2
+def test_load_is_what_is_counted_here_and_what_others_had(figures, in_flight_then, elsewhere):
+    clock = Clock()
+    tracker = LoadTracker(["0"], state=SERVING, clock=clock)
+    tracker.reserve("0", 2)
+    tracker.observe(report(**figures), in_flight_then=in_flight_then)
+    clock.now += 1
+    snapshot = snapshot_of(tracker, "0")
+    assert snapshot.num_elsewhere == elsewhere
+    assert snapshot.load(clock(), max_age_s=5) == 2 + (elsewhere or 0)
+    assert snapshot.load(clock(), max_age_s=1) == 2 + (elsewhere or 0)
+    assert snapshot.load(clock(), max_age_s=0.5) == 2  # too old to count
+    tracker.reserve("0", 3)
+    assert snapshot_of(tracker, "0").load(clock(), max_age_s=5) == 5 + (elsewhere or 0)
+
+
+def test_predicted_usage_is_the_engines_figure_and_what_was_reserved_since():
+    clock = Clock()
+    tracker = LoadTracker(["0"], state=SERVING, clock=clock)
+
+    def usage(max_age_s=5.0):
+        return snapshot_of(tracker, "0").predicted_usage(clock(), max_age_s)
+
+    assert usage() is None
+    tracker.reserve("0", 1, tokens=300)
+    assert usage() is None
+    tracker.describe("0", block_size=10, num_kv_blocks=100)
+    assert usage() == 0.3
+    tracker.observe(report(kv_cache_usage=0.5))
+    assert usage() == 0.5
+    tracker.reserve("0", 1, tokens=200)
+    assert usage() == 0.7
+    tracker.release("0", 1, tokens=300)
+    assert usage() == 0.5  # what was given back since is not taken off: others may have it
+    clock.now += 10
+    assert usage() == 0.2
+
+
+@pytest.mark.parametrize(
+    ("figures", "fits"),
+    [
+        ({}, True),
+        ({"held_tokens": 10**9}, True),
+        ({"kv_cache_tokens": 1000, "held_tokens": 800}, True),
+        ({"kv_cache_tokens": 1000, "held_tokens": 801}, False),
+        ({"kv_cache_tokens": 1000, "kv_cache_usage": 0.79, "measured_at": 0.0}, True),
+        ({"kv_cache_tokens": 1000, "kv_cache_usage": 0.81, "measured_at": 0.0}, False),
+        ({"kv_cache_tokens": 1000, "kv_cache_usage": 0.81, "measured_at": -9.0}, True),
+        ({"kv_cache_usage": 0.89, "measured_at": 0.0}, True),
+        ({"kv_cache_usage": 0.91, "measured_at": 0.0}, False),
+    ],
+)
+def test_there_is_room_up_to_nine_tenths_of_the_cache(figures, fits):
+    snapshot = LoadSnapshot(replica_id="0", state=SERVING, **figures)
+    assert snapshot.has_room(100, 0.0, 5.0) is fits
+
+
+def test_a_cache_is_described_once_for_all_replicas():
+    tracker = LoadTracker(["0", "1"], state=SERVING)
+    tracker.describe("0", block_size=16, num_kv_blocks=10)
+    tracker.describe("1", block_size=16, num_kv_blocks=None)
+    assert [(one.block_size, one.kv_cache_tokens) for one in tracker.snapshots()] == [
+        (16, 160),
+        (16, None),
+    ]
+    before = tracker.snapshots()
+    message = "the same on all replicas, got 32 on replica 1 and 16 on replica 0"
+    with pytest.raises(UnsupportedArgumentError, match=message):
+        tracker.describe("1", block_size=32, num_kv_blocks=10)
+    with pytest.raises(UnsupportedArgumentError, match="block_size must be at least 1, got 0"):
+        tracker.describe("1", block_size=0, num_kv_blocks=10)
+    with pytest.raises(KeyError, match=r"one of \['0', '1'\], got '7'"):
+        tracker.describe("7", block_size=16, num_kv_blocks=10)
+    assert tracker.snapshots() == before
+    tracker.remove("0")
+    tracker.describe("1", block_size=32, num_kv_blocks=10)  # the only one left
+    assert snapshot_of(tracker, "1").kv_cache_tokens == 320
+
+
+def test_engines_with_other_block_sizes_are_not_launched():
+    def described(replica_id, block_size):
+        return EngineDescription(
+            replica_id=replica_id, node_ip="", pid=1, max_model_len=1, vocab_size=1,
+            block_size=block_size, num_kv_blocks=1, vllm_version="",
+        )  # fmt: skip
+
+    _check_block_sizes([])
+    _check_block_sizes([described("0", 16), described("1", 16)])
+    with pytest.raises(LaunchError) as caught:
+        _check_block_sizes([described("0", 16), described("1", 16), described("2", 32)])
+    for told in ("0: its KV-cache blocks have 16 tokens", "2: its KV-cache blocks have 32 tokens"):
+        assert told in str(caught.value)
 
 
 def test_failed_mark_sticks_until_a_report_of_serving():
@@ -130,11 +228,13 @@ def test_pickled_copy_keeps_states_and_starts_an_empty_ledger():
     tracker.reserve("a")
     tracker.mark("b", FAILED, "gone")
     tracker.observe(report("a", num_unfinished=3))
+    tracker.describe("b", block_size=16, num_kv_blocks=8)
     copy = pickle.loads(pickle.dumps(tracker))
     assert copy.replica_ids == ["a", "b"]
     assert copy.total_in_flight == 0
     assert snapshot_of(copy, "a") == LoadSnapshot(replica_id="a", state=SERVING)
     assert snapshot_of(copy, "b").reason == "gone"
+    assert (snapshot_of(copy, "b").block_size, snapshot_of(copy, "b").kv_cache_tokens) == (16, 128)
     copy.reserve("a")
     assert tracker.in_flight("a") == 1
 

@@ -1,13 +1,9 @@
-"""Strategies one by one, and the memory of prompts."""
+"""Strategies one by one."""
 
 import collections
-import os
 import random  # noqa: TID251 - seeded below
-import subprocess
-import sys
 import time
 
-import numpy as np
 import pytest
 
 from torchrl_vllm_sync.errors import (
@@ -15,18 +11,19 @@ from torchrl_vllm_sync.errors import (
     UnknownStrategyError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.load import LoadSnapshot
+from torchrl_vllm_sync.load_snapshot import LoadSnapshot
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.routing import (
+    PrefixIndex,
     RoutingRequest,
     StrategySettings,
     known_strategies,
     register_strategy,
     strategy_factory,
 )
-from torchrl_vllm_sync.routing.prefix import PrefixMemory, digest_prompt
+from torchrl_vllm_sync.routing.strategies import not_overloaded
 
-SYSTEM = list(range(1000, 1100))
+SYSTEM = list(range(1000, 1512))
 
 
 def idle(num=4, **figures):
@@ -53,6 +50,26 @@ def prompts(num, length, seed=0):
 
 def choose(router, prompt, snapshots):
     return router.choose(RoutingRequest(prompt), snapshots)
+
+
+class Caches:
+    """The strategy ``prefix-aware``, and an index that learns where prompts went."""
+
+    def __init__(self, **settings):
+        self.index = PrefixIndex(block_tokens=128)
+        self.router = strategy("prefix-aware", index=self.index, **settings)
+
+    def send(self, prompt, snapshots):
+        """Chooses a replica for a prompt, whose cache has it from then on."""
+        request = RoutingRequest(prompt)
+        position = self.router.choose(request, snapshots)
+        chosen = snapshots[position]
+        self.index.insert(request.known_chain, chosen.replica_id, chosen.weight_version)
+        return position
+
+    def hold(self, prompt, *replica_ids, version=None):
+        for replica_id in replica_ids:
+            self.index.insert(self.index.chain(prompt), replica_id, version)
 
 
 # Registry
@@ -92,9 +109,9 @@ def test_requests_takes_the_least_loaded_and_spreads_ties():
 def test_requests_sees_load_of_other_processes_while_the_report_is_fresh():
     now = time.monotonic()
     serving = ReplicaState.SERVING
-    busy = LoadSnapshot(replica_id="0", state=serving, num_unfinished=1000, measured_at=now)
+    busy = LoadSnapshot(replica_id="0", state=serving, num_elsewhere=1000, measured_at=now)
     mine = LoadSnapshot(replica_id="1", state=serving, in_flight=2)
-    stale = LoadSnapshot(replica_id="0", state=serving, num_unfinished=1000, measured_at=now - 60)
+    stale = LoadSnapshot(replica_id="0", state=serving, num_elsewhere=1000, measured_at=now - 60)
     router = strategy("requests")
     assert choose(router, None, [busy, mine]) == 1
     assert choose(router, None, [stale, mine]) == 0
@@ -168,114 +185,153 @@ def test_prefix_aware_cannot_tell_without_a_prompt():
     assert choose(strategy("prefix-aware"), None, idle()) is None
 
 
-def test_group_siblings_share_a_replica_on_an_idle_service():
-    router, counts = strategy("prefix-aware"), [0, 0, 0, 0]
-    for _ in range(8):
-        counts[choose(router, SYSTEM, loaded(*counts))] += 1
-    assert sorted(counts) == [0, 0, 0, 8]
+def test_prefix_aware_takes_the_replica_that_has_the_prompt():
+    caches = Caches()
+    caches.hold(SYSTEM, "2")
+    assert caches.send(SYSTEM, idle()) == 2
+    assert caches.send(SYSTEM + [1] * 100, idle()) == 2
+    assert caches.send(SYSTEM[:300], idle()) == 2
 
 
-def test_list_tuple_and_array_are_one_prompt():
-    digests = {
-        digest_prompt(form, 8).whole for form in (SYSTEM, tuple(SYSTEM), np.array(SYSTEM, np.int64))
-    }
-    assert len(digests) == 1
+def test_prefix_aware_takes_the_replica_that_has_most_of_the_prompt():
+    caches = Caches()
+    caches.hold(SYSTEM[:128], "0")
+    caches.hold(SYSTEM[:384], "3")
+    caches.hold(SYSTEM[:256], "1")
+    assert caches.send(SYSTEM, idle()) == 3
 
 
-@pytest.mark.parametrize("tail", [2, 40])
-def test_shared_system_prompt_spreads_without_any_load(tail):
-    router = strategy("prefix-aware")
-    counts = collections.Counter(
-        choose(router, SYSTEM + question, idle(4)) for question in prompts(300, tail)
-    )
+def test_what_is_cached_under_other_weights_draws_nothing():
+    def choices(version):
+        caches = Caches()
+        caches.hold(SYSTEM, "2", version=1)
+        snapshots = idle(weight_version=version)
+        for at in (0, 1, 3):
+            snapshots[at].in_flight = at  # replica 0 is the only idle one but replica 2
+        snapshots[2].in_flight = 1
+        return caches.send(SYSTEM, snapshots)
+
+    assert choices(version=1) == 2
+    assert choices(version=2) == 0
+
+
+def test_a_new_prompt_goes_to_the_least_loaded_replica():
+    for prompt in prompts(20, 300):
+        assert Caches().send(prompt, loaded(4, 3, 5, 4)) == 1
+
+
+def test_a_prompt_that_all_have_goes_to_the_least_loaded_replica():
+    caches = Caches()
+    caches.hold(SYSTEM, "0", "1", "2", "3")
+    assert caches.send(SYSTEM, loaded(4, 3, 5, 4)) == 1
+
+
+def test_little_cached_does_not_draw_to_a_busy_replica_and_much_does():
+    caches = Caches(overload_threshold=4)
+    little, much = prompts(2, 4096)
+    caches.hold(little[:128], "0")
+    caches.hold(much, "0")
+    assert caches.send(little, loaded(12, 1)) == 1
+    assert caches.send(much, loaded(12, 1)) == 0
+
+
+@pytest.mark.parametrize("prompt", [SYSTEM, SYSTEM * 8])
+def test_siblings_on_a_busy_service_share_a_replica_until_waiting_there_costs_more(prompt):
+    caches, counts, homes = Caches(), [20, 20, 20, 20], []
+    for _ in range(64):
+        homes.append(caches.send(prompt, loaded(*counts)))
+        counts[homes[-1]] += 1
+    assert set(homes[:8]) == {homes[0]}
+    assert len(set(homes)) > 1
+    assert max(counts) <= 1.5 * sum(counts) / 4 + 1
+
+
+@pytest.mark.parametrize("length", [2, 40, 300])
+def test_prompts_with_one_beginning_spread_over_all_replicas(length):
+    caches, counts = Caches(), [0, 0, 0, 0]
+    for question in prompts(300, length):
+        counts[caches.send(SYSTEM + question, loaded(*counts))] += 1
+    assert min(counts) >= 60
+    assert max(counts) <= 90  # a mean of 75
+
+
+def test_texts_with_one_beginning_spread_over_all_replicas():
+    caches, counts = Caches(), [0, 0, 0, 0]
+    for i in range(300):
+        text = f"You are a careful assistant. {'Think twice. ' * 90} Solve: {i}"
+        counts[caches.send(text, loaded(*counts))] += 1
+    assert min(counts) >= 60
+
+
+def test_different_prompts_spread_on_an_idle_service():
+    counts = collections.Counter(Caches().send(prompt, idle(4)) for prompt in prompts(400, 12))
     assert sorted(counts) == [0, 1, 2, 3]
-    assert max(counts.values()) <= 105  # mean 75, and 4 standard deviations
+    assert max(counts.values()) <= 140  # a mean of 100, and 4 standard deviations
 
 
-def test_shared_system_text_spreads_without_any_load():
-    router = strategy("prefix-aware")
-    counts = collections.Counter(
-        choose(router, f"You are a careful assistant. Solve: {i}", idle(4)) for i in range(300)
-    )
-    assert max(counts.values()) <= 105
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_template_that_was_once_sent_alone_draws_only_as_many(times):
-    router = strategy("prefix-aware")
-    home = {choose(router, SYSTEM, idle(4)) for _ in range(times)}.pop()
-    counts = collections.Counter(
-        choose(router, SYSTEM + question, idle(4)) for question in prompts(300, 20)
-    )
-    assert counts[home] <= 105
-    assert len(counts) == 4
-
-
-def test_conversations_stay_where_they_began():
-    router = strategy("prefix-aware")
-    for opening in prompts(50, 30):
-        turn = SYSTEM + opening
-        home = choose(router, turn, idle(4))
-        for answer in prompts(5, 21, seed=opening[0]):
-            turn = turn + answer
-            assert choose(router, turn, idle(4)) == home
-
-
-def test_text_conversation_stays_where_it_began():
-    router = strategy("prefix-aware")
-    for i in range(20):
-        turn = f"system: You are a careful assistant.\nuser: What is {i} plus {i}?\nassistant:"
-        home = choose(router, turn, idle(4))
-        for answer in (" It is even.\nuser: Sure?\nassistant:", " Sure.\nuser: Ok\nassistant:"):
-            turn += answer
-            assert choose(router, turn, idle(4)) == home
-
-
-def test_second_turns_of_a_group_stay_with_its_prompt():
-    router = strategy("prefix-aware")
-    homes = {choose(router, SYSTEM, idle(4)) for _ in range(8)}
-    for answer in prompts(8, 30):
-        homes.add(choose(router, SYSTEM + answer, idle(4)))
-    assert len(homes) == 1
-
-
-def test_retried_turn_is_not_another_continuation():
-    router = strategy("prefix-aware")
-    home = choose(router, SYSTEM, idle(4))
-    following = SYSTEM + [7] * 30
-    assert [choose(router, following, idle(4)) for _ in range(5)] == [home] * 5
+@pytest.mark.parametrize("as_text", [False, True])
+def test_conversations_stay_where_they_began(as_text):
+    caches = Caches()
+    for at, opening in enumerate(prompts(30, 200)):
+        turn = f"user: What is {at}? {'Say. ' * 200}" if as_text else SYSTEM + opening
+        home = caches.send(turn, idle(4))
+        for answer in prompts(5, 150, seed=at):
+            turn = turn + (f"{answer}user: Sure?" if as_text else answer)
+            assert caches.send(turn, idle(4)) == home
 
 
 def test_conversation_moves_when_its_replica_is_gone_and_then_stays():
-    router, turn = strategy("prefix-aware"), SYSTEM
-    replicas = idle(4)
-    home = replicas[choose(router, turn, replicas)]
-    left = [r for r in replicas if r is not home]
-    new_home = left[choose(router, turn, left)]
-    assert replicas[choose(router, turn, replicas)] is new_home
-    assert replicas[choose(router, turn + [1] * 20, replicas)] is new_home
+    caches, replicas = Caches(), idle(4)
+    home = replicas[caches.send(SYSTEM, replicas)]
+    left = [one for one in replicas if one is not home]
+    new_home = left[caches.send(SYSTEM, left)]
+    caches.index.remove(home.replica_id)
+    assert replicas[caches.send(SYSTEM, replicas)] is new_home
+    assert replicas[caches.send(SYSTEM + [1] * 200, replicas)] is new_home
 
 
-def test_overloaded_replica_gets_nothing():
-    router = strategy("prefix-aware")
-    counts = collections.Counter(choose(router, p, loaded(1000, 1, 1, 1)) for p in prompts(50, 30))
-    assert counts[0] == 0
-    assert sum(counts.values()) == 50
+def test_overloaded_replica_gets_nothing_even_if_it_alone_has_the_prompt():
+    caches = Caches()
+    caches.hold(SYSTEM * 100, "0")
+    assert caches.send(SYSTEM * 100, loaded(30, 0, 1, 1)) == 1
+
+
+def test_a_replica_without_room_gets_nothing_while_others_have_room():
+    caches = Caches()
+    caches.hold(SYSTEM, "0")
+    replicas = idle(3, kv_cache_tokens=10_000)
+    replicas[0].held_tokens = 8_600  # 9,112 with the prompt, and 90 % are 9,000
+    assert caches.send(SYSTEM, replicas) != 0
+    for one in replicas:
+        one.held_tokens = 8_600
+    caches.index.remove("1")
+    caches.index.remove("2")
+    assert caches.send(SYSTEM, replicas) == 0  # no worse than elsewhere
+
+
+def test_a_report_of_a_full_cache_counts_while_it_is_fresh():
+    now = time.monotonic()
+    for age_s, chosen in ((0, 1), (60, 0)):
+        caches = Caches()
+        caches.hold(SYSTEM, "0")
+        replicas = idle(2, kv_cache_tokens=10_000)
+        replicas[0].kv_cache_usage, replicas[0].measured_at = 0.95, now - age_s
+        assert caches.send(SYSTEM, replicas) == chosen
 
 
 def test_hot_prompt_is_bounded_by_the_documented_share():
-    router, counts = strategy("prefix-aware", overload_threshold=1.25), [0, 0, 0, 0]
-    for _ in range(200):
-        counts[choose(router, SYSTEM, loaded(*counts))] += 1
-    assert max(counts) <= 63  # ceil(1.25 * 200 / 4)
+    caches, counts = Caches(overload_threshold=1.25), [0, 0, 0, 0]
+    for placed in range(1, 201):
+        counts[caches.send(SYSTEM * 20, loaded(*counts))] += 1
+        assert max(counts) <= 1.25 * placed / 4 + 1
     assert sum(counts) == 200
 
 
 def test_threshold_of_one_still_leaves_an_open_replica():
-    router, counts = strategy("prefix-aware", overload_threshold=1), [0, 0, 0]
+    caches, counts = Caches(overload_threshold=1), [0, 0, 0]
     for prompt in prompts(99, 10):
-        counts[choose(router, prompt, loaded(*counts))] += 1
-    assert max(counts) <= 33
+        counts[caches.send(prompt, loaded(*counts))] += 1
+    assert max(counts) <= 34
 
 
 def test_removing_a_replica_moves_only_its_share():
@@ -293,79 +349,31 @@ def test_removing_a_replica_moves_only_its_share():
     assert 20 <= moved <= 85  # a mean of 50
 
 
-_PREFERENCES = """
-from torchrl_vllm_sync.load import LoadSnapshot
-from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.routing import RoutingRequest, StrategySettings, strategy_factory
-router = strategy_factory("prefix-aware")(StrategySettings())
-replicas = [LoadSnapshot(replica_id=str(i), state=ReplicaState.SERVING) for i in range(4)]
-prompts = [f"question {i} of many" for i in range(40)] + [list(range(i, i + 30)) for i in range(40)]
-print([router.choose(RoutingRequest(prompt), replicas) for prompt in prompts])
-"""
-
-
-def test_every_process_prefers_the_same_replica():
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", _PREFERENCES],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert outputs[0] == outputs[1]
-    assert len(set(outputs[0])) > 4  # not one replica for all
-
-
 @pytest.mark.parametrize("prompt", [[1, "two"], [1, 2**31], [1, 2.5]])
 def test_ids_that_are_none_are_refused(prompt):
     with pytest.raises(InvalidPromptError, match="integers of 32 bits"):
         choose(strategy("prefix-aware"), prompt, idle())
 
 
-# The memory itself
+# The bound
 
 
-def test_memory_is_bounded_and_forgets_the_least_recent():
-    memory = PrefixMemory(prefix_length=4, capacity=10)
-    many = [memory.digest(prompt) for prompt in prompts(30, 12)]
-    for prompt in many:
-        memory.record(prompt, memory.recall(prompt), "0")
-        assert memory.recall(many[0]).replica_id == "0"  # used, so kept
-    assert len(memory) == 10
-    assert memory.recall(many[5]).replica_id is None
-    assert memory.recall(many[-1]).replica_id == "0"
-    assert len(memory._tails) <= 10
-
-
-@pytest.mark.parametrize("length", [8, 9, 100, 1500, 5000])
-def test_continuation_is_found_at_any_length(length):
-    memory = PrefixMemory(prefix_length=8)
-    (earlier,) = prompts(1, length)
-    digest = memory.digest(earlier)
-    memory.record(digest, memory.recall(digest), "7")
-    assert memory.recall(memory.digest([*earlier, 5])).replica_id == "7"
-    assert memory.recall(memory.digest([*earlier[:-1], earlier[-1] + 1, 5])).replica_id is None
-
-
-def test_the_longest_earlier_turn_decides():
-    memory = PrefixMemory(prefix_length=8)
-    for length, replica_id in ((40, "short"), (80, "long")):
-        digest = memory.digest(list(range(length)))
-        memory.record(digest, memory.recall(digest), replica_id)
-    assert memory.recall(memory.digest(list(range(120)))).replica_id == "long"
-
-
-def test_prompt_shorter_than_a_block_is_repeated_but_not_continued():
-    memory = PrefixMemory(prefix_length=8)
-    digest = memory.digest([1, 2, 3])
-    memory.record(digest, memory.recall(digest), "7")
-    assert memory.recall(memory.digest([1, 2, 3])).replica_id == "7"
-    assert memory.recall(memory.digest(list(range(1, 30)))).replica_id is None
-
-
-def test_long_prompts_cost_few_digests():
-    assert len(digest_prompt(list(range(2048)), 8).anchors) < 80
-    assert len(digest_prompt(list(range(32768)), 8).anchors) < 140
+@pytest.mark.parametrize(
+    ("loads", "num_samples", "num_coming", "threshold", "open_positions"),
+    [
+        ([0, 0], 1, 1, 1.0, [0, 1]),
+        ([1, 0], 1, 1, 1.0, [0, 1]),  # 1 is at most 2 / 2
+        ([2, 0], 1, 1, 1.0, [1]),
+        ([2, 0], 1, 3, 1.0, [0, 1]),  # 5 / 2 with what comes along
+        ([3, 0, 0], 1, 1, 1.5, [1, 2]),
+        ([3, 0, 0], 4, 4, 1.5, [0, 1, 2]),
+        ([3, 0, 0], 4, 1, 1.5, [0, 1, 2]),  # its own samples count in any case
+        ([7, 7, 7], 1, 1, 1.0, [0, 1, 2]),
+        ([1000, 0], 1, 1, 100.0, [0, 1]),
+        ([5], 1, 1, 1.0, [0]),
+    ],
+)
+def test_who_may_take_a_request(loads, num_samples, num_coming, threshold, open_positions):
+    request = RoutingRequest(num_samples=num_samples, num_coming=num_coming)
+    found = not_overloaded(loads, request, StrategySettings(overload_threshold=threshold))
+    assert found == open_positions
