@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -27,7 +28,7 @@ from torchrl_vllm_sync.routing.prefix_index import index_block_tokens
 from torchrl_vllm_sync.sessions import as_key, as_keys, key_per_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torchrl_vllm_sync.load import Candidates, LoadTracker
     from torchrl_vllm_sync.sessions import RequestKey
@@ -143,8 +144,6 @@ class LoadBalancer:
         self.seed = seed
         self._monitor_interval_s = monitor_interval_s
         self._max_sessions = max_sessions
-        self._build_strategies(first_turn=0)
-
         self._service: BalancedService | None = None
         self._actors: list[Any] = []
         self._tracker = tracker
@@ -160,6 +159,7 @@ class LoadBalancer:
                 "actors_or_service must be a service with actors and load, or a list of actors, "
                 f"got {actors_or_service!r}"
             )
+        self._build_strategies(first_turn=0, clock=self.load.clock)
 
     @property
     def actors(self) -> list[Any]:
@@ -359,19 +359,16 @@ class LoadBalancer:
             self._bare.start()
         return self.load
 
-    def _build_strategies(self, first_turn: int) -> None:
+    def _build_strategies(self, first_turn: int, clock: Callable[[], float]) -> None:
         settings = StrategySettings(
             overload_threshold=self.overload_threshold,
             max_report_age_s=max(_MAX_REPORT_AGE_S, 3 * self._monitor_interval_s),
             seed=self.seed,
             first_turn=first_turn,
-            clock=self._now,
+            clock=clock,
             index=PrefixIndex(index_block_tokens(self.prefix_length)),
         )
         self._placer = RequestPlacer(self.strategies, settings, self._max_sessions)
-
-    def _now(self) -> float:
-        return self.load.clock()
 
     def _choose(
         self,
@@ -415,7 +412,8 @@ class LoadBalancer:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A service that holds this balancer may not be whole yet: leave it alone.
+        # A service that holds this balancer may not be whole yet: leave it alone. A copied ledger
+        # has the usual clock.
         self.__dict__.update(state)
         self.seed = secrets.randbits(63)
-        self._build_strategies(first_turn=self.seed)
+        self._build_strategies(first_turn=self.seed, clock=time.monotonic)

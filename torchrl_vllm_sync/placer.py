@@ -36,9 +36,9 @@ class RequestPlacer:
     to overflow if that costs less than to wait there: when another has room for it and holds less
     by more tokens than the session has to be computed anew.
 
-    A session without such a replica, because it is new or its replica died, drains, went stale or
-    got other weights, goes where its group is while that replica is not overloaded. Everything else
-    is for the strategies.
+    What begins, a session's first request or one without a session, goes where its group is while
+    that replica is not overloaded. Everything else is for the strategies: also a session whose
+    replica died, drains, went stale or got other weights, for then it is cached nowhere.
 
     Not safe for threads; a balancer uses it with its ledger locked.
 
@@ -85,13 +85,14 @@ class RequestPlacer:
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> int:
         """Position among ``candidates`` of the replica to use; at least one is there."""
+        home = None
         if request.session_id is not None:
             home = self.sessions.session(request.session_id)
             if home is not None:
                 position = candidates.positions.get(home.replica_id)
                 if position is not None and self._stays(home, request, candidates, position):
                     return position
-        if request.group_id is not None:
+        if request.group_id is not None and home is None:
             position = self._with_group(request, candidates)
             if position is not None:
                 return position
@@ -113,14 +114,14 @@ class RequestPlacer:
             home = self.sessions.session(request.session_id)
             if home is None:
                 home = Home(snapshot.replica_id)
-                self.sessions.put_session(request.session_id, home)
             home.move(snapshot.replica_id, snapshot.weight_version, num_tokens)
+            self.sessions.put_session(request.session_id, home)
         if request.group_id is not None:
             home = self.sessions.group(request.group_id)
             # Not if it went past its group, which is overloaded, or stayed with its session.
             if home is None or not _has(candidates, home):
                 home = Home(snapshot.replica_id, snapshot.weight_version)
-                self.sessions.put_group(request.group_id, home)
+            self.sessions.put_group(request.group_id, home)
         chain = request.known_chain
         if chain is not None:
             self._index.insert(chain, snapshot.replica_id, snapshot.weight_version)

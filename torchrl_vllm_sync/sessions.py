@@ -63,7 +63,7 @@ def as_key(name: str, key: object) -> RequestKey:
     Raises:
         UnsupportedArgumentError: It is neither an integer nor text with at least one character.
     """
-    if isinstance(key, str) and key:
+    if type(key) is int or (isinstance(key, str) and key):
         return key
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         return int(key)
@@ -121,30 +121,24 @@ class SessionLedger:
         return len(self._sessions)
 
     def session(self, session_id: RequestKey) -> Home | None:
-        """Where a session is, which counts as used; None if it is new."""
-        return self._get(self._sessions, session_id)
+        """Where a session is; None if it is new."""
+        return self._sessions.get(session_id)
 
     def group(self, group_id: RequestKey) -> Home | None:
-        """Where a group is, which counts as used; None if it is new."""
-        return self._get(self._groups, group_id)
+        """Where a group is; None if it is new."""
+        return self._groups.get(group_id)
 
     def put_session(self, session_id: RequestKey, home: Home) -> None:
-        """Notes where a session is from now on."""
+        """Notes where a session is from now on; it counts as used."""
         self._put(self._sessions, session_id, home)
 
     def put_group(self, group_id: RequestKey, home: Home) -> None:
-        """Notes where a group is from now on."""
+        """Notes where a group is from now on; it counts as used."""
         self._put(self._groups, group_id, home)
 
     def release(self, session_ids: Iterable[RequestKey]) -> int:
         """Forgets sessions that are over; returns how many of them were remembered."""
         return sum(self._sessions.pop(one, None) is not None for one in session_ids)
-
-    def _get(self, homes: OrderedDict[RequestKey, Home], key: RequestKey) -> Home | None:
-        home = homes.get(key)
-        if home is not None:
-            homes.move_to_end(key)
-        return home
 
     def _put(self, homes: OrderedDict[RequestKey, Home], key: RequestKey, home: Home) -> None:
         homes[key] = home

@@ -11,6 +11,8 @@ from torchrl_vllm_sync.errors import InvalidPromptError
 
 __all__ = ["routing_prompt"]
 
+_FLAT = (list, tuple, str, np.ndarray)
+
 
 def routing_prompt(prompt: object) -> tuple[str | Sequence[int] | None, str | None]:
     """Returns what strategies look at, checked as far as costs no time.
@@ -21,30 +23,26 @@ def routing_prompt(prompt: object) -> tuple[str | Sequence[int] | None, str | No
     Raises:
         InvalidPromptError: It is empty or of a wrong type.
     """
-    kind, salt = type(prompt), None
-    if kind is dict or isinstance(prompt, Mapping):
-        form: Mapping[str, Any] = prompt  # pyright: ignore[reportAssignmentType]
-        ids, salt = form.get("prompt_token_ids"), form.get("cache_salt")
+    salt = None
+    if not isinstance(prompt, _FLAT) and isinstance(prompt, Mapping):
+        form: Mapping[str, Any] = prompt
+        salt, ids = form.get("cache_salt"), form.get("prompt_token_ids")
         prompt = form.get("prompt") if ids is None else ids
         if prompt is None:
             raise InvalidPromptError("a prompt dict must have prompt_token_ids or prompt, got none")
-        kind = type(prompt)
     if prompt is None:
         return None, None
-    if kind is list or kind is tuple or isinstance(prompt, (list, tuple)):
-        ids = prompt
-        if ids and not isinstance(ids[0], (int, np.integer)):  # pyright: ignore[reportIndexIssue]
-            raise InvalidPromptError(f"token ids must be integers, got {type(ids[0]).__name__}")  # pyright: ignore[reportIndexIssue]
-    elif isinstance(prompt, np.ndarray):
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise InvalidPromptError(
-                "an array of token ids must have 1 dimension and an integer dtype, "
-                f"got shape {prompt.shape} and {prompt.dtype}"
-            )
-    elif not isinstance(prompt, str):
+    if not isinstance(prompt, _FLAT):
         raise InvalidPromptError(
             f"a prompt must be text, token ids or a dict of these, got {type(prompt).__name__}"
         )
-    if not len(prompt):  # pyright: ignore[reportArgumentType]
+    if isinstance(prompt, np.ndarray) and (prompt.ndim != 1 or prompt.dtype.kind not in "iu"):
+        raise InvalidPromptError(
+            "an array of token ids must have 1 dimension and an integer dtype, "
+            f"got shape {prompt.shape} and {prompt.dtype}"
+        )
+    if not len(prompt):
         raise InvalidPromptError(f"a prompt must not be empty, got {prompt!r}")
+    if isinstance(prompt, (list, tuple)) and not isinstance(prompt[0], (int, np.integer)):
+        raise InvalidPromptError(f"token ids must be integers, got {type(prompt[0]).__name__}")
     return prompt, salt  # pyright: ignore[reportReturnType] - an integer array is a sequence of ids
