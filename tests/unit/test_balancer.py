@@ -387,7 +387,7 @@ def test_samples_and_tokens_are_counted_and_given_back(service):
 
 
 def test_a_batch_with_too_few_sampling_params_reserves_nothing(service):
-    with pytest.raises(UnsupportedArgumentError, match="sampling_params must .* 2 prompts, got 1"):
+    with pytest.raises(UnsupportedArgumentError, match=r"sampling_params must .* 2 prompts, got 1"):
         LoadBalancer(service).reserve_batch(
             [IDS, IDS], sampling_params=[SimpleNamespace(n=1, max_tokens=None)]
         )
