@@ -9,8 +9,9 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 # A new module goes into the first row that lies below everything it imports, in its own section.
 LAYERS = """
 # words that everything else uses
-replica wire background weights.metadata keys load_snapshot
-errors load
+replica wire background weights.metadata keys
+errors load_snapshot
+load
 versions
 requests
 
