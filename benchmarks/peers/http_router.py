@@ -13,11 +13,11 @@ import os
 import socket
 import subprocess
 import time
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 from benchmarks.peers.script import End, EndSession, Leave, Send, Wait
 
@@ -64,6 +64,15 @@ class RouterKind:
     name_of: Callable[[dict[str, Any]], str]
     session_header: str | None = None
     end_session: str | None = None
+
+
+def _start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:  # workers are stubs: there is no model to look for elsewhere
+        return subprocess.Popen(words, stdout=file, stderr=file, env=os.environ | _LOOPBACK)
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-2000:]
 
 
 def _free_ports(count: int) -> list[int]:
@@ -120,7 +129,6 @@ class HttpRouter:
         *,
         num_workers: int,
         log: Path,
-        ports: Sequence[int] | None = None,
     ) -> AsyncIterator[HttpRouter]:
         """Starts workers and a router, and ends them.
 
@@ -130,13 +138,12 @@ class HttpRouter:
             settings: Of its policy.
             num_workers: Stub workers.
             log: File for what the router prints.
-            ports: Of the workers, where their addresses matter.
 
         Raises:
             PeerError: The router ended, or did not answer in time.
         """
         workers = _Workers(kind.name_of)
-        ports = ports or _free_ports(num_workers)
+        ports = _free_ports(num_workers)
         runners = []
         process: subprocess.Popen[bytes] | None = None
         try:
@@ -148,13 +155,7 @@ class HttpRouter:
                 workers.addresses.append(f"http://127.0.0.1:{ports[index]}")
             port, metrics = _free_ports(2)
             words = kind.arguments(workers.addresses, port, metrics, settings)
-            with log.open("wb") as file:
-                process = subprocess.Popen(
-                    [str(interpreter), *kind.program, *words],
-                    stdout=file,
-                    stderr=file,
-                    env=os.environ | _LOOPBACK,  # workers are stubs: no model to look for
-                )
+            process = _start([str(interpreter), *kind.program, *words], log)
             address = f"http://127.0.0.1:{port}"
             listed = await _wait_for_workers(kind, address, num_workers, process, log)
             workers.order = [workers.addresses.index(one) for one in listed]
@@ -168,8 +169,12 @@ class HttpRouter:
             for runner in runners:
                 await runner.cleanup()
 
-    async def choices(self, script: Script) -> list[int]:
+    async def choices(self, script: Script, *, words: bool = False) -> list[int]:
         """What the router chooses for a script's requests: workers by their place in its order.
+
+        Args:
+            script: What happens.
+            words: Prompts are words instead of characters (``Script.text``).
 
         Raises:
             PeerError: A request reached no worker in time.
@@ -182,7 +187,8 @@ class HttpRouter:
                 match step:
                     case Send():
                         request = len(chosen)
-                        chosen.append(await self._send(client, script, request, step))
+                        text = script.text(request, words=words)
+                        chosen.append(await self._send(client, text, request, step))
                     case End(request):
                         await self._end(request)
                     case EndSession(session):
@@ -195,14 +201,12 @@ class HttpRouter:
                 await self._end(request)
         return chosen
 
-    async def _send(
-        self, client: ClientSession, script: Script, request: int, send: Send
-    ) -> int:
+    async def _send(self, client: ClientSession, text: str, request: int, send: Send) -> int:
         name = str(request)
         reached = self._workers.reached[name] = asyncio.get_running_loop().create_future()
         self._workers.answers[name] = asyncio.Event()
         headers = {}
-        body = self._kind.body(script.text(request), name)
+        body = self._kind.body(text, name)
         key = _key(send)
         if self._kind.session_header and key:
             headers[self._kind.session_header] = key
@@ -235,7 +239,6 @@ class HttpRouter:
             await response.read()
             if response.status != 200:
                 raise PeerError(f"{self._kind.name}: end of session {session}: {response.status}")
-
 
     async def _remove(self, client: ClientSession, replica: int) -> None:
         """Takes a worker out, and waits until the router has done so."""
@@ -276,17 +279,13 @@ async def _wait_for_workers(
     async with ClientSession(address, timeout=ClientTimeout(total=2)) as client:
         while time.monotonic() < deadline:
             if process.poll() is not None:
-                tail = log.read_text(errors="replace")[-2000:]
-                raise PeerError(f"{kind.name} ended with {process.returncode}:\n{tail}")
-            try:
+                raise PeerError(f"{kind.name} ended with {process.returncode}:\n{_tail(log)}")
+            with suppress(ClientError, TimeoutError):
                 listed = await _list_workers(client, kind.listing)
                 if len(listed) == num_workers:
                     return listed
-            except OSError:
-                pass
             await asyncio.sleep(0.2)
-    tail = log.read_text(errors="replace")[-2000:]
-    raise PeerError(f"{kind.name} did not list {num_workers} workers within {_START_S} s:\n{tail}")
+    raise PeerError(f"{kind.name} did not list {num_workers} workers in time:\n{_tail(log)}")
 
 
 async def _list_workers(client: ClientSession, path: str) -> list[str]:
@@ -307,14 +306,27 @@ def choices_over_http(
     *,
     num_workers: int,
     log: Path,
-    ports: Sequence[int] | None = None,
+    words: bool = False,
 ) -> tuple[list[int], list[str]]:
-    """Runs a script on a router of its own; returns the choices and the addresses in order."""
+    """Runs a script on a router of its own; returns the choices and the addresses in order.
+
+    Args:
+        kind: Which router.
+        interpreter: Python that has it installed.
+        settings: Of its policy.
+        script: What happens.
+        num_workers: Stub workers.
+        log: File for what the router prints.
+        words: Prompts are words instead of characters (``Script.text``).
+
+    Raises:
+        PeerError: The router did not start, or a request reached no worker.
+    """
 
     async def run() -> tuple[list[int], list[str]]:
         async with HttpRouter.running(
-            kind, interpreter, settings, num_workers=num_workers, log=log, ports=ports
+            kind, interpreter, settings, num_workers=num_workers, log=log
         ) as router:
-            return await router.choices(script), router.worker_addresses
+            return await router.choices(script, words=words), router.worker_addresses
 
     return asyncio.run(run())

@@ -118,8 +118,16 @@ class Script:
         """A prompt as tokens: int32 of shape ``(num_blocks * BLOCK_SIZE,)``."""
         return np.repeat(np.asarray(self.prompts[request], np.int32) + 1, BLOCK_SIZE)
 
-    def text(self, request: int) -> str:
-        """A prompt as text: one character of three bytes for each block."""
+    def text(self, request: int, *, words: bool = False) -> str:
+        """A prompt as text: one character of three bytes for each block.
+
+        Args:
+            request: Position of the request.
+            words: A block is eight times a number of six digits instead. Different blocks then
+                begin alike, so that prompts part in the middle of a block.
+        """
+        if words:
+            return "".join(f"{block:06d} " * 8 for block in self.prompts[request])
         return "".join(chr(_FIRST_CHARACTER + block) for block in self.prompts[request])
 
     def sim_request(self, request: int, send: Send) -> SimRequest:
@@ -162,6 +170,10 @@ class FollowedTies:
             self.followed += 1
             return self.wanted
         return replica_ids[0]
+
+    def pair_of(self, replica_ids: Sequence[int]) -> list[int]:
+        """The wanted one alone, as lots might have it."""
+        return [self.one_of(replica_ids)]
 
 
 def decide(

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from benchmarks.routing_sim.interface import EngineFigures, SimRequest
 
-__all__ = ["CountingPolicy", "InFlight", "RandomTies"]
+__all__ = ["CountingPolicy", "InFlight", "RandomTies", "Ties"]
 
 
 class InFlight:
@@ -59,6 +59,18 @@ class InFlight:
         return [replica_id for replica_id, count in self.counts.items() if count == least]
 
 
+class Ties(Protocol):
+    """Chooses among replicas that a rule does not tell apart."""
+
+    def one_of(self, replica_ids: Sequence[int]) -> int:
+        """One of these, of which there is at least one."""
+        ...
+
+    def pair_of(self, replica_ids: Sequence[int]) -> list[int]:
+        """Two different ones of these; the only one if there are no two."""
+        ...
+
+
 class RandomTies:
     """Chooses among replicas that a rule does not tell apart, each as likely as the others.
 
@@ -98,7 +110,7 @@ class CountingPolicy:
         if not replica_ids:
             raise ValueError("a router needs at least one replica")
         self.in_flight = InFlight(replica_ids)
-        self.ties = RandomTies(seed)
+        self.ties: Ties = RandomTies(seed)
 
     def choose(self, request: SimRequest, now: float) -> int:
         """Id of the replica for a request; the request counts from here on."""

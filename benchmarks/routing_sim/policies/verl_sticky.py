@@ -18,17 +18,17 @@ __all__ = ["VerlSticky"]
 class VerlSticky(CountingPolicy):
     """A trajectory stays with its server; a new one goes to the fewest requests in flight.
 
-    Source: verl-project/verl, ``GlobalRequestLoadBalancer`` (``verl/experimental/agent_loop`` and
-    its successor file; ``acquire_server``, ``release_server``, ``remove_servers``), read in
-    November 2026. Trajectories are remembered in an LRU of 10,000 that is never told of their end;
-    of several servers with equally few requests the first is taken.
+    Source: verl 0.9.1, ``verl/workers/rollout/router.py``, ``GlobalRequestLoadBalancer``, and its
+    choices (``benchmarks.routing_peers``). Of several servers with equally few requests one is
+    taken at random (verl's main branch took the first in November 2026). Trajectories are
+    remembered in an LRU of 10,000 that is never told of their end.
 
     The key is the session. verl gives every sample of a group an id of its own and knows no groups,
     so a request without a session is new each time.
 
     Args:
         cluster: What is known of the engines.
-        seed: Unused.
+        seed: Of the ties.
         max_remembered: Trajectories that are remembered.
     """
 
@@ -46,7 +46,7 @@ class VerlSticky(CountingPolicy):
             if self._servers[session_id] in counts:
                 return self._servers[session_id]
             del self._servers[session_id]
-        replica_id = self.in_flight.fewest()[0]
+        replica_id = self.ties.one_of(self.in_flight.fewest())
         if session_id != -1:
             if len(self._servers) >= self._max_remembered:
                 self._servers.popitem(last=False)
