@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EXECUTIONS",
     "PrefillCounts",
+    "block_size",
     "checkpoint",
     "counted_actor",
     "counts",
@@ -173,6 +174,12 @@ def counts(service: AsyncVLLM) -> PrefillCounts:
     """VLLM's counters, summed over the replicas."""
     each = ray.get([one.prefill_counts.remote() for one in service.actors], timeout=60)
     return sum(each, PrefillCounts())
+
+
+def block_size(service: AsyncVLLM) -> int:
+    """Tokens in a KV-cache block."""
+    description: Any = ray.get(service.actors[0].describe.remote(), timeout=60)
+    return description.block_size
 
 
 def reset(service: AsyncVLLM) -> None:

@@ -9,7 +9,9 @@ system. What was computed and what came from a prefix cache is read from vLLM's 
 ``hit_rate`` is the share of prompt tokens that came from a prefix cache. ``prefilled_over_once``
 are the computed ones over those of all prompts with common beginnings counted once; since vLLM
 caches whole blocks only, ``prefilled_over_least`` compares with what one engine with an endless
-cache would compute. ``decision_p50`` is the time until a replica is chosen.
+cache would compute. ``decision_p50`` is the time until a replica is chosen. The case
+``grpo-wrapper`` goes through ``vLLMWrapper``, which finds the groups in TorchRL's data; what
+TorchRL's rule makes of a wrapper's prompts is the system ``torchrl, wrapper`` of the other cases.
 
 Without ``--shape``, a tiny checkpoint on CPUs. ``--smoke`` is that in a minute, and means nothing.
 """
@@ -36,6 +38,7 @@ import ray
 from benchmarks import live_engines
 from benchmarks.live_systems import SYSTEMS
 from benchmarks.live_traffic import CASES, Scale, least_tokens, once_tokens
+from benchmarks.live_wrapper import WRAPPED, group_rows, run_wrapped
 from benchmarks.record import Recorder
 from benchmarks.shapes import SHAPES
 
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 PUSH_TIMEOUT_S = 120.0
 # Above any logit of random weights, and the most that vLLM takes.
 FORCING_BIAS = 100.0
+WRAPPED_CASE = "grpo-wrapper"
 SMOKE = Scale(
     vocab_size=320,
     max_model_len=1024,
@@ -169,7 +173,7 @@ def run_case(service: AsyncVLLM, system: System, case: Case) -> dict[str, float]
         "hit_rate": counted.cached / counted.prompt,
         "prefilled_over_once": counted.computed / (case.rounds * once_tokens(case.conversations)),
         "prefilled_over_least": counted.computed
-        / (case.rounds * least_tokens(case.conversations, block_size(service))),
+        / (case.rounds * least_tokens(case.conversations, live_engines.block_size(service))),
         "latency_p50": quantile(answers.latencies_s, 0.5),
         "latency_p99": quantile(answers.latencies_s, 0.99),
         "imbalance": max(served.values()) * service.num_replicas / len(answers.outputs),
@@ -196,12 +200,6 @@ def check(case: Case, outputs: list[Any], counted: live_engines.PrefillCounts) -
     assert counted.cached == cached, f"{counted}, but outputs say {cached} tokens were cached"
 
 
-def block_size(service: AsyncVLLM) -> int:
-    """Tokens in a KV-cache block."""
-    description: Any = ray.get(service.actors[0].describe.remote(), timeout=60)
-    return description.block_size
-
-
 def quantile(values: list[float], share: float) -> float:
     """The value below which ``share`` of all lie."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
@@ -220,26 +218,53 @@ def measure(
                 figures.setdefault((case.name, name), []).append(one)
                 say(case.name, name, one)
         order = order[1:] + order[:1]
+    record(recorder, figures)
+
+
+def record(recorder: Recorder, figures: dict[tuple[str, str], list[dict[str, float]]]) -> None:
+    """Adds the figures of all repetitions of each case and system."""
     for (case_name, name), runs in figures.items():
-        for metric, unit in UNITS.items():
+        for metric in runs[0]:
             recorder.add(
                 case=case_name,
                 system=name,
                 metric=metric,
-                unit=unit,
+                unit=UNITS[metric],
                 samples=[one[metric] for one in runs],
             )
 
 
+def measure_wrapped(recorder: Recorder, service: AsyncVLLM, scale: Scale, repetitions: int) -> None:
+    """The same for groups that ``vLLMWrapper`` finds in TorchRL's data."""
+    rows = group_rows(scale.groups, scale.prompt[0])
+    figures: dict[str, list[dict[str, float]]] = {}
+    order = list(WRAPPED)
+    run_wrapped(service, rows, 1, strategy=None, find_sessions=True)  # to warm TorchRL up
+    for _ in range(repetitions):
+        for name in order:
+            strategy, find_sessions = WRAPPED[name]
+            one = run_wrapped(
+                service, rows, scale.answer[0], strategy=strategy, find_sessions=find_sessions
+            )
+            figures.setdefault(name, []).append(one)
+            say(WRAPPED_CASE, name, one)
+        order = order[1:] + order[:1]
+    record(recorder, {(WRAPPED_CASE, name): runs for name, runs in figures.items()})
+
+
 def say(case: str, system: str, one: dict[str, float]) -> None:
     """Prints one run's figures."""
-    print(
-        f"{case:21} {system:17} {one['wall_time']:7.2f} s  hit {one['hit_rate']:.3f}  "
-        f"prefilled/once {one['prefilled_over_once']:.3f} /least "
-        f"{one['prefilled_over_least']:.3f}  p99 {one['latency_p99']:.2f} s  "
-        f"imbalance {one['imbalance']:.2f}  decision {one['decision_p50']:.0f} us",
-        flush=True,
-    )
+    shown = {
+        "wall_time": "{:7.2f} s",
+        "hit_rate": "hit {:.3f}",
+        "prefilled_over_once": "prefilled/once {:.3f}",
+        "prefilled_over_least": "/least {:.3f}",
+        "imbalance": "imbalance {:.2f}",
+        "latency_p99": "p99 {:.2f} s",
+        "decision_p50": "decision {:.0f} us",
+    }
+    words = [text.format(one[metric]) for metric, text in shown.items() if metric in one]
+    print(f"{case:21} {system:17}", "  ".join(words), flush=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -248,7 +273,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape, on GPUs")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    names = [*CASES, WRAPPED_CASE]
+    parser.add_argument("--cases", nargs="+", default=names, choices=names)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument("--execution", default="compiled", choices=live_engines.EXECUTIONS)
     parser.add_argument("--out", type=Path, help="directory of the record")
@@ -278,8 +304,11 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         with live_engines.launch(path, args.shape, args.replicas, options) as service:
-            cases = [CASES[name](scale) for name in args.cases]
-            measure(recorder, service, cases, args.systems, args.repetitions)
+            cases = [CASES[name](scale) for name in args.cases if name in CASES]
+            if cases:
+                measure(recorder, service, cases, args.systems, args.repetitions)
+            if WRAPPED_CASE in args.cases:
+                measure_wrapped(recorder, service, scale, args.repetitions)
     ray.shutdown()
     print(recorder.write(smoke=args.smoke, directory=args.out))
     return 0
