@@ -13,7 +13,7 @@ from benchmarks.routing_sim.workload import Session, Turn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["TRACES", "agents", "grpo", "hot_group", "make_trace", "shared_prompt"]
+__all__ = ["TRACES", "agents", "grpo", "hot_group", "make_trace", "open_agents", "shared_prompt"]
 
 TraceFactory: TypeAlias = "Callable[[int, bool], Scenario]"
 
@@ -114,6 +114,24 @@ def agents(
     )
 
 
+def open_agents(
+    seed: int,
+    *,
+    rate: float = 1.6,
+    name: str = "agents-open",
+    **settings: Any,  # noqa: ANN401
+) -> Scenario:
+    """The sessions of :func:`agents` by the clock: ``rate`` of them start a second (Poisson)."""
+    scenario = agents(seed, name=name, **settings)
+    generator = np.random.default_rng([seed, 14])
+    arrivals = np.cumsum(generator.exponential(1 / rate, len(scenario.sessions))).tolist()
+    sessions = tuple(
+        replace(session, arrival_s=arrival_s)
+        for session, arrival_s in zip(scenario.sessions, arrivals, strict=True)
+    )
+    return replace(scenario, sessions=sessions, concurrency=None)
+
+
 def shared_prompt(
     seed: int,
     *,
@@ -150,12 +168,12 @@ def shared_prompt(
 def hot_group(
     seed: int,
     *,
-    num_sessions: int = 256,
+    num_sessions: int = 600,
     share: float = 0.5,
-    concurrency: int = 128,
+    concurrency: int = 240,
     num_replicas: int = 8,
     prompt_len: int = 4000,
-    max_turns: int = 60,
+    max_turns: int = 40,
     max_context: int = 30_000,
     name: str = "hot-group",
 ) -> Scenario:
@@ -332,6 +350,7 @@ TRACES: dict[str, TraceFactory] = {
     "agents": _AGENTS,
     "agents-unkeyed": _AGENTS_UNKEYED,
     "agents-updates": _with_updates(_AGENTS, 30.0, 3.0),
+    "agents-open": _sized(open_agents, _SMALL_AGENTS | {"rate": 4.0}),
     "agents-churn": _with_churn(_AGENTS),
     "shared-prompt": _sized(shared_prompt, _SMALL_SHARED),
     "hot-group": _sized(hot_group, _SMALL_HOT),
