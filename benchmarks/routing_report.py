@@ -195,7 +195,7 @@ def draw_ratios(samples: Samples, path: Path) -> None:
     ratios = [[means[case, system] / least[case] for case in cases] for system in systems]
     size = (2.6 + 0.62 * len(cases), 1.6 + 0.3 * len(systems))
     figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-    axes.imshow(ratios, cmap="RdYlGn_r", vmin=1.0, vmax=1.3, aspect="auto")
+    axes.imshow(ratios, cmap="YlOrRd", vmin=1.0, vmax=1.3, aspect="auto")
     axes.set_xticks(range(len(cases)), cases, rotation=40, ha="right", fontsize=8)
     axes.set_yticks(range(len(systems)), systems, fontsize=8)
     for row, values in enumerate(ratios):
@@ -225,7 +225,7 @@ def draw_balance(samples: Samples, path: Path) -> None:
                 statistics.fmean(samples[case, system, "imbalance"]),
                 statistics.fmean(samples[case, system, "hit_rate"]),
                 color=colours[number % len(colours)],
-                marker="*" if system.startswith(OURS) else "o",
+                marker="*" if system.startswith(OURS) else "osD^v<>P"[number % 8],
                 s=90 if system.startswith(OURS) else 25,
                 label=system,
             )

@@ -22,10 +22,10 @@ def lower_bound(scenario: Scenario, costs: EngineCosts, keys: Sequence[Sequence[
     contexts, ``F`` for the prompt tokens that must be computed, ``N`` for the sessions at a time.
 
     *Critical path.* A session's turns and its tools follow one another. A turn of ``n`` output
-    tokens takes at least ``n`` steps, of which ``n - 1`` decode alone, and one prefills what no
-    other request could have computed: the tokens in blocks that occur in no other session and in
-    none of its own earlier turns, at least one. With arrivals by the clock a session starts at its
-    arrival. The longest session is a bound.
+    tokens takes at least ``n`` steps, of which ``n - 1`` decode, and one prefills what no other
+    request could have computed: the tokens in blocks that occur in no other session and in none of
+    its own earlier turns, and the rest of the prompt that fills no block; at least one token. With
+    arrivals by the clock a session starts at its arrival. The longest session is a bound.
 
     *Work.* Every distinct block must be computed once, so ``F`` counts what follows the last answer
     in distinct blocks, and the rest of each prompt that fills none. A step has at most
@@ -61,7 +61,8 @@ def lower_bound(scenario: Scenario, costs: EngineCosts, keys: Sequence[Sequence[
         for number, turn in enumerate(session.turns):
             start, count = turn.prompt_len, turn.output_len - 1
             first, last = seen // size, start // size
-            prompt += start - max(last * size, seen)
+            rest = start - max(last * size, seen)
+            prompt += rest
             new = [key for key in own[first:last] if key not in counted]
             prompt += len(new) * size
             if new and new[0] == own[first]:
@@ -75,7 +76,7 @@ def lower_bound(scenario: Scenario, costs: EngineCosts, keys: Sequence[Sequence[
                 turn.output_len * costs.base_step_s
                 + count * costs.per_sequence_s
                 + total * costs.per_context_token_s
-                + max(alone * size, 1) / costs.prefill_tokens_per_s
+                + max(alone * size + rest, 1) / costs.prefill_tokens_per_s
             )
             if number + 1 < len(session.turns):
                 path += turn.tool_s

@@ -78,6 +78,17 @@ PRESETS: dict[str, EngineCosts] = {
         block_size=64,
         origin="round figures for an 8B model on one H100-class GPU; not fitted to a run",
     ),
+    "roofline-8b-h200": EngineCosts(
+        base_step_s=0.0065,
+        per_context_token_s=36 * 8 * 128 * 2 * 2 / 4.8e12,
+        prefill_tokens_per_s=28_000.0,
+        per_prefill_context_s2=4 * 36 * 32 * 128 / (0.5 * 989e12),
+        num_kv_blocks=350_000 // 16,
+        block_size=16,
+        origin="facts-8b-h200, and attention as arithmetic has it: Qwen3-8B's keys and values (36 "
+        "layers, 8 heads of 128, 2 bytes) read at 4.8 TB/s, 32 query heads at half of 989 Tflop/s; "
+        "not fitted to a run",
+    ),
 }
 """Engines by name. Fitted ones say in ``origin`` which run they were fitted to."""
 

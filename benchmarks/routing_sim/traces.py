@@ -119,7 +119,7 @@ def open_agents(
     *,
     rate: float = 1.6,
     name: str = "agents-open",
-    **settings: Any,  # noqa: ANN401
+    **settings: Any,
 ) -> Scenario:
     """The sessions of :func:`agents` by the clock: ``rate`` of them start a second (Poisson)."""
     scenario = agents(seed, name=name, **settings)
