@@ -33,8 +33,8 @@ class RequestPlacer:
 
     A session stays with the replica that served it last, whose cache has it, while that one is a
     candidate and has the weights that it had then. It moves from a replica whose KV cache is about
-    to overflow if that costs less than to wait there: when another has room for it and holds less
-    by more tokens than the session has to be computed anew.
+    to overflow if that costs less than to wait there: when others have room for it and hold less by
+    more tokens than the session has to be computed anew. The strategies choose among these.
 
     What begins, a session's first request or one without a session, goes where its group is while
     that replica is not overloaded. Everything else is for the strategies: also a session whose
@@ -89,9 +89,9 @@ class RequestPlacer:
         if request.session_id is not None:
             home = self.sessions.session(request.session_id)
             if home is not None:
-                position = candidates.positions.get(home.replica_id)
-                if position is not None and self._stays(home, request, candidates, position):
-                    return position
+                position = _where(candidates, home)
+                if position is not None:
+                    return self._with_session(home, request, candidates, position)
         if request.group_id is not None and home is None:
             position = self._with_group(request, candidates)
             if position is not None:
@@ -119,7 +119,7 @@ class RequestPlacer:
         if request.group_id is not None:
             home = self.sessions.group(request.group_id)
             # Not if it went past its group, which is overloaded, or stayed with its session.
-            if home is None or not _has(candidates, home):
+            if home is None or _where(candidates, home) is None:
                 home = Home(snapshot.replica_id, snapshot.weight_version)
             self.sessions.put_group(request.group_id, home)
         chain = request.known_chain
@@ -154,7 +154,7 @@ class RequestPlacer:
             else:
                 self.mean_output += (length - self.mean_output) * _LATEST
         chain = request.known_chain
-        if chain is not None and chain.block_tokens == self._index.block_tokens:
+        if chain is not None and self._remembers(replica_id, chain.block_tokens):
             for answer in answers:
                 self._index.insert(chain.followed_by(answer), replica_id, version)
         if request.session_id is not None and len(answers) == 1:
@@ -162,38 +162,47 @@ class RequestPlacer:
             if home is not None and home.replica_id == replica_id:
                 home.num_tokens = max(home.num_tokens, request.num_tokens + len(answers[0]))
 
-    def _stays(
+    def _remembers(self, replica_id: str, block_tokens: int) -> bool:
+        """Whether the index follows this replica, in blocks of this size, as when it was asked."""
+        there = self._replicas is not None and replica_id in self._replicas.positions
+        return there and block_tokens == self._index.block_tokens
+
+    def _with_session(
         self, home: Home, request: RoutingRequest, candidates: Candidates, position: int
-    ) -> bool:
-        """Whether a session's next request goes where the last one was served."""
-        here = candidates.snapshots[position]
-        if here.weight_version != home.version:
-            return False
+    ) -> int:
+        """Position of the replica that has the request's session, or of one that costs less."""
+        snapshots = candidates.snapshots
+        here = snapshots[position]
         now, max_age_s = self._settings.clock(), self._settings.max_report_age_s
         if here.has_room(0, now, max_age_s):
-            return True
+            return position
         tokens = request.num_tokens
         excess = here.held_tokens - min(home.num_tokens, tokens)
-        return not any(
-            there.held_tokens < excess and there.has_room(tokens, now, max_age_s)
-            for there in candidates.snapshots
-            if there is not here
-        )
+        better = [
+            at
+            for at, there in enumerate(snapshots)
+            if there.held_tokens < excess and there.has_room(tokens, now, max_age_s)
+        ]
+        if not better:
+            return position
+        return better[self.chain.choose(request, [snapshots[at] for at in better])]
 
     def _with_group(self, request: RoutingRequest, candidates: Candidates) -> int | None:
         """Position of the replica that has the request's group; None if there is none."""
         assert request.group_id is not None, "the caller has looked"
         home = self.sessions.group(request.group_id)
-        if home is None or not _has(candidates, home):
+        position = None if home is None else _where(candidates, home)
+        if position is None:
             return None
-        position = candidates.positions[home.replica_id]
         loads = loads_of(candidates.snapshots, self._settings)
         if loads[position] + request.num_samples <= _GROUP_SAMPLES:
             return position
         return position if position in not_overloaded(loads, request, self._settings) else None
 
 
-def _has(candidates: Candidates, home: Home) -> bool:
-    """Whether a candidate has what ``home`` says, in its cache, with the weights of then."""
+def _where(candidates: Candidates, home: Home) -> int | None:
+    """Position of the candidate that has what ``home`` says in its cache; None if there is none."""
     position = candidates.positions.get(home.replica_id)
-    return position is not None and candidates.snapshots[position].weight_version == home.version
+    if position is None or candidates.snapshots[position].weight_version != home.version:
+        return None  # it is no candidate, or has other weights than then
+    return position

@@ -1,52 +1,18 @@
-"""Keys of requests: how they are checked, and where the ledger sends requests that have them."""
+"""Keys of requests: how they are checked, remembered, and what a balancer does with them."""
 
 import pickle
-import random  # noqa: TID251 - seeded
-import subprocess
-import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchrl_vllm_sync.balancer import LoadBalancer
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.load import LoadSnapshot, LoadTracker
+from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.routing import StrategySettings
-from torchrl_vllm_sync.sessions import SessionLedger, as_keys, key_per_prompt
-
-SETTINGS = StrategySettings(overload_threshold=1.5)
-
-
-def replicas(*loads, without=()):
-    """Serving replicas ``"0"``, ``"1"``, ..., that hold so many requests."""
-    return [
-        LoadSnapshot(replica_id=str(at), state=ReplicaState.SERVING, in_flight=load)
-        for at, load in enumerate(loads)
-        if str(at) not in without
-    ]
-
-
-class Router:
-    """A ledger and the requests in flight, as a balancer would put them together."""
-
-    def __init__(self, num_replicas, capacity=1000):
-        self.ledger = SessionLedger(capacity)
-        self.loads = [0] * num_replicas
-
-    def send(self, session=None, group=None, without=()):
-        snapshots = replicas(*self.loads, without=without)
-        at = self.ledger.choose(session, group, snapshots, SETTINGS)
-        replica_id = snapshots[at].replica_id
-        candidates = [one.replica_id for one in snapshots]
-        self.ledger.record(session, group, replica_id, candidates=candidates)
-        self.loads[int(replica_id)] += 1
-        return replica_id
-
-    def finish(self, replica_id):
-        self.loads[int(replica_id)] -= 1
+from torchrl_vllm_sync.sessions import Home, SessionLedger, as_keys, key_per_prompt
 
 
 @pytest.mark.parametrize(
@@ -94,132 +60,46 @@ def test_keys_to_release_are_one_or_several():
         as_keys("ids", [1.0])
 
 
-def test_a_session_stays_however_loaded_its_replica_is():
-    router = Router(3)
-    first = router.send("chat")
-    router.loads[int(first)] = 100
-    assert [router.send("chat") for _ in range(5)] == [first] * 5
+# The ledger
 
 
-def test_a_session_moves_when_its_replica_is_no_candidate_and_stays_where_it_moved():
-    router = Router(3)
-    first = router.send("chat")
-    second = router.send("chat", without={first})
-    assert second != first
-    assert [router.send("chat") for _ in range(3)] == [second] * 3  # the first is back
+def test_homes_are_found_by_their_keys_and_sessions_are_no_groups():
+    ledger = SessionLedger()
+    numbered, named, group = Home("0"), Home("1"), Home("2")
+    ledger.put_session(1, numbered)
+    ledger.put_session("1", named)
+    ledger.put_group(1, group)
+    assert ledger.session(1) is numbered
+    assert ledger.session("1") is named
+    assert ledger.group(1) is group
+    assert ledger.group("1") is ledger.session(2) is None
+    assert len(ledger) == 2
 
 
-def test_new_sessions_go_to_the_least_loaded_replica():
-    router = Router(4)
-    assert Counter(router.send(at) for at in range(40)) == {str(at): 10 for at in range(4)}
-
-
-def test_a_released_session_is_placed_anew():
-    router = Router(2)
-    first = router.send("chat")
-    router.loads[int(first)] = 5
-    assert router.send("chat") == first
-    assert router.ledger.release(["chat", "never seen"]) == 1
-    assert len(router.ledger) == 0
-    assert router.send("chat") != first
-
-
-def test_numbers_and_text_are_different_keys():
-    router = Router(2)
-    first = router.send(1)
-    router.loads[int(first)] = 3
-    assert router.send("1") != first
-    assert router.send(1) == first
-
-
-def test_siblings_go_together_until_their_replica_is_overloaded():
-    router = Router(2)
-    homes = [router.send(session=at, group="prompt") for at in range(8)]
-    assert set(homes) == {homes[0]}
-    ninth = router.send(session=8, group="prompt")
-    assert ninth != homes[0]
-    router.finish(homes[0])
-    assert router.send(session=9, group="prompt") == homes[0]  # the group has not moved
-    assert router.send(session=8, group="prompt") == ninth  # but its ninth session stays
-
-
-def test_a_group_moves_when_its_replica_is_no_candidate():
-    router = Router(3)
-    first = router.send(group="prompt")
-    second = router.send(group="prompt", without={first})
-    assert second != first
-    assert router.send(group="prompt") == second
-
-
-def test_groups_spread_evenly():
-    router = Router(2)
-    homes = [router.send(group=f"prompt {at // 8}") for at in range(64)]
-    assert Counter(homes) == {"0": 32, "1": 32}
-    assert all(len(set(homes[at : at + 8])) == 1 for at in range(0, 64, 8))
-
-
-def test_no_replica_holds_more_than_its_share_of_new_sessions():
-    chance = random.Random(0)
-    router = Router(5)
-    running = []
-    for step in range(3000):
-        if running and chance.random() < 0.4:
-            router.finish(running.pop(chance.randrange(len(running))))
-        group = chance.choice(["hot", "hot", "hot", f"cold {step % 50}"])
-        running.append(router.send(session=step, group=group))
-        mean = sum(router.loads) / 5
-        assert max(router.loads) <= max(8, 1.5 * mean + 2)
-
-
-def test_memory_is_bounded_and_the_least_recently_used_are_forgotten():
-    router = Router(2, capacity=100)
-    old = router.send("old", group="old group")
-    for at in range(99):
-        router.send(at, group=f"group {at}")
-    assert router.send("old", group="old group") == old  # used: now the youngest
-    for at in range(100, 199):
-        router.send(at, group=f"group {at}")
-    assert len(router.ledger) == 100
-    router.loads[int(old)] += 1000
-    assert router.send("old") == old
-    assert router.send(0) != old  # forgotten: placed by load
-    assert len(router.ledger._groups) == 100
+@given(
+    st.lists(st.tuples(st.sampled_from(["put", "look", "release"]), st.integers(0, 6))),
+    st.integers(1, 4),
+)
+def test_the_least_recently_used_are_forgotten(steps, capacity):
+    ledger, model = SessionLedger(capacity), {}
+    for what, key in steps:
+        if what == "put":
+            home = Home(str(key))
+            ledger.put_session(key, home)
+            model.pop(key, None)
+            model[key] = home  # the youngest now
+            if len(model) > capacity:
+                del model[next(iter(model))]
+        elif what == "look":
+            assert ledger.session(key) is model.get(key)
+        else:
+            assert ledger.release([key, "unknown"]) == (model.pop(key, None) is not None)
+        assert len(ledger) == len(model)
 
 
 def test_a_ledger_remembers_at_least_one_session():
     with pytest.raises(UnsupportedArgumentError, match="max_sessions must be at least 1, got 0"):
         SessionLedger(0)
-
-
-PLACES = """
-from torchrl_vllm_sync.load import LoadSnapshot
-from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.routing import StrategySettings
-from torchrl_vllm_sync.sessions import SessionLedger
-snapshots = [
-    LoadSnapshot(replica_id=str(at), state=ReplicaState.SERVING) for at in range(4)
-]
-ledger = SessionLedger()
-for at in range(64):
-    print(ledger.choose(f"chat {at}", None, snapshots, StrategySettings()), end=" ")
-    print(ledger.choose(at, f"prompt {at % 9}", snapshots, StrategySettings()), end=" ")
-"""
-
-
-def test_processes_with_other_hash_seeds_agree_on_where_new_sessions_go():
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", PLACES],
-            env={"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=50,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert told[0] == told[1]
-    assert set(told[0].split()) == {"0", "1", "2", "3"}  # and do not all go to one replica
 
 
 # Through a balancer
@@ -249,14 +129,17 @@ def test_sessions_stay_under_every_strategy(strategy):
     assert all(homes[at] == homes[at % 10] for at in range(30))
 
 
-def test_requests_without_keys_are_the_strategys_as_before():
+def test_keyed_requests_that_stay_cost_others_no_turn():
     plain, mixed = LoadBalancer(Service(), "round-robin"), LoadBalancer(Service(), "round-robin")
     alone = [send(plain) for _ in range(9)]
+    begins = send(mixed, session_id="chat", group_id="prompt")  # by the strategy, so a turn
     between = []
     for _ in range(9):
         between.append(send(mixed))
-        send(mixed, session_id="chat", group_id="prompt")
-    assert between == alone == ["r0", "r1", "r2"] * 3
+        assert send(mixed, session_id="chat", group_id="prompt") == begins
+        assert send(mixed, group_id="prompt") == begins
+    assert alone == ["r0", "r1", "r2"] * 3
+    assert between == ["r1", "r2", "r0"] * 3
 
 
 @pytest.mark.parametrize("state", [one for one in ReplicaState if not one.admits_requests], ids=str)
