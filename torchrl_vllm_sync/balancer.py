@@ -64,9 +64,9 @@ class SampledAs(Protocol):
 class LoadBalancer:
     """Distributes requests over replicas; no decision costs an actor call.
 
-    A request with a session or a group goes where that is (``SessionLedger``). For all others
-    strategies are asked in order, the first that can tell decides, and where none can the replica
-    that holds the fewest requests is taken. Only replicas whose state admits requests are
+    A request with a session or a group goes where that is (``RequestPlacer`` says when not). For all
+    others strategies are asked in order, the first that can tell decides, and where none can the
+    replica that holds the fewest requests is taken. Only replicas whose state admits requests are
     candidates. Names, arguments and results of TorchRL's ``LoadBalancer`` are kept.
 
     A service feeds its own ledger. For a list of actors with TorchRL's
@@ -88,9 +88,11 @@ class LoadBalancer:
         strategy: One name or several in fallback order: ``"prefix-aware"``, ``"requests"``,
             ``"kv-cache"``, ``"round-robin"``, or what ``register_strategy`` added. None means
             ``["prefix-aware", "requests"]``.
-        prefix_length: Tokens in a block of a prompt, for ``"prefix-aware"``; at least 1.
-        overload_threshold: Multiple of the mean load above which a replica counts as overloaded;
-            at least 1.
+        prefix_length: Tokens in a KV-cache block of engines that do not tell; at least 1. Prompts
+            are compared in the smallest multiple of it that is at least 128.
+        overload_threshold: Multiple of the mean load, at least 1. A replica that would come to hold
+            more than that and one request gets none while others can take it; see
+            ``routing.strategies.not_overloaded``.
         seed: Seeds ties.
         tracker: A ledger that somebody else feeds, with one replica for each actor; None takes the
             service's, or makes one.

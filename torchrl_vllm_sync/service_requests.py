@@ -94,12 +94,12 @@ class ServiceRequests(ServiceReplicas):
                 pushed yet is waited for too.
             session_id: Names the conversation of a prompt: an integer or text, one for all prompts
                 or a list with one, or ``None``, for each. A session stays with the replica that
-                served it last, whose prefix cache holds it, whatever the strategy; when that
-                replica dies, drains or goes stale it moves to another. Each process remembers its
-                own; see :meth:`release_sessions`.
+                served it last, whose prefix cache holds it, whatever the strategy. It moves when
+                that replica dies, drains, goes stale or gets new weights, and when its KV cache is
+                about to overflow and computing the session elsewhere costs less. Each process
+                remembers its own; see :meth:`release_sessions`.
             group_id: Names prompts that are alike, such as the samples of one GRPO group, in the
-                same forms. What has no session yet goes where its group is, unless that replica is
-                overloaded.
+                same forms. What begins goes where its group is, unless that replica is overloaded.
 
         Returns:
             A ``RequestOutput`` for one prompt, a list of them for a batch, or with ``stream`` an
