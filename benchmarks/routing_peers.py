@@ -74,6 +74,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.golden is not None:
             golden = [record(check, python) for check in checks(120) if check.peer == peer]
             write_golden(args.golden / f"{peer}.json", peer, version, [g for g in golden if g])
+    if not recorder.records:
+        print("no real router to compare with")
+        return 1
     print(recorder.write(smoke=args.smoke, directory=args.out))
     return 1 if disagreeing else 0
 

@@ -76,7 +76,7 @@ def checks(num_sends: int, *, seed: int = 0) -> list[Check]:
 
     branching = regimes.mixed(seed, num_sends=num_sends, in_flight=40)
     talking = regimes.conversations(seed, num_sends=num_sends, concurrent=30)
-    crowding = regimes.strangers(seed, num_sends=num_sends, in_flight=160)
+    crowding = regimes.strangers(seed, num_sends=max(200, num_sends), in_flight=120)
     bursts = regimes.phases(seed, num_phases=max(4, num_sends // 100), sends=40, wait_s=1.6)
     leaving = regimes.leaving(seed, sends=num_sends // 3, replicas=NUM_REPLICAS)
     found = []

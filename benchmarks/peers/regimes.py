@@ -73,6 +73,8 @@ def groups(seed: int, *, num_sends: int, size: int = 8, in_flight: int = 64) -> 
 def strangers(seed: int, *, num_sends: int, in_flight: int) -> Script:
     """A shared beginning of random length and an end of one's own; requests pile up on its owner.
 
+    None ends before ``in_flight`` have been sent.
+
     Args:
         seed: Of the order.
         num_sends: Requests in all.
@@ -83,7 +85,7 @@ def strangers(seed: int, *, num_sends: int, in_flight: int) -> Script:
     script.add(Send(-1, 0, 16))
     busy.append(0)
     for request in range(1, num_sends):
-        while len(busy) >= in_flight or (busy and generator.random() < 0.35):
+        while len(busy) >= in_flight or (request > in_flight and generator.random() < 0.35):
             script.add(End(busy.pop(int(generator.integers(len(busy))))))
         shared = int(generator.integers(0, 17))
         fresh = int(generator.integers(1, 12))
