@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torchrl_vllm_sync.bare_actors import BareActors
 from torchrl_vllm_sync.errors import (
     InvalidPromptError,
-    NoReplicaAvailableError,
     UnsupportedArgumentError,
-    VersionNotReachedError,
 )
-from torchrl_vllm_sync.load_snapshot import describe_replicas
 from torchrl_vllm_sync.placer import RequestPlacer
 from torchrl_vllm_sync.reservation import Reservation
 from torchrl_vllm_sync.routing import (
@@ -64,7 +61,7 @@ class SampledAs(Protocol):
 class LoadBalancer:
     """Distributes requests over replicas; no decision costs an actor call.
 
-    A request with a session or a group goes where that is (``RequestPlacer`` says when not). For all
+    A request with a session or a group goes where that is; ``RequestPlacer`` says when not. For all
     others strategies are asked in order, the first that can tell decides, and where none can the
     replica that holds the fewest requests is taken. Only replicas whose state admits requests are
     candidates. Names, arguments and results of TorchRL's ``LoadBalancer`` are kept.
@@ -382,17 +379,8 @@ class LoadBalancer:
         """Candidates for a request, and which of them to use. The ledger must be locked."""
         candidates = tracker.candidates()
         self._placer.sync(candidates)
-        if exclude:
-            candidates = candidates.only(lambda one: one.replica_id not in exclude)
-        if not candidates.snapshots:
-            raise NoReplicaAvailableError(
-                "no replica can take a request: " + describe_replicas(tracker.snapshots(), exclude)
-            )
-        if min_version:
-            candidates = candidates.only(lambda one: one.reaches(min_version))
-            if not candidates.snapshots:
-                held = {one.replica_id: one.describe() for one in tracker.snapshots()}
-                raise VersionNotReachedError(min_version, held, 0.0)
+        if exclude or min_version or not candidates.snapshots:
+            candidates = tracker.candidates_for(exclude, min_version)
         return candidates, self._placer.choose(request, candidates)
 
     def _reserve(

@@ -9,12 +9,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.load_snapshot import LoadSnapshot
+from torchrl_vllm_sync.errors import (
+    NoReplicaAvailableError,
+    UnsupportedArgumentError,
+    VersionNotReachedError,
+)
+from torchrl_vllm_sync.load_snapshot import LoadSnapshot, describe_replicas
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from torchrl_vllm_sync.replica import EngineReport
 
@@ -123,7 +127,10 @@ class LoadTracker:
             return [copy.copy(snapshot) for snapshot in self._snapshots.values()]
 
     def candidates(self) -> Candidates:
-        """The replicas that admit requests. ``lock`` must be held, also while they are used."""
+        """The replicas that admit requests, maybe none.
+
+        ``lock`` must be held, also while they are used. The same object until one of them changes.
+        """
         if self._candidates is None:
             self._candidates = candidates_of(
                 (index, one)
@@ -131,6 +138,28 @@ class LoadTracker:
                 if one.state.admits_requests
             )
         return self._candidates
+
+    def candidates_for(self, exclude: Collection[str], min_version: int) -> Candidates:
+        """The replicas that admit a request, at least one. ``lock`` must be held, as above.
+
+        Args:
+            exclude: Ids of replicas not to use.
+            min_version: Only replicas known to hold this version or a later one.
+
+        Raises:
+            NoReplicaAvailableError: No replica can take a request.
+            VersionNotReachedError: Some can, but none is known to hold ``min_version``.
+        """
+        found = self.candidates().only(lambda one: one.replica_id not in exclude)
+        if not found.snapshots:
+            told = describe_replicas(self.snapshots(), exclude)
+            raise NoReplicaAvailableError(f"no replica can take a request: {told}")
+        if min_version:
+            found = found.only(lambda one: one.reaches(min_version))
+        if not found.snapshots:
+            held = {one.replica_id: one.describe() for one in self._snapshots.values()}
+            raise VersionNotReachedError(min_version, held, 0.0)
+        return found
 
     @property
     def is_watched(self) -> bool:
