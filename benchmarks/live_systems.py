@@ -41,6 +41,9 @@ class System:
         """VLLM's output for one turn of a conversation."""
         raise NotImplementedError
 
+    def end(self, conversation: Conversation) -> None:
+        """A conversation has had its last turn."""
+
     def time_decisions(self, prompts: list[tuple[Conversation, list[int]]]) -> list[float]:
         """Seconds of each decision; those of the run, or of another pass over idle replicas."""
         del prompts
@@ -71,6 +74,11 @@ class Balanced(System):
     async def answer(self, conversation: Conversation, prompt: list[int], params: Any) -> Any:  # noqa: ANN401
         """Lets the service decide."""
         return await self.service.agenerate(prompt, params, **self._keys(conversation))
+
+    def end(self, conversation: Conversation) -> None:
+        """Releases the session, as ``vLLMWrapper`` does."""
+        if self._keyed:
+            self.service.release_sessions(conversation.session)
 
     def time_decisions(self, prompts: list[tuple[Conversation, list[int]]]) -> list[float]:
         """Decides and gives back once more for each prompt, with a balancer of its own."""

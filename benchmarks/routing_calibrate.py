@@ -38,11 +38,12 @@ from benchmarks.routing_sim.workload import Session
 from benchmarks.shapes import SHAPES
 
 if TYPE_CHECKING:
-    from benchmarks.routing_sim.calibration import Fit, Measurement
+    from benchmarks.routing_sim.calibration import Fit, Limits, Measurement
     from benchmarks.routing_sim.costs import EngineCosts
     from benchmarks.routing_sim.scenario import Scenario
 
 MEASURE_TIMEOUT_S = 600.0
+FREE_TOKENS = (0, 32, 64, 128, 256, 512)
 UNITS = {"makespan": "s", "hit_rate": "fraction", "latency_p50": "s", "latency_p99": "s"}
 """What is compared between engine and simulation."""
 
@@ -197,7 +198,7 @@ def in_words(scenario: Scenario, vocab_size: int, max_model_len: int) -> Scenari
     return dataclasses.replace(scenario, sessions=tuple(sessions))
 
 
-def record_fit(recorder: Recorder, found: list[Measurement], fitted: Fit) -> None:
+def record_fit(recorder: Recorder, found: list[Measurement], fitted: Fit, limits: Limits) -> None:
     """Adds the measurements and what the model says of them, and prints how well they agree."""
     order = {kind: iter(errors) for kind, errors in fitted.residuals.items()}
     for one in found:
@@ -227,6 +228,10 @@ def record_fit(recorder: Recorder, found: list[Measurement], fitted: Fit) -> Non
             f"{kind:8} mean error {statistics.mean(map(abs, errors)):.1%}, worst {worst:+.1%}",
             flush=True,
         )
+    for free_tokens in FREE_TOKENS:
+        fewer = calibration.without_free(found, free_tokens)
+        other = calibration.fit(fewer, limits)
+        print(f"with {free_tokens} free prompt tokens a step: mean error {other.mean_error:.1%}")
     for name, value in dataclasses.asdict(fitted.costs).items():
         if name != "origin":
             recorder.add(case="costs", system="model", metric=name, unit="-", samples=[value])
@@ -269,7 +274,7 @@ async def calibrate(
             found = await measure(probe, plan)
             print(f"measured after {time.perf_counter() - begin:.1f} s", flush=True)
             fitted = calibration.fit(found, probe.limits, f"{recorder.benchmark}, {name}")
-            record_fit(recorder, found, fitted)
+            record_fit(recorder, found, fitted, probe.limits)
             await compare(recorder, probe, fitted.costs, checks(plan, probe.vocab_size))
     finally:
         probe.close()

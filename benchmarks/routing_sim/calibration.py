@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from benchmarks.routing_sim.costs import EngineCosts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["CalibrationError", "Fit", "Limits", "Measurement", "fit", "prefill"]
+__all__ = ["CalibrationError", "Fit", "Limits", "Measurement", "fit", "prefill", "without_free"]
 
 _TERMS = (
     "base_step_s",
@@ -107,6 +108,20 @@ def prefill(kind: str, seconds: float, num_tokens: int, token_budget: int) -> Me
         prefill_tokens=num_tokens,
         prefill_pairs=num_tokens * (num_tokens - 1) / 2,
     )
+
+
+def without_free(measurements: Sequence[Measurement], free_tokens: int) -> list[Measurement]:
+    """The same if the first ``free_tokens`` prompt tokens of each step cost nothing.
+
+    A GPU that reads all weights in every step has time for some tokens beside. The cost model does
+    not know that; fitted to these measurements it tells by its residuals how much it misses.
+    """
+    return [
+        dataclasses.replace(
+            one, prefill_tokens=max(one.prefill_tokens - free_tokens * one.steps, 0)
+        )
+        for one in measurements
+    ]
 
 
 def fit(measurements: Sequence[Measurement], limits: Limits, origin: str = "") -> Fit:

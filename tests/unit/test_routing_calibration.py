@@ -14,6 +14,7 @@ from benchmarks.routing_sim.calibration import (
     Measurement,
     fit,
     prefill,
+    without_free,
 )
 from benchmarks.routing_sim.costs import EngineCosts
 from benchmarks.routing_sim.model import Job, Replica
@@ -101,6 +102,18 @@ def test_noise_shows_in_the_residuals_and_no_term_is_negative():
     assert 0.01 < found.mean_error < 0.2
     assert all(getattr(found.costs, name) >= 0 for name in TERMS)
     assert found.costs.prefill_tokens_per_s == pytest.approx(2e4, rel=0.2)
+
+
+def test_tokens_that_cost_nothing_show():
+    """An engine whose first 64 prompt tokens of a step are free is described with that alone."""
+    wanted = costs(base_step_s=5e-3, prefill_tokens_per_s=2e4)
+    made = [
+        dataclasses.replace(one, seconds=seconds_of(wanted, fewer))
+        for one in made_by(wanted)
+        for fewer in without_free([one], 64)
+    ]
+    assert fit(made, LIMITS).mean_error > 0.01
+    assert fit(without_free(made, 64), LIMITS).mean_error < 1e-9
 
 
 def test_a_simulated_engine_takes_what_was_measured():
