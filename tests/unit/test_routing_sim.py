@@ -420,6 +420,18 @@ def test_one_request_takes_what_its_steps_cost():
     assert outcome.steps == 102
 
 
+def test_a_request_that_arrives_between_two_steps_is_in_the_second():
+    plain = replace(EXACT, per_sequence_s=0.0, per_context_token_s=0.0, per_prefill_context_s2=0.0)
+    first = single(0, 0, range(16), 20)
+    prefill, step = 2**-7 + 16 / 2**14, 2**-7
+    boundary = prefill + 5 * step
+    for arrival_s, begins in [(boundary, boundary), (boundary + 2**-20, boundary + step)]:
+        sessions = [first, single(1, 1, range(100, 104), 1, arrival_s)]
+        outcome = run_jumping(plain, sessions)
+        assert outcome == run_naively(plain, sessions)
+        assert outcome.finished_s[1, 0] == begins + step + 4 / 2**14
+
+
 def test_siblings_find_what_the_first_one_computes_but_for_the_last_token():
     costs = replace(EXACT, num_kv_blocks=1000, token_budget=64)
     prompt = range(24)  # six blocks of four: the last one is computed again
