@@ -50,6 +50,7 @@ class Check:
         settings: Of the real router.
         words: Prompts are words for the real router (``Script.text``).
         exact: Every decision must agree.
+        golden: Every decision of a golden script must agree.
     """
 
     peer: str
@@ -58,6 +59,7 @@ class Check:
     settings: dict[str, Any] = field(default_factory=dict)
     words: bool = False
     exact: bool = True
+    golden: bool = True
 
 
 def checks(num_sends: int, *, seed: int = 0) -> list[Check]:
@@ -69,7 +71,7 @@ def checks(num_sends: int, *, seed: int = 0) -> list[Check]:
     """
     aware = {"policy": "cache_aware", "eviction_interval_secs": 3600}
     tuned = aware | {"balance_abs_threshold": 8, "balance_rel_threshold": 1.25}
-    evicting = {"policy": "cache_aware", "eviction_interval_secs": 1, "max_tree_size": 60}
+    evicting = {"policy": "cache_aware", "eviction_interval_secs": 3, "max_tree_size": 60}
     ray_default = {"imbalanced_threshold": None, "match_rate_threshold": 0.1}
     ray_tuned = {"imbalanced_threshold": 5, "match_rate_threshold": 0.15}
     ray_evicting = ray_default | {"eviction_threshold": 60, "eviction_target": 40}
@@ -77,7 +79,7 @@ def checks(num_sends: int, *, seed: int = 0) -> list[Check]:
     branching = regimes.mixed(seed, num_sends=num_sends, in_flight=40)
     talking = regimes.conversations(seed, num_sends=num_sends, concurrent=30)
     crowding = regimes.strangers(seed, num_sends=max(200, num_sends), in_flight=120)
-    bursts = regimes.phases(seed, num_phases=max(4, num_sends // 100), sends=40, wait_s=1.6)
+    bursts = regimes.phases(seed, num_phases=max(4, num_sends // 100), sends=40, wait_s=3.4)
     leaving = regimes.leaving(seed, sends=num_sends // 3, replicas=NUM_REPLICAS)
     found = []
 
@@ -88,10 +90,27 @@ def checks(num_sends: int, *, seed: int = 0) -> list[Check]:
     add("sglang-router", "crowding on one prefix", crowding, aware)
     add("sglang-router", "branching prompts, tuned", branching, tuned)
     add("sglang-router", "conversations, tuned", talking, tuned)
-    add("sglang-router", "evictions", bursts, evicting)
+    # Not exact: an eviction, which the router times, may fall into a burst instead of a rest.
+    add("sglang-router", "evictions", bursts, evicting, exact=False)
     add("sglang-router", "replicas leave", leaving, aware)
-    add("sglang-router", "branching prompts, words", branching, aware, words=True, exact=False)
-    add("sglang-router", "conversations, tuned, words", talking, tuned, words=True, exact=False)
+    add(
+        "sglang-router",
+        "branching prompts, words",
+        branching,
+        aware,
+        words=True,
+        exact=False,
+        golden=False,
+    )
+    add(
+        "sglang-router",
+        "conversations, tuned, words",
+        talking,
+        tuned,
+        words=True,
+        exact=False,
+        golden=False,
+    )
     hashing = {"policy": "consistent_hashing"}
     add("smg", "conversations", talking, hashing)
     add("smg", "replicas leave", leaving, hashing)

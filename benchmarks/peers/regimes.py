@@ -121,7 +121,7 @@ def mixed(seed: int, *, num_sends: int, in_flight: int) -> Script:
 
 
 def phases(seed: int, *, num_phases: int, sends: int, wait_s: float) -> Script:
-    """Bursts of requests that branch off recent ones, each answered at once, and rests between.
+    """Bursts of requests that branch off earlier ones, and rests between, in which all have ended.
 
     Args:
         seed: Of the prompts.
@@ -133,15 +133,16 @@ def phases(seed: int, *, num_phases: int, sends: int, wait_s: float) -> Script:
     script = Script()
     for request in range(num_phases * sends):
         if request and not request % sends:
+            for one in range(request - sends, request):
+                script.add(End(one))
             script.add(Wait(wait_s))
-        if request and generator.random() < 0.75:
-            base = int(generator.integers(max(0, request - 3 * sends), request))
+        if request and generator.random() < 0.6:
+            base = int(generator.integers(max(0, request - 4 * sends), request))
             length = len(script.prompts[base])
             shared = int(generator.integers(1, length + 1))
-            script.add(Send(base, shared, int(generator.integers(1, 5))))
+            script.add(Send(base, shared, int(generator.integers(1, 4))))
         else:
             script.add(Send(-1, 0, int(generator.integers(2, 12))))
-        script.add(End(request))
     return script
 
 

@@ -50,7 +50,9 @@ class CacheAware(CountingPolicy):
     ``balance_rel_threshold`` times as many. Then the prompt is followed down a tree of earlier
     prompts; if more than ``cache_threshold`` of it is found, the replica is chosen that made the
     last node reached, otherwise the one with the fewest requests, the first of equals. Either way
-    the prompt is inserted for whoever was chosen. Answers are not.
+    the prompt is inserted for whoever was chosen. Answers are not. An eviction takes the leaves of
+    a replica whose last insertion is longest ago; a lookup does not renew them in the wheel (one in
+    eight does in the source).
 
     Simplified: blocks of tokens instead of characters (``tenant_tree``); limits in characters are
     counted as 4 to a token.
@@ -74,7 +76,7 @@ class CacheAware(CountingPolicy):
         self._epoch = 0
         self._next_eviction = self.settings.eviction_interval_s
         for replica_id in cluster.replica_ids:
-            self._add(replica_id)
+            self.tree.add_tenant(replica_id)
 
     def pick(self, request: SimRequest, now: float) -> int:
         """By prefix or by load."""
@@ -87,9 +89,6 @@ class CacheAware(CountingPolicy):
             owner = node.maker
             if owner not in node.times:
                 owner = node.maker = next(iter(node.times), replica_id)
-            self._epoch += 1
-            if self._epoch % 8 == 1 and owner in node.times:
-                node.times[owner] = self._epoch
             if num_tokens and matched / num_tokens > self.settings.cache_threshold:
                 replica_id = owner
         path = self.tree.insert(names, num_tokens, replica_id)
@@ -115,16 +114,12 @@ class CacheAware(CountingPolicy):
             if size > self.settings.max_tree_tokens:
                 self.tree.shrink(replica_id, self.settings.max_tree_tokens)
 
-    def _add(self, replica_id: int) -> None:
-        self.tree.add_tenant(replica_id)
-        self._epoch += 1
-
     def replicas_changed(self, joined: list[int], left: list[int], now: float) -> None:
         """Forgets who left."""
         for replica_id in left:
             self.tree.remove_tenant(replica_id)
         for replica_id in joined:
-            self._add(replica_id)
+            self.tree.add_tenant(replica_id)
 
 
 def cache_aware_tuned(cluster: Cluster, seed: int) -> CacheAware:
