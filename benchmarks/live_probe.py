@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.routing_sim.calibration import Limits, Measurement, prefill
+from benchmarks.live_traffic import FIRST_ID, FORCING_BIAS
+from benchmarks.routing_sim.calibration import CalibrationError, Limits, Measurement, prefill
 from torchrl_vllm_sync.engine_args import (
     engine_environment,
     make_engine_args,
@@ -27,12 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Probe", "RealRun"]
 
-# Ids below are the tokenizer's own marks.
-FIRST_ID = 8
 # Steps of a full batch that a decoding measurement is the median of, at least.
 STEADY_STEPS = 24
-# Above any logit of random weights, and the most that vLLM takes.
-FORCING_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +178,7 @@ class Probe:
             generated += step.decoded + step.prompts
         return Measurement(
             kind="decode",
-            seconds=statistics.median(gaps[2:]),
+            seconds=_median(gaps[2:], f"{batch} requests never decoded together for long"),
             decoding=batch,
             context=statistics.median(contexts[2:]),
         )
@@ -216,7 +213,7 @@ class Probe:
             generated += step.decoded + step.prompts
         return Measurement(
             kind="mixed",
-            seconds=statistics.median(gaps),
+            seconds=_median(gaps, f"no prompt was computed beside {batch} requests alone"),
             decoding=batch,
             context=statistics.median(contexts),
             prefill_tokens=length,
@@ -252,3 +249,14 @@ class Probe:
         await asyncio.gather(*(converse(one) for one in scenario.sessions))
         run.makespan_s = time.perf_counter() - begin
         return run
+
+
+def _median(seconds: list[float], otherwise: str) -> float:
+    """The median.
+
+    Raises:
+        CalibrationError: There is nothing, and ``otherwise`` says why.
+    """
+    if not seconds:
+        raise CalibrationError(otherwise)
+    return statistics.median(seconds)

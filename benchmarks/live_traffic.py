@@ -26,6 +26,8 @@ __all__ = [
 
 # Ids below are the tokenizer's own marks.
 FIRST_ID = 8
+# Above any logit of random weights, and the most that vLLM takes.
+FORCING_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True)

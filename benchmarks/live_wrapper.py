@@ -11,7 +11,7 @@ from tensordict import set_list_to_stack
 from torchrl.envs.llm.chat import ChatEnv
 
 from benchmarks import live_engines
-from benchmarks.live_traffic import Conversation, least_tokens, once_tokens
+from benchmarks.live_traffic import FORCING_BIAS, Conversation, least_tokens, once_tokens
 from torchrl_vllm_sync import vLLMWrapper
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
@@ -79,7 +79,12 @@ def run_wrapped(
         tokenizer=tokenizer,
         input_mode="history",
         chat_template=tokenizer.chat_template,
-        generate_kwargs={"max_tokens": num_tokens, "ignore_eos": True, "temperature": 1.0},
+        generate_kwargs={
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "logit_bias": {tokenizer.encode("a")[0]: FORCING_BIAS},
+        },
         pad_output=False,
         find_sessions=find_sessions,
     )

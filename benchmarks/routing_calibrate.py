@@ -29,7 +29,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks import live_engines
-from benchmarks.live_probe import FIRST_ID, Probe
+from benchmarks.live_probe import Probe
+from benchmarks.live_traffic import FIRST_ID
 from benchmarks.record import Recorder
 from benchmarks.routing_sim import calibration, traces
 from benchmarks.routing_sim.policies import POLICIES
@@ -145,10 +146,10 @@ GPU = Plan(
     ),
     prefill=(32, 128, 256, 512, 1024, 2048, 4096, 8192, 15_000),
     mixed=((32, 500, 128), (32, 500, 512), (32, 500, 1800), (128, 250, 512), (128, 250, 1800)),
-    grpo={"num_groups": 32, "concurrency": 192, "output_median": 300.0, "max_output": 1500},
+    grpo={"num_groups": 32, "concurrency": 192, "output_median": 250.0, "max_output": 1200},
     agents={
-        "num_groups": 6,
-        "concurrency": 32,
+        "num_groups": 4,
+        "concurrency": 24,
         "mean_turns": 6.0,
         "output_median": 150.0,
         "tool_s_median": 0.5,

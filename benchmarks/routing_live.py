@@ -37,7 +37,7 @@ import ray
 
 from benchmarks import live_engines
 from benchmarks.live_systems import SYSTEMS
-from benchmarks.live_traffic import CASES, Scale, least_tokens, once_tokens
+from benchmarks.live_traffic import CASES, FORCING_BIAS, Scale, least_tokens, once_tokens
 from benchmarks.live_wrapper import WRAPPED, group_rows, run_wrapped
 from benchmarks.record import Recorder
 from benchmarks.shapes import SHAPES
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync import AsyncVLLM
 
 PUSH_TIMEOUT_S = 120.0
-# Above any logit of random weights, and the most that vLLM takes.
-FORCING_BIAS = 100.0
 WRAPPED_CASE = "grpo-wrapper"
 UPDATE_CASE = "grpo-update"
 SMOKE = Scale(
@@ -73,7 +71,7 @@ CPU = Scale(
     turns=5,
     concurrent=8,
     strangers=96,
-    prompt=(1200, 1900),
+    prompt=(1400, 1950),
     opening=600,
     reply=120,
     answer=(12, 64),
@@ -253,7 +251,7 @@ def record(recorder: Recorder, figures: dict[tuple[str, str], list[dict[str, flo
 
 def measure_wrapped(recorder: Recorder, service: AsyncVLLM, scale: Scale, repetitions: int) -> None:
     """The same for groups that ``vLLMWrapper`` finds in TorchRL's data."""
-    rows = group_rows(scale.groups, scale.prompt[0])
+    rows = group_rows(scale.groups, scale.prompt[1])
     figures: dict[str, list[dict[str, float]]] = {}
     order = list(WRAPPED)
     run_wrapped(service, rows, 1, strategy=None, find_sessions=True)  # to warm TorchRL up
