@@ -259,14 +259,15 @@ class LoadTracker:
 
         Raises:
             KeyError: No such replica.
-            RuntimeError: Fewer were in flight there.
+            RuntimeError: Fewer were in flight there, or fewer tokens.
         """
         with self.lock:
             snapshot = self._known(replica_id)
-            if snapshot.in_flight < num_samples:
+            if snapshot.in_flight < num_samples or snapshot.held_tokens < tokens:
                 raise RuntimeError(
-                    f"release must follow a reserve, got one of {num_samples} for replica "
-                    f"{replica_id} with {snapshot.in_flight} in flight"
+                    f"release must follow a reserve, got one of {num_samples} with {tokens} tokens "
+                    f"for replica {replica_id} with {snapshot.in_flight} in flight and "
+                    f"{snapshot.held_tokens} tokens"
                 )
             snapshot.hold(-num_samples, -tokens)
             if not snapshot.in_flight and replica_id in self._removed:
