@@ -1,11 +1,10 @@
 """The simulation behind ``benchmarks.routing``: its engines against naive ones, and its sums."""
 
-import heapq
 import os
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,23 +13,18 @@ from hypothesis import strategies as st
 
 from benchmarks.record import ROOT
 from benchmarks.routing_sim.costs import EngineCosts
-from benchmarks.routing_sim.model import IDLE, Job, Replica
+from benchmarks.routing_sim.model import Job, Replica
 from benchmarks.routing_sim.scenario import Batches, Churn, Reports, Routers, Updates
 from benchmarks.routing_sim.simulate import Prepared, simulate
 from benchmarks.routing_sim.traces import TRACES, agents, grpo, make_trace
 from benchmarks.routing_sim.workload import BlockKeys, Session, Turn
-
-# Powers of two: sums of them are exact, so equal times are equal numbers.
-EXACT = EngineCosts(
-    base_step_s=2**-7,
-    per_sequence_s=2**-12,
-    per_context_token_s=2**-20,
-    prefill_tokens_per_s=2.0**14,
-    per_prefill_context_s2=2**-30,
-    token_budget=16,
-    max_num_seqs=4,
-    num_kv_blocks=48,
-    block_size=4,
+from tests.unit.routing_sim_engines import (
+    EXACT,
+    run_jumping,
+    run_naively,
+    single,
+    some_pauses,
+    some_sessions,
 )
 
 
@@ -87,288 +81,6 @@ class Observed:
         return self.made[-1]
 
 
-# An engine as vLLM has it, one block and one step at a time.
-
-
-class NaiveCache:
-    """Every block by itself: who holds it, and a list of free ones with a key."""
-
-    def __init__(self, num_blocks):
-        self.plain = num_blocks
-        self.refs = {}
-        self.queue = []
-
-    def free(self):
-        return self.plain + len(self.queue)
-
-    def match(self, keys, limit):
-        found = []
-        for key in keys[:limit]:
-            if key not in self.refs and key not in self.queue:
-                break
-            found.append(key)
-        return found
-
-    def hold(self, key):
-        if key in self.queue:
-            self.queue.remove(key)
-            self.refs[key] = 0
-        self.refs[key] += 1
-
-    def take(self):
-        if self.plain:
-            self.plain -= 1
-        else:
-            self.queue.pop(0)
-
-    def drop(self, key):
-        self.refs[key] -= 1
-        if not self.refs[key]:
-            del self.refs[key]
-            self.queue.append(key)
-
-
-class NaiveRequest:
-    def __init__(self, name, keys, prompt_len, output_len, salt=0):
-        self.name = name
-        self.keys = [(salt, key) for key in keys]
-        self.prompt_len, self.output_len = prompt_len, output_len
-        self.done = self.computed = self.blocks = self.preemptions = 0
-        self.held, self.private = [], 0
-        self.hits = None
-        self.decodes = False
-
-    def target(self):
-        return self.prompt_len + self.done
-
-
-class NaiveEngine:
-    def __init__(self, costs):
-        self.costs = costs
-        self.cache = NaiveCache(costs.num_kv_blocks)
-        self.running, self.waiting = [], []
-        self.steps = 0
-
-    def take(self, request, count):
-        """Blocks for ``count`` more tokens; False if there are not enough."""
-        size = self.costs.block_size
-        need = -(-(request.computed + count) // size) - request.blocks
-        if need > self.cache.free():
-            return False
-        for _ in range(need):
-            self.cache.take()
-        request.blocks += need
-        request.private += need
-        return True
-
-    def register(self, request, tokens):
-        for key in request.keys[len(request.held) : tokens // self.costs.block_size]:
-            if key in self.cache.refs or key in self.cache.queue:
-                self.cache.hold(key)  # the copy stays private
-            else:
-                self.cache.refs[key] = 1
-                request.private -= 1
-            request.held.append(key)
-
-    def release(self, request):
-        for key in reversed(request.held):
-            self.cache.drop(key)
-        self.cache.plain += request.private
-        request.held, request.private, request.blocks = [], 0, 0
-
-    def preempt(self):
-        victim = self.running.pop()
-        self.release(victim)
-        victim.computed = 0
-        victim.decodes = False
-        victim.preemptions += 1
-        self.waiting.insert(0, victim)
-        return victim
-
-    def step(self):
-        """Runs one step; returns its seconds and the requests that ended with it."""
-        costs = self.costs
-        budget = costs.token_budget
-        scheduled = []
-        preempted = False
-        index = 0
-        while index < len(self.running) and budget:
-            request = self.running[index]
-            count = min(request.target() - request.computed, budget)
-            while not self.take(request, count):
-                preempted = True
-                if self.preempt() is request:
-                    break
-            else:
-                scheduled.append((request, count))
-                self.register(request, request.computed + count)
-                budget -= count
-                index += 1
-                continue
-            break
-        while not preempted and self.waiting and budget:
-            if len(self.running) >= costs.max_num_seqs:
-                break
-            request = self.waiting[0]
-            size = costs.block_size
-            found = self.cache.match(request.keys, (request.target() - 1) // size)
-            idle = sum(key in self.cache.queue for key in found)
-            if -(-request.target() // size) - len(found) + idle > self.cache.free():
-                break
-            self.running.append(self.waiting.pop(0))
-            for key in found:
-                self.cache.hold(key)
-            request.held = list(found)
-            request.blocks = len(found)
-            request.computed = len(found) * size
-            if request.hits is None:
-                request.hits = request.computed
-            count = min(request.target() - request.computed, budget)
-            assert self.take(request, count)
-            self.register(request, request.computed + count)
-            scheduled.append((request, count))
-            budget -= count
-        seconds = costs.base_step_s
-        ended = []
-        assert scheduled
-        for request, count in scheduled:
-            if request.decodes:
-                seconds += costs.per_sequence_s + costs.per_context_token_s * request.computed
-            else:
-                seconds += count / costs.prefill_tokens_per_s
-                for position in range(request.computed, request.computed + count):
-                    seconds += costs.per_prefill_context_s2 * position
-            request.computed += count
-            if request.computed == request.target():
-                request.done += 1
-                request.decodes = True
-                if request.done == request.output_len:
-                    ended.append(request)
-        for request in ended:
-            self.running.remove(request)
-            self.release(request)
-        self.steps += 1
-        return seconds, ended
-
-
-@dataclass
-class Outcome:
-    """What one engine made of some sessions."""
-
-    finished_s: dict
-    hits: dict
-    preemptions: int
-    steps: int
-
-
-def run_naively(costs, sessions, pauses=()):
-    """Sessions on one naive engine; ``pauses`` are (at, until), after which salts change."""
-    keys = BlockKeys(costs.block_size)
-    chains = [keys.of(session.tokens) for session in sessions]
-    engine = NaiveEngine(costs)
-    arrivals = [(session.arrival_s, index, 0) for index, session in enumerate(sessions)]
-    heapq.heapify(arrivals)
-    outcome = Outcome({}, {}, 0, 0)
-    now = 0.0
-    while arrivals or engine.running or engine.waiting:
-        if not engine.running and not engine.waiting:
-            now = max(now, arrivals[0][0])
-        while held_back := [until for at, until in pauses if at <= now < until]:
-            now = max(held_back)
-        while arrivals and arrivals[0][0] <= now:
-            at, index, number = heapq.heappop(arrivals)
-            turn = sessions[index].turns[number]
-            salt = sum(begin <= at for begin, _ in pauses)
-            name = (index, number)
-            request = NaiveRequest(name, chains[index], turn.prompt_len, turn.output_len, salt)
-            engine.waiting.append(request)
-        seconds, ended = engine.step()
-        now += seconds
-        for request in ended:
-            index, number = request.name
-            outcome.finished_s[request.name] = now
-            outcome.hits[request.name] = request.hits
-            outcome.preemptions += request.preemptions
-            if number + 1 < len(sessions[index].turns):
-                gap = sessions[index].turns[number].tool_s
-                heapq.heappush(arrivals, (now + gap, index, number + 1))
-    assert engine.cache.free() == costs.num_kv_blocks
-    outcome.steps = engine.steps
-    return outcome
-
-
-def run_jumping(costs, sessions, pauses=()):
-    """The same on the engine that jumps."""
-    keys = BlockKeys(costs.block_size)
-    chains = [keys.of(session.tokens) for session in sessions]
-    replica = Replica(costs)
-    events = [(session.arrival_s, index, 0) for index, session in enumerate(sessions)]
-    events += [(at, -1, until) for at, until in pauses]
-    heapq.heapify(events)
-    outcome = Outcome({}, {}, 0, 0)
-    salt = 0
-    while events or replica.end != IDLE:
-        now = min(replica.end, events[0][0] if events else IDLE)
-        while events and events[0][0] <= now:
-            _, index, number = heapq.heappop(events)
-            if index < 0:
-                salt += 1
-                replica.pause(now, number)
-                continue
-            turn = sessions[index].turns[number]
-            job = Job((index, number), chains[index], turn.prompt_len, turn.output_len, salt)
-            replica.add(job, now)
-        figures = replica.figures(now)
-        assert figures.num_running + figures.num_waiting == replica.num_in_flight
-        assert 0 <= figures.kv_cache_usage <= 1
-        if replica.stepping and now < replica.end:
-            continue
-        for job in replica.settle() if replica.stepping else ():
-            index, number = job.owner
-            outcome.finished_s[job.owner] = now
-            outcome.hits[job.owner] = job.hit_tokens
-            outcome.preemptions += job.preemptions
-            if number + 1 < len(sessions[index].turns):
-                gap = sessions[index].turns[number].tool_s
-                heapq.heappush(events, (now + gap, index, number + 1))
-        if not (events and events[0][0] <= now):
-            replica.begin(now)
-        else:
-            replica.end = now
-    assert replica.cache.num_free == costs.num_kv_blocks
-    outcome.steps = replica.num_steps
-    return outcome
-
-
-@st.composite
-def some_sessions(draw):
-    """A few sessions with common beginnings."""
-    sessions = []
-    fresh = iter(range(1000, 1_000_000))
-    for number in range(draw(st.integers(1, 8))):
-        group = draw(st.integers(0, 2))
-        common = draw(st.integers(0, 40))
-        tokens = [group * 100 + position for position in range(common)]
-        turns = []
-        for _ in range(draw(st.integers(1, 3))):
-            own = draw(st.integers(0 if tokens else 1, 12))
-            output = draw(st.integers(1, 30))
-            if len(tokens) + own + output > 180:
-                break
-            tokens += [next(fresh) for _ in range(own)]
-            turns.append(Turn(len(tokens), output, draw(st.integers(0, 8)) / 64))
-            tokens += [next(fresh) for _ in range(output)]
-        arrival_s = draw(st.integers(0, 64)) / 64
-        text = np.array(tokens, np.int32)
-        sessions.append(Session(number, group, text, tuple(turns), arrival_s))
-    return sessions
-
-
-def some_pauses():
-    begins = st.lists(st.integers(1, 200), max_size=3, unique=True).map(sorted)
-    return begins.map(lambda all_: [(at / 64, at / 64 + 0.125) for at in all_[::2]])
-
-
 @given(
     some_sessions(),
     some_pauses(),
@@ -399,13 +111,6 @@ def test_a_full_cache_preempts_and_loses_nothing():
     roomy = run_jumping(replace(EXACT, num_kv_blocks=200), sessions)
     assert roomy.preemptions == 0
     assert max(roomy.finished_s.values()) < max(outcome.finished_s.values())
-
-
-def single(number, group, prompt, output_len, arrival_s=0.0):
-    """A session of one turn, whose output is nobody else's."""
-    own = range(10_000 * (number + 1), 10_000 * (number + 1) + output_len)
-    text = np.array([*prompt, *own], np.int32)
-    return Session(number, group, text, (Turn(len(prompt), output_len),), arrival_s)
 
 
 def test_one_request_takes_what_its_steps_cost():
