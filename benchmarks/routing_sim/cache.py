@@ -14,11 +14,11 @@ What is kept of vLLM's rules:
   is taken for something else, least recently freed first; a hit takes it back out of that queue.
 * Blocks without a key (the last, partial one) are reused before any keyed one.
 
-What is simplified: two blocks with the same key can exist in vLLM if a request recomputes the last
-block of a prompt that was cached whole. The request then holds one block of its own besides the
-shared one, as in vLLM; but the second copy loses its key when it is freed. Blocks of generated
-tokens get their keys when the request ends or is preempted, rather than as they fill: no other
-request asks for them before.
+What is simplified: a request that recomputes the last block of a prompt that was cached whole has a
+copy of its own, in vLLM as here. There both copies keep their keys; here one loses it, and is
+reused first once nobody holds it, so that others stay cached for a block longer. Blocks of
+generated tokens get their keys when the request ends or is preempted, rather than as they fill: no
+other request asks for them before.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ class Run:
         end: Position after the last.
         parent: The run before; None for a root.
         children: Runs that follow, by their first key.
-        refs: Requests that hold these blocks.
+        refs: Requests that hold these blocks, or copies of them.
+        copiers: Those of them that hold copies, among their private blocks. There are always fewer
+            than ``refs``: where the last one that held the run itself leaves, a copy takes its
+            place.
     """
 
-    __slots__ = ("children", "end", "keys", "parent", "refs", "start")
+    __slots__ = ("children", "copiers", "end", "keys", "parent", "refs", "start")
 
     def __init__(self, keys: Sequence[int], start: int, end: int, parent: Run | None) -> None:
         self.keys = keys
@@ -54,6 +57,7 @@ class Run:
         self.parent = parent
         self.children: dict[int, Run] = {}
         self.refs = 0
+        self.copiers: list[Holding] = []
 
 
 class Holding:
@@ -211,16 +215,21 @@ class PrefixCache:
                 leaf.children[keys[depth]] = child
                 holding.private -= num_full - depth
                 depth = num_full
-            else:  # computed once more: the copies stay private
+            else:  # computed once more
                 end = min(child.end, num_full)
                 common = depth + 1
                 while common < end and child.keys[common] == keys[common]:
                     common += 1
                 if common < child.end:
                     child = self._split(child, common)
-                if child.refs == 0:
+                size = child.end - child.start
+                if child.refs == 0:  # takes the place of what nobody holds
                     del self._queue[child]
-                    self._keyed -= child.end - child.start
+                    self._keyed -= size
+                    self._plain += size
+                    holding.private -= size
+                else:
+                    child.copiers.append(holding)
                 child.refs += 1
                 depth = common
             leaf = child
@@ -232,6 +241,8 @@ class PrefixCache:
         node = holding.leaf
         while node.parent is not None:
             node.refs -= 1
+            if node.copiers:
+                self._leave_copies(node, holding)
             if node.refs == 0:
                 self._queue[node] = None
                 self._keyed += node.end - node.start
@@ -239,6 +250,15 @@ class PrefixCache:
         self._plain += holding.private
         holding.leaf = node
         holding.depth = holding.private = 0
+
+    def _leave_copies(self, run: Run, holding: Holding) -> None:
+        """A request leaves a run of which there are copies."""
+        if holding in run.copiers:
+            run.copiers.remove(holding)
+        elif run.refs == len(run.copiers):
+            size = run.end - run.start
+            run.copiers.pop().private -= size
+            self._plain += size
 
     def forget(self) -> None:
         """Makes nothing findable, as ``reset_prefix_cache`` does; no request may hold blocks.
@@ -260,6 +280,7 @@ class PrefixCache:
         assert run.start < at < run.end
         head = Run(run.keys, run.start, at, parent)
         head.refs = run.refs
+        head.copiers = run.copiers.copy()
         head.children[run.keys[at]] = run
         parent.children[run.keys[run.start]] = head
         run.start = at

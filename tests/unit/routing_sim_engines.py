@@ -34,42 +34,73 @@ def single(number, group, prompt, output_len, arrival_s=0.0):
 # An engine as vLLM has it, one block and one step at a time.
 
 
+class Block:
+    """A block that requests hold, or that can be found again."""
+
+    def __init__(self):
+        self.key = self.copy_of = None
+        self.refs = 1
+
+
 class NaiveCache:
-    """Every block by itself: who holds it, and a list of free ones with a key."""
+    """Every block by itself."""
 
     def __init__(self, num_blocks):
         self.plain = num_blocks
-        self.refs = {}
-        self.queue = []
+        self.found = {}  # by key
+        self.queue = []  # keyed, but held by nobody
+        self.copies = []
 
     def free(self):
         return self.plain + len(self.queue)
 
     def match(self, keys, limit):
-        found = []
+        blocks = []
         for key in keys[:limit]:
-            if key not in self.refs and key not in self.queue:
+            if key not in self.found:
                 break
-            found.append(key)
-        return found
+            blocks.append(self.found[key])
+        return blocks
 
-    def hold(self, key):
-        if key in self.queue:
-            self.queue.remove(key)
-            self.refs[key] = 0
-        self.refs[key] += 1
+    def hold(self, block):
+        if not block.refs:
+            self.queue.remove(block)
+        block.refs += 1
 
     def take(self):
         if self.plain:
             self.plain -= 1
         else:
-            self.queue.pop(0)
+            del self.found[self.queue.pop(0).key]
+        return Block()
 
-    def drop(self, key):
-        self.refs[key] -= 1
-        if not self.refs[key]:
-            del self.refs[key]
-            self.queue.append(key)
+    def register(self, block, key):
+        other = self.found.get(key)
+        if other is not None and other.refs:
+            block.copy_of = key
+            self.copies.append(block)
+            return
+        if other is not None:
+            self.queue.remove(other)
+            self.plain += 1
+        block.key = key
+        self.found[key] = block
+
+    def drop(self, block):
+        block.refs -= 1
+        if block.refs:
+            return
+        if block in self.copies:
+            self.copies.remove(block)
+        copy = next((one for one in self.copies if one.copy_of == block.key), None)
+        if block.key is None or copy is not None:
+            self.plain += 1
+        else:
+            self.queue.append(block)
+        if block.key is not None and copy is not None:
+            self.copies.remove(copy)
+            copy.key, copy.copy_of = block.key, None
+            self.found[block.key] = copy
 
 
 class SteppedRequest:
@@ -81,8 +112,8 @@ class SteppedRequest:
         self.salt = salt
         self.keys = [(salt, key) for key in keys]
         self.prompt_len, self.output_len = prompt_len, output_len
-        self.done = self.computed = self.blocks = self.preemptions = 0
-        self.held, self.private = [], 0
+        self.done = self.computed = self.preemptions = self.registered = 0
+        self.blocks = []
         self.hits = None
         self.decodes = False
 
@@ -111,29 +142,21 @@ class NaiveEngine:
     def take(self, request, count):
         """Blocks for ``count`` more tokens; False if there are not enough."""
         size = self.costs.block_size
-        need = -(-(request.computed + count) // size) - request.blocks
+        need = -(-(request.computed + count) // size) - len(request.blocks)
         if need > self.cache.free():
             return False
-        for _ in range(need):
-            self.cache.take()
-        request.blocks += need
-        request.private += need
+        request.blocks += [self.cache.take() for _ in range(need)]
         return True
 
     def register(self, request, tokens):
-        for key in request.keys[len(request.held) : tokens // self.costs.block_size]:
-            if key in self.cache.refs or key in self.cache.queue:
-                self.cache.hold(key)  # the copy stays private
-            else:
-                self.cache.refs[key] = 1
-                request.private -= 1
-            request.held.append(key)
+        for index in range(request.registered, tokens // self.costs.block_size):
+            self.cache.register(request.blocks[index], request.keys[index])
+            request.registered = index + 1
 
     def release(self, request):
-        for key in reversed(request.held):
-            self.cache.drop(key)
-        self.cache.plain += request.private
-        request.held, request.private, request.blocks = [], 0, 0
+        for block in reversed(request.blocks):
+            self.cache.drop(block)
+        request.blocks, request.registered = [], 0
 
     def preempt(self):
         victim = self.running.pop()
@@ -171,14 +194,14 @@ class NaiveEngine:
             request = self.waiting[0]
             size = costs.block_size
             found = self.cache.match(request.keys, (request.target() - 1) // size)
-            idle = sum(key in self.cache.queue for key in found)
+            idle = sum(not block.refs for block in found)
             if -(-request.target() // size) - len(found) + idle > self.cache.free():
                 break
             self.running.append(self.waiting.pop(0))
-            for key in found:
-                self.cache.hold(key)
-            request.held = list(found)
-            request.blocks = len(found)
+            for block in found:
+                self.cache.hold(block)
+            request.blocks = list(found)
+            request.registered = len(found)
             request.computed = len(found) * size
             if request.hits is None:
                 request.hits = request.computed
