@@ -32,9 +32,9 @@ class RequestPlacer:
     """Places requests, and remembers what that tells about the next ones.
 
     A session stays with the replica that served it last, whose cache has it, while that one is a
-    candidate and has the weights that it had then. It moves from a replica whose KV cache is about
-    to overflow if that costs less than to wait there: when others have room for it and hold less by
-    more tokens than the session has to be computed anew. The strategies choose among these.
+    candidate and has the weights that it had then. It moves when that one's KV cache is more than
+    90 % full and others' would not be with all of it: these have less to do by more tokens than
+    there are to compute anew, so a move costs less than to wait. The strategies choose among these.
 
     What begins, a session's first request or one without a session, goes where its group is while
     that replica is not overloaded. Everything else is for the strategies: also a session whose
@@ -91,7 +91,7 @@ class RequestPlacer:
             if home is not None:
                 position = _where(candidates, home)
                 if position is not None:
-                    return self._with_session(home, request, candidates, position)
+                    return self._with_session(request, candidates, position)
         if request.group_id is not None and home is None:
             position = self._with_group(request, candidates)
             if position is not None:
@@ -109,22 +109,22 @@ class RequestPlacer:
         Returns:
             Tokens that its prompt and, as far as can be expected, its answers will hold there.
         """
-        num_tokens = request.num_tokens
+        num_tokens, replica_id = request.num_tokens, snapshot.replica_id
         if request.session_id is not None:
             home = self.sessions.session(request.session_id)
-            if home is None:
-                home = Home(snapshot.replica_id)
-            home.move(snapshot.replica_id, snapshot.weight_version, num_tokens)
+            version = snapshot.weight_version
+            if home is None or home.replica_id != replica_id or home.version != version:
+                home = Home(replica_id, version)
             self.sessions.put_session(request.session_id, home)
         if request.group_id is not None:
             home = self.sessions.group(request.group_id)
             # Not if it went past its group, which is overloaded, or stayed with its session.
             if home is None or _where(candidates, home) is None:
-                home = Home(snapshot.replica_id, snapshot.weight_version)
+                home = Home(replica_id, snapshot.weight_version)
             self.sessions.put_group(request.group_id, home)
         chain = request.known_chain
         if chain is not None:
-            self._index.insert(chain, snapshot.replica_id, snapshot.weight_version)
+            self._index.insert(chain, replica_id, snapshot.weight_version)
         expected = self.mean_output
         if expected is None:
             return num_tokens
@@ -157,35 +157,24 @@ class RequestPlacer:
         if chain is not None and self._remembers(replica_id, chain.block_tokens):
             for answer in answers:
                 self._index.insert(chain.followed_by(answer), replica_id, version)
-        if request.session_id is not None and len(answers) == 1:
-            home = self.sessions.session(request.session_id)
-            if home is not None and home.replica_id == replica_id:
-                home.num_tokens = max(home.num_tokens, request.num_tokens + len(answers[0]))
 
     def _remembers(self, replica_id: str, block_tokens: int) -> bool:
         """Whether the index follows this replica, in blocks of this size, as when it was asked."""
         there = self._replicas is not None and replica_id in self._replicas.positions
         return there and block_tokens == self._index.block_tokens
 
-    def _with_session(
-        self, home: Home, request: RoutingRequest, candidates: Candidates, position: int
-    ) -> int:
+    def _with_session(self, request: RoutingRequest, candidates: Candidates, position: int) -> int:
         """Position of the replica that has the request's session, or of one that costs less."""
         snapshots = candidates.snapshots
         here = snapshots[position]
         now, max_age_s = self._settings.clock(), self._settings.max_report_age_s
-        if here.has_room(0, now, max_age_s):
+        if here.kv_cache_tokens is None or here.has_room(0, now, max_age_s):
             return position
         tokens = request.num_tokens
-        excess = here.held_tokens - min(home.num_tokens, tokens)
-        better = [
-            at
-            for at, there in enumerate(snapshots)
-            if there.held_tokens < excess and there.has_room(tokens, now, max_age_s)
-        ]
-        if not better:
+        roomy = [at for at, one in enumerate(snapshots) if one.has_room(tokens, now, max_age_s)]
+        if not roomy:
             return position
-        return better[self.chain.choose(request, [snapshots[at] for at in better])]
+        return roomy[self.chain.choose(request, [snapshots[at] for at in roomy])]
 
     def _with_group(self, request: RoutingRequest, candidates: Candidates) -> int | None:
         """Position of the replica that has the request's group; None if there is none."""

@@ -72,23 +72,17 @@ def as_key(name: str, key: object) -> RequestKey:
     )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Home:
-    """Where a session or a group is, and what its replica has of it.
+    """Where a session or a group is.
 
     Attributes:
         replica_id: The replica that served it last.
         version: Weight version that it was served with; its cache is worth nothing under another.
-        num_tokens: Tokens of its last request, prompt and answer, as far as is known.
     """
 
     replica_id: str
     version: int | None = None
-    num_tokens: int = 0
-
-    def move(self, replica_id: str, version: int | None, num_tokens: int) -> None:
-        """Notes where the latest request went, and its number of tokens."""
-        self.replica_id, self.version, self.num_tokens = replica_id, version, num_tokens
 
 
 class SessionLedger:
