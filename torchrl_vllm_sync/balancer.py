@@ -20,6 +20,7 @@ from torchrl_vllm_sync.routing import (
     RoutingRequest,
     StrategySettings,
     routing_prompt,
+    strategy_factory,
 )
 from torchrl_vllm_sync.routing.prefix_index import index_block_tokens
 from torchrl_vllm_sync.sessions import as_key, as_keys, key_per_prompt
@@ -139,6 +140,7 @@ class LoadBalancer:
                 f"monitor_interval_s must be greater than 0, got {monitor_interval_s}"
             )
         self.strategy = self.strategies[0]
+        self._factories = {name: strategy_factory(name) for name in self.strategies}
         self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
         self.seed = seed
         self._monitor_interval_s = monitor_interval_s
@@ -367,7 +369,7 @@ class LoadBalancer:
             clock=clock,
             index=PrefixIndex(index_block_tokens(self.prefix_length)),
         )
-        self._placer = RequestPlacer(self.strategies, settings, self._max_sessions)
+        self._placer = RequestPlacer(self._factories, settings, self._max_sessions)
 
     def _choose(
         self,

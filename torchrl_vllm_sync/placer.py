@@ -10,14 +10,14 @@ from torchrl_vllm_sync.routing.strategies import loads_of, not_overloaded
 from torchrl_vllm_sync.sessions import Home, SessionLedger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
 
     from torchrl_vllm_sync.load import Candidates
     from torchrl_vllm_sync.load_snapshot import LoadSnapshot
     from torchrl_vllm_sync.routing.request import RoutingRequest
-    from torchrl_vllm_sync.routing.strategies import StrategySettings
+    from torchrl_vllm_sync.routing.strategies import StrategyFactory, StrategySettings
 
 __all__ = ["RequestPlacer"]
 
@@ -43,12 +43,11 @@ class RequestPlacer:
     Not safe for threads; a balancer uses it with its ledger locked.
 
     Args:
-        names: Of the strategies, in fallback order.
+        factories: Of the strategies, by name and in fallback order.
         settings: What they are built with.
         max_sessions: Sessions, and groups, remembered.
 
     Raises:
-        UnknownStrategyError: A name is not registered.
         UnsupportedArgumentError: ``max_sessions`` is less than 1.
 
     Attributes:
@@ -57,9 +56,14 @@ class RequestPlacer:
         mean_output: Mean tokens of an answer, the latest weighing most; None before the first.
     """
 
-    def __init__(self, names: Sequence[str], settings: StrategySettings, max_sessions: int) -> None:
+    def __init__(
+        self,
+        factories: Mapping[str, StrategyFactory],
+        settings: StrategySettings,
+        max_sessions: int,
+    ) -> None:
         self._settings, self._index = settings, settings.index
-        self.chain = StrategyChain(names, settings)
+        self.chain = StrategyChain(factories, settings)
         self.sessions = SessionLedger(max_sessions)
         self.mean_output: float | None = None
         self._replicas: Candidates | None = None

@@ -1,19 +1,29 @@
-"""What every routing strategy owes, run on each registered one."""
+"""What every routing strategy owes, run on each registered one and on one of a user's own."""
 
 import copy
+import doctest
+import inspect
 import pickle
+import random  # noqa: TID251 - seeded
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray import cloudpickle
 
 from torchrl_vllm_sync.balancer import LoadBalancer
-from torchrl_vllm_sync.load import LoadSnapshot, LoadTracker
+from torchrl_vllm_sync.load import LoadTracker
+from torchrl_vllm_sync.load_snapshot import LoadSnapshot
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.routing import (
     RoutingRequest,
     StrategySettings,
     known_strategies,
+    register_strategy,
+    strategies,
     strategy_factory,
 )
 
@@ -21,7 +31,29 @@ PROMPTS = [None, "Hello", "a longer text " * 50, [1], list(range(500)), (5, 6, 7
 REQUESTS = [RoutingRequest(prompt, {"session_id": 1}) for prompt in PROMPTS]
 
 
-@pytest.fixture(params=known_strategies())
+class FewestTokens:
+    """The example of ``register_strategy``, which a test below compares with this one."""
+
+    def __init__(self, settings):
+        self.threshold = settings.overload_threshold
+
+    def choose(self, request, snapshots):
+        held = [one.held_tokens for one in snapshots]
+        if max(held) <= self.threshold * min(held):
+            return None
+        return held.index(min(held))
+
+
+NAMES = [*known_strategies(), "fewest-tokens"]
+
+
+@pytest.fixture(autouse=True)
+def fewest_tokens(monkeypatch):
+    monkeypatch.setattr(strategies, "_FACTORIES", dict(strategies._FACTORIES))
+    register_strategy("fewest-tokens", FewestTokens)
+
+
+@pytest.fixture(params=NAMES)
 def name(request):
     return request.param
 
@@ -30,7 +62,7 @@ def name(request):
 def snapshots(request):
     figures = {}
     if request.param == "reported":
-        figures = {"num_unfinished": 3, "kv_cache_usage": 0.5, "measured_at": time.monotonic()}
+        figures = {"num_elsewhere": 3, "kv_cache_usage": 0.5, "measured_at": time.monotonic()}
     return [
         LoadSnapshot(replica_id=f"r{i}", state=ReplicaState.SERVING, in_flight=i % 3, **figures)
         for i in range(5)
@@ -120,3 +152,63 @@ def test_pickled_copy_decides_too(name):
     )
     copied = pickle.loads(pickle.dumps(balancer))
     assert {copied.reserve([i] * 9).index for i in range(40)} == {0, 1}
+
+
+# A strategy of a user's own
+
+
+def test_a_users_strategy_is_asked_like_any_other():
+    service = service_of(3)
+    balancer = LoadBalancer(service, ["fewest-tokens", "requests"])
+    for prompt in ([1] * 100, [1] * 10, [1] * 50, [1] * 30, [1] * 5):
+        balancer.reserve(prompt)
+    assert sorted(one.held_tokens for one in service.load.snapshots()) == [45, 50, 100]
+    even = LoadBalancer(service_of(3), ["fewest-tokens", "round-robin"])
+    assert [even.select_actor([1]) for _ in range(4)] == [0, 1, 2, 0]  # it cannot tell
+
+
+def test_the_example_of_the_docs_is_that_strategy():
+    text = inspect.getdoc(register_strategy)
+    service, names = service_of(3), {"register_strategy": lambda name, factory: None}
+    names |= {"LoadBalancer": LoadBalancer, "service": service}
+    for example in doctest.DocTestParser().get_examples(text):
+        exec(example.source, names)
+    theirs = names["FewestTokens"](StrategySettings())
+    ours = FewestTokens(StrategySettings())
+    chance = random.Random(0)
+    for _ in range(100):
+        snapshots = [
+            LoadSnapshot(
+                replica_id=str(at), state=ReplicaState.SERVING, held_tokens=chance.randrange(20)
+            )
+            for at in range(3)
+        ]
+        assert theirs.choose(REQUESTS[1], snapshots) == ours.choose(REQUESTS[1], snapshots)
+    assert len(text[text.index(">>> class") : text.index(">>> register")].splitlines()) <= 15
+
+
+_READER = """
+import pickle, sys
+balancer = pickle.load(sys.stdin.buffer)
+print(balancer.strategies, [balancer.reserve([1] * 9).index for _ in range(3)])
+"""
+
+
+def test_a_pickled_balancer_takes_a_users_strategy_to_processes_that_never_registered_it():
+    class Last:  # in here, so that the other process cannot import it
+        def __init__(self, settings): ...
+        def choose(self, request, snapshots):
+            return len(snapshots) - 1
+
+    register_strategy("last", Last)
+    tracker = LoadTracker(["0", "1", "2"], state=ReplicaState.SERVING)
+    balancer = LoadBalancer(["a", "b", "c"], "last", tracker=tracker)
+    done = subprocess.run(
+        [sys.executable, "-c", _READER],
+        input=cloudpickle.dumps(balancer),  # as Ray does
+        capture_output=True,
+        check=True,
+        timeout=50,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert done.stdout.decode() == "['last'] [2, 2, 2]\n"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrl_vllm_sync.routing.strategies import LeastRequests, RoundRobin, strategy_factory
+from torchrl_vllm_sync.routing.strategies import LeastRequests, RoundRobin
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torchrl_vllm_sync.load_snapshot import LoadSnapshot
     from torchrl_vllm_sync.routing.request import RoutingRequest
-    from torchrl_vllm_sync.routing.strategies import RoutingStrategy, StrategySettings
+    from torchrl_vllm_sync.routing.strategies import StrategyFactory, StrategySettings
 
 __all__ = ["StrategyChain"]
 
@@ -22,18 +22,15 @@ class StrategyChain:
     Not safe for threads; whoever calls holds the ledger's lock.
 
     Args:
-        names: Registered names, in fallback order.
+        factories: Of the strategies, by name and in fallback order.
         settings: What they are built with.
-
-    Raises:
-        UnknownStrategyError: A name is not registered.
     """
 
-    def __init__(self, names: Sequence[str], settings: StrategySettings) -> None:
-        self._names = list(names)
-        self._strategies: list[RoutingStrategy] = [
-            strategy_factory(name)(settings) for name in names
-        ]
+    def __init__(
+        self, factories: Mapping[str, StrategyFactory], settings: StrategySettings
+    ) -> None:
+        self._names = list(factories)
+        self._strategies = [factory(settings) for factory in factories.values()]
         self._last_resort = LeastRequests(settings)
 
     def choose(self, request: RoutingRequest, choices: Sequence[LoadSnapshot]) -> int:

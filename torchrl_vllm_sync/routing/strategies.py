@@ -248,15 +248,25 @@ def register_strategy(name: str, factory: StrategyFactory) -> None:
     """Makes a strategy known by name to every balancer built in this process from now on.
 
     Example:
-        >>> class First:
-        ...     def __init__(self, settings): ...
+        A strategy sees the request and what is known of each candidate. This one goes by the tokens
+        that requests hold, and leaves it to the next one, ``"requests"``, where they are even.
+
+        >>> class FewestTokens:
+        ...     def __init__(self, settings):
+        ...         self.threshold = settings.overload_threshold
+        ...
         ...     def choose(self, request, snapshots):
-        ...         return 0
-        >>> register_strategy("first", First)
+        ...         held = [one.held_tokens for one in snapshots]
+        ...         if max(held) <= self.threshold * min(held):
+        ...             return None
+        ...         return held.index(min(held))
+        >>> register_strategy("fewest-tokens", FewestTokens)
+        >>> balancer = LoadBalancer(service, ["fewest-tokens", "requests"])
 
     Args:
         name: Not taken yet.
-        factory: Builds one instance for one balancer. A balancer that is pickled takes it along.
+        factory: Builds one instance for one balancer. A balancer that is pickled takes it along, so
+            processes that it goes to need not register it, but must be able to import it.
 
     Raises:
         UnsupportedArgumentError: The name is taken.
