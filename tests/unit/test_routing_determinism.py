@@ -87,9 +87,7 @@ def test_another_history_decides_otherwise(decisions, strategy):
 
 
 def test_every_process_decides_the_same(decisions):
-    program = (
-        SCRIPT + f"\nfor strategy in {STRATEGIES!r}:\n    print(decisions(strategy, seed=3))\n"
-    )
+    calls = "\n".join(f"print(decisions({strategy!r}, seed=3))" for strategy in STRATEGIES)
     told = [
         subprocess.run(
             [sys.executable, "-c", SCRIPT + calls],
