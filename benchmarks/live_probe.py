@@ -143,8 +143,8 @@ class Probe:
         """Random tokens."""
         return self._random.integers(FIRST_ID, self.vocab_size, num).tolist()
 
-    async def ask(self, prompt: Sequence[int], num_tokens: int, token: int | None = None) -> Any:  # noqa: ANN401
-        """One request of known length; answers consist of ``token`` if that is given."""
+    async def ask(self, prompt: Sequence[int], num_tokens: int, token: int) -> Any:  # noqa: ANN401
+        """One request of known length, whose answer consists of ``token``."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -153,7 +153,7 @@ class Probe:
             ignore_eos=True,
             temperature=0.0,
             detokenize=False,
-            logit_bias=None if token is None else {token: FORCING_BIAS},
+            logit_bias={token: FORCING_BIAS},
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         last: Any = None
@@ -169,7 +169,9 @@ class Probe:
         begin = len(self.steps)
         filling = -(-batch * context // (self.limits.token_budget - batch)) + 4
         length = filling + 2 * STEADY_STEPS
-        await asyncio.gather(*(self.ask(self.words(context), length) for _ in range(batch)))
+        await asyncio.gather(
+            *(self.ask(self.words(context), length, FIRST_ID) for _ in range(batch))
+        )
         generated, gaps, contexts = 0, [], []
         for step in self.steps[begin:]:
             if step.decoded == batch and not step.prompts and step.gap_s is not None:
@@ -187,7 +189,7 @@ class Probe:
         """The steps of one prompt on an idle engine; the fastest of some rounds."""
         seconds = []
         for _ in range(rounds):
-            await self.ask(self.words(length), 1)
+            await self.ask(self.words(length), 1, FIRST_ID)
             seconds.append(self.prefill_s[-1])
         return prefill("prefill", statistics.median(seconds), length, self.limits.token_budget)
 
@@ -196,11 +198,14 @@ class Probe:
         begin = len(self.steps)
         filling = -(-batch * context // (self.limits.token_budget - batch)) + 4
         most = min(filling + 400, self.max_model_len - context)
-        running = [asyncio.ensure_future(self.ask(self.words(context), most)) for _ in range(batch)]
+        running = [
+            asyncio.ensure_future(self.ask(self.words(context), most, FIRST_ID))
+            for _ in range(batch)
+        ]
         while sum(step.prompts for step in self.steps[begin:]) < batch:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         for _ in range(rounds):
-            await self.ask(self.words(length), 1)
+            await self.ask(self.words(length), 1, FIRST_ID)
         for one in running:
             one.cancel()
         await asyncio.gather(*running, return_exceptions=True)

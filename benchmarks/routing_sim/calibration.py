@@ -128,7 +128,8 @@ def fit(measurements: Sequence[Measurement], limits: Limits, origin: str = "") -
     """Fits the cost model by least squares over relative errors, with no term below zero.
 
     There are five terms, so that the best solution without negative ones is found by trying each
-    choice of terms. Each kind of measurement has the same weight.
+    choice of terms; an empty step and a prompt token cost something in each. Each kind of
+    measurement has the same weight.
 
     Args:
         measurements: Steps of several batch sizes, context lengths and prompt lengths.
@@ -149,10 +150,7 @@ def fit(measurements: Sequence[Measurement], limits: Limits, origin: str = "") -
     kinds = [one.kind for one in measurements]
     weight = np.array([kinds.count(kind) ** -0.5 for kind in kinds])
     rows = np.array([one.amounts() for one in measurements]) / seconds[:, None]
-    terms = _not_negative(rows * weight[:, None], weight)
-    if terms[0] <= 0 or terms[3] <= 0:
-        found = dict(zip(_TERMS, terms.tolist(), strict=True))
-        raise CalibrationError(f"the measurements leave a cost undetermined: {found}")
+    terms = _not_negative(rows * weight[:, None], weight, needed={0, 3})
     residuals: dict[str, list[float]] = {}
     for kind, predicted in zip(kinds, rows @ terms, strict=True):
         residuals.setdefault(kind, []).append(float(predicted) - 1)
@@ -171,20 +169,26 @@ def fit(measurements: Sequence[Measurement], limits: Limits, origin: str = "") -
     return Fit(costs, residuals)
 
 
-def _not_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Solves ``rows @ x = wanted`` by least squares, with ``x`` at least 0."""
+def _not_negative(rows: np.ndarray, wanted: np.ndarray, needed: set[int]) -> np.ndarray:
+    """Solves ``rows @ x = wanted`` by least squares with no term below 0, and ``needed`` above.
+
+    Raises:
+        CalibrationError: No choice of terms does.
+    """
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     scaled = rows / scale
-    best, least = np.zeros(rows.shape[1]), np.inf
-    for size in range(1, rows.shape[1] + 1):
+    best, least = None, np.inf
+    for size in range(len(needed), rows.shape[1] + 1):
         for chosen in itertools.combinations(range(rows.shape[1]), size):
-            some, *_ = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)
-            if (some < 0).any():
+            if not needed <= set(chosen):
                 continue
+            some, *_ = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)
             error = float(np.sum((scaled[:, chosen] @ some - wanted) ** 2))
-            if error < least:
+            if (some > 0).all() and error < least:
                 least = error
                 best = np.zeros(rows.shape[1])
                 best[list(chosen)] = some
+    if best is None:
+        raise CalibrationError("the cost of a step or of a prompt token is left undetermined")
     return best / scale
