@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random  # noqa: TID251  seeded below
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
@@ -280,6 +281,32 @@ async def test_cancelled_at_any_moment_the_ledger_ends_at_zero():
         with contextlib.suppress(asyncio.CancelledError):
             assert len(await task) == 20
         assert rig.load.total_in_flight == 0
+        assert [one.held_tokens for one in rig.load.snapshots()] == [0, 0, 0]
+
+
+async def test_what_was_answered_tells_the_balancer_how_long_answers_are():
+    def answered(request):
+        output = SimpleNamespace(answers=[[1] * 40, [2] * 40])
+        return EngineResult(request_id=request.request_id, replica_id="a", output=output)
+
+    rig = Rig(FakeActor("a", answer=answered))
+    seen = []
+    await rig.run(
+        make_requests(3), on_result=lambda _: seen.append(rig.load.snapshots()[0].held_tokens)
+    )
+    assert seen == [4, 2, 0]  # two tokens of each prompt, and nothing known of answers
+    seen.clear()
+    await rig.run(
+        make_requests(3), on_result=lambda _: seen.append(rig.load.snapshots()[0].held_tokens)
+    )
+    assert seen == [84, 42, 0]
+
+
+async def test_failed_requests_tell_nothing_of_how_long_answers_are():
+    rig = Rig(FakeActor("a", 0, raises(ActorDiedError())), FakeActor("b"))
+    await rig.run(make_requests(4))
+    assert rig.balancer.reserve([1, 2, 3]).replica_id == "b"
+    assert [one.held_tokens for one in rig.load.snapshots()] == [0, 3]
 
 
 async def test_a_stream_yields_its_steps_and_then_leaves_nothing():

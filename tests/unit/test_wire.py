@@ -295,6 +295,13 @@ def test_a_prompt_that_travelled_is_preferred_to_the_callers():
     assert_same(unpack_output(wire, prompt_token_ids=[1], prompt="before expansion"), output)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_answers_are_read_without_unpacking(seed):
+    output = OutputMaker(seed).output()
+    answers = across_ray(pack_output(output, include_prompt=False)).answers
+    assert [list(answer) for answer in answers] == [list(one.token_ids) for one in output.outputs]
+
+
 def test_one_wire_output_can_be_unpacked_twice_without_sharing():
     output = OutputMaker(0).training_output()
     wire = pack_output(output, include_prompt=True)
