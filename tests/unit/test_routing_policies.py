@@ -280,6 +280,25 @@ def test_sticky_least_loaded_finishes_a_group_with_its_last_request():
     assert sum(driver.policy.sessions.values()) == 0
 
 
+def test_sticky_least_loaded_hashes_little_of_a_long_prompt_without_a_key(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(
+        "benchmarks.routing_sim.policies.sticky_least_loaded.mcrouter_hash",
+        lambda text: hashed.append(text) or len(hashed),
+    )
+    driver = Driver(StickyLeastLoaded(cluster(), 0))
+    driver.send(*range(200))
+    assert len(hashed) == 4
+    assert max(map(len, hashed)) < 60
+    assert not any(driver.policy.sessions.values())
+
+
+def test_sticky_least_loaded_sends_equal_prompts_without_a_key_together():
+    driver = Driver(StickyLeastLoaded(cluster(), 0))
+    assert len({driver.send(1, 2) for _ in range(9)}) == 1
+    assert {driver.send(number) for number in range(60)} == {0, 1, 2, 3}
+
+
 def test_sticky_least_loaded_moves_the_sessions_of_the_dead():
     driver = Driver(StickyLeastLoaded(cluster(2), 0))
     home = driver.send(0, session=1)

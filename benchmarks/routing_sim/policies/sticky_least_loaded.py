@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
+
+from xxhash import xxh3_64_hexdigest
 
 from benchmarks.routing_sim.policies.in_flight import CountingPolicy
 from benchmarks.routing_sim.policies.ring_hash import default_address, mcrouter_hash, request_key
@@ -26,7 +29,8 @@ class StickyLeastLoaded(CountingPolicy):
     of the wheel vllm-router 0.1.17 (``benchmarks.routing_peers``). Of replicas with equally many
     sessions the one is taken whose address, hashed with the key, is highest. A session ends when
     the client says so, and is forgotten two hours after its last request; this is looked after once
-    a minute. A request without a session goes where a new session would go and is not counted.
+    a minute. A request without a session goes where a new session would go and is not counted; here
+    a digest of its tokens is hashed then, where the real router hashes its text.
 
     The key is the session, else the group. Nobody ends a group in the traces, so a group counts as
     finished when none of its requests is in flight any more, as a client that knows its groups
@@ -63,7 +67,8 @@ class StickyLeastLoaded(CountingPolicy):
         self._sweep(now)
         key = self._key(request.session_id, request.group_id)
         if key is None:
-            return self._least(request.tokens.tobytes().hex())
+            # The real router hashes the whole body; a digest of it spreads requests alike, and fast.
+            return self._least(hashlib.blake2b(request.tokens.data, digest_size=16).hexdigest())
         pin = self._pins.get(key)
         if pin is None or pin[0] not in self.sessions:
             replica_id = self._least(key)
