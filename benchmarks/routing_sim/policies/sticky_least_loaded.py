@@ -67,7 +67,7 @@ class StickyLeastLoaded(CountingPolicy):
         self._sweep(now)
         key = self._key(request.session_id, request.group_id)
         if key is None:
-            # The real router hashes the whole body; a digest of it spreads requests alike, and fast.
+            # The real router hashes the whole body; a digest spreads requests alike, and fast.
             return self._least(hashlib.blake2b(request.tokens.data, digest_size=16).hexdigest())
         pin = self._pins.get(key)
         if pin is None or pin[0] not in self.sessions:
