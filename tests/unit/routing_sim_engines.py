@@ -330,8 +330,8 @@ def run_jumping(costs, sessions, pauses=()):
 
 
 @st.composite
-def some_sessions(draw):
-    """A few sessions with common beginnings."""
+def some_sessions(draw, full_prompts=True):
+    """A few sessions with common beginnings; prompts fill whole blocks of four if they may."""
     sessions = []
     fresh = iter(range(1000, 1_000_000))
     for number in range(draw(st.integers(1, 8))):
@@ -341,6 +341,8 @@ def some_sessions(draw):
         turns = []
         for _ in range(draw(st.integers(1, 3))):
             own = draw(st.integers(0 if tokens else 1, 12))
+            if not full_prompts and (len(tokens) + own) % 4 == 0:
+                own += 1
             output = draw(st.integers(1, 30))
             if len(tokens) + own + output > 180:
                 break
