@@ -2,10 +2,11 @@
 
 Real routers and their descriptions run the same scripts of requests (``benchmarks/peers``), and
 their choices are compared one by one. Where a rule draws lots, the description follows the real
-router as long as its choice is among the equals. sglang-router, smg and vllm-router run as programs
-in front of stub workers; Ray's router, TorchRL's balancer, Dynamo's selection core and verl's
-balancer run in process, where their decisions are timed as well, without the calls to actors that
-Ray and TorchRL make in reality.
+router as long as its choice is among the equals. In cases of words, prompts part in the middle of
+blocks; there disagreements are also counted with the description put right after each.
+sglang-router, smg and vllm-router run as programs in front of stub workers; Ray's router, TorchRL's
+balancer, Dynamo's selection core and verl's balancer run in process, where their decisions are
+timed as well, without the calls to actors that Ray and TorchRL make in reality.
 
 None of them but TorchRL is among this project's requirements. A real router that is not installed
 is skipped, and said to be; ``--python sglang-router=/path/to/python`` names an interpreter that has
@@ -101,6 +102,19 @@ def run(recorder: Recorder, check: Check, python: Path, version: str) -> int:
     )
     line = f"{check.peer} {version}, {check.regime}: {share:.4f} of {len(agreeing)} agree"
     line += f", {ties.followed} drawn" if ties.followed else ""
+    if check.words:
+        policy = description(check.peer, check.settings, addresses)
+        described = decide(check.script, policy, real=choices, in_step=True)
+        agreeing = [one == other for one, other in zip(choices, described, strict=True)]
+        recorder.add(
+            case=check.regime,
+            system=check.peer,
+            metric="decisions_agreeing_in_step",
+            unit="fraction",
+            samples=[sum(agreeing) / len(agreeing)],
+            **more,
+        )
+        line += f", {sum(agreeing) / len(agreeing):.4f} in step"
     if seconds:
         for metric, percent in (("decision_p50", 50), ("decision_p99", 99)):
             recorder.add(

@@ -155,14 +155,20 @@ class Script:
 class FollowedTies:
     """Among replicas that a rule does not tell apart, the one that a real router chose.
 
+    Args:
+        in_step: Every request goes where the real router sent it, whatever the rule says.
+
     Attributes:
         wanted: The real router's choice for the next request.
         followed: Choices among several that were decided this way.
+        proposed: What the rule has chosen, where it says so before it acts on it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_step: bool = False) -> None:
+        self._in_step = in_step
         self.wanted = -1
         self.followed = 0
+        self.proposed: list[int] = []
 
     def one_of(self, replica_ids: Sequence[int]) -> int:
         """The wanted one if it is among these, otherwise the first."""
@@ -175,12 +181,18 @@ class FollowedTies:
         """The wanted one alone, as lots might have it."""
         return [self.one_of(replica_ids)]
 
+    def settle(self, replica_id: int) -> int:
+        """The rule's choice, or in step the real router's."""
+        self.proposed.append(replica_id)
+        return self.wanted if self._in_step else replica_id
+
 
 def decide(
     script: Script,
     policy: CountingPolicy,
     *,
     real: Sequence[int] | None = None,
+    in_step: bool = False,
     step_s: float = 1e-3,
 ) -> list[int]:
     """What a policy chooses for the requests of a script.
@@ -189,11 +201,13 @@ def decide(
         script: What happens.
         policy: A policy of its own for this script.
         real: A real router's choices, which decide where the policy would draw lots.
+        in_step: After each choice the policy goes on as if it had chosen as the real router, so
+            that one disagreement does not lead to the next (``CacheAware`` only).
         step_s: Seconds that every step takes, besides waiting.
     """
     now, choices = 0.0, []
     requests: list[SimRequest] = []
-    ties = FollowedTies()
+    ties = FollowedTies(in_step=in_step)
     if real is not None:
         policy.ties = ties
     for step in script.steps:
@@ -213,4 +227,4 @@ def decide(
                 policy.set_replicas(left, now)
             case Wait(seconds):
                 now += seconds
-    return choices
+    return ties.proposed if in_step else choices

@@ -91,6 +91,7 @@ class CacheAware(CountingPolicy):
                 owner = node.maker = next(iter(node.times), replica_id)
             if num_tokens and matched / num_tokens > self.settings.cache_threshold:
                 replica_id = owner
+        replica_id = self.ties.settle(replica_id)
         path = self.tree.insert(names, num_tokens, replica_id)
         self._epoch += 1
         if path:

@@ -70,6 +70,10 @@ class Ties(Protocol):
         """Two different ones of these; the only one if there are no two."""
         ...
 
+    def settle(self, replica_id: int) -> int:
+        """The replica that gets the request, of which the rule has chosen this one."""
+        ...
+
 
 class RandomTies:
     """Chooses among replicas that a rule does not tell apart, each as likely as the others.
@@ -92,6 +96,10 @@ class RandomTies:
         if len(replica_ids) == 1:
             return list(replica_ids)
         return [replica_ids[index] for index in self._random.permutation(len(replica_ids))[:2]]
+
+    def settle(self, replica_id: int) -> int:
+        """The rule's choice."""
+        return replica_id
 
 
 class CountingPolicy:

@@ -7,8 +7,6 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from xxhash import xxh3_64_hexdigest
-
 from benchmarks.routing_sim.policies.in_flight import CountingPolicy
 from benchmarks.routing_sim.policies.ring_hash import default_address, mcrouter_hash, request_key
 
