@@ -162,36 +162,27 @@ def test_the_bound_of_staleness_is_that_of_the_docs(interval_s, max_age_s):
 
 
 @pytest.mark.parametrize("strategy", ["requests", "prefix-aware"])
-def test_processes_do_not_herd_to_the_replica_that_looked_idle(strategy):
-    """Each fills the gap at most once: it sees its own requests there at once."""
-    num_processes, each = 4, 12
-    cluster = Cluster(4, num_processes, strategy)
+@pytest.mark.parametrize("with_news", [False, True])
+def test_processes_do_not_herd_to_the_replica_that_looked_idle(strategy, with_news):
+    """Without news each fills the gap of 12 once, by itself; with news all together do so."""
+    cluster, chance, each = Cluster(4, 4, strategy), random.Random(1), 24
     for replica_id in "012":
         cluster.engines[replica_id] = 12
-    cluster.report_all()  # replica 3 is idle; then no news for a while
-    chance = random.Random(1)
-    for at in range(each):
-        for process in range(num_processes):
-            prompt = [chance.randrange(1000) for _ in range(40)]
-            cluster.send(process, prompt)
-            if at == 0:
-                continue
-    sent = [
-        [sum(place.replica_id == one for place in running) for one in cluster.ids]
-        for running in cluster.running
-    ]
-    assert all(counts[3] <= each for counts in sent)
-    seen = [cluster.estimate(0, at) for at in cluster.ids]
-    assert max(seen) <= 1.5 * sum(seen) / 4 + 1
-    # With news in between the gap is filled once by all together.
-    fresh = Cluster(4, num_processes, strategy)
-    for replica_id in "012":
-        fresh.engines[replica_id] = 12
+    cluster.report_all()
     for _ in range(each):
-        for process in range(num_processes):
-            fresh.report_all()
-            fresh.send(process, [chance.randrange(1000) for _ in range(40)])
-    assert fresh.engines["3"] <= 1.5 * sum(fresh.engines.values()) / 4 + 1
+        for process in range(4):
+            cluster.send(process, [chance.randrange(1000) for _ in range(40)])
+            if with_news:
+                cluster.report_all()
+    sent_there = [sum(place.replica_id == "3" for place in running) for running in cluster.running]
+    gap_and_share = 12 + (each - 12) / 4
+    if with_news:
+        assert sum(sent_there) <= 12 + (4 * each - 12) / 4 + 4
+    else:
+        assert all(gap_and_share - 3 <= sent <= gap_and_share + 3 for sent in sent_there)
+    for process in range(4):
+        seen = [cluster.estimate(process, at) for at in cluster.ids]
+        assert max(seen) <= 1.5 * sum(seen) / 4 + 1
 
 
 @pytest.mark.parametrize("strategy", ["requests", "prefix-aware", "kv-cache"])
