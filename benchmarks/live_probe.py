@@ -52,12 +52,14 @@ class RealRun:
         latencies_s: Of each request.
         prompt_tokens: Of all requests.
         cached_tokens: Of these, from the prefix cache.
+        num_steps: Steps of the engine that gave out a token.
     """
 
     makespan_s: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    num_steps: int = 0
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -68,6 +70,7 @@ class RealRun:
             "hit_rate": self.cached_tokens / self.prompt_tokens,
             "latency_p50": float(low),
             "latency_p99": float(high),
+            "num_steps": self.num_steps,
         }
 
 
@@ -250,9 +253,10 @@ class Probe:
                     if turn is not session.turns[-1]:
                         await asyncio.sleep(turn.tool_s)
 
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), len(self.steps)
         await asyncio.gather(*(converse(one) for one in scenario.sessions))
         run.makespan_s = time.perf_counter() - begin
+        run.num_steps = len(self.steps) - before
         return run
 
 

@@ -45,7 +45,13 @@ if TYPE_CHECKING:
 
 MEASURE_TIMEOUT_S = 600.0
 FREE_TOKENS = (0, 32, 64, 128, 256)
-UNITS = {"makespan": "s", "hit_rate": "fraction", "latency_p50": "s", "latency_p99": "s"}
+UNITS = {
+    "makespan": "s",
+    "hit_rate": "fraction",
+    "latency_p50": "s",
+    "latency_p99": "s",
+    "num_steps": "steps",
+}
 """What is compared between engine and simulation."""
 
 
@@ -245,7 +251,8 @@ async def compare(
     """Runs each trace on the engine and in the simulation, records both, prints the errors."""
     for scenario in scenarios:
         runs = [(await probe.run(scenario)).metrics for _ in range(passes)]
-        simulated = simulate(Prepared(scenario, costs), POLICIES["round-robin"]).metrics
+        result = simulate(Prepared(scenario, costs), POLICIES["round-robin"])
+        simulated = {**result.metrics, "num_steps": result.num_steps}
         for metric, unit in UNITS.items():
             for system, found in (("engine", runs), ("simulation", [simulated])):
                 recorder.add(
