@@ -32,7 +32,7 @@ PEERS = {
     "smg": "smg",
     "vllm-router": "vllm_router",
     "ray": "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router",
-    "torchrl": "torchrl.modules.llm.backends.vllm.vllm_async",
+    "torchrl": "torchrl",
     "ai-dynamo-runtime": "dynamo._core",
     "verl": "verl.workers.rollout.router",
 }
