@@ -107,6 +107,15 @@ class Recorder:
         record = {"case": case, "system": system, "metric": metric, "unit": unit, "samples": values}
         self.records.append(record | extra)
 
+    def check(self, *, smoke: bool = False) -> None:
+        """Refuses at once what :meth:`write` would refuse after a long run.
+
+        Raises:
+            RecordError: Unless ``smoke``, the commit is unknown or the working tree differs from it.
+        """
+        if not smoke:
+            _commit()
+
     def write(
         self, *, smoke: bool = False, directory: str | os.PathLike[str] | None = None
     ) -> Path:

@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark and writes the record."""
     args = parse(argv)
     recorder = Recorder("routing")
+    recorder.check(smoke=args.smoke)
     begin = time.perf_counter()
     traces: dict[str, Path | None] = dict.fromkeys(args.traces)
     traces |= {path.stem: path for path in args.mooncake}

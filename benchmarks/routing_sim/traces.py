@@ -259,7 +259,7 @@ def _sized(make: Callable[..., Scenario], small: dict[str, Any], **fixed: Any) -
     """The trace with these settings, and with ``small`` ones if it is to be small."""
 
     def factory(seed: int, smoke: bool) -> Scenario:
-        return make(seed, **fixed, **(small if smoke else {}))
+        return make(seed, **(fixed | (small if smoke else {})))
 
     return factory
 
@@ -337,6 +337,9 @@ _SMALL_AGENTS = {
 _SMALL_SHARED = {"num_sessions": 60, "concurrency": 24, "num_replicas": 3, "output_median": 60.0}
 _SMALL_HOT = {"num_sessions": 24, "concurrency": 12, "num_replicas": 3, "max_turns": 12}
 
+_LONG = {"output_median": 8000.0, "max_output": 24_000, "name": "grpo-long"}
+_SMALL_LONG = _SMALL_GRPO | {"output_median": 600.0}
+
 _GRPO = _sized(grpo, _SMALL_GRPO)
 _GRPO_UNKEYED = _sized(grpo, _SMALL_GRPO, keys="none", name="grpo-unkeyed")
 _AGENTS = _sized(agents, _SMALL_AGENTS)
@@ -345,6 +348,7 @@ _AGENTS_UNKEYED = _sized(agents, _SMALL_AGENTS, keys="none", name="agents-unkeye
 TRACES: dict[str, TraceFactory] = {
     "grpo": _GRPO,
     "grpo-unkeyed": _GRPO_UNKEYED,
+    "grpo-long": _sized(grpo, _SMALL_LONG, **_LONG, num_groups=80, concurrency=640),
     "grpo-updates": _with_updates(_GRPO, 15.0, 2.0),
     "grpo-async": _in_batches(_GRPO),
     "agents": _AGENTS,

@@ -72,6 +72,14 @@ def test_a_dirty_tree_is_refused_and_writes_nothing(recorder, repository, name):
     assert not record.RESULTS.exists()
 
 
+def test_a_dirty_tree_is_refused_before_a_long_run_too(recorder, repository):
+    recorder.check()
+    (repository / "code.py").write_text("x = 2\n")
+    recorder.check(smoke=True)
+    with pytest.raises(RecordError, match="differs from commit"):
+        recorder.check()
+
+
 def test_an_unknown_commit_is_refused(recorder, root):
     with pytest.raises(RecordError, match="commit is unknown"):
         recorder.write()
