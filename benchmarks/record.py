@@ -111,7 +111,7 @@ class Recorder:
         """Refuses at once what :meth:`write` would refuse after a long run.
 
         Raises:
-            RecordError: Unless ``smoke``, the commit is unknown or the working tree differs from it.
+            RecordError: Unless ``smoke``, the commit is unknown or the tree differs from it.
         """
         if not smoke:
             _commit()
