@@ -25,6 +25,9 @@ class BoundedConsistentHash(CountingPolicy):
     1cfac30, with the ring of ``core/worker_registry.rs``: 150 points for each address, BLAKE3. A
     replica may take a request while its requests are at most ``max_load_skew`` times the mean; if
     none may, the key's own replica takes it. A request without a key goes to any replica at random.
+    The ring is that of the wheel smg 1.13.0 (``benchmarks.routing_peers``). No wheel that was tried
+    has the bound, so that it is not checked against a real router; sglang-router 0.3.2 takes the
+    key's hash modulo the number of workers where it speaks HTTP.
 
     The key is the session, else the group.
 

@@ -70,7 +70,8 @@ class DynamoCost(CountingPolicy):
     """The least sum of prompt blocks to compute and of blocks in use.
 
     Source: ai-dynamo/dynamo, ``lib/kv-router/src/scheduling/selector`` (``DefaultWorkerSelector``)
-    and ``sequences``, as of November 2026, with the default settings. A replica's cost is
+    and ``sequences``, as of November 2026, with the default settings, and the choices of the
+    selection core in ai-dynamo-runtime 1.6.1 (``benchmarks.routing_peers``). A replica's cost is
     ``max(0, (active prefill tokens + prompt tokens) / block_size - overlap) + decode blocks``:
     *active prefill tokens* are the uncached tokens of its requests that have no answer yet,
     *overlap* the prompt's leading blocks that it holds, and *decode blocks* the different full

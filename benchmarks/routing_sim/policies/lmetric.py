@@ -25,8 +25,8 @@ class LMetric(CountingPolicy):
     then the first replica. A prompt is inserted for whoever was chosen. No wheel that was tried has
     this policy, so it is not checked against a real router.
 
-    Simplified: as ``cache_aware``; every replica's prefix is followed through the nodes that it
-    owns.
+    Simplified: as ``cache_aware``, with its limits, as the policy's own defaults were not found;
+    every replica's prefix is followed through the nodes that it owns.
 
     Args:
         cluster: What is known of the engines.
