@@ -235,6 +235,11 @@ class Dispatcher:
         Raises:
             NoReplicaAvailableError: No replica takes requests.
         """
+        from vllm.sampling_params import RequestOutputKind
+
+        params = request.sampling_params
+        # Whether the last output has all tokens, and not only those of a step or of one sample.
+        is_whole = params.n == 1 and params.output_kind is not RequestOutputKind.DELTA
         begin = time.monotonic()
         try:
             (reservation,) = await self._reserve([request], reserve, (), begin)
@@ -258,7 +263,7 @@ class Dispatcher:
                         result: EngineResult = await (await anext(refs))
                     finished = result.error is not None or result.finished
                     if finished:
-                        reservation.release(_answers(result))
+                        reservation.release(_answers(result) if is_whole else [])
                     if isinstance(result.error, ReplicaUnavailableError):
                         self._mark(result.error)
                     yield self._completed(result)

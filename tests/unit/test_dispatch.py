@@ -55,7 +55,7 @@ class FakeActor:
     async def _stream(self, request):
         self.calls.append([request.request_id])
         for step in range(min(self.num_answers, 3)):
-            yield ready(self.result(request, finished=step == 2))
+            yield ready(self.answer(request, finished=step == 2))
         if self.then is not None:
             await self.then()
 
@@ -103,12 +103,14 @@ class Rig:
         return [str(one.state) for one in self.load.snapshots()]
 
 
-def make_requests(num, timeout_s=60.0):
+def make_requests(num, timeout_s=60.0, **params):
+    from vllm import SamplingParams
+
     return [
         EngineRequest(
             request_id=f"r{i}",
             prompt={"prompt_token_ids": [i + 1, i + 2]},
-            sampling_params=None,
+            sampling_params=SamplingParams(**params),
             timeout_s=timeout_s,
         )
         for i in range(num)
@@ -300,6 +302,25 @@ async def test_what_was_answered_tells_the_balancer_how_long_answers_are():
         make_requests(3), on_result=lambda _: seen.append(rig.load.snapshots()[0].held_tokens)
     )
     assert seen == [84, 42, 0]
+
+
+@pytest.mark.parametrize(("params", "mean"), [({}, 3.0), ({"n": 2}, None), ({"delta": True}, None)])
+async def test_only_a_stream_whose_last_output_is_whole_tells_how_long_answers_are(params, mean):
+    from vllm.sampling_params import RequestOutputKind
+
+    def answered(request, finished):
+        output = SimpleNamespace(answers=[[1, 2, 3]])
+        return EngineResult(
+            request_id=request.request_id, replica_id="a", output=output, finished=finished
+        )
+
+    rig = Rig(FakeActor("a", answer=answered))
+    (request,) = make_requests(1, n=params.get("n", 1))
+    if params.get("delta"):
+        request.sampling_params.output_kind = RequestOutputKind.DELTA
+    assert len([one async for one in rig.stream(request)]) == 3
+    assert rig.balancer._placer.mean_output == mean
+    assert rig.load.total_in_flight == 0
 
 
 async def test_failed_requests_tell_nothing_of_how_long_answers_are():
