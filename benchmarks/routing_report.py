@@ -200,7 +200,8 @@ def draw_ratios(samples: Samples, path: Path) -> None:
     axes.set_yticks(range(len(systems)), systems, fontsize=8)
     for row, values in enumerate(ratios):
         for column, value in enumerate(values):
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7)
+            ink = "white" if value > 1.18 else "black"
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=ink)
     axes.set_title("makespan over the trace's best (colours end at 1.3)", fontsize=9)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
