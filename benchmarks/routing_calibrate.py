@@ -305,7 +305,8 @@ def main(argv: list[str] | None = None) -> int:
     """Calibrates, checks and writes the record."""
     args = parse(argv)
     recorder = Recorder(
-        "routing_calibrate" + (f"_{args.shape.replace('-', '_')}" if args.shape else "")
+        "routing_calibrate"
+        + (f"_{args.shape.replace('-', '_').replace('.', '_')}" if args.shape else "")
     )
     plan = GPU if args.shape else SMOKE if args.smoke else CPU
     options = live_engines.engine_options(

@@ -24,6 +24,10 @@ _TERMS = (
     "per_prefill_context_s2",
 )
 
+_ROUNDS = 50
+# Errors below this share are as good as none.
+_LEAST_ERROR = 0.01
+
 
 class CalibrationError(ValueError):
     """The measurements do not say what a step costs."""
@@ -125,7 +129,10 @@ def without_free(measurements: Sequence[Measurement], free_tokens: int) -> list[
 
 
 def fit(measurements: Sequence[Measurement], limits: Limits, origin: str = "") -> Fit:
-    """Fits the cost model by least squares over relative errors, with no term below zero.
+    """Fits the cost model with the least sum of absolute relative errors, no term below zero.
+
+    Absolute errors, not squares: a step that something disturbed must not bend the model. Found by
+    least squares again and again, each measurement weighted by its last error.
 
     There are five terms, so that the best solution without negative ones is found by trying each
     choice of terms; an empty step and a prompt token cost something in each. Each kind of
@@ -150,7 +157,10 @@ def fit(measurements: Sequence[Measurement], limits: Limits, origin: str = "") -
     kinds = [one.kind for one in measurements]
     weight = np.array([kinds.count(kind) ** -0.5 for kind in kinds])
     rows = np.array([one.amounts() for one in measurements]) / seconds[:, None]
-    terms = _not_negative(rows * weight[:, None], weight, needed={0, 3})
+    terms, trust = np.zeros(len(_TERMS)), weight
+    for _ in range(_ROUNDS):
+        terms = _not_negative(rows * trust[:, None], trust, needed={0, 3})
+        trust = weight / np.sqrt(np.maximum(np.abs(rows @ terms - 1), _LEAST_ERROR))
     residuals: dict[str, list[float]] = {}
     for kind, predicted in zip(kinds, rows @ terms, strict=True):
         residuals.setdefault(kind, []).append(float(predicted) - 1)
