@@ -94,7 +94,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--seeds", type=int, help=f"how many, 10 if not --smoke: {SMOKE_SEEDS}")
     parser.add_argument("--workers", type=int, help="processes, one for each core if not given")
-    parser.add_argument("--costs", default="facts-8b-h200", choices=list(PRESETS))
+    parser.add_argument("--costs", default="fitted-8b-h200", choices=list(PRESETS))
     parser.add_argument(
         "--mooncake", nargs="+", type=Path, default=[], help="more traces, in Mooncake's JSONL"
     )

@@ -60,6 +60,11 @@ class LoadSnapshot:
     block_size: int | None = None
     reason: str = ""
 
+    @property
+    def cache_version(self) -> int:
+        """Version that its cache is of: as long as none is known, that of the first weights."""
+        return self.weight_version or 0
+
     def hold(self, num_samples: int, tokens: int) -> None:
         """Counts samples, and the tokens that they hold, as in flight; only its ledger does so."""
         self.in_flight += num_samples

@@ -116,7 +116,7 @@ class RequestPlacer:
         num_tokens, replica_id = request.num_tokens, snapshot.replica_id
         if request.session_id is not None:
             home = self.sessions.session(request.session_id)
-            version = snapshot.weight_version
+            version = snapshot.cache_version
             if home is None or home.replica_id != replica_id or home.version != version:
                 home = Home(replica_id, version)
             self.sessions.put_session(request.session_id, home)
@@ -124,11 +124,14 @@ class RequestPlacer:
             home = self.sessions.group(request.group_id)
             # Not if it went past its group, which is overloaded, or stayed with its session.
             if home is None or _where(candidates, home) is None:
-                home = Home(replica_id, snapshot.weight_version)
+                home = Home(replica_id, snapshot.cache_version)
             self.sessions.put_group(request.group_id, home)
         chain = request.known_chain
         if chain is not None:
-            self._index.insert(chain, replica_id, snapshot.weight_version)
+            # What is cached is in use already, as a rule: by requests that begin alike.
+            cached = self._index.cached_tokens(chain, replica_id, snapshot.cache_version)
+            num_tokens = chain.num_tokens - cached
+            self._index.insert(chain, replica_id, snapshot.cache_version)
         expected = self.mean_output
         if expected is None:
             return num_tokens
@@ -140,7 +143,7 @@ class RequestPlacer:
         self,
         request: RoutingRequest,
         replica_id: str,
-        version: int | None,
+        version: int,
         answers: Sequence[Sequence[int] | np.ndarray],
     ) -> None:
         """Takes note of a request's answers.
@@ -196,6 +199,6 @@ class RequestPlacer:
 def _where(candidates: Candidates, home: Home) -> int | None:
     """Position of the candidate that has what ``home`` says in its cache; None if there is none."""
     position = candidates.positions.get(home.replica_id)
-    if position is None or candidates.snapshots[position].weight_version != home.version:
+    if position is None or candidates.snapshots[position].cache_version != home.version:
         return None  # it is no candidate, or has other weights than then
     return position

@@ -46,7 +46,7 @@ class Reservation:
     ) -> None:
         self._tracker, self._placer, self._request = tracker, placer, request
         self._tokens, self._num_samples = tokens, request.num_samples
-        self._version, self._released = snapshot.weight_version, False
+        self._version, self._released = snapshot.cache_version, False
         self.replica_id, self.index = snapshot.replica_id, index
 
     def release(self, answers: Sequence[Sequence[int] | np.ndarray] = ()) -> None:

@@ -82,7 +82,7 @@ class Home:
     """
 
     replica_id: str
-    version: int | None = None
+    version: int = 0
 
 
 class SessionLedger:

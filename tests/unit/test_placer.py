@@ -405,7 +405,7 @@ def test_prompts_are_known_when_they_are_sent_and_answers_when_they_come():
     place = rig.send(PROMPT)
 
     def cached(prompt):
-        return rig.index.cached_tokens(rig.index.chain(prompt), "0", None)
+        return rig.index.cached_tokens(rig.index.chain(prompt), "0", 0)
 
     assert cached([*PROMPT, *[7] * 212]) == 256
     place.release([[7] * 212, [8] * 10])
@@ -419,9 +419,9 @@ def test_the_cache_of_a_replica_that_left_is_forgotten():
     assert len(rig.index) == 3
     rig.load.mark(place.replica_id, ReplicaState.FAILED)
     rig.send(PROMPT)
-    assert rig.index.cached_tokens(rig.index.chain(PROMPT), place.replica_id, None) == 0
+    assert rig.index.cached_tokens(rig.index.chain(PROMPT), place.replica_id, 0) == 0
     place.release([[7] * 300])  # answered all the same: nobody will be sent there
-    assert rig.index.cached_tokens(rig.index.chain(PROMPT), place.replica_id, None) == 0
+    assert rig.index.cached_tokens(rig.index.chain(PROMPT), place.replica_id, 0) == 0
     rig.load.mark(place.replica_id, SERVING)
     rig.send(PROMPT)
     rig.load.remove(place.replica_id)

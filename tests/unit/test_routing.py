@@ -64,10 +64,10 @@ class Caches:
         request = RoutingRequest(prompt)
         position = self.router.choose(request, snapshots)
         chosen = snapshots[position]
-        self.index.insert(request.known_chain, chosen.replica_id, chosen.weight_version)
+        self.index.insert(request.known_chain, chosen.replica_id, chosen.cache_version)
         return position
 
-    def hold(self, prompt, *replica_ids, version=None):
+    def hold(self, prompt, *replica_ids, version=0):
         for replica_id in replica_ids:
             self.index.insert(self.index.chain(prompt), replica_id, version)
 
@@ -298,15 +298,19 @@ def test_overloaded_replica_gets_nothing_even_if_it_alone_has_the_prompt():
 
 def test_a_replica_without_room_gets_nothing_while_others_have_room():
     caches = Caches()
-    caches.hold(SYSTEM, "0")
+    caches.hold(SYSTEM[:256], "0")
     replicas = idle(3, kv_cache_tokens=10_000)
-    replicas[0].held_tokens = 8_600  # 9,112 with the prompt, and 90 % are 9,000
+    replicas[0].held_tokens = 8_800  # 9,056 with what is not cached, and 90 % are 9,000
     assert caches.send(SYSTEM, replicas) != 0
     for one in replicas:
-        one.held_tokens = 8_600
+        one.held_tokens = 8_800
     caches.index.remove("1")
     caches.index.remove("2")
     assert caches.send(SYSTEM, replicas) == 0  # no worse than elsewhere
+    replicas[0].held_tokens = 8_600
+    caches.index.remove("0")
+    caches.hold(SYSTEM[:256], "0")
+    assert caches.send(SYSTEM, replicas) == 0  # what is cached takes no more room
 
 
 def test_a_report_of_a_full_cache_counts_while_it_is_fresh():

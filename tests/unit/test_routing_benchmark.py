@@ -100,7 +100,7 @@ def test_traces_are_named_as_they_are_listed(name):
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match=r"trace must be one of grpo, .*, got 'none'"):
         make_trace("none", 0)
-    with pytest.raises(ValueError, match=r"costs must be one of facts-8b-h200, .*, got 'none'"):
+    with pytest.raises(ValueError, match=r"costs must be one of fitted-8b-h200, .*, got 'none'"):
         costs_named("none")
     with pytest.raises(ValueError, match="case must be one of keyed, 2048-tokens, got 'none'"):
         decision_times(POLICIES["round-robin"], "none", 1000)

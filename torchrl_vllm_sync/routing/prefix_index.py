@@ -65,13 +65,13 @@ class PrefixIndex:
         """A prompt's digests in this index's blocks; see ``PromptChain``."""
         return PromptChain(prompt, self.block_tokens, salt)
 
-    def cached_tokens(self, prompt: PromptChain, replica_id: str, version: int | None) -> int:
+    def cached_tokens(self, prompt: PromptChain, replica_id: str, version: int) -> int:
         """Tokens of the prompt's beginning that the replica probably has in its cache.
 
         Args:
             prompt: What :meth:`chain` made of it.
             replica_id: The replica.
-            version: Weight version that it serves with; None before the first push.
+            version: Weight version that it serves with.
         """
         blocks = self._replicas.get(replica_id)
         if blocks is None:
@@ -90,7 +90,7 @@ class PrefixIndex:
                 absent = middle - 1
         return present * self.block_tokens
 
-    def insert(self, prompt: PromptChain, replica_id: str, version: int | None) -> None:
+    def insert(self, prompt: PromptChain, replica_id: str, version: int) -> None:
         """Notes that a prompt is, or is about to be, in a replica's cache.
 
         Args:
@@ -137,11 +137,11 @@ class _BlockSet:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.size = 0
-        self.stamps: dict[int | None, dict[int, int]] = {}
+        self.stamps: dict[int, dict[int, int]] = {}
         self._uses: deque[_Use] = deque()
         self._num_uses = self._num_logged = 0
 
-    def touch(self, digests: list[int], version: int | None) -> None:
+    def touch(self, digests: list[int], version: int) -> None:
         """Makes digests, those of shorter beginnings first, the most recently used ones."""
         number = self._num_uses = self._num_uses + 1
         stamps = self.stamps.get(version)
@@ -192,7 +192,7 @@ class _Use:
     """One use of the digests of one prompt; ``digests[:num_left]`` are not forgotten yet."""
 
     number: int
-    version: int | None
+    version: int
     digests: list[int]
     num_left: int
 

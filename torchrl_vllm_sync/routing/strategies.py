@@ -187,19 +187,26 @@ class PrefixAware:
         chain = request.chain(index)
         now, max_age_s = settings.clock(), settings.max_report_age_s
         loads = [snapshot.load(now, max_age_s) for snapshot in snapshots]
-        positions = not_overloaded(loads, request, settings)
-        tokens = chain.num_tokens
-        roomy = [at for at in positions if snapshots[at].has_room(tokens, now, max_age_s)]
+        positions: list[int] = []
         costs: list[int] = []
-        for at in roomy or positions:
+        full: list[tuple[int, int]] = []  # cost and position
+        for at in not_overloaded(loads, request, settings):
             one = snapshots[at]
-            cached = index.cached_tokens(chain, one.replica_id, one.weight_version)
-            costs.append((tokens - cached + _OWN_TOKENS) * (loads[at] + 1))
+            cached = index.cached_tokens(chain, one.replica_id, one.cache_version)
+            left = chain.num_tokens - cached
+            cost = (left + _OWN_TOKENS) * (loads[at] + 1)
+            if one.has_room(left, now, max_age_s):
+                positions.append(at)
+                costs.append(cost)
+            else:
+                full.append((cost, at))
+        if not positions:
+            costs, positions = [cost for cost, _ in full], [at for _, at in full]
         least = min(costs)
         if costs.count(least) == 1:
-            return (roomy or positions)[costs.index(least)]
+            return positions[costs.index(least)]
         key = chain.whole.to_bytes(8, "little")
-        equals = [at for at, one in zip(roomy or positions, costs, strict=True) if one == least]
+        equals = [at for at, one in zip(positions, costs, strict=True) if one == least]
         return max(equals, key=lambda at: affinity(key, snapshots[at].replica_id))
 
 
