@@ -79,9 +79,9 @@ PRESETS: dict[str, EngineCosts] = {
         per_prefill_context_s2=2.29418e-9,
         num_kv_blocks=49_671,
         block_size=16,
-        origin="fitted to benchmarks/results/routing_calibrate_8b_h200x1_2026-11-21.json: the shape "
-        "of Qwen3-8B in bfloat16, vLLM 0.26 on one H200; makespans of GRPO and agents on that engine are "
-        "simulated with an error of 0.2 %, median latencies of 1.1 %",
+        origin="fitted to benchmarks/results/routing_calibrate_8b_h200x1_2026-11-21.json: Qwen3-8B "
+        "in bfloat16 with random weights, vLLM 0.26 on one H200. Makespans of GRPO and agents on "
+        "that engine are simulated with an error of 0.2 %, median latencies of 1.1 %",
     ),
     "facts-8b-h200": EngineCosts(
         base_step_s=0.0065,

@@ -54,7 +54,7 @@ def test_the_command_records_every_number_once_a_seed(tmp_path, public_trace, ca
                 assert len(samples[case, system, metric]) == routing.SMOKE_SEEDS
     for case in DECISION_CASES:
         assert samples[case, "round-robin", "decision_p50"][0] > 0
-    prepared = Prepared(make_trace("grpo", 1, smoke=True), costs_named("facts-8b-h200"))
+    prepared = Prepared(make_trace("grpo", 1, smoke=True), costs_named("fitted-8b-h200"))
     again = simulate(prepared, POLICIES["verl-sticky"], 1).metrics
     assert samples["grpo", "verl-sticky", "makespan"][1] == pytest.approx(again["makespan"], 1e-5)
     assert "verl-sticky" in capsys.readouterr().out
