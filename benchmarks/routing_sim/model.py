@@ -11,8 +11,8 @@ The rules are those of vLLM 0.32 (``v1/core/sched/scheduler.py``) with chunked p
   what the cache still has. In such a step nothing starts.
 * The last token of a prompt is always computed.
 
-Between two events a batch that only decodes does the same thing in every step, so the engine goes
-through all those steps at once: their time has a closed form, and so has the number of blocks.
+Steps between two events in which requests only decode are all alike, and taken at once
+(``decoding``).
 
 What is simplified: a step's effects appear when it ends (vLLM can schedule a step ahead), outputs
 have the length the trace says, and there is neither speculation nor sliding-window attention.
@@ -20,71 +20,22 @@ have the length the trace says, and there is neither speculation nor sliding-win
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from typing import TYPE_CHECKING
 
 from benchmarks.routing_sim.cache import PrefixCache
+from benchmarks.routing_sim.decoding import Decoding
 from benchmarks.routing_sim.interface import EngineFigures
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from benchmarks.routing_sim.cache import Holding
     from benchmarks.routing_sim.costs import EngineCosts
+    from benchmarks.routing_sim.job import Job
 
-__all__ = ["IDLE", "Job", "Replica"]
+__all__ = ["IDLE", "Replica"]
 
 IDLE = math.inf
 """When the step of an engine without requests ends."""
-
-
-class Job:
-    """One request inside an engine.
-
-    Attributes:
-        owner: Whatever the caller wants to find again.
-        keys: Chained keys of all full blocks of prompt and output.
-        prompt_len: Tokens of the prompt.
-        output_len: Tokens to generate, at least 1.
-        salt: Prefixes are shared within one salt.
-        hit_tokens: Prompt tokens found in the cache when it first started; None before.
-        preemptions: Times that it was preempted.
-    """
-
-    __slots__ = (
-        "blocks",
-        "computed",
-        "done",
-        "finish_step",
-        "hit_tokens",
-        "holding",
-        "keys",
-        "order",
-        "output_len",
-        "owner",
-        "preemptions",
-        "prompt_len",
-        "salt",
-    )
-
-    def __init__(
-        self, owner: object, keys: Sequence[int], prompt_len: int, output_len: int, salt: int = 0
-    ) -> None:
-        self.owner = owner
-        self.keys = keys
-        self.prompt_len = prompt_len
-        self.output_len = output_len
-        self.salt = salt
-        self.hit_tokens: int | None = None
-        self.preemptions = 0
-        self.done = 0  # tokens generated; of a decoding job, when its decoding began
-        self.computed = 0  # tokens whose keys and values exist; likewise
-        self.blocks = 0  # blocks that these fill, the last one partly
-        self.finish_step = 0  # the engine's count of steps when its last token is out; 0: prefills
-        self.order = 0  # of admission; a new one each time
-        self.holding: Holding | None = None
 
 
 class Replica:
@@ -104,7 +55,6 @@ class Replica:
         paused_until: No step starts before; seconds.
         version: Of the weights, as :meth:`figures` tells it.
         num_preemptions: Since the start.
-        num_steps: Steps since the start.
         hit_tokens: Prompt tokens found in the cache by requests that started.
         busy_s: Time in steps.
     """
@@ -117,16 +67,12 @@ class Replica:
         self.paused_until = -math.inf
         self.version = 0
         self.num_preemptions = 0
-        self.num_steps = 0
         self.hit_tokens = 0
         self.busy_s = 0.0
         self._waiting: deque[Job] = deque()
         self._running: dict[Job, None] = {}  # in order of admission
         self._partial: Job | None = None  # the one whose prompt is not done yet; runs last
-        self._decoding = 0
-        self._context = 0  # tokens before those that the next step computes, of all that decode
-        self._finishes: list[tuple[int, int, Job]] = []
-        self._residues = [0] * costs.block_size  # who needs a block when the step has this residue
+        self._decoding = Decoding(costs)
         self._admitted = 0
         self._begun = 0.0
         self._planned = 0  # steps until end
@@ -134,6 +80,11 @@ class Replica:
         self._first_need = 0  # blocks of the first planned step, taken already
         self._blocked = False  # whoever joins the queue now cannot start before end anyway
         self._reset = False
+
+    @property
+    def num_steps(self) -> int:
+        """Steps since the start."""
+        return self._decoding.num_steps
 
     @property
     def num_in_flight(self) -> int:
@@ -182,9 +133,9 @@ class Replica:
         """What the engine would report now."""
         used = self.cache.num_used
         if self.stepping and self._planned > 1:
-            done = min(self._steps_within(now - self._begun), self._planned)
+            done = min(self._decoding.steps_within(now - self._begun), self._planned)
             if done > 1:
-                used += self._blocks_for(done) - self._first_need
+                used += self._decoding.blocks(done) - self._first_need
         return EngineFigures(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -210,7 +161,7 @@ class Replica:
             self.end = IDLE
             self.stepping = False
             return
-        need = self._residues[self.num_steps % self.costs.block_size]
+        need = self._decoding.blocks_now
         before = self.num_preemptions
         if need > self.cache.num_free:
             self._first_need = self._take_or_preempt()
@@ -221,10 +172,11 @@ class Replica:
         preempted = self.num_preemptions > before
         if self._chunks:
             self._planned = 1
-            seconds += self._decode_seconds(1)
-        elif self._decoding:
-            self._planned = 1 if preempted else self._steps_alike()
-            seconds = self._decode_seconds(self._planned)
+            seconds += self._decoding.seconds(1)
+        elif self._decoding.count:
+            free = self.cache.num_free + self._first_need
+            self._planned = 1 if preempted else self._decoding.steps_alike(free)
+            seconds = self._decoding.seconds(self._planned)
         else:
             raise RuntimeError("an engine has requests, yet none of them can run")
         self.end = now + seconds
@@ -237,17 +189,11 @@ class Replica:
         if not steps:
             return []
         if steps > 1:
-            self.cache.take(self._blocks_for(steps) - self._first_need)
+            self.cache.take(self._decoding.blocks(steps) - self._first_need)
         self.busy_s += self.end - self._begun
-        self.num_steps += steps
-        self._context += steps * self._decoding
-        ended = []
-        finishes = self._finishes
-        while finishes and finishes[0][0] <= self.num_steps:
-            _, order, job = heapq.heappop(finishes)
-            if job.order == order and job.finish_step:
-                self._leave(job)
-                ended.append(job)
+        ended = self._decoding.advance(steps)
+        for job in ended:
+            self._leave(job)
         for job, count in self._chunks:
             job.computed += count
             if job.computed < job.prompt_len + job.done:
@@ -261,7 +207,7 @@ class Replica:
                 self._leave(job)
                 ended.append(job)
             else:
-                self._join(job)
+                self._decoding.join(job)
         return ended
 
     def _start_chunks(self, preemptions_before: int) -> float:
@@ -269,7 +215,7 @@ class Replica:
         costs = self.costs
         size = costs.block_size
         cache = self.cache
-        budget = costs.token_budget - self._decoding
+        budget = costs.token_budget - self._decoding.count
         self._blocked = False
         tokens = pairs = 0.0
         job = self._partial
@@ -325,12 +271,11 @@ class Replica:
 
     def _take_or_preempt(self) -> int:
         """Takes a block for each request that needs one, in order, and preempts from the end."""
-        size = self.costs.block_size
         taken = 0
         for job in list(self._running):
             if job not in self._running:
                 break
-            if not job.finish_step or self._tokens(job) % size:
+            if not self._decoding.needs_block(job):
                 continue
             while not self.cache.num_free:
                 victim = next(reversed(self._running))
@@ -341,31 +286,14 @@ class Replica:
             taken += 1
         return taken
 
-    def _tokens(self, job: Job) -> int:
-        """Tokens of a decoding request whose keys and values exist."""
-        return job.prompt_len + job.output_len - 1 - (job.finish_step - self.num_steps)
-
-    def _join(self, job: Job) -> None:
-        job.finish_step = self.num_steps + job.output_len - job.done
-        heapq.heappush(self._finishes, (job.finish_step, job.order, job))
-        self._decoding += 1
-        self._context += job.computed
-        self._residues[(self.num_steps - job.computed) % self.costs.block_size] += 1
-
     def _leave(self, job: Job) -> None:
         """Takes a request out of the batch and frees its blocks."""
         size = self.costs.block_size
         holding = job.holding
         assert holding is not None
         if job.finish_step:
-            tokens = self._tokens(job)
-            self._decoding -= 1
-            self._context -= tokens
-            self._residues[(self.num_steps - tokens) % size] -= 1
-            job.done = job.output_len - (job.finish_step - self.num_steps)
-            job.computed = tokens
-            holding.private += -(-tokens // size) - job.blocks
-            job.finish_step = 0
+            self._decoding.leave(job)
+            holding.private += -(-job.computed // size) - job.blocks
         elif job is self._partial:
             self._partial = None
         del self._running[job]
@@ -380,81 +308,14 @@ class Replica:
         self.num_preemptions += 1
         self._waiting.appendleft(job)
 
-    def _steps_alike(self) -> int:
-        """Steps until a request ends or blocks run out."""
-        finishes = self._finishes
-        while True:
-            step, order, job = finishes[0]
-            if job.order == order and job.finish_step == step:
-                break
-            heapq.heappop(finishes)
-        steps = step - self.num_steps
-        size = self.costs.block_size
-        free = self.cache.num_free + self._first_need
-        if (steps // size + 1) * self._decoding <= free:
-            return steps
-        rounds = free // self._decoding
-        rest = free - rounds * self._decoding
-        possible = rounds * size
-        residue = self.num_steps % size
-        while possible < steps and self._residues[residue] <= rest:
-            rest -= self._residues[residue]
-            residue = (residue + 1) % size
-            possible += 1
-        return min(steps, possible)
-
-    def _blocks_for(self, steps: int) -> int:
-        """Blocks that the decoding requests need for that many steps."""
-        size = self.costs.block_size
-        rounds, rest = divmod(steps, size)
-        first = self.num_steps % size
-        residues = self._residues
-        if first + rest <= size:
-            more = sum(residues[first : first + rest])
-        else:
-            more = sum(residues[first:]) + sum(residues[: first + rest - size])
-        return rounds * self._decoding + more
-
-    def _decode_seconds(self, steps: int) -> float:
-        """Seconds of the next steps, apart from prompts."""
-        costs = self.costs
-        decoding = self._decoding
-        return steps * (
-            costs.base_step_s
-            + costs.per_sequence_s * decoding
-            + costs.per_context_token_s * (self._context + decoding * (steps - 1) / 2)
-        )
-
-    def _steps_within(self, seconds: float) -> int:
-        """Whole steps of the present run within that time, by the inverse of the closed form."""
-        if seconds <= 0:
-            return 0
-        costs = self.costs
-        growth = costs.per_context_token_s * self._decoding
-        first = (
-            costs.base_step_s
-            + costs.per_sequence_s * self._decoding
-            + costs.per_context_token_s * self._context
-        )
-        if growth == 0:
-            steps = int(seconds / first)
-        else:
-            linear = first - growth / 2
-            steps = int((math.sqrt(linear * linear + 2 * growth * seconds) - linear) / growth)
-        while self._decode_seconds(steps + 1) <= seconds:
-            steps += 1
-        while steps and self._decode_seconds(steps) > seconds:
-            steps -= 1
-        return steps
-
     def _cut(self, now: float) -> None:
         """Ends the present run with the step under way at ``now``."""
         if self._planned <= 1:
             return
         seconds = now - self._begun
-        steps = max(self._steps_within(seconds), 1)
-        if self._decode_seconds(steps) < seconds:
+        steps = max(self._decoding.steps_within(seconds), 1)
+        if self._decoding.seconds(steps) < seconds:
             steps += 1
         if steps < self._planned:
             self._planned = steps
-            self.end = self._begun + self._decode_seconds(steps)
+            self.end = self._begun + self._decoding.seconds(steps)

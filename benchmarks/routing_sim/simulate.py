@@ -11,7 +11,8 @@ import numpy as np
 
 from benchmarks.routing_sim.bound import lower_bound
 from benchmarks.routing_sim.interface import Cluster, SimRequest
-from benchmarks.routing_sim.model import IDLE, Job, Replica
+from benchmarks.routing_sim.job import Job
+from benchmarks.routing_sim.model import IDLE, Replica
 from benchmarks.routing_sim.results import LoadIntegral, RunResult
 from benchmarks.routing_sim.workload import BlockKeys
 

@@ -17,7 +17,8 @@ from benchmarks.routing_sim.calibration import (
     without_free,
 )
 from benchmarks.routing_sim.costs import EngineCosts
-from benchmarks.routing_sim.model import Job, Replica
+from benchmarks.routing_sim.job import Job
+from benchmarks.routing_sim.model import Replica
 
 LIMITS = Limits(token_budget=2048, max_num_seqs=256, num_kv_blocks=1000, block_size=32)
 TERMS = (

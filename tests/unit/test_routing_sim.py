@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.record import ROOT
 from benchmarks.routing_sim.costs import EngineCosts
-from benchmarks.routing_sim.model import Job, Replica
+from benchmarks.routing_sim.job import Job
+from benchmarks.routing_sim.model import Replica
 from benchmarks.routing_sim.scenario import Batches, Churn, Reports, Routers, Updates
 from benchmarks.routing_sim.simulate import Prepared, simulate
 from benchmarks.routing_sim.traces import TRACES, agents, grpo, make_trace
