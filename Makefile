@@ -26,7 +26,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
-.PHONY: help setup grpo test lint format bench-smoke bench-table sync-table tutorial-smoke upstream-tests public-api lock clean
+.PHONY: help setup grpo test lint format bench-smoke bench-table sync-table routing-table tutorial-smoke upstream-tests public-api lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -70,6 +70,10 @@ bench-table: $(STAMP)  ## Print the table of all recorded results
 # Also draws a timeline beside each record of weight synchronisation.
 sync-table: $(STAMP)  ## Print the README's table of weight synchronisation
 	@$(BIN)/python -m benchmarks.weight_sync_report
+
+# Also draws the plots beside the record.
+routing-table: $(STAMP)  ## Print the README's tables of routing
+	@$(BIN)/python -m benchmarks.routing_report
 
 tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
 	@for file in $(TUTORIALS); do echo "== $$file --smoke"; $(BIN)/python "$$file" --smoke; done

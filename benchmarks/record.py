@@ -157,13 +157,21 @@ class Recorder:
             "smoke": smoke,
             "records": self.records,
         }
-        text = json.dumps(run, indent=1, allow_nan=False) + "\n"
+        text = _as_text(run)
         target.mkdir(parents=True, exist_ok=True)
         path = target / f"{self.benchmark}_{run['hardware']}_{now:%Y-%m-%d}.json"
         unfinished = path.with_suffix(".json.tmp")
         unfinished.write_text(text)
         unfinished.replace(path)
         return path
+
+
+def _as_text(run: dict[str, Any]) -> str:
+    """JSON with one line for each record."""
+    records = ",\n  ".join(json.dumps(one, allow_nan=False) for one in run["records"])
+    rest = {name: value for name, value in run.items() if name != "records"}
+    head = json.dumps(rest, indent=1, allow_nan=False).removesuffix("\n}")
+    return f'{head},\n "records": [\n  {records}\n ]\n}}\n'
 
 
 def summary_table(paths: Iterable[str | os.PathLike[str]]) -> str:
