@@ -2,7 +2,8 @@
 
 A trace (``traces``, ``mooncake``) is a scenario (``scenario``): sessions with fixed tokens
 (``workload``), and what befalls the cluster meanwhile. ``simulate`` sends its requests through
-policies (``interface``, ``policies``) to engines (``model``) with a prefix cache (``cache``) and
-costs (``costs``, fitted by ``calibration``), and sums up what came of it (``results``), beside what
-no routing could beat (``bound``). ``decisions`` times the policies themselves.
+policies (``interface``, ``policies``) to engines (``model``, ``decoding``), which run the jobs
+(``job``) with a prefix cache (``cache``) and at costs (``costs``, fitted by ``calibration``). What
+came of it is summed up by ``results``, where each number is explained, beside what no routing could
+beat (``bound``). ``decisions`` times the policies themselves.
 """

@@ -1,16 +1,35 @@
-"""What a simulated run is told by: its numbers, and the sums over time that they come from."""
+"""What a simulated run is told by: its numbers, and the sums over time that they come from.
+
+Times are simulated ones, but for those of decisions:
+
+* ``makespan``: until the last session has ended. ``bound_ratio``: that over what no routing could
+  beat (``bound``), which knows of no updates and no training; so it compares policies of one trace.
+* ``hit_rate``: share of prompt tokens that were in the prefix cache of the engine that was chosen.
+* ``latency_p50``, ``latency_p99``: of requests, from the turn's being ready to the whole answer.
+  ``group_p99``: of groups, from the start of the first session to the end of the last.
+* ``imbalance``, ``kv_imbalance``: the most loaded replica's requests (KV blocks) over the mean
+  one's, over time; 1 is even, the number of replicas is one replica with all of it.
+* ``preemptions``: times that a request lost its blocks and was computed again.
+* ``moved_sessions``: turns answered by another replica than the session's turn before.
+* ``lost``: requests that were in a replica that died, and were sent again.
+* ``decision_p50``, ``decision_p99``: what choosing took by the real clock, on the machine that
+  simulates, beside whatever else ran there.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import numpy as np
+    from benchmarks.routing_sim.model import Replica
+    from benchmarks.routing_sim.workload import Turn
 
-__all__ = ["UNITS", "LoadIntegral", "RunResult"]
+__all__ = ["UNITS", "LoadIntegral", "RunResult", "Tally"]
 
 UNITS = {
     "makespan": "s",
@@ -76,3 +95,107 @@ class RunResult:
     finished_s: np.ndarray
     output_tokens: int
     num_steps: int
+
+
+class Tally:
+    """Counts what happens in a run, and sums it up.
+
+    Args:
+        replica_ids: Replicas at the start.
+        num_requests: Requests of the trace.
+
+    Attributes:
+        in_flight: Requests of each replica that is there.
+        kv_blocks: KV-cache blocks that they hold.
+        decision_ns: Nanoseconds of each decision, by the real clock.
+        moved: Turns on another replica than the session's turn before.
+        lost: Requests that a dead replica had.
+    """
+
+    def __init__(self, replica_ids: Iterable[int], num_requests: int) -> None:
+        self.in_flight = dict.fromkeys(replica_ids, 0)
+        self.kv_blocks = dict.fromkeys(replica_ids, 0)
+        self.decision_ns: list[int] = []
+        self.moved = 0
+        self.lost = 0
+        self._load, self._kv_load = LoadIntegral(), LoadIntegral()
+        self._latencies = np.zeros(num_requests)
+        self._finished_s = np.full(num_requests, np.nan)
+        self._served_by = np.full(num_requests, -1, np.int32)
+        self._output_tokens = self._prompt_tokens = self._hit_tokens = 0
+        self._preemptions = self._num_steps = 0
+        self._groups: dict[int, list[float]] = {}  # start of the first session, end of the last
+
+    def advance(self, now: float) -> None:
+        """Loads have been these until now; to be called before one changes."""
+        count = len(self.in_flight)
+        if count:
+            self._load.advance(now, self.in_flight.values(), count)
+            self._kv_load.advance(now, self.kv_blocks.values(), count)
+
+    def join(self, replica_id: int) -> None:
+        """A replica is there, and empty."""
+        self.in_flight[replica_id] = self.kv_blocks[replica_id] = 0
+
+    def leave(self, replica_id: int, replica: Replica) -> None:
+        """A replica is there no more."""
+        del self.in_flight[replica_id], self.kv_blocks[replica_id]
+        self.count(replica)
+
+    def count(self, replica: Replica) -> None:
+        """Adds what an engine counted itself, once it has done all it will do."""
+        self._preemptions += replica.num_preemptions
+        self._num_steps += replica.num_steps
+
+    def begin_session(self, group_id: int, now: float) -> None:
+        """A session of this group starts."""
+        self._groups.setdefault(group_id, [now, now])
+
+    def end_session(self, group_id: int, now: float) -> None:
+        """A session of this group has had its last answer."""
+        self._groups[group_id][1] = now
+
+    def finish(
+        self,
+        request_id: int,
+        replica_id: int,
+        turn: Turn,
+        hit_tokens: int,
+        ready_s: float,
+        now: float,
+    ) -> None:
+        """A request has been answered; it was ready to be sent at ``ready_s``."""
+        self.in_flight[replica_id] -= 1
+        self._finished_s[request_id] = now
+        self._served_by[request_id] = replica_id
+        self._latencies[request_id] = now - ready_s
+        self._output_tokens += turn.output_len
+        self._prompt_tokens += turn.prompt_len
+        self._hit_tokens += hit_tokens
+
+    def result(self, now: float, bound_s: float) -> RunResult:
+        """The numbers of a run that has ended, on a trace with this lower bound."""
+        self.advance(now)
+        latency = np.percentile(self._latencies, (50, 99))
+        decision = np.percentile(np.array(self.decision_ns) / 1e3, (50, 99))
+        groups = [end - start for start, end in self._groups.values()]
+        return RunResult(
+            metrics={
+                "makespan": now,
+                "bound_ratio": now / bound_s,
+                "hit_rate": self._hit_tokens / self._prompt_tokens,
+                "latency_p50": float(latency[0]),
+                "latency_p99": float(latency[1]),
+                "group_p99": float(np.percentile(groups, 99)),
+                "imbalance": self._load.ratio,
+                "kv_imbalance": self._kv_load.ratio,
+                "preemptions": float(self._preemptions),
+                "moved_sessions": float(self.moved),
+                "lost": float(self.lost),
+            },
+            decisions_us=(float(decision[0]), float(decision[1])),
+            replicas=self._served_by,
+            finished_s=self._finished_s,
+            output_tokens=self._output_tokens,
+            num_steps=self._num_steps,
+        )

@@ -13,14 +13,15 @@ from benchmarks.routing_sim.bound import lower_bound
 from benchmarks.routing_sim.interface import Cluster, SimRequest
 from benchmarks.routing_sim.job import Job
 from benchmarks.routing_sim.model import IDLE, Replica
-from benchmarks.routing_sim.results import LoadIntegral, RunResult
+from benchmarks.routing_sim.results import Tally
 from benchmarks.routing_sim.workload import BlockKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from benchmarks.routing_sim.costs import EngineCosts
-    from benchmarks.routing_sim.interface import Policy, PolicyFactory
+    from benchmarks.routing_sim.interface import EngineFigures, Policy, PolicyFactory
+    from benchmarks.routing_sim.results import RunResult
     from benchmarks.routing_sim.scenario import Churn, Scenario
     from benchmarks.routing_sim.workload import Session
 
@@ -121,19 +122,7 @@ class _Simulation:
             sizes = range(0, len(scenario.sessions), batches.size)
             total = len(scenario.sessions)
             self.left_in_batch = [min(batches.size, total - start) for start in sizes]
-        # what is measured
-        self.load, self.kv_load = LoadIntegral(), LoadIntegral()
-        self.in_flight = dict.fromkeys(self.replicas, 0)
-        self.kv_blocks = dict.fromkeys(self.replicas, 0)
-        self.decision_ns: list[int] = []
-        self.latencies = np.zeros(prepared.num_requests)
-        self.finished_s = np.full(prepared.num_requests, np.nan)
-        self.served_by = np.full(prepared.num_requests, -1, np.int32)
-        self.output_tokens = 0
-        self.prompt_tokens = self.hit_tokens = 0
-        self.preemptions = self.num_steps = 0
-        self.moved = self.lost = 0
-        self.groups: dict[int, list[float]] = {}
+        self.tally = Tally(self.replicas, prepared.num_requests)
 
     def run(self) -> RunResult:
         scenario = self.scenario
@@ -155,7 +144,9 @@ class _Simulation:
                 raise RuntimeError(f"{total - self.num_ended} sessions are stuck at {self.now} s")
             self.now, _, _, call, arguments = heapq.heappop(events)
             call(*arguments)
-        return self._result()
+        for replica in self.replicas.values():
+            self.tally.count(replica)
+        return self.tally.result(self.now, self.prepared.bound_s)
 
     def _at(
         self, when: float, call: Callable[..., None], *arguments: object, order: int = _FIRST
@@ -178,7 +169,7 @@ class _Simulation:
         self.unstarted.popleft()
         self.active += 1
         session = self.scenario.sessions[index]
-        self.groups.setdefault(session.group_id, [self.now, self.now])
+        self.tally.begin_session(session.group_id, self.now)
         self._turn(_Running(index, session))
 
     def _turn(self, running: _Running) -> None:
@@ -204,7 +195,7 @@ class _Simulation:
         session = running.session
         self.active -= 1
         self.num_ended += 1
-        self.groups[session.group_id][1] = self.now
+        self.tally.end_session(session.group_id, self.now)
         if self.scenario.keys == "session":
             for policy in self.policies:
                 policy.end_session(session.session_id, self.now)
@@ -220,7 +211,7 @@ class _Simulation:
         policy = self.policies[asked.router]
         begin = time.perf_counter_ns()
         replica_id = policy.choose(asked.request, self.now)
-        self.decision_ns.append(time.perf_counter_ns() - begin)
+        self.tally.decision_ns.append(time.perf_counter_ns() - begin)
         if replica_id not in self.known:
             raise ValueError(
                 f"{type(policy).__name__} chose replica {replica_id}, "
@@ -235,8 +226,8 @@ class _Simulation:
         keys = self.prepared.keys[running.index]
         job = Job(asked, keys, turn.prompt_len, turn.output_len, self.version)
         replica = self.replicas[replica_id]
-        self._advance_loads()
-        self.in_flight[replica_id] += 1
+        self.tally.advance(self.now)
+        self.tally.in_flight[replica_id] += 1
         idle, end = replica.end == IDLE, replica.end
         replica.add(job, self.now)
         if idle and not replica.stepping:
@@ -255,7 +246,7 @@ class _Simulation:
         if replica is None or replica.stepping:
             return
         replica.begin(self.now)
-        self.kv_blocks[replica_id] = replica.num_used_blocks
+        self.tally.kv_blocks[replica_id] = replica.num_used_blocks
         if replica.stepping:
             self._await(replica_id)
 
@@ -263,10 +254,10 @@ class _Simulation:
         replica = self.replicas.get(replica_id)
         if replica is None or cut != self.cuts[replica_id]:
             return
-        self._advance_loads()
+        self.tally.advance(self.now)
         for job in replica.settle():
             self._finish(replica_id, job)
-        self.kv_blocks[replica_id] = replica.num_used_blocks
+        self.tally.kv_blocks[replica_id] = replica.num_used_blocks
         if self.events and self.events[0][0] <= self.now:
             self._at(self.now, self._begin, replica_id, order=_LAST)
         else:
@@ -279,15 +270,10 @@ class _Simulation:
         running = asked.running
         session = running.session
         turn = session.turns[running.turn]
-        number = asked.request.request_id
-        self.in_flight[replica_id] -= 1
-        self.finished_s[number] = self.now
-        self.served_by[number] = replica_id
-        self.latencies[number] = self.now - asked.ready_s
-        self.output_tokens += turn.output_len
-        self.prompt_tokens += turn.prompt_len
-        self.hit_tokens += job.hit_tokens
-        self.moved += running.last_replica not in (-1, replica_id)
+        self.tally.finish(
+            asked.request.request_id, replica_id, turn, job.hit_tokens, asked.ready_s, self.now
+        )
+        self.tally.moved += running.last_replica not in (-1, replica_id)
         running.last_replica = replica_id
         output = session.tokens[turn.prompt_len : turn.prompt_len + turn.output_len]
         self.policies[asked.router].finish(asked.request, replica_id, output, self.now)
@@ -322,9 +308,11 @@ class _Simulation:
                 else:
                     self._hear(*arguments)
 
-    def _hear(self, policy: Policy, replica_id: int, figures: object, asked_at: float) -> None:
+    def _hear(
+        self, policy: Policy, replica_id: int, figures: EngineFigures, asked_at: float
+    ) -> None:
         if replica_id in self.known:
-            policy.report(replica_id, figures, asked_at, self.now)  # pyright: ignore[reportArgumentType]
+            policy.report(replica_id, figures, asked_at, self.now)
 
     # weights
 
@@ -367,19 +355,18 @@ class _Simulation:
     # deaths and joins
 
     def _die(self, event: Churn) -> None:
-        self._advance_loads()
+        self.tally.advance(self.now)
         replica = self.replicas.pop(event.replica_id)
-        self._count(replica)
+        self.tally.leave(event.replica_id, replica)
         lost = self.dead[event.replica_id] = []
         for job in replica.jobs():
             assert isinstance(job.owner, _Asked)
             lost.append(job.owner)
-        del self.in_flight[event.replica_id], self.kv_blocks[event.replica_id]
         self._at(self.now + event.detection_s, self._detect, event.replica_id)
 
     def _detect(self, replica_id: int) -> None:
         lost = self.dead.pop(replica_id)
-        self.lost += len(lost)
+        self.tally.lost += len(lost)
         self.known.discard(replica_id)
         for asked in lost:
             self.policies[asked.router].finish(asked.request, replica_id, None, self.now)
@@ -388,55 +375,15 @@ class _Simulation:
             self._send(asked)
 
     def _join(self, event: Churn) -> None:
-        self._advance_loads()
+        self.tally.advance(self.now)
         replica_id = event.replica_id
         replica = self.replicas[replica_id] = Replica(self.costs)
         replica.version = self.version
         self.cuts.setdefault(replica_id, 0)
-        self.in_flight[replica_id] = self.kv_blocks[replica_id] = 0
+        self.tally.join(replica_id)
         self.known.add(replica_id)
         self._tell_replicas()
 
     def _tell_replicas(self) -> None:
         for policy in self.policies:
             policy.set_replicas(tuple(sorted(self.known)), self.now)
-
-    # measuring
-
-    def _advance_loads(self) -> None:
-        count = len(self.replicas)
-        if count:
-            self.load.advance(self.now, self.in_flight.values(), count)
-            self.kv_load.advance(self.now, self.kv_blocks.values(), count)
-
-    def _count(self, replica: Replica) -> None:
-        self.preemptions += replica.num_preemptions
-        self.num_steps += replica.num_steps
-
-    def _result(self) -> RunResult:
-        self._advance_loads()
-        for replica in self.replicas.values():
-            self._count(replica)
-        latency = np.percentile(self.latencies, (50, 99))
-        decision = np.percentile(np.array(self.decision_ns) / 1e3, (50, 99))
-        groups = [end - start for start, end in self.groups.values()]
-        return RunResult(
-            metrics={
-                "makespan": self.now,
-                "bound_ratio": self.now / self.prepared.bound_s,
-                "hit_rate": self.hit_tokens / self.prompt_tokens,
-                "latency_p50": float(latency[0]),
-                "latency_p99": float(latency[1]),
-                "group_p99": float(np.percentile(groups, 99)),
-                "imbalance": self.load.ratio,
-                "kv_imbalance": self.kv_load.ratio,
-                "preemptions": float(self.preemptions),
-                "moved_sessions": float(self.moved),
-                "lost": float(self.lost),
-            },
-            decisions_us=(float(decision[0]), float(decision[1])),
-            replicas=self.served_by,
-            finished_s=self.finished_s,
-            output_tokens=self.output_tokens,
-            num_steps=self.num_steps,
-        )
