@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import threading
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["iterate_blocking", "run_blocking"]
 
 _Result = TypeVar("_Result")
-# An interrupted caller waits this long for its coroutine to clean up.
+# An interrupted caller waits this long for its coroutine to clean up, and one that drops an iterator
+# for its stream to close: the garbage collector may drop it while its thread holds a lock that
+# closing needs, such as the ledger's.
 CLEAN_UP_TIMEOUT_S = 10.0
 
 _lock = threading.Lock()
@@ -82,7 +85,7 @@ def iterate_blocking(stream: AsyncIterator[_Result]) -> Iterator[_Result]:
 
 
 def _close_blocking(stream: AsyncIterator[object]) -> None:
-    """Closes ``stream``, and waits for that wherever waiting cannot last for ever.
+    """Closes ``stream``, and waits for that, but not for ever.
 
     Iterators are also dropped by the garbage collector, in whatever thread it runs, and at the very
     end of the process, when the background loop no longer does.
@@ -95,7 +98,10 @@ def _close_blocking(stream: AsyncIterator[object]) -> None:
         _closing.add(task)
         task.add_done_callback(_closing.discard)
     else:
-        run_blocking(_close(stream))
+        closing = asyncio.run_coroutine_threadsafe(_close(stream), loop)
+        wait([closing], timeout=CLEAN_UP_TIMEOUT_S)
+        if closing.done():
+            closing.result()
 
 
 async def _next(stream: AsyncIterator[_Result]) -> _Result:

@@ -132,10 +132,15 @@ class Dispatcher:
             VersionNotReachedError: None came to hold the version.
         """
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def notice() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed under its requests
+                loop.call_soon_threadsafe(changed.set)
+
         limit_s = max(request.timeout_s for request in requests)
         with contextlib.suppress(VersionNotReachedError):
             return reserve(requests, avoid)
-        with self._load.watched(lambda: loop.call_soon_threadsafe(changed.set)):
+        with self._load.watched(notice):
             while True:
                 changed.clear()
                 try:
