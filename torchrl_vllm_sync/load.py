@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
@@ -24,18 +25,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Candidates", "LoadTracker"]
 
+_Number = TypeVar("_Number", int, float)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """Replicas among which a request can be placed.
 
     Attributes:
-        snapshots: The ledger's own, in its order.
+        snapshots: The ledger's own, in its order. A tuple, as strategies are handed it and must
+            not reorder it.
         indices: Position of each among all replicas.
         positions: Position of each among the candidates, by replica id.
     """
 
-    snapshots: list[LoadSnapshot]
+    snapshots: tuple[LoadSnapshot, ...]
     indices: list[int]
     positions: dict[str, int]
 
@@ -49,10 +53,15 @@ def candidates_of(pairs: Iterable[tuple[int, LoadSnapshot]]) -> Candidates:
     """Makes candidates of replicas and their positions among all."""
     kept = list(pairs)
     return Candidates(
-        [one for _, one in kept],
+        tuple(one for _, one in kept),
         [index for index, _ in kept],
         {one.replica_id: at for at, (_, one) in enumerate(kept)},
     )
+
+
+def _figure(reported: _Number | None) -> _Number | None:
+    """What an engine reported, unless it can be no count and no share."""
+    return reported if reported is not None and 0 <= reported <= sys.maxsize else None
 
 
 class LoadTracker:
@@ -282,7 +291,8 @@ class LoadTracker:
     ) -> None:
         """Takes over what an engine said of itself.
 
-        The figures are always taken. The state is not, if the report was asked for before the last
+        The figures are always taken; one that cannot be, such as NaN or a number below 0, counts as
+        unknown. The state is not, if the report was asked for before the last
         ``mark``; and a replica marked ``FAILED`` leaves that state only by a report of ``SERVING``.
         A report of a replica that is not tracked (any more) is dropped.
 
@@ -304,15 +314,16 @@ class LoadTracker:
             buried = known.state is ReplicaState.FAILED and report.state is not ReplicaState.SERVING
             if not outdated and not buried:
                 known.state, known.reason = report.state, report.reason
-            known.num_unfinished = report.num_unfinished
-            known.num_running, known.num_waiting = report.num_running, report.num_waiting
-            known.kv_cache_usage = report.kv_cache_usage
+            known.num_unfinished = _figure(report.num_unfinished)
+            known.num_running = _figure(report.num_running)
+            known.num_waiting = _figure(report.num_waiting)
+            known.kv_cache_usage = _figure(report.kv_cache_usage)
             known.weight_version = report.weight_version
             known.measured_at = now
             known.held_when_measured = known.held_tokens
-            inside = report.num_unfinished
-            if inside is None and report.num_running is not None and report.num_waiting is not None:
-                inside = report.num_running + report.num_waiting
+            inside = known.num_unfinished
+            if inside is None and known.num_running is not None and known.num_waiting is not None:
+                inside = known.num_running + known.num_waiting
             if inside is not None:
                 inside = max(0, inside - max(known.in_flight, in_flight_then or 0))
             known.num_elsewhere = inside

@@ -76,10 +76,10 @@ class RequestPlacer:
         """
         if replicas is self._replicas:
             return
-        before = () if self._replicas is None else self._replicas.positions
-        for replica_id in before:
-            if replica_id not in replicas.positions:
-                self._index.remove(replica_id)
+        now = {id(snapshot) for snapshot in replicas.snapshots}
+        for snapshot in () if self._replicas is None else self._replicas.snapshots:
+            if id(snapshot) not in now:  # it left, though another may have its id by now
+                self._index.remove(snapshot.replica_id)
         for snapshot in replicas.snapshots:
             if snapshot.block_size is not None:
                 self._index.set_block_tokens(index_block_tokens(snapshot.block_size))

@@ -104,7 +104,10 @@ def _packer(num_ids: int) -> Callable[..., bytes]:
 
 def _pack_ids(ids: Sequence[int] | np.ndarray) -> bytes:
     if isinstance(ids, np.ndarray):
-        return ids.astype("<i4", copy=False).tobytes()
+        packed = ids.astype("<i4", copy=False)
+        if packed is not ids and (ids.dtype.kind not in "iu" or (packed != ids).any()):
+            raise InvalidPromptError(f"token ids must be integers of 32 bits, got {ids!r}")
+        return packed.tobytes()
     try:
         return _packer(len(ids))(*ids)
     except struct.error as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from torchrl_vllm_sync.routing.strategies import LeastRequests, RoundRobin
 
 if TYPE_CHECKING:
@@ -43,12 +45,16 @@ class StrategyChain:
             position = strategy.choose(request, choices)
             if position is None:
                 continue
-            if not isinstance(position, int) or not 0 <= position < len(choices):
+            if (
+                isinstance(position, bool)
+                or not isinstance(position, (int, np.integer))
+                or not 0 <= position < len(choices)
+            ):
                 raise IndexError(
                     f"strategy {name!r} must choose one of {len(choices)} positions, "
                     f"got {position!r}"
                 )
-            return position
+            return int(position)
         return self._last_resort.choose(request, choices)
 
     def turn(self, snapshots: Sequence[LoadSnapshot]) -> int:

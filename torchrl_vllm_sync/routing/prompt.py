@@ -30,6 +30,8 @@ def routing_prompt(prompt: object) -> tuple[str | Sequence[int] | None, str | No
         prompt = form.get("prompt") if ids is None else ids
         if prompt is None:
             raise InvalidPromptError("a prompt dict must have prompt_token_ids or prompt, got none")
+        if salt is not None and not isinstance(salt, str):
+            raise InvalidPromptError(f"cache_salt must be text, got {type(salt).__name__}")
     if prompt is None:
         return None, None
     if not isinstance(prompt, _FLAT):
@@ -43,6 +45,8 @@ def routing_prompt(prompt: object) -> tuple[str | Sequence[int] | None, str | No
         )
     if not len(prompt):
         raise InvalidPromptError(f"a prompt must not be empty, got {prompt!r}")
-    if isinstance(prompt, (list, tuple)) and not isinstance(prompt[0], (int, np.integer)):
+    if isinstance(prompt, (list, tuple)) and (
+        isinstance(prompt[0], bool) or not isinstance(prompt[0], (int, np.integer))
+    ):
         raise InvalidPromptError(f"token ids must be integers, got {type(prompt[0]).__name__}")
     return prompt, salt  # pyright: ignore[reportReturnType] - an integer array is a sequence of ids

@@ -1,0 +1,219 @@
+"""What nobody should do to routing: it is refused by name, or does no harm."""
+
+import asyncio
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from torchrl_vllm_sync.background import iterate_blocking
+from torchrl_vllm_sync.balancer import LoadBalancer
+from torchrl_vllm_sync.dispatch import Dispatcher
+from torchrl_vllm_sync.errors import InvalidPromptError
+from torchrl_vllm_sync.load import LoadTracker
+from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.requests import EngineRequest
+from torchrl_vllm_sync.routing import PrefixIndex, strategies
+
+SERVING = ReplicaState.SERVING
+STRATEGIES = ["prefix-aware", "requests", "kv-cache", "round-robin"]
+
+
+class Service:
+    def __init__(self, num=4):
+        self.actors = [object() for _ in range(num)]
+        self.load = LoadTracker([f"r{at}" for at in range(num)], state=SERVING)
+
+
+@pytest.fixture
+def service():
+    return Service()
+
+
+def in_flight(service):
+    return [one.in_flight for one in service.load.snapshots()]
+
+
+def use(monkeypatch, choose):
+    """Registers ``choose(snapshots)`` as the strategy ``"mine"``."""
+
+    class Mine:
+        def __init__(self, settings): ...
+        def choose(self, request, snapshots):
+            return choose(snapshots)
+
+    monkeypatch.setitem(strategies._FACTORIES, "mine", Mine)
+    return "mine"
+
+
+# Strategies
+
+
+def test_a_strategy_cannot_reorder_the_ledger(service, monkeypatch):
+    def by_load(snapshots):
+        snapshots.sort(key=lambda one: -one.in_flight)
+        return 0
+
+    balancer = LoadBalancer(service, use(monkeypatch, by_load))
+    with pytest.raises(AttributeError, match="sort"):
+        balancer.reserve([1])
+    places = [LoadBalancer(service, "round-robin").reserve() for _ in range(4)]
+    assert all(one.replica_id == f"r{one.index}" for one in places)
+
+
+def test_a_strategy_may_answer_with_a_numpy_integer(service, monkeypatch):
+    balancer = LoadBalancer(
+        service, use(monkeypatch, lambda some: np.argmin([one.in_flight for one in some]))
+    )
+    places = [balancer.reserve() for _ in range(4)]
+    assert [place.index for place in places] == [0, 1, 2, 3]
+    assert all(type(place.index) is int for place in places)
+
+
+@pytest.mark.parametrize("position", [True, 1.0, "1", np.bool_(True), np.int64(4), object()])
+def test_a_strategy_that_answers_with_no_position_is_named(service, monkeypatch, position):
+    balancer = LoadBalancer(service, use(monkeypatch, lambda _: position))
+    with pytest.raises(IndexError, match="strategy 'mine' must choose one of 4 positions"):
+        balancer.reserve([1])
+    assert in_flight(service) == [0, 0, 0, 0]
+
+
+# Reports
+
+
+@pytest.mark.parametrize("name", ["kv_cache_usage", "num_unfinished", "num_running", "num_waiting"])
+@pytest.mark.parametrize("figure", [float("nan"), float("inf"), -1, 10**400])
+def test_a_figure_that_cannot_be_counts_as_unknown(service, name, figure):
+    for replica_id in service.load.replica_ids:
+        service.load.describe(replica_id, block_size=16, num_kv_blocks=100)
+        others = {"num_running": 3, "num_waiting": 4}
+        report = EngineReport(replica_id=replica_id, state=SERVING, **{**others, name: figure})
+        service.load.observe(report)
+    for one in service.load.snapshots():
+        assert getattr(one, name) is None
+        assert one.num_elsewhere == (None if name in others else 7)
+    for strategy in STRATEGIES:
+        balancer = LoadBalancer(service, strategy)
+        for place in [balancer.reserve([at] * 300, session_id=at) for at in range(20)]:
+            place.release()
+    assert in_flight(service) == [0, 0, 0, 0]
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [np.array([2**32 + 1]), np.array([2**31], np.uint32), np.array([2**64 - 1], np.uint64)],
+)
+def test_ids_of_an_array_that_do_not_fit_are_not_taken_for_others(service, ids):
+    balancer = LoadBalancer(service)
+    with pytest.raises(InvalidPromptError, match="32 bits"):
+        balancer.reserve(ids)
+    place = balancer.reserve([1, 2])
+    with pytest.raises(InvalidPromptError, match="32 bits"):
+        place.release([ids])
+    assert in_flight(service) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["<i8", ">i8", ">i4", "u1", "i2", "u4", "u8"])
+def test_ids_of_every_integer_dtype_are_the_same_prompt(dtype):
+    index = PrefixIndex(128)
+    ids = list(range(200))
+    assert index.chain(np.array(ids, dtype)).digests == index.chain(ids).digests
+    assert index.chain(np.array(ids * 2, dtype)[::2]).digests == index.chain((ids * 2)[::2]).digests
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "x", "cache_salt": 5}, [True, False]])
+@pytest.mark.parametrize("strategy", ["prefix-aware", "requests"])
+def test_salts_are_text_and_ids_no_truth_values(service, prompt, strategy):
+    with pytest.raises(InvalidPromptError):
+        LoadBalancer(service, strategy).reserve(prompt)
+    assert in_flight(service) == [0, 0, 0, 0]
+
+
+def test_prompts_that_look_alike_in_bytes_have_nothing_in_common():
+    index, text = PrefixIndex(128), "abcd" * 200
+    as_ids = list(np.frombuffer(text.encode(), "<i4"))
+    chains = [index.chain(text), index.chain(as_ids)]
+    chains += [index.chain(text, salt) for salt in ("", "a", "b")]
+    chains += [index.chain("b" + text, "a"), index.chain(text, "ab")]
+    chains += [index.chain(as_ids, salt) for salt in ("", "a")]
+    digests = [digest for chain in chains for digest in chain.digests]
+    assert len(set(digests)) == len(digests)
+    # An answer behind a prompt is the same as both in one, wherever the border is.
+    longer = index.chain(as_ids + as_ids).digests
+    for at in (1, 127, 128, 129, 200):
+        both = as_ids + as_ids
+        assert index.chain(both[:at]).followed_by(both[at:]).digests == longer
+
+
+# Replicas
+
+
+def test_a_replica_that_takes_the_id_of_another_has_nothing_cached(service):
+    balancer, prompt = LoadBalancer(service), list(range(1000))
+    with balancer.reserve(prompt) as place:
+        pass
+    index = balancer._placer._index
+    chain = index.chain(prompt)
+    assert index.cached_tokens(chain, place.replica_id, 0) == 1000
+    service.load.remove(place.replica_id)
+    service.load.add(place.replica_id, SERVING)
+    balancer.reserve([9])
+    assert index.cached_tokens(chain, place.replica_id, 0) == 0
+
+
+# Loops and threads
+
+
+def test_a_loop_that_is_closed_under_a_waiting_request_stops_no_reports(service):
+    balancer = LoadBalancer(service)
+    request = EngineRequest(
+        request_id="1", prompt={"prompt_token_ids": [1]}, sampling_params=None, timeout_s=60.0,
+        min_version=3,
+    )  # fmt: skip
+    dispatcher = Dispatcher(list, service.load)
+
+    def reserve(requests, avoid):
+        return balancer.reserve_batch([[1]], exclude=avoid, min_version=3)
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(dispatcher.run([request], reserve))
+    loop.run_until_complete(asyncio.sleep(0))
+    assert service.load.is_watched
+    loop.close()
+    service.load.observe(EngineReport(replica_id="r0", state=SERVING, weight_version=3))
+    assert service.load.snapshots()[0].weight_version == 3
+    task._log_destroy_pending = False  # it never ends
+
+
+def test_a_stream_collected_while_its_ledger_is_locked_does_not_lock_up(monkeypatch, service):
+    monkeypatch.setattr("torchrl_vllm_sync.background.CLEAN_UP_TIMEOUT_S", 0.1)
+    balancer, closed = LoadBalancer(service), threading.Event()
+
+    async def items():
+        with balancer.reserve([1]):
+            try:
+                while True:
+                    yield 1
+            finally:
+                service.load.snapshots()  # needs the lock
+                closed.set()
+
+    cycle = [iterate_blocking(items())]
+    next(cycle[0])
+    cycle.append(cycle)
+    del cycle
+    assert sum(in_flight(service)) == 1
+    with service.load.lock:
+        gc.collect()
+        assert not closed.is_set()
+    assert closed.wait(10)
+    for _ in range(1000):
+        if not sum(in_flight(service)):
+            return
+        time.sleep(0.01)
+    pytest.fail("the place was not given back")
