@@ -4,7 +4,11 @@ Every policy gets the same requests, byte for byte, of each trace and seed
 (``routing_sim.traces``); engines are simulated by vLLM's scheduling rules with the costs of
 ``--costs`` (``routing_sim.model``). The record has one sample a seed, in the same order for all
 policies, so differences are paired; ``python -m benchmarks.routing_report`` makes tables and plots
-of it.
+of it. Numbers are explained in ``routing_sim.results``, traces in ``routing_sim.traces``, policies
+in ``routing_sim.policies``.
+
+At the end the policies' decisions are timed by the real clock, one policy after the other. The time
+of ``ours`` is that of this library's own balancer; ``routing_decisions`` has it as callers see it.
 
 ``python -m benchmarks.routing`` runs everything, ``--smoke`` small traces in seconds.
 """
@@ -79,9 +83,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         for policy in args.policies:
             for metric, unit in UNITS.items():
                 samples = [float(f"{numbers[policy][metric]:.6g}") for numbers in by_seed]
-                recorder.add(case=trace, system=policy, metric=metric, unit=unit, samples=samples)
+                recorder.add(
+                    case=trace,
+                    system=policy,
+                    metric=metric,
+                    unit=unit,
+                    samples=samples,
+                    costs=args.costs,
+                )
         print_trace(trace, args.policies, by_seed)
-    print(f"\n{len(results) * len(args.policies)} runs in {time.perf_counter() - begin:.1f} s")
+    print(
+        f"\n{len(traces)} traces x {args.seeds} seeds x {len(args.policies)} policies simulated "
+        f"in {time.perf_counter() - begin:.1f} s\n"
+    )
     add_decisions(recorder, args.policies, 1 if args.smoke else 5)
     print(recorder.write(smoke=args.smoke, directory=args.out))
     return 0
@@ -89,20 +103,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=list(TRACES))
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
-    parser.add_argument("--seeds", type=int, help=f"how many, 10 if not --smoke: {SMOKE_SEEDS}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--traces",
+        nargs="*",
+        default=list(TRACES),
+        choices=list(TRACES),
+        metavar="TRACE",
+        help=f"of {', '.join(TRACES)}; all unless named; none with --traces alone",
+    )
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=list(POLICIES),
+        choices=list(POLICIES),
+        metavar="POLICY",
+        help=f"of {', '.join(POLICIES)}; all unless named",
+    )
+    parser.add_argument(
+        "--seeds", type=int, help=f"how many; 10 unless given, {SMOKE_SEEDS} with --smoke"
+    )
     parser.add_argument("--workers", type=int, help="processes, one for each core if not given")
-    parser.add_argument("--costs", default="fitted-8b-h200", choices=list(PRESETS))
+    parser.add_argument(
+        "--costs",
+        default="fitted-8b-h200",
+        choices=list(PRESETS),
+        help="what an engine's steps take, by default %(default)s",
+    )
     parser.add_argument(
         "--mooncake", nargs="+", type=Path, default=[], help="more traces, in Mooncake's JSONL"
     )
     parser.add_argument(
-        "--mooncake-requests", type=int, default=1000, help="requests of a file for each seed"
+        "--mooncake-requests",
+        type=int,
+        default=1000,
+        help="requests of a file for each seed, by default %(default)s",
     )
     parser.add_argument("--out", type=Path, help="directory of the record")
-    parser.add_argument("--smoke", action="store_true", help="seconds, meaning little")
+    parser.add_argument("--smoke", action="store_true", help="small traces, meaning little")
     args = parser.parse_args(argv)
     if args.seeds is None:
         args.seeds = SMOKE_SEEDS if args.smoke else 10
@@ -155,10 +195,11 @@ def add_decisions(recorder: Recorder, policies: Sequence[str], repetitions: int)
 def print_trace(
     trace: str, policies: Sequence[str], by_seed: Sequence[dict[str, dict[str, float]]]
 ) -> None:
-    """Means over the seeds of one trace."""
+    """Prints means over the seeds of one trace; ``routing_sim.results`` explains them."""
     print(f"\n{trace}: means of {len(by_seed)} seeds")
     columns = ("makespan", "bound_ratio", "hit_rate", "latency_p99", "imbalance", "decision_p50")
     print(f"  {'':26}" + "".join(f"{name:>14}" for name in columns))
+    print(f"  {'':26}" + "".join(f"{UNITS[name]:>14}" for name in columns))
     for policy in policies:
         means = [fmean(numbers[policy][name] for numbers in by_seed) for name in columns]
         print(f"  {policy:26}" + "".join(f"{mean:14.3f}" for mean in means))

@@ -1,4 +1,18 @@
-"""The traces: kinds of rollout traffic, each made of a seed alone."""
+"""The traces: kinds of rollout traffic, each made of a seed alone.
+
+* ``grpo``: groups of 8 samples of one prompt, routers see the group. ``grpo-unkeyed``: they see
+  the prompt alone. ``grpo-long``: answers so long that caches fill up. ``grpo-updates``: new
+  weights by the clock. ``grpo-async``: new weights whenever a quarter of the samples has been
+  trained on, and nobody more than one version ahead.
+* ``agents``: conversations with tools, in groups that share a task, all with one system prompt;
+  routers see session and group. ``agents-unkeyed``, ``agents-updates``: as above. ``agents-open``:
+  sessions arrive by the clock, whether others have ended or not. ``agents-churn``: a replica dies,
+  one joins, and the dead one comes back.
+* ``shared-prompt``: strangers behind one long system prompt, without keys.
+* ``hot-group``: half of all sessions share one prompt, and a few are very long.
+* ``routers-0ms``, ``-100ms``, ``-1000ms``: ``agents-unkeyed`` through four routers that share
+  nothing and hear of engines so late. ``routers-lost``: 100 ms late, and half of it never.
+"""
 
 from __future__ import annotations
 
@@ -349,7 +363,7 @@ TRACES: dict[str, TraceFactory] = {
     "grpo": _GRPO,
     "grpo-unkeyed": _GRPO_UNKEYED,
     "grpo-long": _sized(grpo, _SMALL_LONG, **_LONG, num_groups=80, concurrency=640),
-    "grpo-updates": _with_updates(_GRPO, 15.0, 2.0),
+    "grpo-updates": _with_updates(_GRPO, 15.0, 0.8),
     "grpo-async": _in_batches(_GRPO),
     "agents": _AGENTS,
     "agents-unkeyed": _AGENTS_UNKEYED,

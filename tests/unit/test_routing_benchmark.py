@@ -97,6 +97,20 @@ def test_traces_are_named_as_they_are_listed(name):
     assert len(small.sessions) < len(whole.sessions) / 10
 
 
+@pytest.mark.parametrize("kind", ["updates", "async", "churn"])
+@pytest.mark.parametrize("smoke", [True, False])
+def test_what_befalls_a_trace_happens_before_its_end(kind, smoke):
+    name = "agents-churn" if kind == "churn" else f"grpo-{kind}"
+    with_it, without = (
+        simulate(
+            Prepared(make_trace(one, 0, smoke=smoke), costs_named("fitted-8b-h200")),
+            POLICIES["least-requests"],
+        )
+        for one in (name, name.removesuffix(f"-{kind}"))
+    )
+    assert not np.array_equal(with_it.finished_s, without.finished_s)
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match=r"trace must be one of grpo, .*, got 'none'"):
         make_trace("none", 0)
@@ -226,6 +240,25 @@ def test_the_report_draws_beside_the_record_and_only_of_its_own(tmp_path, capsys
         picture = path.with_name(f"{path.stem}_{kind}.png").read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert len(picture) < 150_000
+
+
+def test_the_report_says_which_run_it_is_of(tmp_path, capsys):
+    path = run(tmp_path, "--traces", "grpo", "--policies", "ours")
+    capsys.readouterr()
+    assert routing_report.main([str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith(f"{routing.SMOKE_SEEDS} seeds, SMOKE: small traces that mean little")
+    assert "| ours | 0 | 1.00 (grpo) |" in lines  # nobody else to compare with
+    run_again = json.loads(path.read_text())
+    assert {one["costs"] for one in run_again["records"] if one["case"] == "grpo"} == {
+        "fitted-8b-h200"
+    }
+
+
+def test_the_report_says_that_there_is_no_record(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(routing_report, "RESULTS", tmp_path)
+    assert routing_report.main([]) == 1
+    assert "no record of benchmarks.routing in" in capsys.readouterr().out
 
 
 def test_no_trace_beats_its_bound_and_one_request_meets_it():
