@@ -11,6 +11,7 @@ LAYERS = """
 # words that everything else uses
 replica wire background weights.metadata keys
 errors load_snapshot
+settings
 load
 versions
 requests

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["iterate_blocking", "run_blocking"]
 
 _Result = TypeVar("_Result")
-# An interrupted caller waits this long for its coroutine to clean up, and one that drops an iterator
-# for its stream to close: the garbage collector may drop it while its thread holds a lock that
+# An interrupted caller waits this long for its coroutine to clean up, and whoever drops an iterator
+# for its stream to close: the garbage collector may do so in a thread that holds a lock which
 # closing needs, such as the ledger's.
 CLEAN_UP_TIMEOUT_S = 10.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -24,6 +24,8 @@ from torchrl_vllm_sync.routing import (
 )
 from torchrl_vllm_sync.routing.prefix_index import index_block_tokens
 from torchrl_vllm_sync.sessions import as_key, as_keys, key_per_prompt
+from torchrl_vllm_sync.settings import check_integer, check_number
+from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -126,23 +128,22 @@ class LoadBalancer:
     ) -> None:
         if strategy is None:
             strategy = _DEFAULT_STRATEGY
-        self.strategies = [strategy] if isinstance(strategy, str) else list(strategy)
-        if not self.strategies:
+        names = [strategy] if isinstance(strategy, str) else strategy
+        if not isinstance(names, Collection) or not names:
             raise UnsupportedArgumentError(f"strategy must name at least one, got {strategy!r}")
-        if prefix_length < 1:
-            raise UnsupportedArgumentError(f"prefix_length must be at least 1, got {prefix_length}")
-        if not overload_threshold >= 1:
-            raise UnsupportedArgumentError(
-                f"overload_threshold must be at least 1, got {overload_threshold}"
-            )
-        if not monitor_interval_s > 0:
+        self.strategies = list(names)
+        check_integer("prefix_length", prefix_length, 1)
+        check_number("overload_threshold", overload_threshold, 1)
+        check_number("monitor_interval_s", monitor_interval_s, 0)
+        check_integer("seed", seed, 0)
+        if monitor_interval_s == 0:
             raise UnsupportedArgumentError(
                 f"monitor_interval_s must be greater than 0, got {monitor_interval_s}"
             )
         self.strategy = self.strategies[0]
         self._factories = {name: strategy_factory(name) for name in self.strategies}
         self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
-        self.seed = seed
+        self.seed = int(seed)
         self._monitor_interval_s = monitor_interval_s
         self._max_sessions = max_sessions
         self._service: BalancedService | None = None
@@ -155,6 +156,7 @@ class LoadBalancer:
             self._service = actors_or_service
             if not self.actors:
                 raise UnsupportedArgumentError("actors_or_service must have at least 1 actor")
+            self._check_tracker(len(self.actors))
         else:
             raise UnsupportedArgumentError(
                 "actors_or_service must be a service with actors and load, or a list of actors, "
@@ -220,7 +222,8 @@ class LoadBalancer:
         Raises:
             InvalidPromptError: The prompt is empty or of a wrong type.
             NoReplicaAvailableError: No replica can take a request.
-            UnsupportedArgumentError: A key is neither an integer nor text that is not empty.
+            UnsupportedArgumentError: A key is neither an integer nor text that is not empty,
+                ``exclude`` is text, or ``min_version`` is no version.
             VersionNotReachedError: Some can, but none is known to hold ``min_version``.
         """
         if session_id is not None:
@@ -260,10 +263,14 @@ class LoadBalancer:
             InvalidPromptError: The batch or a prompt is empty, or of a wrong type.
             NoReplicaAvailableError: No replica can take a request.
             UnsupportedArgumentError: There are not as many keys or sampling parameters as prompts,
-                or a key is neither an integer nor text that is not empty.
+                or one of these, ``exclude`` or ``min_version`` cannot be.
             VersionNotReachedError: Some can, but none is known to hold ``min_version``.
         """
-        if isinstance(prompts, (str, Mapping)) or not len(prompts):
+        if (
+            isinstance(prompts, (str, Mapping))
+            or not isinstance(prompts, Sized)
+            or not len(prompts)
+        ):
             raise InvalidPromptError(f"prompts must be a sequence of prompts, got {prompts!r}")
         sessions = key_per_prompt("session_id", session_id, len(prompts))
         groups = key_per_prompt("group_id", group_id, len(prompts))
@@ -272,13 +279,13 @@ class LoadBalancer:
             seen, salt = routing_prompt(prompt)
             requests.append(RoutingRequest(seen, context, session, group, salt))
         if sampling_params is not None:
-            if len(sampling_params) != len(requests):
+            given = len(sampling_params) if isinstance(sampling_params, Sized) else sampling_params
+            if given != len(requests):
                 raise UnsupportedArgumentError(
-                    f"sampling_params must be one for each of {len(requests)} prompts, "
-                    f"got {len(sampling_params)}"
+                    f"sampling_params must be one for each of {len(requests)} prompts, got {given}"
                 )
             for request, params in zip(requests, sampling_params, strict=True):
-                request.num_samples, request.max_tokens = params.n, params.max_tokens
+                request.num_samples, request.max_tokens = _sampled_as(params)
         num_coming = sum(request.num_samples for request in requests)
         tracker = self._ready()
         reservations: list[Reservation] = []
@@ -348,9 +355,13 @@ class LoadBalancer:
             self._bare = BareActors(actors, interval_s=self._monitor_interval_s)
             self._tracker = self._bare.tracker
             self._bare.start()
-        elif len(self._tracker.replica_ids) != len(actors):
+        else:
+            self._check_tracker(len(actors))
+
+    def _check_tracker(self, num_actors: int) -> None:
+        if self._tracker is not None and len(self._tracker.replica_ids) != num_actors:
             raise UnsupportedArgumentError(
-                f"tracker must have one replica for each of the {len(actors)} actors, "
+                f"tracker must have one replica for each of the {num_actors} actors, "
                 f"got {self._tracker.replica_ids}"
             )
 
@@ -382,6 +393,9 @@ class LoadBalancer:
         candidates = tracker.candidates()
         self._placer.sync(candidates)
         if exclude or min_version or not candidates.snapshots:
+            if isinstance(exclude, str):
+                raise UnsupportedArgumentError(f"exclude must be several ids, got {exclude!r}")
+            check_version("min_version", min_version)
             candidates = tracker.candidates_for(exclude, min_version)
         return candidates, self._placer.choose(request, candidates)
 
@@ -409,3 +423,14 @@ class LoadBalancer:
         self.__dict__.update(state)
         self.seed = secrets.randbits(63)
         self._build_strategies(first_turn=self.seed, clock=time.monotonic)
+
+
+def _sampled_as(params: SampledAs) -> tuple[int, int | None]:
+    """How many samples are asked for, and their length at most: such as the ledger can count."""
+    n, max_tokens = params.n, params.max_tokens
+    if not isinstance(n, int) or n < 1 or not (max_tokens is None or max_tokens >= 0):
+        raise UnsupportedArgumentError(
+            "sampling_params must have n of at least 1 and max_tokens of at least 0 or None, "
+            f"got n={n!r} and max_tokens={max_tokens!r}"
+        )
+    return n, max_tokens

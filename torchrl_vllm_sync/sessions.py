@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.settings import check_integer
 
 __all__ = ["Home", "RequestKey", "SessionLedger", "as_key", "as_keys", "key_per_prompt"]
 
@@ -52,8 +53,8 @@ def as_keys(name: str, given: RequestKey | Iterable[RequestKey]) -> list[Request
     Raises:
         UnsupportedArgumentError: A key is neither an integer nor text with at least one character.
     """
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        given = [given]
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        return [as_key(name, given)]
     return [as_key(name, one) for one in given]
 
 
@@ -100,12 +101,11 @@ class SessionLedger:
         capacity: Sessions, and groups, remembered; of each the least recently used are forgotten.
 
     Raises:
-        UnsupportedArgumentError: ``capacity`` is less than 1.
+        UnsupportedArgumentError: ``capacity`` is no integer of at least 1.
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
-        if capacity < 1:
-            raise UnsupportedArgumentError(f"max_sessions must be at least 1, got {capacity}")
+        check_integer("max_sessions", capacity, 1)
         self._capacity = capacity
         self._sessions: OrderedDict[RequestKey, Home] = OrderedDict()
         self._groups: OrderedDict[RequestKey, Home] = OrderedDict()

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,11 +12,16 @@ import pytest
 from torchrl_vllm_sync.background import iterate_blocking
 from torchrl_vllm_sync.balancer import LoadBalancer
 from torchrl_vllm_sync.dispatch import Dispatcher
-from torchrl_vllm_sync.errors import InvalidPromptError
+from torchrl_vllm_sync.errors import InvalidPromptError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.requests import EngineRequest
-from torchrl_vllm_sync.routing import PrefixIndex, strategies
+from torchrl_vllm_sync.routing import (
+    PrefixIndex,
+    known_strategies,
+    register_strategy,
+    strategies,
+)
 
 SERVING = ReplicaState.SERVING
 STRATEGIES = ["prefix-aware", "requests", "kv-cache", "round-robin"]
@@ -217,3 +223,79 @@ def test_a_stream_collected_while_its_ledger_is_locked_does_not_lock_up(monkeypa
             return
         time.sleep(0.01)
     pytest.fail("the place was not given back")
+
+
+# Settings and arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("prefix_length", [float("nan"), float("inf"), 8.5, True, "8", None]),
+        ("overload_threshold", ["x", True, None, [1.5]]),
+        ("monitor_interval_s", [float("nan"), "1", True, None, -1.0]),
+        ("max_sessions", [float("nan"), float("inf"), 1.5, "5", None, True, -1]),
+        ("seed", [float("nan"), "x", None, [], -1]),
+        ("strategy", [5, [["requests"]], [None], b"requests", "", [], {}]),
+        ("tracker", [LoadTracker(["r0"], state=SERVING)]),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name(service, name, values):
+    for value in values:
+        with pytest.raises(SyncError, match=name):
+            LoadBalancer(service, **{name: value})
+
+
+@pytest.mark.parametrize("number", [np.int64(8), np.int32(8)])
+def test_settings_may_be_numbers_of_numpy(service, number):
+    settings = {"prefix_length": number, "max_sessions": number, "seed": number}
+    balancer = LoadBalancer(service, overload_threshold=np.float32(1.5), **settings)
+    balancer.reserve([1] * 300, session_id=number).release([np.array([1, 2])])
+    assert in_flight(service) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"exclude": "r10"}, {"min_version": "5"}, {"min_version": -1}, {"min_version": 1.5}],
+)
+def test_an_argument_that_cannot_be_is_refused_by_name(service, arguments):
+    (name,) = arguments
+    balancer = LoadBalancer(service)
+    for reserve in (lambda: balancer.reserve([1], **arguments),
+                    lambda: balancer.reserve_batch([[1]], **arguments)):  # fmt: skip
+        with pytest.raises(UnsupportedArgumentError, match=f"{name} must be"):
+            reserve()
+    assert in_flight(service) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("prompts", [None, 5, iter([[1]]), b"ab", {1: 2}])
+def test_what_is_no_batch_is_refused(service, prompts):
+    with pytest.raises(InvalidPromptError):
+        LoadBalancer(service).reserve_batch(prompts)
+
+
+@pytest.mark.parametrize("n", [-5, 0, 2.5, float("nan"), "1", None])
+def test_samples_that_cannot_be_counted_are_refused(service, n):
+    balancer = LoadBalancer(service)
+    with pytest.raises(UnsupportedArgumentError, match="n of at least 1"):
+        balancer.reserve_batch([[1]], sampling_params=[SimpleNamespace(n=n, max_tokens=None)])
+    with pytest.raises(UnsupportedArgumentError, match="max_tokens of at least 0"):
+        balancer.reserve_batch([[1]], sampling_params=[SimpleNamespace(n=1, max_tokens=-5)])
+    with pytest.raises(UnsupportedArgumentError, match="one for each of 1 prompts"):
+        balancer.reserve_batch([[1]], sampling_params=SimpleNamespace(n=1, max_tokens=1))
+    assert in_flight(service) == [0, 0, 0, 0]
+
+
+def test_what_is_no_strategy_is_not_registered():
+    for name, factory in [("", int), (5, int), ([], int), ("some", None)]:
+        with pytest.raises(UnsupportedArgumentError):
+            register_strategy(name, factory)
+    assert known_strategies() == STRATEGIES
+
+
+def test_released_sessions_are_not_the_bytes_of_a_name(service):
+    balancer = LoadBalancer(service)
+    balancer.reserve([1], session_id=97)
+    with pytest.raises(UnsupportedArgumentError, match="session_ids"):
+        balancer.release_sessions(b"a")
+    assert balancer.release_sessions(97) == 1

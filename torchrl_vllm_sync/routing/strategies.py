@@ -276,8 +276,12 @@ def register_strategy(name: str, factory: StrategyFactory) -> None:
             processes that it goes to need not register it, but must be able to import it.
 
     Raises:
-        UnsupportedArgumentError: The name is taken.
+        UnsupportedArgumentError: The name is taken, or no text, or ``factory`` cannot be called.
     """
+    if not isinstance(name, str) or not name:
+        raise UnsupportedArgumentError(f"name must be text that is not empty, got {name!r}")
+    if not callable(factory):
+        raise UnsupportedArgumentError(f"factory must be callable, got {factory!r}")
     if name in _FACTORIES:
         raise UnsupportedArgumentError(f"name must be new, got {name!r}, which is registered")
     _FACTORIES[name] = factory
@@ -294,9 +298,6 @@ def strategy_factory(name: str) -> StrategyFactory:
     Raises:
         UnknownStrategyError: No strategy has this name.
     """
-    try:
-        return _FACTORIES[name]
-    except KeyError:
-        raise UnknownStrategyError(
-            f"strategy must be one of {', '.join(_FACTORIES)}, got {name!r}"
-        ) from None
+    if not isinstance(name, str) or name not in _FACTORIES:
+        raise UnknownStrategyError(f"strategy must be one of {', '.join(_FACTORIES)}, got {name!r}")
+    return _FACTORIES[name]
