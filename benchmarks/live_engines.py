@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ __all__ = [
     "engine_options",
     "launch",
     "new_weights",
+    "record_name",
     "reset",
 ]
 
@@ -43,16 +45,13 @@ class PrefillCounts:
         prompt: Tokens of all prompts whose first token came (``PromptTokenStats.total``).
         computed: Those that were computed (``.computed``).
         cached: Those that came from the prefix cache (``.local_cache_hit``).
-        queried: Tokens looked up in the prefix cache (``PrefixCacheStats.queries``). vLLM 0.26
-            counts a request that waits for room at each try.
-        hits: Those that it had (``.hits``).
+        hits: Tokens that the scheduler found in the prefix cache (``PrefixCacheStats.hits``).
         preempted: Requests that lost their blocks and were computed again.
     """
 
     prompt: int = 0
     computed: int = 0
     cached: int = 0
-    queried: int = 0
     hits: int = 0
     preempted: int = 0
 
@@ -90,7 +89,6 @@ def counted_actor() -> type:
                 self.counts.cached += prompts.local_cache_hit
                 self.counts.preempted += iteration_stats.num_preempted_reqs
             if scheduler_stats is not None:
-                self.counts.queried += scheduler_stats.prefix_cache_stats.queries
                 self.counts.hits += scheduler_stats.prefix_cache_stats.hits
 
     class CountedActor(EngineActor):
@@ -103,6 +101,11 @@ def counted_actor() -> type:
             return self._stats.counts
 
     return CountedActor
+
+
+def record_name(benchmark: str, shape: str | None) -> str:
+    """Name of a benchmark's record: with the shape, if there is one, in letters of file names."""
+    return benchmark if shape is None else f"{benchmark}_{re.sub(r'[^a-z0-9]', '_', shape)}"
 
 
 def engine_options(*, execution: str, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class Probe:
         )
 
     async def prefill(self, length: int, rounds: int = 3) -> Measurement:
-        """The steps of one prompt on an idle engine; the fastest of some rounds."""
+        """The steps of one prompt on an idle engine; the median of some rounds."""
         seconds = []
         for _ in range(rounds):
             await self.ask(self.words(length), 1, FIRST_ID)

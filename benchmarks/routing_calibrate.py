@@ -238,7 +238,10 @@ def record_fit(recorder: Recorder, found: list[Measurement], fitted: Fit, limits
     for free_tokens in FREE_TOKENS:
         fewer = calibration.without_free(found, free_tokens)
         other = calibration.fit(fewer, limits)
-        print(f"with {free_tokens} free prompt tokens a step: mean error {other.mean_error:.1%}")
+        print(
+            f"if {free_tokens} prompt tokens of each step cost nothing: "
+            f"mean error {other.mean_error:.1%}"
+        )
     for name, value in dataclasses.asdict(fitted.costs).items():
         if name != "origin":
             recorder.add(case="costs", system="model", metric=name, unit="-", samples=[value])
@@ -293,9 +296,16 @@ async def calibrate(
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape, on a GPU")
-    parser.add_argument("--execution", default="compiled", choices=live_engines.EXECUTIONS)
+    parser.add_argument(
+        "--execution",
+        default="compiled",
+        choices=live_engines.EXECUTIONS,
+        help="how a GPU runs the model, by default %(default)s",
+    )
     parser.add_argument("--out", type=Path, help="directory of the record")
     parser.add_argument("--smoke", action="store_true", help="a minute, on a CPU, meaning nothing")
     return parser.parse_args(argv)
@@ -304,10 +314,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Calibrates, checks and writes the record."""
     args = parse(argv)
-    recorder = Recorder(
-        "routing_calibrate"
-        + (f"_{args.shape.replace('-', '_').replace('.', '_')}" if args.shape else "")
-    )
+    recorder = Recorder(live_engines.record_name("routing_calibrate", args.shape))
+    recorder.check(smoke=args.smoke)
     plan = GPU if args.shape else SMOKE if args.smoke else CPU
     options = live_engines.engine_options(
         execution=args.execution,

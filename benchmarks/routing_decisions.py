@@ -3,7 +3,12 @@
 A decision is the whole call, from the prompt as a caller has it, a list of token ids, to the place
 that is counted: checking, locking, digesting the prompt, looking it up, choosing, and noting the
 choice. Places are given back outside the timing, with as many in flight as an engine would have.
-The garbage collector runs as it would.
+The garbage collector runs as it would. The cases are requests of sessions that the balancer knows
+(``keyed``), and prompts of that many tokens without a key, each of some hundred coming again and
+again (``2048-tokens``).
+
+The index keeps one digest for at least 128 tokens, so that a cache of small blocks takes less
+memory than one of as many large blocks, which hold more tokens.
 
 ``python -m benchmarks.routing_decisions`` takes a minute, ``--smoke`` seconds.
 """
@@ -83,20 +88,29 @@ def index_bytes(num_blocks: int, block_tokens: int) -> int:
         del prompt
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(index) == num_blocks, (len(index), num_blocks)
+    if len(index) != num_blocks:
+        raise RuntimeError(f"the index remembers {len(index)} blocks, not {num_blocks}")
     return held
 
 
 def main(argv: list[str] | None = None) -> Path:
     """Runs the benchmark and returns the path of its record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="few decisions, a small index")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--decisions", type=int, default=20_000, help="timed in each round")
+    parser.add_argument("--rounds", type=int, default=10, help="by default %(default)s")
+    parser.add_argument(
+        "--decisions", type=int, default=20_000, help="timed in each round, by default %(default)s"
+    )
     parser.add_argument("--out", help="directory of the record")
     arguments = parser.parse_args(argv)
+    for name, least in (("rounds", 1), ("decisions", 2)):
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name} must be at least {least}, got {getattr(arguments, name)}")
     rounds, num = (2, 200) if arguments.smoke else (arguments.rounds, arguments.decisions)
     recorder = Recorder("routing_decisions")
+    recorder.check(smoke=arguments.smoke)
     chance = random.Random(0)
     prompts = [[chance.randrange(32_000) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
     for case in ("keyed", "2048-tokens"):

@@ -9,8 +9,9 @@ system. What was computed and what came from a prefix cache is read from vLLM's 
 ``hit_rate`` is the share of prompt tokens that came from a prefix cache. ``prefilled_over_once``
 are the computed ones over those of all prompts with common beginnings counted once; since vLLM
 caches whole blocks only, ``prefilled_over_least`` compares with what one engine with an endless
-cache would compute. ``decision_p50`` is the time until a replica is chosen. The case
-``grpo-wrapper`` goes through ``vLLMWrapper``, which finds the groups in TorchRL's data; what
+cache would compute. ``imbalance`` is the most answers of one replica over the mean (the
+simulation's is of loads over time). ``decision_p50`` is the time until a replica is chosen. The
+case ``grpo-wrapper`` goes through ``vLLMWrapper``, which finds the groups in TorchRL's data; what
 TorchRL's rule makes of a wrapper's prompts is the system ``torchrl, wrapper`` of the other cases.
 
 Without ``--shape``, a tiny checkpoint on CPUs. ``--smoke`` is that in a minute, and means nothing.
@@ -276,7 +277,7 @@ def say(case: str, system: str, one: dict[str, float]) -> None:
         "prefilled_over_least": "/least {:.3f}",
         "imbalance": "imbalance {:.2f}",
         "latency_p99": "p99 {:.2f} s",
-        "decision_p50": "decision {:.0f} us",
+        "decision_p50": "decision {:.0f} µs",
     }
     words = [text.format(one[metric]) for metric, text in shown.items() if metric in one]
     print(f"{case:21} {system:17}", "  ".join(words), flush=True)
@@ -284,24 +285,45 @@ def say(case: str, system: str, one: dict[str, float]) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape, on GPUs")
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--replicas", type=int, default=2, help="by default %(default)s")
+    parser.add_argument(
+        "--repetitions", type=int, default=3, help="by default %(default)s; with --smoke always 1"
+    )
     parser.add_argument(
         "--cases",
         nargs="+",
         choices=[*CASES, WRAPPED_CASE],
-        help="all if left out, but on GPUs not grpo-update, whose pushes go through the CPU",
+        metavar="CASE",
+        help=f"of {', '.join((*CASES, WRAPPED_CASE))}; all if left out, but on GPUs not "
+        f"{UPDATE_CASE}, whose pushes go through the CPU",
     )
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
-    parser.add_argument("--execution", default="compiled", choices=live_engines.EXECUTIONS)
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        default=list(SYSTEMS),
+        choices=list(SYSTEMS),
+        metavar="SYSTEM",
+        help=f"of {', '.join(map(repr, SYSTEMS))}; all unless named",
+    )
+    parser.add_argument(
+        "--execution",
+        default="compiled",
+        choices=live_engines.EXECUTIONS,
+        help="how a GPU runs the model, by default %(default)s",
+    )
     parser.add_argument(
         "--limit-s", type=float, default=1800.0, help="begin no repetition that would end later"
     )
     parser.add_argument("--out", type=Path, help="directory of the record")
     parser.add_argument("--smoke", action="store_true", help="a minute, on CPUs, meaning nothing")
     args = parser.parse_args(argv)
+    for name in ("replicas", "repetitions"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.smoke:
         args.repetitions = 1
     if args.cases is None:
@@ -313,7 +335,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark and writes the record."""
     args = parse(argv)
     deadline = time.perf_counter() + args.limit_s
-    recorder = Recorder("routing_live" + (f"_{args.shape.replace('-', '_')}" if args.shape else ""))
+    recorder = Recorder(live_engines.record_name("routing_live", args.shape))
+    recorder.check(smoke=args.smoke)
     scale = GPU if args.shape else SMOKE if args.smoke else CPU
     ray.init(
         address="local",

@@ -1,12 +1,15 @@
 """Whether the routers described for the simulation choose as the real ones do.
 
 Real routers and their descriptions run the same scripts of requests (``benchmarks/peers``), and
-their choices are compared one by one. Where a rule draws lots, the description follows the real
-router as long as its choice is among the equals. In cases of words, prompts part in the middle of
-blocks; there disagreements are also counted with the description put right after each.
+their choices are compared one by one: all must agree but in the checks that are not ``exact``
+(``benchmarks/peers/checks.py``), or the exit status is 1. Where a rule draws lots, the description
+follows the real router as long as its choice is among the equals; that many were ``drawn``. In
+cases of words, prompts part in the middle of blocks; there disagreements are also counted with the
+description put right after each (``in step``).
+
 sglang-router, smg and vllm-router run as programs in front of stub workers; Ray's router, TorchRL's
 balancer, Dynamo's selection core and verl's balancer run in process, where their decisions are
-timed as well, without the calls to actors that Ray and TorchRL make in reality.
+timed as well (the median is printed), without the calls to actors that Ray and TorchRL make.
 
 None of them but TorchRL is among this project's requirements. A real router that is not installed
 is skipped, and said to be; ``--python sglang-router=/path/to/python`` names an interpreter that has
@@ -45,7 +48,9 @@ RUN_S = 600
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the comparison and writes the record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sends", type=int, default=1000, help="requests of a comparison")
     parser.add_argument(
         "--python", action="append", default=[], metavar="PEER=PATH", help="who has which peer"
@@ -56,10 +61,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="seconds, meaning nothing")
     args = parser.parse_args(argv)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # routers probe for gRPC
+    if unclear := [entry for entry in args.python if "=" not in entry]:
+        parser.error(f"--python must be PEER=PATH, got {unclear[0]}")
     pythons = dict(entry.split("=", 1) for entry in args.python)
     if unknown := set(pythons) - set(PEERS):
         parser.error(f"unknown peers: {', '.join(sorted(unknown))}")
     recorder = Recorder("routing_peers")
+    recorder.check(smoke=args.smoke)
     disagreeing = 0
     for peer in args.peers:
         python = Path(pythons.get(peer, sys.executable))
@@ -126,8 +134,9 @@ def run(recorder: Recorder, check: Check, python: Path, version: str) -> int:
                 version=version,
             )
         line += f", {np.median(seconds) * 1e6:.1f} µs"
-    print(line, flush=True)
-    return int(check.exact and share < 1)
+    wrong = check.exact and share < 1
+    print(line + ("; WRONG: all of them must" if wrong else ""), flush=True)
+    return int(wrong)
 
 
 def real_choices(check: Check, python: Path) -> tuple[list[int], list[str], list[float]]:

@@ -37,6 +37,16 @@ def agreement(peer, case, *, steps=None, **settings):
     return same / len(choices), policy.ties.followed
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [("sglang", "--python must be PEER=PATH, got sglang"), ("a=b", "unknown peers: a")],
+)
+def test_the_command_refuses_interpreters_of_nobody(entry, message, capsys):
+    with pytest.raises(SystemExit):
+        routing_peers.main(["--smoke", "--python", entry])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("peer", "case"), CASES)
 def test_the_description_chooses_as_the_real_router_did(peer, case):
     share, drawn = agreement(peer, case)
