@@ -90,8 +90,9 @@ class LoadBalancer:
             ``["prefix-aware", "requests"]``.
         prefix_length: Tokens in a KV-cache block of engines that do not tell; at least 1. Prompts
             are compared in the smallest multiple of it that is at least 128.
-        overload_threshold: Multiple of the mean load, at least 1. A replica that would come to hold
-            more than that and one request gets none while others can take it; see
+        overload_threshold: Multiple of the mean load, at least 1. What would make a replica hold
+            more than that and one request goes elsewhere under ``"prefix-aware"`` and
+            ``"kv-cache"``, and leaves its group of more than 8 samples; see
             ``routing.strategies.not_overloaded``.
         seed: Seeds ties.
         tracker: A ledger that somebody else feeds, with one replica for each actor; None takes the

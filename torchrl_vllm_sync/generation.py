@@ -244,13 +244,22 @@ def _reserver(
     balancer: LoadBalancer | PinnedBalancer,
 ) -> Callable[[Sequence[EngineRequest], Collection[str]], list[Reservation]]:
     return lambda requests, avoid: balancer.reserve_batch(
-        [request.prompt for request in requests],
+        [_routed(request) for request in requests],
         exclude=avoid,
         min_version=requests[0].min_version,
         session_id=[request.session_id for request in requests],
         group_id=[request.group_id for request in requests],
         sampling_params=[request.sampling_params for request in requests],
     )
+
+
+def _routed(request: EngineRequest) -> dict[str, Any]:
+    """A request's prompt, salted by its LoRA adapter as vLLM's prefix cache is."""
+    lora = request.lora_request
+    if lora is None:
+        return request.prompt
+    salt = repr((lora.lora_name, lora.lora_path, request.prompt.get("cache_salt")))
+    return {**request.prompt, "cache_salt": salt}
 
 
 def _prepared_sampling_params(given: Sequence[Any], *, stream: bool) -> list[Any]:

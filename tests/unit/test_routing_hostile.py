@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from torchrl_vllm_sync import generation
 from torchrl_vllm_sync.background import iterate_blocking
 from torchrl_vllm_sync.balancer import LoadBalancer
 from torchrl_vllm_sync.dispatch import Dispatcher
@@ -299,3 +300,30 @@ def test_released_sessions_are_not_the_bytes_of_a_name(service):
     with pytest.raises(UnsupportedArgumentError, match="session_ids"):
         balancer.release_sessions(b"a")
     assert balancer.release_sessions(97) == 1
+
+
+def test_a_prompt_of_another_lora_adapter_is_another_prompt(service):
+    from vllm.lora.request import LoRARequest
+
+    balancer, prompt = LoadBalancer(service), {"prompt_token_ids": list(range(1000))}
+    reserve = generation._reserver(balancer)
+
+    def held(prompt, lora):
+        """Tokens that the request newly holds where it goes."""
+        request = EngineRequest(
+            request_id="1", prompt=prompt, sampling_params=SimpleNamespace(n=1, max_tokens=1),
+            timeout_s=1.0, lora_request=lora,
+        )  # fmt: skip
+        (place,) = reserve([request], ())
+        tokens = sum(one.held_tokens for one in service.load.snapshots())
+        place.release()
+        return tokens
+
+    one, other = LoRARequest("one", 1, "/one"), LoRARequest("other", 2, "/other")
+    moved = LoRARequest("one", 3, "/elsewhere")
+    for lora in (None, one, other, moved):
+        assert held(prompt, lora) == 1000
+        assert held(prompt, lora) == 0
+    salted = {**prompt, "cache_salt": "x"}
+    assert held(salted, one) == 1000
+    assert salted == {**prompt, "cache_salt": "x"}

@@ -169,7 +169,8 @@ class PrefixAware:
 
     Whatever the prompts, no replica takes more than its bounded share while others can take work:
     see ``not_overloaded``. Nor does one whose KV cache would be more than 90 % full by
-    ``LoadSnapshot.predicted_usage``, while others' would not.
+    ``LoadSnapshot.predicted_usage`` and the tokens left to compute, while others' that may take the
+    request would not.
 
     The product is that of SMG's ``lmetric`` policy
     (https://github.com/lightseekorg/smg, ``model_gateway/src/policies``), to which the 64 tokens
