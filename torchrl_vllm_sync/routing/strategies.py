@@ -172,9 +172,8 @@ class PrefixAware:
     ``LoadSnapshot.predicted_usage`` and the tokens left to compute, while others' that may take the
     request would not.
 
-    The product is that of SMG's ``lmetric`` policy
-    (https://github.com/lightseekorg/smg, ``model_gateway/src/policies``), to which the 64 tokens
-    are added.
+    The product is that of SGLang's ``lmetric`` policy (sgl-project/sglang,
+    ``sgl-model-gateway/src/policies/lmetric.rs``), to which the 64 tokens are added.
     """
 
     def __init__(self, settings: StrategySettings) -> None:
