@@ -41,16 +41,13 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterKind:
-    """How a router is started and spoken to.
+    """How a router is started and spoken to, by ``/generate`` as SGLang has it.
 
     Attributes:
         name: Of its distribution.
         listing: Where it lists its workers, in the order in which it looks at them.
         program: What its interpreter runs; the words of ``arguments`` follow.
         arguments: Words for workers' addresses, the port, the port of metrics and the settings.
-        path: Where requests are sent.
-        body: A request's body, from its text and its name.
-        name_of: The request's name, from the body that reaches a worker.
         session_header: Header that names the session; None if the router has none.
         end_session: Path to which the end of a session is told; None if the router is not told.
     """
@@ -59,9 +56,6 @@ class RouterKind:
     program: Sequence[str]
     arguments: Callable[[list[str], int, int, dict[str, Any]], list[str]]
     listing: str
-    path: str
-    body: Callable[[str, str], dict[str, Any]]
-    name_of: Callable[[dict[str, Any]], str]
     session_header: str | None = None
     end_session: str | None = None
 
@@ -87,7 +81,6 @@ def _free_ports(count: int) -> list[int]:
 class _Workers:
     """The stub workers: who was reached by which request, and what lets each answer."""
 
-    name_of: Callable[[dict[str, Any]], str]
     addresses: list[str] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     reached: dict[str, asyncio.Future[int]] = field(default_factory=dict)
@@ -98,7 +91,7 @@ class _Workers:
         if request.method == "GET":
             info = {"id": "stub", "object": "model", "served_model_name": "stub", "version": "0"}
             return web.json_response({"data": [info], "object": "list", "status": "ok", **info})
-        name = self.name_of(json.loads(await request.read()))
+        name = json.loads(await request.read())["rid"]
         if not self.reached[name].done():
             self.reached[name].set_result(index)
         await self.answers[name].wait()
@@ -142,7 +135,7 @@ class HttpRouter:
         Raises:
             PeerError: The router ended, or did not answer in time.
         """
-        workers = _Workers(kind.name_of)
+        workers = _Workers()
         ports = _free_ports(num_workers)
         runners = []
         process: subprocess.Popen[bytes] | None = None
@@ -206,13 +199,13 @@ class HttpRouter:
         reached = self._workers.reached[name] = asyncio.get_running_loop().create_future()
         self._workers.answers[name] = asyncio.Event()
         headers = {}
-        body = self._kind.body(text, name)
+        body = {"text": text, "rid": name, "stream": False}
         key = _key(send)
         if self._kind.session_header and key:
             headers[self._kind.session_header] = key
 
         async def post() -> None:
-            async with client.post(self._kind.path, json=body, headers=headers) as response:
+            async with client.post("/generate", json=body, headers=headers) as response:
                 await response.read()
                 if response.status != 200:
                     raise PeerError(f"{self._kind.name}: request {name}: {response.status}")

@@ -31,14 +31,6 @@ def _vllm_words(
     return [*_words(addresses, port, metrics, settings), "--log-level", "warning"]
 
 
-def _body(text: str, name: str) -> dict[str, Any]:
-    return {"text": text, "rid": name, "stream": False}
-
-
-def _name(body: dict[str, Any]) -> str:
-    return body["rid"]
-
-
 # The launcher's parser leaves out policies that the wheel's router has.
 _SGLANG_PROGRAM = """
 import sys
@@ -56,9 +48,6 @@ SGLANG_ROUTER = RouterKind(
     program=("-c", _SGLANG_PROGRAM),
     arguments=_sglang_words,
     listing="/workers",
-    path="/generate",
-    body=_body,
-    name_of=_name,
     session_header="x-smg-routing-key",
 )
 
@@ -67,9 +56,6 @@ VLLM_ROUTER = RouterKind(
     program=("-m", "vllm_router.launch_router"),
     arguments=_vllm_words,
     listing="/list_workers",
-    path="/generate",
-    body=_body,
-    name_of=_name,
     session_header="x-session-id",
     end_session="/finish_session",
 )
@@ -79,8 +65,5 @@ SMG = RouterKind(
     program=("-m", "smg.launch_router"),
     arguments=_sglang_words,
     listing="/workers",
-    path="/generate",
-    body=_body,
-    name_of=_name,
     session_header="x-smg-routing-key",
 )

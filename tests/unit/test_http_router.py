@@ -44,9 +44,6 @@ def kind(program):
         program=("-c", program),
         arguments=lambda workers, port, metrics, settings: [str(port), *reversed(workers)],
         listing="/workers",
-        path="/generate",
-        body=lambda text, name: {"text": text, "rid": name},
-        name_of=lambda body: body["rid"],
     )
 
 
