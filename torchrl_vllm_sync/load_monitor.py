@@ -82,7 +82,7 @@ class BareActorReader:
             replica_id=replica_id,
             state=ReplicaState.SERVING,
             num_unfinished=num_unfinished if isinstance(num_unfinished, int) else None,
-            kv_cache_usage=float(cache_usage) if isinstance(cache_usage, (int, float)) else None,
+            kv_cache_usage=cache_usage if isinstance(cache_usage, (int, float)) else None,
         )
 
 

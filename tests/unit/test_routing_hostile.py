@@ -15,6 +15,7 @@ from torchrl_vllm_sync.balancer import LoadBalancer
 from torchrl_vllm_sync.dispatch import Dispatcher
 from torchrl_vllm_sync.errors import InvalidPromptError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.load import LoadTracker
+from torchrl_vllm_sync.load_monitor import BareActorReader
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.requests import EngineRequest
 from torchrl_vllm_sync.routing import (
@@ -327,3 +328,12 @@ def test_a_prompt_of_another_lora_adapter_is_another_prompt(service):
     salted = {**prompt, "cache_salt": "x"}
     assert held(salted, one) == 1000
     assert salted == {**prompt, "cache_salt": "x"}
+
+
+@pytest.mark.parametrize("said", [10**400, float("nan"), -1, True, None, "0.5", ValueError()])
+def test_whatever_a_bare_actor_says_its_report_is_taken(service, said):
+    report = BareActorReader().read("r0", [said, said])
+    service.load.observe(report)
+    one = service.load.snapshots()[0]
+    assert one.num_unfinished == one.kv_cache_usage == (1 if said is True else None)
+    assert LoadBalancer(service, "kv-cache").reserve([1]).index in range(4)
