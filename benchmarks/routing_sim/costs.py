@@ -83,7 +83,7 @@ PRESETS: dict[str, EngineCosts] = {
         "in bfloat16 with random weights, vLLM 0.26 on one H200. Makespans of GRPO and agents on "
         "that engine are simulated with an error of 0.2 %, median latencies of 1.1 %",
     ),
-    "facts-8b-h200": EngineCosts(
+    "round-figures-8b-h200": EngineCosts(
         base_step_s=0.0065,
         prefill_tokens_per_s=28_000.0,
         num_kv_blocks=350_000 // 64,
@@ -97,7 +97,7 @@ PRESETS: dict[str, EngineCosts] = {
         per_prefill_context_s2=4 * 36 * 32 * 128 / (0.5 * 989e12),
         num_kv_blocks=350_000 // 16,
         block_size=16,
-        origin="facts-8b-h200, and attention as arithmetic has it: Qwen3-8B's keys and values (36 "
+        origin="round-figures-8b-h200, and attention as arithmetic has it: Qwen3-8B's keys and values (36 "
         "layers, 8 heads of 128, 2 bytes) read at 4.8 TB/s, 32 query heads at half of 989 Tflop/s; "
         "not fitted to a run",
     ),

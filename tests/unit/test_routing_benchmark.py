@@ -62,7 +62,9 @@ def test_the_command_records_every_number_once_a_seed(tmp_path, public_trace, ca
 
 def test_processes_give_the_same_numbers_as_one(tmp_path):
     tasks = [
-        routing.Task("agents", seed, ("round-robin", "lmetric"), "facts-8b-h200", True, None, 1)
+        routing.Task(
+            "agents", seed, ("round-robin", "lmetric"), "round-figures-8b-h200", True, None, 1
+        )
         for seed in range(2)
     ]
     alone, spread = routing.run_all(tasks, 1), routing.run_all(tasks, 2)
@@ -262,7 +264,7 @@ def test_the_report_says_that_there_is_no_record(tmp_path, capsys, monkeypatch):
 
 
 def test_no_trace_beats_its_bound_and_one_request_meets_it():
-    costs = replace(PRESETS["facts-8b-h200"], per_context_token_s=1e-8, per_sequence_s=1e-5)
+    costs = replace(PRESETS["round-figures-8b-h200"], per_context_token_s=1e-8, per_sequence_s=1e-5)
     scenario = make_trace("grpo", 0, smoke=True)
     alone = replace(scenario, sessions=scenario.sessions[:1], concurrency=1)
     result = simulate(Prepared(alone, costs), POLICIES["round-robin"])

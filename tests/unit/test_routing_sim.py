@@ -397,7 +397,7 @@ from benchmarks.routing_sim.traces import make_trace
 
 digest = hashlib.sha256()
 for trace in ("agents-churn", "routers-lost", "grpo-async"):
-    prepared = Prepared(make_trace(trace, 1, smoke=True), costs_named("facts-8b-h200"))
+    prepared = Prepared(make_trace(trace, 1, smoke=True), costs_named("round-figures-8b-h200"))
     for name, factory in POLICIES.items():
         result = simulate(prepared, factory, 1)
         digest.update(repr((trace, name, result.metrics)).encode())
