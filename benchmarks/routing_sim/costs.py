@@ -98,8 +98,8 @@ PRESETS: dict[str, EngineCosts] = {
         num_kv_blocks=350_000 // 16,
         block_size=16,
         origin="round-figures-8b-h200, and attention as arithmetic has it: Qwen3-8B's keys and "
-        "values (36 layers, 8 heads of 128, 2 bytes) read at 4.8 TB/s, 32 query heads at half of 989 "
-        "Tflop/s; not fitted to a run",
+        "values (36 layers, 8 heads of 128, 2 bytes) read at 4.8 TB/s, 32 query heads at half "
+        "of 989 Tflop/s; not fitted to a run",
     ),
 }
 """Engines by name. Fitted ones say in ``origin`` which run they were fitted to."""
