@@ -204,7 +204,7 @@ class Dispatcher:
                 ):
                     for result in await ref:
                         request, place = open_requests.pop(result.request_id)
-                        place.release(_answers(result))
+                        place.release(_answers(result), _begun(result))
                         if isinstance(result.error, ReplicaUnavailableError):
                             self._mark(result.error)
                             lost.append((request, result.error))
@@ -326,6 +326,11 @@ def _shortened(request: EngineRequest, begin: float) -> EngineRequest:
 def _answers(result: EngineResult) -> list[Any]:
     """Token ids of the samples of a result, for whom places the next requests."""
     return [] if result.output is None else result.output.answers
+
+
+def _begun(result: EngineResult) -> int | None:
+    """Oldest version that sampled a token of a result, whose keys and values its replica has."""
+    return min((one.spans[0].version for one in result.samples if one.spans), default=None)
 
 
 def _failed(request: EngineRequest, error: Exception) -> EngineResult:

@@ -117,7 +117,7 @@ class RequestPlacer:
         if request.session_id is not None:
             home = self.sessions.session(request.session_id)
             version = snapshot.cache_version
-            if home is None or home.replica_id != replica_id or home.version != version:
+            if home is None or home.replica_id != replica_id or home.version < version:
                 home = Home(replica_id, version)
             self.sessions.put_session(request.session_id, home)
         if request.group_id is not None:
@@ -151,7 +151,8 @@ class RequestPlacer:
         Args:
             request: The request.
             replica_id: Where it was served.
-            version: Weight version of that replica when the request was placed.
+            version: Weight version that the answers began with, as far as is known: if the replica
+                got new weights just then, a later one than it was placed for.
             answers: Token ids of each of its samples.
         """
         for answer in answers:
@@ -160,6 +161,10 @@ class RequestPlacer:
                 self.mean_output = float(length)
             else:
                 self.mean_output += (length - self.mean_output) * _LATEST
+        if request.session_id is not None:
+            home = self.sessions.session(request.session_id)
+            if home is not None and home.replica_id == replica_id and home.version < version:
+                self.sessions.put_session(request.session_id, Home(replica_id, version))
         chain = request.known_chain
         if chain is not None and self._remembers(replica_id, chain.block_tokens):
             for answer in answers:
@@ -199,6 +204,6 @@ class RequestPlacer:
 def _where(candidates: Candidates, home: Home) -> int | None:
     """Position of the candidate that has what ``home`` says in its cache; None if there is none."""
     position = candidates.positions.get(home.replica_id)
-    if position is None or candidates.snapshots[position].cache_version != home.version:
-        return None  # it is no candidate, or has other weights than then
+    if position is None or candidates.snapshots[position].cache_version > home.version:
+        return None  # it is no candidate, or has newer weights than then
     return position

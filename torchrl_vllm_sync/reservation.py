@@ -49,12 +49,16 @@ class Reservation:
         self._version, self._released = snapshot.cache_version, False
         self.replica_id, self.index = snapshot.replica_id, index
 
-    def release(self, answers: Sequence[Sequence[int] | np.ndarray] = ()) -> None:
+    def release(
+        self, answers: Sequence[Sequence[int] | np.ndarray] = (), version: int | None = None
+    ) -> None:
         """Gives the place back; does nothing the second time.
 
         Args:
             answers: Token ids of each sample, if the request was answered: the next turn will
                 begin with them. Integers, of shape ``(num_tokens,)`` each.
+            version: Weight version that they began with; None if only what was known when the
+                place was reserved is known.
         """
         with self._tracker.lock:
             if self._released:
@@ -62,7 +66,8 @@ class Reservation:
             self._released = True
             self._tracker.release(self.replica_id, self._num_samples, self._tokens)
             if answers:
-                self._placer.finish(self._request, self.replica_id, self._version, answers)
+                begun = self._version if version is None else version
+                self._placer.finish(self._request, self.replica_id, begun, answers)
 
     def __enter__(self) -> Self:
         return self

@@ -128,6 +128,18 @@ def test_a_session_is_placed_anew_when_its_replica_has_other_weights():
     assert rig.talk(session_id="chat") == moved
 
 
+@pytest.mark.parametrize(("begun", "stays"), [(2, True), (1, False), (None, False)])
+def test_a_session_answered_under_weights_not_heard_of_yet_stays_when_they_are(begun, stays):
+    rig = Rig()
+    for replica_id in "012":
+        rig.report(replica_id, version=1)
+    place = rig.balancer.reserve(PROMPT, session_id="chat")
+    place.release([[1, 2, 3]], begun)
+    rig.occupy(place.replica_id, 3)
+    rig.report(place.replica_id, version=2)
+    assert (rig.talk(session_id="chat") == place.replica_id) is stays
+
+
 def test_a_session_stays_when_only_other_replicas_have_other_weights():
     rig = Rig()
     for replica_id in "012":
