@@ -11,8 +11,8 @@ The two shares are of the prompt tokens of all turns after the first that came f
 
 What PASS claims:
 
-- in the measurement every conversation stayed on one replica for all its turns; in training one may
-  move after a push, when no cache holds it any more;
+- in the measurement every conversation stayed on one replica for all its turns; in training one
+  moved only after a push, when no cache holds it any more;
 - in the measurement, every turn after the first found cached tokens, and all of them together more
   than without sessions, where at least one conversation did move;
 - in training, at least one conversation went on across a push; versions of its turns never go back;
@@ -703,6 +703,13 @@ def shortcomings(steps: list[Step], turns: list[Turn], args: argparse.Namespace)
     )
     if moved:
         found.append(f"{moved} conversations did not stay on one replica")
+    left = sum(
+        after.replica != before.replica and after.first_version == before.first_version
+        for one in by_conversation(turns, "training")
+        for before, after in itertools.pairwise(one)
+    )
+    if left:
+        found.append(f"training: {left} turns left their replica though its weights were the same")
     if all(
         len({turn.replica for turn in one}) == 1 for one in by_conversation(turns, "round-robin")
     ):
