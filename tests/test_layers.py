@@ -9,9 +9,9 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 # A new module goes into the first row that lies below everything it imports, in its own section.
 LAYERS = """
 # words that everything else uses
-replica wire background weights.metadata keys
+replica wire background weights.metadata keys silence
 errors load_snapshot
-settings
+settings reaping
 load
 versions
 requests
@@ -49,7 +49,7 @@ engine
 engine.internals engine.reload engine.checkpoint engine.planned_writes engine.parallel_samples
 engine.plan_coverage engine.copy_regions engine.samples
 engine.admission
-engine.plan_recorder
+engine.health engine.plan_recorder
 engine.load_plan
 engine.checksums engine.staging engine.broadcast_info
 engine.load_path

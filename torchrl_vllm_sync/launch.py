@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from torchrl_vllm_sync import placement
 from torchrl_vllm_sync.engine_args import for_replica
 from torchrl_vllm_sync.errors import LaunchError, ServiceClosedError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import Replica
+from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +60,7 @@ class LaunchPlan:
         actor_class: ``EngineActor`` or a subclass of it, decorated by ``ray.remote`` or not.
         detached: Whether replicas outlive the process that starts them.
         timeout_s: Seconds until all must serve.
+        unresponsive_after_s: Seconds of silence after which an engine has failed.
     """
 
     name: str
@@ -70,6 +71,7 @@ class LaunchPlan:
     actor_class: Any
     detached: bool
     timeout_s: float
+    unresponsive_after_s: float = UNRESPONSIVE_AFTER_S
 
 
 @dataclass(slots=True)
@@ -129,6 +131,7 @@ def launch_replicas(plan: LaunchPlan) -> LaunchedReplicas:
                 engine_args=for_replica(plan.engine_args, index),
                 environment=plan.environment,
                 service_name=plan.name,
+                unresponsive_after_s=plan.unresponsive_after_s,
             )
             launched.replicas.append(Replica(str(index), actor))
         launched.descriptions = _await_start(launched.replicas, plan.timeout_s)

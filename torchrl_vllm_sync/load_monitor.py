@@ -8,12 +8,13 @@ import threading
 import time
 import weakref
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import ismethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
+from torchrl_vllm_sync.silence import Silence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,14 +87,16 @@ class BareActorReader:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Ask:
-    """Calls under way to one actor."""
+    """Calls under way to one actor, and whether it was given up meanwhile."""
 
     replica: Replica
     futures: list[Future[Any]]
     asked_at: float
     in_flight: int
+    silence: Silence = field(default_factory=Silence)
+    given_up: bool = False
 
 
 class LoadMonitor:
@@ -103,9 +106,19 @@ class LoadMonitor:
 
     One daemon thread a process. Calls are asynchronous, so an actor that hangs delays nobody's
     news; it is asked again only when it has answered, is logged once when it has been silent for
-    ``timeout_s``, and meanwhile its figures just age. An actor that Ray calls dead or unavailable
-    is marked ``FAILED``. The thread ends by itself when Ray is shut down, or when the object whose
-    bound method ``replicas`` is has gone; it keeps neither alive.
+    ``timeout_s``, and meanwhile its figures just age. The thread ends by itself when Ray is shut
+    down, or when the object whose bound method ``replicas`` is has gone; it keeps neither alive.
+
+    Noticed, and the replica marked ``FAILED``:
+
+    * an actor that Ray calls dead or unavailable: at the next question, so within ``interval_s``
+      of Ray's noticing;
+    * one that has not answered for ``unresponsive_after_s``: within that and twice ``interval_s``.
+      When it answers again, a report that was asked for after the mark decides what it is.
+
+    An actor that is ``STARTING`` may be silent: it builds its engine, which has a limit of its own.
+    Silence counts only as long as the thread itself is awake, so that a process which was stopped
+    does not take everybody for dead.
 
     A pickled copy is not started. In a forked child the thread is gone; ``start`` starts another.
 
@@ -119,10 +132,12 @@ class LoadMonitor:
         replicas: Returns the replicas to ask, afresh every interval. Called in the thread.
         interval_s: Seconds from one round of questions to the next.
         timeout_s: Seconds after which a silent actor is logged.
+        unresponsive_after_s: Seconds after which a silent actor is marked ``FAILED``; ``None``
+            leaves it as it is.
         read: How to ask; ``ReportReader()`` suits this library's engine actors.
 
     Raises:
-        UnsupportedArgumentError: ``interval_s`` or ``timeout_s`` is not positive.
+        UnsupportedArgumentError: A number of seconds is not positive.
     """
 
     def __init__(
@@ -132,14 +147,20 @@ class LoadMonitor:
         *,
         interval_s: float = 1.0,
         timeout_s: float = 5.0,
+        unresponsive_after_s: float | None = None,
         read: LoadReader | None = None,
     ) -> None:
-        for name, value in (("interval_s", interval_s), ("timeout_s", timeout_s)):
-            if not value > 0:
+        for name, value in (
+            ("interval_s", interval_s),
+            ("timeout_s", timeout_s),
+            ("unresponsive_after_s", unresponsive_after_s),
+        ):
+            if value is not None and not value > 0:
                 raise UnsupportedArgumentError(f"{name} must be greater than 0, got {value}")
         self._tracker = tracker
         self._replicas = weakref.WeakMethod(replicas) if ismethod(replicas) else lambda: replicas
         self._interval_s, self._timeout_s = interval_s, timeout_s
+        self._unresponsive_after_s = unresponsive_after_s
         self._reader: LoadReader = ReportReader() if read is None else read
         self._lock = threading.Lock()
         self._started_in: int | None = None
@@ -207,6 +228,8 @@ class LoadMonitor:
                 left_s = min(left_s, _WATCHED_INTERVAL_S)
                 wait([stop, *waiting], timeout=left_s, return_when=FIRST_COMPLETED)
                 self._take_answers(asks)
+                for ask in asks.values():
+                    ask.silence.look()
 
     def _round_s(self) -> float:
         """Seconds from one round to the next, as things are."""
@@ -220,8 +243,8 @@ class LoadMonitor:
             replica = current.get(replica_id)
             if replica is None or replica.actor is not ask.replica.actor:
                 del asks[replica_id]  # removed, or restarted as another actor
-            elif (silent_s := time.monotonic() - ask.asked_at) > self._timeout_s:
-                self._complain(replica_id, f"no answer for {silent_s:.1f} s; its figures age")
+            else:
+                self._judge(ask)
         for replica_id, replica in current.items():
             if replica_id in asks:
                 continue
@@ -232,6 +255,19 @@ class LoadMonitor:
                 self._complain(replica_id, f"cannot be asked for its load: {error}")
                 continue
             asks[replica_id] = _Ask(replica, futures, asked_at, in_flight)
+
+    def _judge(self, ask: _Ask) -> None:
+        """Logs an actor that has been silent for long, or gives it up."""
+        replica_id, silent_s = ask.replica.replica_id, ask.silence.look()
+        if self._state(replica_id) is ReplicaState.STARTING:
+            ask.silence.reset()
+            return
+        if silent_s > self._timeout_s:
+            self._complain(replica_id, f"no answer for {silent_s:.1f} s; its figures age")
+        limit_s = self._unresponsive_after_s
+        if limit_s is not None and silent_s > limit_s and not ask.given_up:
+            ask.given_up = True
+            self._bury(replica_id, f"its actor has not answered for {silent_s:.1f} s")
 
     def _take_answers(self, asks: dict[str, _Ask]) -> None:
         from ray.exceptions import RayActorError, RayError
@@ -258,6 +294,11 @@ class LoadMonitor:
             known = replica_id in self._tracker.replica_ids
             return self._tracker.in_flight(replica_id) if known else 0
 
+    def _state(self, replica_id: str) -> ReplicaState | None:
+        """The replica's state in the ledger; ``None`` if it is not tracked."""
+        found = (one.state for one in self._tracker.snapshots() if one.replica_id == replica_id)
+        return next(found, None)
+
     def _bury(self, replica_id: str, reason: str) -> None:
         self._complain(replica_id, reason)
         with self._tracker.lock:
@@ -276,6 +317,7 @@ class LoadMonitor:
             "replicas": self._replicas(),
             "interval_s": self._interval_s,
             "timeout_s": self._timeout_s,
+            "unresponsive_after_s": self._unresponsive_after_s,
             "read": self._reader,
         }
 

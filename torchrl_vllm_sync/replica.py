@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["EngineDescription", "EngineReport", "Replica", "ReplicaState"]
+__all__ = [
+    "UNRESPONSIVE_AFTER_S",
+    "EngineDescription",
+    "EngineReport",
+    "ProcessId",
+    "Replica",
+    "ReplicaProcesses",
+    "ReplicaState",
+]
+
+UNRESPONSIVE_AFTER_S = 60.0
+"""Seconds of silence after which an engine, or an actor, counts as failed unless told otherwise."""
 
 
 class ReplicaState(StrEnum):
@@ -42,6 +53,7 @@ class EngineReport:
         num_waiting: Requests queued in the engine, from the same statistics.
         kv_cache_usage: Share of KV-cache blocks in use, 0 to 1, from the same statistics.
         stats_age_s: Seconds between those statistics and this report.
+        answer_age_s: Seconds since the engine core and its workers last gave a sign of life.
         reason: Why the replica is ``STALE`` or ``FAILED``; empty otherwise.
         num_span_disagreements: Samples so far whose version spans, as counted in the replica, were
             not those that vLLM reported.
@@ -55,8 +67,35 @@ class EngineReport:
     num_waiting: int | None = None
     kv_cache_usage: float | None = None
     stats_age_s: float | None = None
+    answer_age_s: float | None = None
     reason: str = ""
     num_span_disagreements: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One process, for which a later one of the same number is not taken.
+
+    Attributes:
+        pid: Its number.
+        began: When it began, in clock ticks since its machine booted.
+    """
+
+    pid: int
+    began: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaProcesses:
+    """Everything that runs for one replica.
+
+    Attributes:
+        node_id: Ray's id of their node.
+        processes: The actor first, then whatever it started.
+    """
+
+    node_id: str
+    processes: tuple[ProcessId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +115,7 @@ class EngineDescription:
         num_workers: Its vLLM workers: tensor x pipeline x data parallel size.
         node_id: Tells its machine, or container, from others; empty if that is unknown.
         device_uuids: GPUs of its workers; empty on a CPU.
+        processes: What runs for it; ``None`` if that is unknown.
     """
 
     replica_id: str
@@ -90,6 +130,7 @@ class EngineDescription:
     num_workers: int = 1
     node_id: str = ""
     device_uuids: tuple[str, ...] = ()
+    processes: ReplicaProcesses | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import uuid
 from typing import TYPE_CHECKING, Any, Self
@@ -32,7 +33,7 @@ from torchrl_vllm_sync.launch import (
 from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.load_monitor import LoadMonitor
 from torchrl_vllm_sync.placement import ReplicaResources
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
 from torchrl_vllm_sync.service_native import ServiceNative
 from torchrl_vllm_sync.service_requests import ServiceRequests
 from torchrl_vllm_sync.version_hooks import VersionHooks
@@ -55,6 +56,7 @@ _CONSTRUCTOR_KEYWORDS = (
     "detached",
     "stage_weights",
     "request_timeout_s",
+    "unresponsive_after_s",
 )
 # What a pickled copy and a process that attaches need; the rest each process makes for itself.
 _SHARED = (
@@ -62,6 +64,7 @@ _SHARED = (
     "num_replicas",
     "name",
     "request_timeout_s",
+    "unresponsive_after_s",
     "actor_class",
     "_resources",
     "_environment",
@@ -104,6 +107,9 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         stage_weights: Reserve memory for a second set of weights in each worker, into which
             ``BroadcastTransport(staged=True)`` sends while the replica generates.
         request_timeout_s: Time limit of requests that name none, in seconds.
+        unresponsive_after_s: Seconds of silence, at least 1, after which a replica has failed: see
+            ``EngineHealth`` for its engine and ``LoadMonitor`` for its actor. Longer than any step
+            of the engine takes. What is dead, and not silent, is noticed within about 2 s.
 
     Raises:
         UnsupportedArgumentError: A setting is out of range, or the platform cannot run it.
@@ -130,6 +136,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         enable_fp32_output: bool = False,
         stage_weights: bool = False,
         request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S,
+        unresponsive_after_s: float = UNRESPONSIVE_AFTER_S,
     ) -> None:
         for setting, value, least in (
             ("num_replicas", num_replicas, 1),
@@ -140,6 +147,10 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         if not request_timeout_s > 0:
             raise UnsupportedArgumentError(
                 f"request_timeout_s must be greater than 0, got {request_timeout_s}"
+            )
+        if not 1 <= unresponsive_after_s < math.inf:
+            raise UnsupportedArgumentError(
+                f"unresponsive_after_s must be finite and at least 1, got {unresponsive_after_s}"
             )
         if name is not None and not re.fullmatch(r"[\w.-]+", name):
             raise UnsupportedArgumentError(
@@ -155,6 +166,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         self.num_replicas = num_replicas
         self.name = name or uuid.uuid4().hex[:8]
         self.request_timeout_s = request_timeout_s
+        self.unresponsive_after_s = unresponsive_after_s
         self.actor_class = actor_class
         self._resources = ReplicaResources(
             0 if on_cpu() else num_workers(self.engine_args), num_cpus_per_replica
@@ -247,6 +259,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
                 actor_class=self.actor_class or EngineActor,
                 detached=self._detached,
                 timeout_s=launch_timeout_s(),
+                unresponsive_after_s=self.unresponsive_after_s,
             )
         )
         self._begin()
@@ -273,7 +286,11 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         self._last_served, self._has_asked = 0, False
         self._version_hooks = VersionHooks()
         self._pusher = WeightPusher(self, self._expected_weights, self._version_hooks.announce)
-        self._monitor = LoadMonitor(self.load, self._current_replicas)
+        self._monitor = LoadMonitor(
+            self.load,
+            self._current_replicas,
+            unresponsive_after_s=self.unresponsive_after_s,
+        )
         self._load_balancer: LoadBalancer | None = None
         self._generation: Generation | None = None
         if launched:

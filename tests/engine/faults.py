@@ -44,6 +44,9 @@ class FaultyWorker(SyncWorkerExtension):
         broadcast_receiver.whole_tensors = self._sync_faulty_arrivals
         return os.getpid()
 
+    def sync_sleep(self, seconds):
+        time.sleep(seconds)
+
     def _sync_tensors(self, path: Path, *args):
         return self._sync_faulty(super()._sync_tensors(path, *args))
 

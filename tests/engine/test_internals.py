@@ -103,6 +103,23 @@ def test_pause_scheduler_returns_when_no_step_runs_without_the_fixed_sleep(insid
     assert inside(fastest) < 0.02
 
 
+def test_ask_health_reaches_the_workers_which_the_public_call_does_not(inside):
+    async def check(actor):
+        from torchrl_vllm_sync.engine import internals
+
+        await internals.ask_health(actor.engine)
+        await internals.pause_scheduler(actor.engine, mode="keep", clear_cache=False)
+        await internals.ask_health(actor.engine)
+        await actor.engine.resume_generation()
+        return await internals.call_workers(actor.engine, "check_health", ())
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    assert inside(check) == [None]
+    # The day the public call asks somebody, the library can use it.
+    assert "engine_core" not in inspect.getsource(AsyncLLM.check_health)
+
+
 def test_watch_samples_tells_of_each_sample_and_what_it_has(inside):
     async def check(actor):
         from vllm import SamplingParams

@@ -19,12 +19,19 @@ from torchrl_vllm_sync.engine.admission import AdmissionGate
 from torchrl_vllm_sync.engine.answers import RequestAnswers
 from torchrl_vllm_sync.engine.broadcast_loads import BroadcastLoads
 from torchrl_vllm_sync.engine.checkpoint import checkpoint_metadata
+from torchrl_vllm_sync.engine.health import EngineHealth
 from torchrl_vllm_sync.engine.native import NativeWeightTransfer
 from torchrl_vllm_sync.engine.native_updates import NativeUpdates
 from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
 from torchrl_vllm_sync.engine_args import num_workers
 from torchrl_vllm_sync.errors import TransferError
-from torchrl_vllm_sync.replica import EngineDescription, EngineReport, ReplicaState
+from torchrl_vllm_sync.reaping import own_processes
+from torchrl_vllm_sync.replica import (
+    UNRESPONSIVE_AFTER_S,
+    EngineDescription,
+    EngineReport,
+    ReplicaState,
+)
 from torchrl_vllm_sync.weights.choice import this_node
 from torchrl_vllm_sync.weights.metadata import to_json
 
@@ -39,13 +46,14 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
 
     Lifecycle: constructed (``STARTING``), :meth:`start` builds the engine (``SERVING``), weight
     updates pass through ``UPDATING``, :meth:`close` ends the engine (``CLOSED``). An update that
-    fails leaves ``STALE``, a dead engine core ``FAILED``; neither takes requests.
+    fails leaves ``STALE``, a dead or silent engine ``FAILED``; neither takes requests.
 
     Args:
         replica_id: Stable id within the service.
         engine_args: vLLM engine arguments of this replica.
         environment: Environment variables to set before the engine's processes start.
         service_name: Name of the service it belongs to.
+        unresponsive_after_s: Seconds after which an engine that gives no sign of life has failed.
     """
 
     def __init__(
@@ -55,11 +63,13 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         engine_args: AsyncEngineArgs,
         environment: dict[str, str],
         service_name: str = "alone",
+        unresponsive_after_s: float = UNRESPONSIVE_AFTER_S,
     ) -> None:
         self.replica_id = replica_id
         self._service_name = service_name
         self._engine_args = engine_args
         self._environment = environment
+        self._unresponsive_after_s = unresponsive_after_s
         self._gate = AdmissionGate(replica_id)
         self._stats = internals.StatsRecorder()
         self._begin_answers()
@@ -93,7 +103,13 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         )
         self._broadcasts = BroadcastLoads(self._updates)
         self._gate.set(ReplicaState.SERVING)
-        self._health = asyncio.create_task(self._watch_health())
+        self._health = EngineHealth(
+            self.engine,
+            self._gate,
+            unresponsive_after_s=self._unresponsive_after_s,
+            is_updating=lambda: self._updates.is_busy,
+        )
+        self._health.start()
         found = await internals.call_workers(self.engine, "native_device_uuid", ())
         self._device_uuids = tuple(uuid for uuid in found if uuid)
         return self.describe()
@@ -114,6 +130,7 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
             num_workers=num_workers(self._engine_args),
             node_id=this_node(),
             device_uuids=self._device_uuids,
+            processes=own_processes(),
         )
 
     def ready(self) -> bool:
@@ -125,17 +142,9 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         if self._gate.state is ReplicaState.CLOSED:
             return
         self._gate.set(ReplicaState.CLOSED, "the service was shut down")
-        self._health.cancel()
+        self._health.stop()
         self._snapshots.stop_following()
         await asyncio.to_thread(self.engine.shutdown)
-
-    async def _watch_health(self) -> None:
-        """Notices a dead engine core within a second, requests or not."""
-        while True:
-            await asyncio.sleep(1.0)
-            if self.engine.errored:
-                self._gate.set(ReplicaState.FAILED, f"engine core died: {self.engine.dead_error}")
-                return
 
     def report(self) -> EngineReport:
         """Returns state, version and load as they are now."""
@@ -150,6 +159,7 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
             num_waiting=stats.num_waiting if stats else None,
             kv_cache_usage=stats.kv_cache_usage if stats else None,
             stats_age_s=time.monotonic() - stats.measured_at if stats else None,
+            answer_age_s=self._health.answer_age_s if started else None,
             reason=self._gate.reason,
             num_span_disagreements=self._checker.num_disagreements,
         )
@@ -234,9 +244,11 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
     ) -> list[Any]:
         """Calls ``method`` on every vLLM worker of this replica and returns their answers.
 
-        Workers of all data-parallel engines answer, one engine's after the other's.
+        Workers of all data-parallel engines answer, one engine's after the other's. For as long
+        as ``timeout``, 300 s without one, the engine may be silent meanwhile.
         """
-        return await internals.call_workers(self.engine, method, args, kwargs, timeout)
+        with self._health.blocking(timeout):
+            return await internals.call_workers(self.engine, method, args, kwargs, timeout)
 
     collective_rpc_v1 = collective_rpc
 

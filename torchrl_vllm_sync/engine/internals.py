@@ -28,6 +28,7 @@ __all__ = [
     "EngineStats",
     "SampleState",
     "StatsRecorder",
+    "ask_health",
     "call_workers",
     "installed_vllm",
     "label_spans",
@@ -145,6 +146,17 @@ async def call_workers(
         )
     )
     return [answer for of_one_engine in answers for answer in of_one_engine]
+
+
+async def ask_health(engine: AsyncLLM) -> None:
+    """Returns when every worker of every data-parallel engine has said that it is well.
+
+    ``AsyncLLM.check_health`` asks nobody: it looks whether the core's process is alive. The
+    workers' ``check_health`` (``vllm/v1/worker/worker_base.py``) does nothing, and is reached
+    through the loop in which each engine core steps. Without a time limit: the multiprocessing
+    executor would take an answer that comes too late for that to the next call.
+    """
+    await call_workers(engine, "check_health", ())
 
 
 def num_unfinished_requests(engine: AsyncLLM) -> int:

@@ -109,6 +109,11 @@ class WeightUpdates:
         """
         return f"v{self.version}" + (f".{self._repeats}" if self._repeats else "")
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an update, or a call that comes in turn with them, is under way."""
+        return self._lock.locked()
+
     def _adopt(self, version: int, run_id: str | None) -> None:
         """Notes that the engine, which is paused, holds ``version`` from now on, all of it."""
         self._repeats = self._repeats + 1 if version == self.version else 0

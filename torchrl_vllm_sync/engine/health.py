@@ -1,0 +1,155 @@
+"""Whether an engine is alive: its core's process, and the answers of the core and its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from torchrl_vllm_sync.engine import internals
+from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.silence import Silence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from torchrl_vllm_sync.engine.admission import AdmissionGate
+
+__all__ = ["BLOCKING_CALL_S", "EngineHealth"]
+
+# Seconds between looks: a dead engine core is noticed at the next one.
+LOOK_S = 0.5
+# Seconds from an answer to the next question, at most; and the part of the limit that they are.
+MAX_BEAT_S = 5.0
+BEATS_PER_LIMIT = 4
+# Seconds for which a caller's own call may block the engine, if it names no limit.
+BLOCKING_CALL_S = 300.0
+
+
+class EngineHealth:
+    """Asks one engine for a sign of life again and again, and marks its replica when none comes.
+
+    The question goes to every worker of every data-parallel engine, through the loop in which an
+    engine core steps. So it stays without an answer when the core is stopped or stuck, when one of
+    its workers is, or when a step does not end; a core that is busy answers after its step. What
+    it leaves out is a scheduler that steps and gives some request nothing to do: that looks like
+    waiting, and the request's own time limit ends it.
+
+    Noticed, and the replica marked ``FAILED``:
+
+    * a dead engine core, or a dead worker, which ends its core: within a second of vLLM's noticing;
+    * a silent one: within ``unresponsive_after_s``, a quarter of that but at most 5 s, and 1 s.
+
+    ``FAILED`` is final. Requests inside are ended at once, and an engine that wakes up later finds
+    them aborted: nothing tells what it holds.
+
+    Calls that block an engine by design do not count: weight updates, pauses and sleep, which have
+    limits of their own (``is_updating``), and what happens within :meth:`blocking`.
+
+    Args:
+        engine: The replica's engine.
+        gate: The gate in front of it.
+        unresponsive_after_s: Seconds for which it may owe an answer.
+        is_updating: Whether a weight update, a pause or the like is under way.
+        clock: Tells the time in seconds.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        gate: AdmissionGate,
+        *,
+        unresponsive_after_s: float,
+        is_updating: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._gate = engine, gate
+        self._limit_s, self._is_updating = unresponsive_after_s, is_updating
+        self._clock = clock
+        self._beat_s = min(MAX_BEAT_S, unresponsive_after_s / BEATS_PER_LIMIT)
+        self._silence = Silence(clock)
+        self._answered_at = clock()
+        self._question: asyncio.Task[None] | None = None
+        self._blocking_until: dict[object, float] = {}
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def answer_age_s(self) -> float:
+        """Seconds since the engine last gave a sign of life."""
+        return self._clock() - self._answered_at
+
+    def start(self) -> None:
+        """Begins to watch, in a task of the running event loop."""
+        self._watch = asyncio.create_task(self._look_again())
+
+    def stop(self) -> None:
+        """Ends the watch."""
+        for task in (self._watch, self._question):
+            if task is not None:
+                task.cancel()
+
+    @contextlib.contextmanager
+    def blocking(self, timeout_s: float | None = None) -> Iterator[None]:
+        """While inside, the engine owes no answer: a caller's call may keep it busy.
+
+        Args:
+            timeout_s: Seconds after which it owes one all the same; ``None`` means 300.
+        """
+        call = object()
+        limit_s = BLOCKING_CALL_S if timeout_s is None else timeout_s
+        self._blocking_until[call] = self._clock() + limit_s
+        try:
+            yield
+        finally:
+            del self._blocking_until[call]
+
+    @property
+    def _is_excused(self) -> bool:
+        now = self._clock()
+        return self._is_updating() or any(now < end for end in self._blocking_until.values())
+
+    async def _look_again(self) -> None:
+        while self.look():  # noqa: ASYNC110  nobody tells of a silence
+            await asyncio.sleep(LOOK_S)
+
+    def look(self) -> bool:
+        """Looks once: asks if it is time to, and judges if an answer is overdue.
+
+        Returns:
+            Whether to look again; ``False`` once the replica has failed or is closed.
+        """
+        if self._gate.state in (ReplicaState.FAILED, ReplicaState.CLOSED):
+            self._drop_question()
+            return False
+        if self._engine.errored:
+            return self._fail(f"engine core died: {self._engine.dead_error}")
+        if self._question is not None and self._question.done():
+            failure = self._question.exception()
+            self._question = None
+            if failure is not None:  # a dead core shows in ``errored`` before that
+                return self._fail(f"a worker is not well: {failure}")
+            self._answered_at = self._clock()
+        silent_s = self._silence.look()
+        if self._is_excused or self._question is None:
+            self._silence.reset()
+        elif silent_s >= self._limit_s:
+            return self._fail(
+                f"its engine core, or a worker of it, was silent for {silent_s:.1f} s"
+            )
+        if self._question is None and not self._is_excused and self.answer_age_s >= self._beat_s:
+            self._question = asyncio.ensure_future(internals.ask_health(self._engine))
+        return True
+
+    def _fail(self, reason: str) -> bool:
+        self._drop_question()
+        self._gate.set(ReplicaState.FAILED, reason)
+        return False
+
+    def _drop_question(self) -> None:
+        """Leaves the question alone; vLLM passes over an answer that nobody waits for."""
+        if self._question is not None:
+            self._question.cancel()
+            self._question = None

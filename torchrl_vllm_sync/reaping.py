@@ -1,0 +1,115 @@
+"""Ending a replica for certain: its actor, its engine cores and its workers, stopped ones too."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_vllm_sync.errors import SyncError
+from torchrl_vllm_sync.replica import ProcessId, ReplicaProcesses
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["end_replica", "own_processes"]
+
+END_TIMEOUT_S = 30.0
+# The part of that for which the task on the replica's node waits; the rest is for starting it.
+WAIT_SHARE = 0.5
+_POLL_S = 0.05
+
+
+def own_processes() -> ReplicaProcesses:
+    """Returns the Ray actor that this is called in, and its children, as they are now."""
+    import psutil
+    import ray
+
+    actor = psutil.Process()
+    everyone = [actor, *actor.children(recursive=True)]
+    found = [
+        ProcessId(one.pid, began) for one in everyone if (began := _began(one.pid)) is not None
+    ]
+    return ReplicaProcesses(ray.get_runtime_context().get_node_id(), tuple(found))
+
+
+def end_replica(
+    actor: Any,  # noqa: ANN401  a Ray actor handle
+    processes: ReplicaProcesses | None,
+    *,
+    timeout_s: float = END_TIMEOUT_S,
+) -> None:
+    """Ends a replica, whatever state it is in, and returns when its processes have gone.
+
+    ``ray.kill`` alone returns at once, and Ray (2.60) takes up to ten seconds over an actor that
+    is stopped, whose children keep the memory of their GPUs meanwhile. So all of them are killed
+    by number too, by a task on the same node. A node that is gone has taken its processes with it.
+
+    Args:
+        actor: Its actor, dead or alive.
+        processes: What was known to run for it; ``None`` when its engine had never started.
+        timeout_s: Seconds for it.
+
+    Raises:
+        SyncError: Something was left over after ``timeout_s``, or the node did not answer.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, TaskUnschedulableError, WorkerCrashedError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray.kill(actor)
+    if processes is None or not _is_alive(processes.node_id):
+        return
+    on_node = NodeAffinitySchedulingStrategy(processes.node_id, soft=False)
+    task = ray.remote(_end_all).options(num_cpus=0, scheduling_strategy=on_node, max_retries=3)
+    call = task.remote(processes.processes, timeout_s * WAIT_SHARE)
+    try:
+        left = ray.get(call, timeout=timeout_s)
+    except (GetTimeoutError, WorkerCrashedError) as error:
+        raise SyncError(
+            f"node {processes.node_id} did not say within {timeout_s:g} s whether the processes "
+            f"of a replica have ended: {error}"
+        ) from error
+    except TaskUnschedulableError:
+        return  # the node has gone meanwhile
+    if left:
+        raise SyncError(f"processes of a replica outlived SIGKILL for {timeout_s:g} s: {left}")
+
+
+def _is_alive(node_id: str) -> bool:
+    import ray
+
+    return any(one["NodeID"] == node_id and one["Alive"] for one in ray.nodes())
+
+
+def _began(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot; ``None`` if it has ended (``proc(5)``)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _end_all(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
+    """Kills processes and all that they started; returns the numbers of those that are left."""
+    import psutil
+
+    found: set[ProcessId] = {one for one in processes if _began(one.pid) == one.began}
+    for one in list(found):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = [child.pid for child in psutil.Process(one.pid).children(recursive=True)]
+            begun = ((pid, _began(pid)) for pid in children)
+            found.update(ProcessId(pid, began) for pid, began in begun if began is not None)
+    for one in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one.pid, signal.SIGKILL)
+    deadline = time.monotonic() + timeout_s
+    while left := [one.pid for one in found if _began(one.pid) == one.began]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(_POLL_S)
+    return []
