@@ -36,7 +36,7 @@ weights.marker weights.slot_store weights.snapshot_reader
 weights.version_store
 weights.snapshot_writer
 weights.packer
-weights.vllm_nccl_api weights.watched weights.choice weights.reachable
+weights.vllm_nccl_api weights.watched weights.choice weights.reachable weights.push_deadlines
 weights.broadcast_members
 weights.memmap_transport weights.broadcast_transport
 weights.vllm_nccl_transport weights.ipc_transport

@@ -21,6 +21,7 @@ __all__ = [
     "PlacementError",
     "ReplicaUnavailableError",
     "ServiceClosedError",
+    "SilentEngineError",
     "SnapshotError",
     "StaleVersionError",
     "SyncError",
@@ -144,6 +145,10 @@ class GenerationTimeoutError(SyncError, TimeoutError):
 
 class TransferError(SyncError, RuntimeError):
     """A transfer between trainer and engines could not be set up, or broke off."""
+
+
+class SilentEngineError(SyncError, TimeoutError):
+    """An engine did not answer a call in time: it is wedged, or too slow to wait for."""
 
 
 class TransferNotReadyError(SyncError, RuntimeError):

@@ -64,6 +64,10 @@ def _figure(reported: _Number | None) -> _Number | None:
     return reported if reported is not None and 0 <= reported <= sys.maxsize else None
 
 
+def _below(floor: int) -> str:
+    return f"it did not reach version {floor}"
+
+
 class LoadTracker:
     """Ledger of requests in flight and of the engines' last reports, for one process.
 
@@ -104,6 +108,7 @@ class LoadTracker:
         self._removed: dict[str, LoadSnapshot] = {}  # whose requests are still in flight
         self._candidates: Candidates | None = None
         self._marked_at: dict[str, float] = {}
+        self._floors: dict[str, int] = {}
         self._watchers: dict[object, Callable[[], object]] = {}
         for replica_id in replica_ids:
             self.add(replica_id, state)
@@ -240,6 +245,7 @@ class LoadTracker:
             snapshot = self._tracked(replica_id)
             del self._snapshots[replica_id]
             self._marked_at.pop(replica_id, None)
+            self._floors.pop(replica_id, None)
             self._candidates = None
             if snapshot.in_flight:
                 self._removed[replica_id] = snapshot
@@ -293,7 +299,8 @@ class LoadTracker:
 
         The figures are always taken; one that cannot be, such as NaN or a number below 0, counts as
         unknown. The state is not, if the report was asked for before the last
-        ``mark``; and a replica marked ``FAILED`` leaves that state only by a report of ``SERVING``.
+        ``mark``; and a replica marked ``FAILED`` leaves that state only by a report of ``SERVING``
+        or ``STALE``. One that says it serves counts as ``STALE`` below its :meth:`set_floor`.
         A report of a replica that is not tracked (any more) is dropped.
 
         Args:
@@ -311,9 +318,10 @@ class LoadTracker:
             before = known.state, known.weight_version
             asked_at = now if asked_at is None else asked_at
             outdated = asked_at < self._marked_at.get(report.replica_id, asked_at)
-            buried = known.state is ReplicaState.FAILED and report.state is not ReplicaState.SERVING
+            alive = report.state in (ReplicaState.SERVING, ReplicaState.STALE)
+            buried = known.state is ReplicaState.FAILED and not alive
             if not outdated and not buried:
-                known.state, known.reason = report.state, report.reason
+                known.state, known.reason = self._fenced(report)
             known.num_unfinished = _figure(report.num_unfinished)
             known.num_running = _figure(report.num_running)
             known.num_waiting = _figure(report.num_waiting)
@@ -341,6 +349,32 @@ class LoadTracker:
             known.state, known.reason = state, reason
             self._marked_at[replica_id] = self.clock()
             self._changed(known, before)
+
+    def set_floor(self, replica_id: str, version: int) -> None:
+        """Keeps requests from a replica until it reports ``version`` or a later one.
+
+        Whatever it says of itself meanwhile: one that was silent when others went on does not know
+        yet that it is behind.
+
+        Raises:
+            KeyError: No such replica.
+        """
+        with self.lock:
+            known = self._tracked(replica_id)
+            floor = self._floors[replica_id] = max(version, self._floors.get(replica_id, 0))
+            before = known.state, known.weight_version
+            if known.state.admits_requests:
+                known.state, known.reason = ReplicaState.STALE, _below(floor)
+            self._changed(known, before)
+
+    def _fenced(self, report: EngineReport) -> tuple[ReplicaState, str]:
+        """Returns the state that counts, and why; a floor that was reached is forgotten."""
+        floor = self._floors.get(report.replica_id)
+        if floor is not None and (report.weight_version or 0) >= floor:
+            del self._floors[report.replica_id]
+        elif floor is not None and report.state.admits_requests:
+            return ReplicaState.STALE, _below(floor)
+        return report.state, report.reason
 
     def _changed(self, known: LoadSnapshot, before: tuple[ReplicaState, int | None]) -> None:
         if (known.state, known.weight_version) == before:

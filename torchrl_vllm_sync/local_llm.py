@@ -28,9 +28,10 @@ from torchrl_vllm_sync.version_hooks import VersionHooks
 from torchrl_vllm_sync.weights.choice import this_node
 from torchrl_vllm_sync.weights.metadata import from_json
 from torchrl_vllm_sync.weights.push import WeightPusher
+from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Collection, Coroutine, Mapping
 
     from vllm import LLM, RequestOutput
 
@@ -117,9 +118,10 @@ class LocalLLM:
         *,
         version: int | None = None,
         transport: WeightTransport | None = None,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         clear_cache: bool = False,
         mode: PauseMode = "keep",
+        strict: bool | None = None,
     ) -> PushReport:
         """Brings the ``LLM`` to new weights; see ``AsyncVLLM.push_weights``.
 
@@ -132,7 +134,12 @@ class LocalLLM:
         if transport is not None:
             self._pusher.use(transport)
         return self._pusher.push(
-            weights, version=version, timeout_s=timeout_s, clear_cache=clear_cache, mode=mode
+            weights,
+            version=version,
+            timeout_s=timeout_s,
+            clear_cache=clear_cache,
+            mode=mode,
+            strict=strict,
         )
 
     def use_transport(self, transport: WeightTransport) -> None:
@@ -146,6 +153,13 @@ class LocalLLM:
     def close(self) -> None:
         """Closes the transport; the ``LLM`` lives on. Idempotent."""
         self._pusher.close()
+
+    def standings(self) -> dict[str, Standing]:
+        """The ``LLM`` is there as long as its process is; see ``ReplicaClient``."""
+        return {REPLICA_ID: Standing(state=ReplicaState.SERVING)}
+
+    def note_left_behind(self, version: int, replica_ids: Collection[str]) -> None:
+        """Does nothing: nobody but the caller sends it requests; see ``ReplicaClient``."""
 
     def call_replicas(
         self, method: str, *args: Any, deadline_s: float, **kwargs: Any

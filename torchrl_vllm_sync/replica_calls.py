@@ -31,6 +31,8 @@ class ReplicaCalls:
 
     def failures(self) -> dict[str, BaseException]:
         """Returns those that have ended with an exception by now, without waiting."""
+        if not self._refs:
+            return {}
         ready, _ = ray.wait(list(self._refs.values()), num_returns=len(self._refs), timeout=0)
         answers = {name: self._answer(name) for name, ref in self._refs.items() if ref in ready}
         return {name: one for name, one in answers.items() if isinstance(one, BaseException)}
@@ -44,6 +46,8 @@ class ReplicaCalls:
         Returns:
             Replica id to the answer, or to the exception with which that call ended.
         """
+        if not self._refs:
+            return {}
         ready, _ = ray.wait(
             list(self._refs.values()), num_returns=len(self._refs), timeout=deadline_s
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import ServiceClosedError
+from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.replica_calls import ReplicaCalls
+from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torchrl_vllm_sync.errors import ReplicaUnavailableError
     from torchrl_vllm_sync.launch import LaunchedReplicas
@@ -96,6 +98,29 @@ class ServiceReplicas:
             if one.replica_id in calls
         }
         return ReplicaCalls(refs, self._note_death)
+
+    def standings(self) -> dict[str, Standing]:
+        """Returns what this process knows of every current replica, by id; asks nobody.
+
+        The ``incarnation`` is the id of its Ray actor, which is another one after a restart.
+        """
+        known = {one.replica_id: one for one in self.load.snapshots()}
+        return {
+            one.replica_id: Standing(
+                state=known[one.replica_id].state
+                if one.replica_id in known
+                else ReplicaState.STARTING,
+                reason=known[one.replica_id].reason if one.replica_id in known else "",
+                incarnation=one.actor._actor_id.hex(),
+            )
+            for one in self._current_replicas()
+        }
+
+    def note_left_behind(self, version: int, replica_ids: Collection[str]) -> None:
+        """Keeps this process's requests from replicas until they report ``version``."""
+        with self.load.lock:
+            for replica_id in set(replica_ids).intersection(self.load.replica_ids):
+                self.load.set_floor(replica_id, version)
 
     def _note_death(self, death: ReplicaUnavailableError) -> None:
         self.load.mark(death.replica_id, death.state, death.reason)

@@ -40,9 +40,12 @@ class ServiceScheme(_TorchRLScheme):
         strategy: How TorchRL reads a module, ``"tensordict"`` or ``"state_dict"``. Pushes read
             either the same way, under the names of the checkpoint.
         service: The service, or a ``vllm.LLM``; by default that of the collector's policy.
-        timeout_s: Seconds after which a silent replica counts as failed.
+        timeout_s: Seconds after which a silent replica counts as failed; ``None`` takes a multiple
+            of what such pushes took.
         clear_cache: Recompute keys and values of requests in flight after each push.
         mode: What becomes of requests in flight: ``"keep"``, ``"wait"`` or ``"abort"``.
+        strict: Raise if any replica is left behind, not only if all are; ``None`` does as the
+            service does.
 
     Raises:
         UnsupportedArgumentError: There is no such ``strategy``.
@@ -53,9 +56,10 @@ class ServiceScheme(_TorchRLScheme):
         strategy: Strategy,
         *,
         service: Any,  # noqa: ANN401  a service, or a vllm.LLM
-        timeout_s: float,
+        timeout_s: float | None,
         clear_cache: bool,
         mode: PauseMode,
+        strict: bool | None,
     ) -> None:
         if strategy not in ("tensordict", "state_dict"):
             raise UnsupportedArgumentError(
@@ -67,6 +71,7 @@ class ServiceScheme(_TorchRLScheme):
             "timeout_s": timeout_s,
             "clear_cache": clear_cache,
             "mode": mode,
+            "strict": strict,
         }
         self._service = service
         self._sender: VLLMWeightSender | None = None

@@ -15,7 +15,7 @@ from torchrl_vllm_sync.service_replicas import ServiceReplicas
 from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torchrl_vllm_sync.load import LoadSnapshot
     from torchrl_vllm_sync.version_hooks import VersionHooks
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ServiceVersions"]
 
 REPORT_TIMEOUT_S = 5.0
+DOUBTFUL_TIMEOUT_S = 0.5
 DEFAULT_WAIT_S = 300.0
 
 
@@ -144,8 +145,18 @@ class ServiceVersions(ServiceReplicas):
             known = self.load.snapshots()
         return known
 
-    def _learn_states(self) -> None:
-        """Asks the replicas what they are and hold now, ahead of the monitor's next look."""
-        for report in self.call_replicas("report", deadline_s=REPORT_TIMEOUT_S).values():
+    def _learn_states(self, doubtful: Collection[str] = ()) -> None:
+        """Asks the replicas what they are and hold now, ahead of the monitor's next look.
+
+        Args:
+            doubtful: Ids of replicas that may be silent, and are not waited for as long.
+        """
+        self._require_launched()
+        known = self.standings()
+        doubtful = {name for name, one in known.items() if name in doubtful or one.absence}
+        calls = self.start_calls("report", dict.fromkeys(doubtful, ()))
+        sure = self.start_calls("report", dict.fromkeys(known.keys() - doubtful, ()))
+        answers = sure.answers(REPORT_TIMEOUT_S) | calls.answers(DOUBTFUL_TIMEOUT_S)
+        for report in answers.values():
             if isinstance(report, EngineReport):
                 self.load.observe(report)

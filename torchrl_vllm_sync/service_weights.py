@@ -10,12 +10,13 @@ import ray.util
 import torch
 
 from torchrl_vllm_sync.engine_args import num_workers
-from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
 from torchrl_vllm_sync.service_versions import ServiceVersions
 from torchrl_vllm_sync.weights.metadata import from_json
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Collection
 
     from vllm import AsyncEngineArgs
 
@@ -46,9 +47,10 @@ class ServiceWeights(ServiceVersions):
         *,
         version: int | None = None,
         transport: WeightTransport | None = None,
-        timeout_s: float = DEFAULT_PUSH_TIMEOUT_S,
+        timeout_s: float | None = None,
         clear_cache: bool = False,
         mode: PauseMode = "keep",
+        strict: bool | None = None,
     ) -> PushReport:
         """Brings every replica to new weights, keeping requests in flight.
 
@@ -59,39 +61,51 @@ class ServiceWeights(ServiceVersions):
                 weights each time: repeating it is a retry, and where it is held already some
                 transports load nothing.
             transport: How to send from now on; memmap in shared memory to begin with.
-            timeout_s: Seconds after which a silent replica counts as failed.
+            timeout_s: Seconds after which a silent replica counts as failed, in each attempt: when
+                some die or fall silent, the others get everything once more. By default 30 s and
+                three times the median of pushes like this one, and 300 s for the first.
             clear_cache: Recompute keys and values of requests in flight under the new weights.
                 Only then do their next tokens equal those of a fresh engine.
             mode: What becomes of requests in flight: ``"keep"`` freezes them until the new weights
                 are in, ``"wait"`` lets them finish first, ``"abort"`` returns them as they are.
+            strict: Raise if any replica is left behind, and commit nothing. Otherwise the version
+                is committed once one replica holds it, and the report's ``left_behind`` names the
+                others. By default strict.
 
         Returns:
             What was sent, how long each phase took, and what each replica answered.
 
         Raises:
-            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number, or there is
-                no such ``mode``.
+            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number, ``strict`` is
+                no bool, or there is no such ``mode``.
             WeightMismatchError: The weights do not fit the model; nothing was sent.
             StaleVersionError: ``version`` is older than the newest; nothing was sent.
             SnapshotError: The memmap transport could not store the weights; nothing was loaded.
-            WeightSyncError: Some replicas did not reach the version; they take no requests until
-                they do. Pushing the same version again is safe. If none reached it, those that are
-                whole go on with what they hold.
+            WeightSyncError: No replica reached the version, or with ``strict`` some did not; these
+                take no requests until they do. Pushing the same version again is safe. If none
+                reached it, those that are whole go on with what they hold.
         """
         self._require_launched()
         if transport is not None:
             self._pusher.use(transport)
+        left_behind: Collection[str] = ()
         try:
-            return self._pusher.push(
+            report = self._pusher.push(
                 weights,
                 version=version,
                 timeout_s=timeout_s,
                 clear_cache=clear_cache,
                 mode=mode,
+                strict=strict,
             )
+            left_behind = report.left_behind
+        except WeightSyncError as error:
+            left_behind = error.failures
+            raise
         finally:
             if self._launched:
-                self._learn_states()
+                self._learn_states(left_behind)
+        return report
 
     def learn_versions(self) -> None:
         """Asks the replicas what they hold, after something other than a push brought them there.

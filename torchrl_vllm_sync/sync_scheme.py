@@ -53,9 +53,10 @@ class VLLMWeightSyncScheme(ServiceScheme):
         service: See ``ServiceScheme``.
         transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"vllm-nccl"``, or a
             ``WeightTransport``; see ``WeightUpdater``. A ``device`` makes ``"auto"`` a broadcast.
-        timeout_s: Seconds after which a silent replica counts as failed.
+        timeout_s: See ``ServiceScheme``.
         clear_cache: Recompute keys and values of requests in flight after each push.
         mode: What becomes of requests in flight.
+        strict: See ``ServiceScheme``.
 
     Raises:
         UnsupportedArgumentError: There is no such ``strategy``, ``transport`` or ``device``.
@@ -72,12 +73,18 @@ class VLLMWeightSyncScheme(ServiceScheme):
         *,
         service: Any = None,  # noqa: ANN401  a service, or a vllm.LLM
         transport: str | WeightTransport = "auto",
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         clear_cache: bool = False,
         mode: PauseMode = "keep",
+        strict: bool | None = None,
     ) -> None:
         super().__init__(
-            strategy, service=service, timeout_s=timeout_s, clear_cache=clear_cache, mode=mode
+            strategy,
+            service=service,
+            timeout_s=timeout_s,
+            clear_cache=clear_cache,
+            mode=mode,
+            strict=strict,
         )
         if isinstance(transport, str) and transport not in TRANSPORTS:
             raise UnsupportedArgumentError(
@@ -154,9 +161,10 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         service: See ``ServiceScheme``.
         layout: ``"slots"`` rewrites a few buffers in turn, for one host; ``"versions"`` writes new
             files each time, for shared file systems.
-        timeout_s: Seconds after which a silent replica counts as failed.
+        timeout_s: See ``ServiceScheme``.
         clear_cache: Recompute keys and values of requests in flight after each load.
         mode: What becomes of requests in flight.
+        strict: See ``ServiceScheme``.
 
     Raises:
         UnsupportedArgumentError: There is no such ``strategy`` or ``layout``, an address is no
@@ -172,12 +180,18 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         *,
         service: Any = None,  # noqa: ANN401  a service, or a vllm.LLM
         layout: LayoutName = "slots",
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         clear_cache: bool = False,
         mode: PauseMode = "keep",
+        strict: bool | None = None,
     ) -> None:
         super().__init__(
-            strategy, service=service, timeout_s=timeout_s, clear_cache=clear_cache, mode=mode
+            strategy,
+            service=service,
+            timeout_s=timeout_s,
+            clear_cache=clear_cache,
+            mode=mode,
+            strict=strict,
         )
         if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
             raise UnsupportedArgumentError(f"num_threads must be at least 1, got {num_threads!r}")

@@ -10,6 +10,8 @@ from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl_vllm_sync.collector_versions import CollectorVersions
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.weights.auto_transport import TRANSPORTS
+from torchrl_vllm_sync.weights.push_deadlines import FIRST_TIMEOUT_S
+from torchrl_vllm_sync.weights.reachable import MOST_ATTEMPTS
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
 from torchrl_vllm_sync.weights.source import as_weight_source
 
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightUpdater", "as_service"]
 
-# The rank that pushes may form a group and send twice before the others hear of it.
+# The rank that pushes may form groups and send several times before the others hear of it.
 FOLLOW_GRACE_S = 180.0
+# The other ranks wait this many times longer than the last push took, at least.
+SLOWER = 10
 
 
 class WeightUpdater:
@@ -50,10 +54,13 @@ class WeightUpdater:
         transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"vllm-nccl"``, or a
             ``WeightTransport``. ``"auto"`` chooses by where trainer and engines are, see
             ``weights/choice.py``; reports name what was chosen.
-        timeout_s: Seconds after which a silent replica counts as failed.
+        timeout_s: Seconds after which a silent replica counts as failed; by default a multiple of
+            what such pushes took, see ``AsyncVLLM.push_weights``.
         clear_cache: Recompute keys and values of requests in flight after each push.
         mode: What becomes of requests in flight: ``"keep"``, ``"wait"`` or ``"abort"``, see
             ``AsyncVLLM.push_weights``.
+        strict: Raise if any replica is left behind, not only if all are; ``None`` does as the
+            service does.
 
     Raises:
         UnsupportedArgumentError: No transport of that name.
@@ -65,9 +72,10 @@ class WeightUpdater:
         source: Any = None,  # noqa: ANN401  every form that ``as_weight_source`` takes
         *,
         transport: str | WeightTransport = "auto",
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         clear_cache: bool = False,
         mode: PauseMode = "keep",
+        strict: bool | None = None,
     ) -> None:
         if isinstance(transport, str):
             if transport not in TRANSPORTS:
@@ -81,6 +89,7 @@ class WeightUpdater:
         self._transport = transport
         self._timeout_s, self._clear_cache = timeout_s, clear_cache
         self._mode: PauseMode = mode
+        self._strict = strict
         self._versions = CollectorVersions()
         self._post_hooks: list[Callable[[], Any]] = []
 
@@ -105,7 +114,8 @@ class WeightUpdater:
             UnsupportedArgumentError: There is nothing to send, or ``worker_ids`` is given.
             WeightMismatchError: The weights do not fit the model; nothing was sent.
             StaleVersionError: ``version`` is older than the newest; nothing was sent.
-            WeightSyncError: Some replicas did not reach the version. Collectors keep theirs.
+            WeightSyncError: No replica reached the version, or with ``strict`` some did not.
+                Collectors keep theirs.
             TrainerRankError: The weights are sharded, and another rank failed.
         """
         if worker_ids is not None:
@@ -123,6 +133,7 @@ class WeightUpdater:
                 timeout_s=self._timeout_s,
                 clear_cache=self._clear_cache,
                 mode=self._mode,
+                strict=self._strict,
             )
         self.last_report = report
         self._versions.announce(report.version)
@@ -146,7 +157,10 @@ class WeightUpdater:
                 "service may be None only on the ranks of a sharded model that do not push it; "
                 "the first of its ranks must have the service"
             )
-        return source.participate(timeout_s=2 * self._timeout_s + FOLLOW_GRACE_S)
+        limit_s = FIRST_TIMEOUT_S if self._timeout_s is None else self._timeout_s
+        if self._timeout_s is None and self.last_report is not None:
+            limit_s = max(limit_s, SLOWER * self.last_report.seconds)
+        return source.participate(timeout_s=MOST_ATTEMPTS * limit_s + FOLLOW_GRACE_S)
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Opens the transport, and tells collectors the version, which the first push would do too.

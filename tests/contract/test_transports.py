@@ -7,14 +7,17 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, SyncError
+from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.weights.memmap_transport import PREFIX, SHARED_MEMORY, MemmapTransport
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.transport import Standing
 
 NUM_TENSORS = 8
 
@@ -51,21 +54,28 @@ class Client:
         self.service_name = name
         self.replicas = {str(i): replica(f"r{i}") for i in range(2)}
 
-    def call_replicas(self, method, *args, deadline_s, **kwargs):
+    def standings(self):
+        return dict.fromkeys(self.replicas, Standing(state=ReplicaState.SERVING))
+
+    def start_calls(self, method, calls, **kwargs):
+        return SimpleNamespace(answers=lambda deadline_s: self._answers(method, calls, **kwargs))
+
+    def _answers(self, method, calls, **kwargs):
         answers = {}
 
         def call(name, replica):
             try:
-                answers[name] = getattr(replica, method)(*args, **kwargs)
+                answers[name] = getattr(replica, method)(*calls[name], **kwargs)
             except SyncError as error:
                 answers[name] = error
 
-        threads = [threading.Thread(target=call, args=pair) for pair in self.replicas.items()]
+        called = {name: self.replicas[name] for name in calls}
+        threads = [threading.Thread(target=call, args=pair) for pair in called.items()]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(deadline_s)
-        return {name: answers.get(name, TimeoutError("silent")) for name in self.replicas}
+            thread.join()
+        return {name: answers[name] for name in calls}
 
 
 TRANSPORTS = {

@@ -228,14 +228,14 @@ def test_a_damaged_snapshot_is_not_loaded(faulty, trained, tmp_path):
     class Damaging(MemmapTransport):
         def send(self, client, *args, **kwargs):
             class Client:
-                service_name = client.service_name
+                service_name, standings = client.service_name, client.standings
 
-                def call_replicas(_, *args, **kwargs):  # noqa: N805
+                def start_calls(_, *args, **kwargs):  # noqa: N805
                     for path in self.directory.rglob(DATA_FILE):
                         with path.open("r+b") as file:
                             file.seek(path.stat().st_size // 3)
                             file.write(b"\xff" * 64)
-                    return client.call_replicas(*args, **kwargs)
+                    return client.start_calls(*args, **kwargs)
 
             return super().send(Client(), *args, **kwargs)
 
@@ -279,14 +279,14 @@ def test_an_engine_that_dies_while_loading_is_named_and_the_others_go_on(faulty,
     assert_holds(faulty, trained, [0])
 
     perturbed(trained, seed=14)
-    with pytest.raises(WeightSyncError, match=r"replica 1 is failed: engine core died"):
+    with pytest.raises(WeightSyncError, match=r"replica 1: it is failed: engine core died"):
         faulty.push_weights(trained)
     assert states(faulty) == [ReplicaState.SERVING, ReplicaState.FAILED]
     assert_holds(faulty, trained, [0])
 
     ray.kill(faulty.actors[1])
     perturbed(trained, seed=15)
-    with pytest.raises(WeightSyncError, match=r"replica 1 is failed") as caught:
+    with pytest.raises(WeightSyncError, match=r"replica 1: it is failed") as caught:
         faulty.push_weights(trained)
     assert set(caught.value.failures) == {"1"}
     assert_holds(faulty, trained, [0])

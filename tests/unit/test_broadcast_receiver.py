@@ -13,10 +13,11 @@ import torch
 from tests.unit.vllm_models import VllmModels, make_checkpoint, metadata_of, single_process_group
 from torchrl_vllm_sync.engine_args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.errors import SyncError, TransferError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import EngineDescription
+from torchrl_vllm_sync.replica import EngineDescription, ReplicaState
 from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.transport import Standing
 
 CPU = torch.device("cpu")
 
@@ -131,9 +132,8 @@ class Client:
             }
         )
 
-    def call_replicas(self, method, *args, deadline_s, **kwargs):
-        calls = self.start_calls(method, dict.fromkeys(self.replicas, args), **kwargs)
-        return calls.answers(deadline_s)
+    def standings(self):
+        return dict.fromkeys(self.replicas, Standing(state=ReplicaState.SERVING))
 
 
 class World:

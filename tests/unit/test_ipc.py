@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 
+from tests.unit.describing_client import DescribingClient
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights.ipc_transport import IPCTransport
@@ -32,17 +33,6 @@ def description(**facts):
         vllm_version="0.32.0",
         **facts,
     )
-
-
-class Client:
-    service_name, rendezvous = "fake", ("127.0.0.1", None)
-
-    def __init__(self, answer):
-        self.answer = answer
-
-    def call_replicas(self, method, *args, deadline_s):
-        assert method == "describe"
-        return {"0": self.answer}
 
 
 def filled(tensors, buffer_bytes, source=None):
@@ -88,23 +78,23 @@ def test_what_cannot_share_memory_is_refused():
     with pytest.raises(UnsupportedArgumentError, match="buffer_bytes must be at least 1, got 0"):
         IPCTransport(buffer_bytes=0)
     with pytest.raises(UnsupportedArgumentError, match="one CUDA device, and the engines are on c"):
-        IPCTransport().open(Client(description(device_type="cpu")))
+        IPCTransport().open(DescribingClient(description(device_type="cpu")))
     with pytest.raises(TransferError, match=r"no replica can be reached: .*gone"):
-        IPCTransport().open(Client(RuntimeError("gone")))
+        IPCTransport().open(DescribingClient(RuntimeError("gone")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
 def test_a_trainer_without_cuda_is_refused():
     engine = description(device_type="cuda", device_uuids=("GPU-1",))
     with pytest.raises(UnsupportedArgumentError, match="the trainer is on a host without CUDA"):
-        IPCTransport().open(Client(engine))
+        IPCTransport().open(DescribingClient(engine))
 
 
 @pytest.mark.gpu
 def test_another_gpu_is_refused():
     engine = description(device_type="cuda", device_uuids=("GPU-1",))
     with pytest.raises(UnsupportedArgumentError, match=r"replica 0 is on \['GPU-1'\]"):
-        IPCTransport().open(Client(engine))
+        IPCTransport().open(DescribingClient(engine))
 
 
 def test_a_copy_in_another_process_starts_afresh():

@@ -194,6 +194,35 @@ def test_failed_mark_sticks_until_a_report_of_serving():
     assert snapshot_of(tracker, "0").reason == ""
 
 
+def test_a_failed_replica_that_wakes_and_says_it_is_stale_is_stale():
+    tracker = LoadTracker(["0"], state=SERVING)
+    tracker.mark("0", FAILED, "silent")
+    tracker.observe(report(state=ReplicaState.STALE))
+    assert snapshot_of(tracker, "0").state is ReplicaState.STALE
+
+
+def test_below_its_floor_a_replica_counts_as_stale_whatever_it_says():
+    tracker = LoadTracker(["0", "1"], state=SERVING)
+    tracker.set_floor("0", 5)
+    for state in (SERVING, ReplicaState.UPDATING):
+        assert snapshot_of(tracker, "0").state is ReplicaState.STALE
+        assert snapshot_of(tracker, "0").reason == "it did not reach version 5"
+        tracker.observe(report("0", state=state, weight_version=4))
+        tracker.observe(report("1", state=state, weight_version=4))
+        assert snapshot_of(tracker, "1").state is state
+        with tracker.lock:
+            assert [one.replica_id for one in tracker.candidates().snapshots] == ["1"]
+    tracker.set_floor("0", 3)  # a floor is never lowered
+    tracker.observe(report("0", state=SERVING, weight_version=4))
+    assert snapshot_of(tracker, "0").state is ReplicaState.STALE
+    tracker.observe(report("0", state=FAILED, weight_version=4))
+    assert snapshot_of(tracker, "0").state is FAILED
+    tracker.observe(report("0", state=SERVING, weight_version=5))
+    assert snapshot_of(tracker, "0").state is SERVING
+    tracker.observe(report("0", state=SERVING, weight_version=4))  # what it was behind is over
+    assert snapshot_of(tracker, "0").state is SERVING
+
+
 def test_report_asked_for_before_a_mark_does_not_undo_it():
     tracker = LoadTracker(["0"], state=SERVING)
     asked_at = time.monotonic()

@@ -1,10 +1,13 @@
 """The pusher and its ledger, over replicas and a transport that only answer."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
+    SyncError,
     UnsupportedArgumentError,
     WeightMismatchError,
     WeightSyncError,
@@ -12,9 +15,10 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.push import WeightPusher
-from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
+from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, Standing
 
 WEIGHTS = {"w": torch.ones(2)}
+SERVING = Standing(state=ReplicaState.SERVING)
 
 
 class Replicas:
@@ -24,19 +28,31 @@ class Replicas:
 
     def __init__(self, **held):
         self.held, self.states, self.held_back, self.calls = held, {}, [], []
+        self.known, self.left_behind, self.answer = {}, {}, {}
 
-    def call_replicas(self, method, *args, deadline_s, **kwargs):
-        self.calls.append(method)
+    def standings(self):
+        return {name: self.known.get(name, SERVING) for name in self.held}
+
+    def note_left_behind(self, version, replica_ids):
+        self.left_behind |= dict.fromkeys(replica_ids, version)
+
+    def start_calls(self, method, calls, **kwargs):
+        if calls:
+            self.calls.append(method)
         if method == "hold_back":
-            self.held_back.append(args[0])
-        return {
+            self.held_back += [(name, *args) for name, args in calls.items()]
+        self.answer = {
             name: EngineReport(
                 replica_id=name,
                 state=self.states.get(name, ReplicaState.SERVING),
-                weight_version=version,
+                weight_version=self.held[name],
             )
-            for name, version in self.held.items()
+            for name in calls
         }
+        return self
+
+    def answers(self, deadline_s):
+        return self.answer
 
 
 class Transport:
@@ -46,22 +62,32 @@ class Transport:
 
     def __init__(self, replicas):
         self.replicas, self.failing, self.sent, self.closed = replicas, set(), [], 0
+        self.silent, self.limits = set(), []
 
     def open(self, client):
         pass
 
     def send(self, client, source, version, *, timeout_s, clear_cache, mode="keep"):
         self.sent.append(version)
+        self.limits.append(timeout_s)
         outcomes = []
         for name in self.replicas.held:
             if name in self.failing:
                 self.replicas.states[name] = ReplicaState.STALE
-                outcomes.append(ReplicaOutcome(replica_id=name, version=None, error="injected"))
+                outcomes.append(
+                    ReplicaOutcome(
+                        replica_id=name,
+                        version=None,
+                        error="injected",
+                        is_silent=name in self.silent,
+                        is_expected=self.replicas.standings()[name].state != "starting",
+                    )
+                )
             else:
                 self.replicas.states[name] = ReplicaState.SERVING
                 self.replicas.held[name] = version
                 outcomes.append(ReplicaOutcome(replica_id=name, version=version))
-        return SendOutcome(num_bytes=8, phases={}, replicas=outcomes)
+        return SendOutcome(num_bytes=8, phases={}, replicas=outcomes, run_id="run")
 
     def close(self):
         self.closed += 1
@@ -84,8 +110,9 @@ def pusher(replicas, transport):
     return pusher
 
 
-def push(pusher, version=None, weights=WEIGHTS):
-    return pusher.push(weights, version=version, timeout_s=1, clear_cache=False)
+def push(pusher, version=None, weights=WEIGHTS, **options):
+    options = {"timeout_s": 1, "clear_cache": False, **options}
+    return pusher.push(weights, version=version, **options)
 
 
 def test_versions_count_up_from_what_the_replicas_hold(pusher, replicas, transport):
@@ -128,7 +155,8 @@ def test_who_was_left_behind_is_held_back_and_can_be_repaired(pusher, replicas, 
     ) as caught:
         push(pusher)
     assert caught.value.failures == {"b": "injected"}
-    assert replicas.held_back == [2]
+    assert set(replicas.held_back) == {("a", 2, "run"), ("b", 2, "run")}
+    assert replicas.left_behind == {"b": 2}
     assert pusher.committed == 1
     transport.failing = set()
     with pytest.raises(StaleVersionError, match="at least 2, got 1"):
@@ -220,3 +248,88 @@ def test_arguments_that_are_no_such_numbers_send_nothing(
     with pytest.raises(UnsupportedArgumentError, match=culprit):
         pusher.push(WEIGHTS, version=version, timeout_s=timeout_s, clear_cache=False)
     assert transport.sent == []
+
+
+# ---------------------------------------------------------------- replicas that are left behind
+
+
+def test_without_strict_one_replica_is_enough_and_the_report_names_the_others(
+    pusher, replicas, transport
+):
+    announced = []
+    pusher._on_commit = announced.append
+    transport.failing = {"b"}
+    report = push(pusher, strict=False)
+    assert (report.version, report.left_behind) == (1, {"b": "injected"})
+    assert pusher.committed == 1
+    assert announced == [report]
+    assert replicas.left_behind == {"b": 1}
+    assert pusher.committed_run_id == "run"
+    assert push(pusher, strict=False).version == 2
+    transport.failing = set()
+    repaired = push(pusher, 2, strict=False)
+    assert (repaired.left_behind, len(announced)) == ({}, 2)  # it was committed before
+
+
+def test_without_strict_a_push_that_nobody_takes_still_raises(pusher, replicas, transport):
+    push(pusher)
+    transport.failing = {"a", "b"}
+    with pytest.raises(WeightSyncError):
+        push(pusher, strict=False)
+    assert (pusher.committed, replicas.left_behind) == (1, {})
+
+
+def test_the_pusher_s_own_strictness_holds_where_a_push_does_not_say(replicas, transport):
+    pusher = WeightPusher(replicas, lambda: [ParamMeta.of("w", WEIGHTS["w"])], strict=False)
+    pusher.use(transport)
+    transport.failing = {"b"}
+    assert push(pusher).left_behind == {"b": "injected"}
+    with pytest.raises(WeightSyncError):
+        push(pusher, strict=True)
+    with pytest.raises(UnsupportedArgumentError, match="strict must be a bool or None, got 'no'"):
+        push(pusher, strict="no")
+
+
+def test_a_replica_that_starts_is_left_behind_even_by_a_strict_push(pusher, replicas, transport):
+    replicas.known = {"b": Standing(state=ReplicaState.STARTING)}
+    transport.failing = {"b"}
+    report = push(pusher, strict=True)
+    assert report.left_behind == {"b": "injected"}
+    assert pusher.committed == 1
+    replicas.known = {"b": Standing(state=ReplicaState.FAILED)}
+    with pytest.raises(WeightSyncError):
+        push(pusher, strict=True)
+
+
+def test_who_was_silent_is_told_to_hold_back_and_not_waited_for(pusher, replicas, transport):
+    transport.failing = transport.silent = {"b"}
+    waited = []
+    answers = replicas.answers
+    replicas.answers = lambda deadline_s: waited.append(set(replicas.answer)) or answers(deadline_s)
+    push(pusher, strict=False)
+    assert set(replicas.held_back) == {("a", 1, "run"), ("b", 1, "run")}
+    assert waited == [{"a", "b"}, {"a"}]  # stock, and who was held back
+    push(pusher, strict=False)
+    assert not any("b" in one for one in waited[1:])  # nor asked what it holds
+
+
+def test_the_time_limit_follows_what_pushes_took(pusher, replicas, transport):
+    push(pusher, timeout_s=None)
+    push(pusher, timeout_s=None)
+    push(pusher, timeout_s=7)
+    assert transport.limits[0] == 300
+    assert 30 < transport.limits[1] < 40
+    assert transport.limits[2] == 7
+    replicas.known = {"b": Standing(state=ReplicaState.SERVING, incarnation="another")}
+    push(pusher, timeout_s=None)
+    assert transport.limits[3] == 300
+
+
+def test_only_one_thread_at_a_time_has_the_turn(pusher):
+    with ThreadPoolExecutor(1) as pool:
+        with pusher.exclusive(1), pusher.exclusive(1):
+            refused = pool.submit(lambda: pusher.exclusive(0.05).__enter__())
+            with pytest.raises(SyncError, match=r"a push was under way for 0\.05 s"):
+                refused.result()
+            push(pusher)
+        assert pool.submit(lambda: push(pusher).version).result() == 2

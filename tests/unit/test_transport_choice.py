@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 
+from tests.unit.describing_client import DescribingClient
 from torchrl_vllm_sync import WeightUpdater
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
@@ -98,17 +99,6 @@ def description(**facts):
     )
 
 
-class Client:
-    service_name, rendezvous = "fake", ("127.0.0.1", None)
-
-    def __init__(self, answer):
-        self.answer, self.described = answer, 0
-
-    def call_replicas(self, method, *args, deadline_s, **kwargs):
-        self.described += 1
-        return {"0": self.answer}
-
-
 class Chosen:
     """Stands for whatever is chosen."""
 
@@ -134,7 +124,7 @@ def send(transport, client):
 
 def test_the_choice_is_made_once(monkeypatch):
     monkeypatch.setitem(TRANSPORTS, "memmap", Chosen)
-    client, transport = Client(description(node_id=this_node())), AutoTransport()
+    client, transport = DescribingClient(description(node_id=this_node())), AutoTransport()
     transport.open(client)
     assert (transport.name, transport.last_version, client.described) == ("auto", 0, 0)
     for _ in range(3):
@@ -152,9 +142,9 @@ def test_the_choice_is_made_once(monkeypatch):
 def test_a_choice_that_cannot_be_made_leaves_none():
     transport = AutoTransport()
     with pytest.raises(TransferError, match="no replica can be reached"):
-        send(transport, Client(RuntimeError("gone")))
+        send(transport, DescribingClient(RuntimeError("gone")))
     with pytest.raises(UnsupportedArgumentError, match="name one"):
-        send(transport, Client(description(device_type="cuda", node_id="elsewhere")))
+        send(transport, DescribingClient(description(device_type="cuda", node_id="elsewhere")))
     assert transport.name == "auto"
 
 

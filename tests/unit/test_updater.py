@@ -26,7 +26,7 @@ class Service:
         self.weight_version, self.pushes, self.failures, self.opened = 0, [], 0, []
         self.listeners = []
 
-    def push_weights(self, weights, *, version, transport, timeout_s, clear_cache, mode):
+    def push_weights(self, weights, *, version, transport, timeout_s, clear_cache, mode, strict):
         version = self.weight_version + 1 if version is None else version
         self.weight_version = version
         self.pushes.append((weights, version))
@@ -264,6 +264,7 @@ def test_pushes_that_pass_the_updater_by_are_heard_until_it_disconnects(
     updater, collector, service
 ):
     options = {"transport": None, "timeout_s": 1, "clear_cache": False, "mode": "keep"}
+    options["strict"] = None
     service.push_weights("by hand", version=None, **options)
     assert versions(collector) == [1]
     updater.disconnect()

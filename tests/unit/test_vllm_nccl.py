@@ -10,6 +10,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
+from tests.unit.describing_client import DescribingClient
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights import vllm_nccl_api
@@ -35,19 +36,6 @@ def description(name="0", **facts):
         num_kv_blocks=4,
         **{"vllm_version": "0.26.0", "device_type": "cuda", "num_workers": 1, **facts},
     )
-
-
-class Client:
-    """Answers ``describe`` and nothing else."""
-
-    service_name, rendezvous = "fake", ("127.0.0.1", None)
-
-    def __init__(self, *answers):
-        self.answers = {str(index): one for index, one in enumerate(answers)}
-
-    def call_replicas(self, method, *args, deadline_s, **kwargs):
-        assert method == "describe"
-        return self.answers
 
 
 # ---------------------------------------------------------------- payloads
@@ -152,19 +140,19 @@ def test_what_nccl_cannot_reach_is_refused(engines, device, message):
     transport = VLLMNCCLTransport(device=device)
     source = MappingSource({"a": torch.ones(2)})
     with pytest.raises(UnsupportedArgumentError, match=message):
-        transport.send(Client(*engines), source, 1, timeout_s=5, clear_cache=False)
+        transport.send(DescribingClient(*engines), source, 1, timeout_s=5, clear_cache=False)
     assert transport.last_version == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
 def test_a_trainer_without_cuda_is_refused():
     with pytest.raises(UnsupportedArgumentError, match="the trainer is on a host without CUDA"):
-        VLLMNCCLTransport().open(Client(description()))
+        VLLMNCCLTransport().open(DescribingClient(description()))
 
 
 def test_nobody_to_join():
     with pytest.raises(TransferError, match=r"no replica can be reached: .*gone"):
-        VLLMNCCLTransport().open(Client(RuntimeError("gone")))
+        VLLMNCCLTransport().open(DescribingClient(RuntimeError("gone")))
 
 
 # ---------------------------------------------------------------- nobody waits for ever

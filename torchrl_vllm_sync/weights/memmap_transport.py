@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
-from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
+from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
 from torchrl_vllm_sync.weights.writer_lock import LOCK
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torchrl_vllm_sync.weights.marker import LayoutName
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import PauseMode, ReplicaClient
@@ -135,24 +137,65 @@ class MemmapTransport:
             report = writer.publish(source, metadata, version)
             self._sent = version
             phases = {"publish_s": report.seconds, **report.phases}
-        answers = client.call_replicas(
-            "load_snapshot",
-            str(writer.directory),
-            writer.run_id,
-            at_least=version,
-            verify=self._verify,
+        standings = client.standings()
+        answers = self._have_loaded(
+            client,
+            awaited_replicas(standings),
+            version,
             clear_cache=clear_cache,
             mode=mode,
             timeout_s=timeout_s,
-            deadline_s=timeout_s + GRACE_S,
         )
-        num_bytes = sum(meta.num_bytes for meta in metadata)
+        absent = {name: one.absence for name, one in standings.items() if one.absence}
+        outcomes = [ReplicaOutcome.of(name, answer) for name, answer in answers.items()]
         return SendOutcome(
-            num_bytes=num_bytes,
+            num_bytes=sum(meta.num_bytes for meta in metadata),
             phases=phases,
-            replicas=[ReplicaOutcome.of(name, answer) for name, answer in answers.items()],
+            replicas=outcomes + ReplicaOutcome.missing(absent, standings),
             run_id=writer.run_id,
         )
+
+    def catch_up(
+        self, client: ReplicaClient, replica_ids: Collection[str], version: int, *, timeout_s: float
+    ) -> dict[str, Any]:
+        """Has single replicas load the version stored last.
+
+        Args:
+            client: The replicas.
+            replica_ids: Those that load, whatever they are thought to be doing.
+            version: Version that must be stored.
+            timeout_s: Seconds after which a silent replica counts as failed.
+
+        Returns:
+            Replica id to its answer, or to the exception that came instead.
+
+        Raises:
+            SnapshotError: The transport is not open, or another version is stored.
+        """
+        if version != self.last_version:
+            raise SnapshotError(f"version {self.last_version} is stored, and not {version}")
+        return self._have_loaded(
+            client, replica_ids, version, clear_cache=False, mode="keep", timeout_s=timeout_s
+        )
+
+    def _have_loaded(
+        self,
+        client: ReplicaClient,
+        replica_ids: Collection[str],
+        version: int,
+        *,
+        timeout_s: float,
+        **options: Any,
+    ) -> dict[str, Any]:
+        writer = self._open_writer()
+        return client.start_calls(
+            "load_snapshot",
+            dict.fromkeys(replica_ids, (str(writer.directory), writer.run_id)),
+            at_least=version,
+            verify=self._verify,
+            timeout_s=timeout_s,
+            **options,
+        ).answers(timeout_s + GRACE_S)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process opens its own.

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any, get_args
 
-from torchrl_vllm_sync.errors import StaleVersionError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import StaleVersionError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.auto_transport import AutoTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.push_deadlines import PushDeadlines, PushKind
 from torchrl_vllm_sync.weights.sharded import leading
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
-from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, check_transport
+from torchrl_vllm_sync.weights.transport import (
+    PauseMode,
+    PushReport,
+    awaited_replicas,
+    check_transport,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterator
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
@@ -27,15 +34,18 @@ __all__ = ["VersionLedger", "WeightPusher"]
 
 STOCK_TIMEOUT_S = 30.0
 HOLD_BACK_TIMEOUT_S = 5.0
+# A push that is under way has time limits of its own; this is for one that has lost its mind.
+TURN_TIMEOUT_S = 3600.0
 
 
 class VersionLedger:
-    """Which version each replica last acknowledged, and which one all of them do.
+    """Which version each replica last acknowledged, and which one is committed.
 
-    A version is committed once every replica holds it; a push that fails commits nothing.
+    A version is committed once every replica holds it, or, if pushes are not strict, once one does:
+    the others take no requests until they hold it too. A push that fails commits nothing.
 
     Attributes:
-        committed: Newest version that every replica acknowledged; 0 is what engines launch with.
+        committed: Newest version that was committed; 0 is what engines launch with.
         held: What each replica last acknowledged; ``None`` after a failed update.
         seen: Newest version that any replica was at, one that is stale now too.
     """
@@ -51,15 +61,20 @@ class VersionLedger:
             [self.committed, self.seen, *(one for one in self.held.values() if one is not None)]
         )
 
-    def record(self, outcome: SendOutcome, version: int) -> bool:
-        """Notes each replica's answer, and commits ``version`` if all of them hold it.
+    def record(self, outcome: SendOutcome, version: int, *, strict: bool = True) -> bool:
+        """Notes each replica's answer, and commits ``version`` if enough of them hold it.
+
+        Args:
+            outcome: What became of the push.
+            version: Its policy version.
+            strict: Whether every replica must hold it, and not only one.
 
         Returns:
             Whether that is news: it was not committed before.
         """
         for one in outcome.replicas:
             self.held[one.replica_id] = one.version
-        if any(one.error for one in outcome.replicas) or version <= self.committed:
+        if not outcome.commits(strict=strict) or version <= self.committed:
             return False
         self.committed = version
         return True
@@ -73,6 +88,8 @@ class WeightPusher:
         expected: Returns the tensors that the engines' model consists of.
         on_commit: Called with the report of each push that commits a new version, in the thread
             that pushes, when the next push may begin.
+        strict: Whether pushes that do not say raise if any replica is left behind, not only if all
+            are.
     """
 
     def __init__(
@@ -80,18 +97,50 @@ class WeightPusher:
         client: ReplicaClient,
         expected: Callable[[], list[ParamMeta]],
         on_commit: Callable[[PushReport], None] | None = None,
+        *,
+        strict: bool = True,
     ) -> None:
-        self._on_commit = on_commit
+        self._on_commit, self._strict = on_commit, strict
         self._ledger: VersionLedger | None = None
         self._attempted = self._committed = 0
+        self._committed_run: tuple[int, str | None] = 0, None
+        self._newest: tuple[int, str | None] = 0, None
+        self._silent: set[str] = set()
+        self._deadlines = PushDeadlines()
         self._client, self._expected = client, expected
         self._transport: WeightTransport | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def committed(self) -> int:
-        """Newest version that this process brought every replica to; 0 before its first push."""
-        return self._ledger.committed if self._ledger else self._committed
+        """Newest version that this process committed; 0 before its first push."""
+        ledger = self._ledger
+        return ledger.committed if ledger else self._committed
+
+    @property
+    def committed_run_id(self) -> str | None:
+        """Run that the committed version belongs to; ``None`` if nobody here knows."""
+        version, run_id = self._committed_run
+        return run_id if version == self.committed else None
+
+    @contextlib.contextmanager
+    def exclusive(self, timeout_s: float) -> Iterator[None]:
+        """Keeps pushes of this process out, such as while replicas come or go.
+
+        The thread that holds it may push, and enter it again.
+
+        Args:
+            timeout_s: Seconds to wait for a push that is under way.
+
+        Raises:
+            SyncError: A push was under way all the time.
+        """
+        if not self._lock.acquire(timeout=timeout_s):
+            raise SyncError(f"a push was under way for {timeout_s:g} s")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     @property
     def transport(self) -> WeightTransport:
@@ -138,9 +187,10 @@ class WeightPusher:
         weights: Any,  # noqa: ANN401  every form that ``as_weight_source`` takes
         *,
         version: int | None,
-        timeout_s: float,
+        timeout_s: float | None,
         clear_cache: bool,
         mode: PauseMode = "keep",
+        strict: bool | None = None,
     ) -> PushReport:
         """Brings every replica to ``version``.
 
@@ -148,43 +198,63 @@ class WeightPusher:
             weights: See :func:`as_weight_source`.
             version: Policy version of these weights; by default one more than the newest. A
                 version that was sent before is not sent again: the replicas that missed it get it.
-            timeout_s: Seconds after which a silent replica counts as failed.
+            timeout_s: Seconds after which a silent replica counts as failed, in each attempt;
+                ``None`` takes a multiple of what such pushes took, see ``PushDeadlines``.
             clear_cache: Recompute keys and values of requests in flight.
             mode: What becomes of requests in flight.
+            strict: Raise if any replica is left behind, and commit nothing. Otherwise the version
+                is committed once one replica holds it. ``None`` takes the pusher's own.
 
         Returns:
-            The report of a push that every replica acknowledged.
+            The report, which names the replicas that were left behind.
 
         Raises:
-            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number, or there is
-                no such ``mode``.
+            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number, ``strict`` is
+                no bool, or there is no such ``mode``.
             WeightMismatchError: ``weights`` do not fit the engines' model. Nothing was sent.
             StaleVersionError: ``version`` is older than the newest. Nothing was sent.
             SnapshotError: The transport could not store the weights. Replicas are as they were.
             TransferError: The transport could not reach the replicas. They are as they were.
-            WeightSyncError: Some replicas did not reach ``version``; they take no requests until
-                they do. Pushing the same version again is safe. If none reached it, those that are
-                whole go on with what they hold.
+            WeightSyncError: No replica reached ``version``, or with ``strict`` some did not; these
+                take no requests until they do. Pushing the same version again is safe. If none
+                reached it, those that are whole go on with what they hold.
             TrainerRankError: The weights are sharded, and a rank that holds some failed.
         """
         begin = time.perf_counter()
         source = as_weight_source(weights)
         with leading(source) as announcement:
-            _check_arguments(version, timeout_s, mode)
-            with self._lock:
+            _check_arguments(version, timeout_s, mode, strict)
+            strict = self._strict if strict is None else strict
+            with self.exclusive(TURN_TIMEOUT_S):
                 outcome, chosen, is_news = self._send(
-                    source, version, timeout_s=timeout_s, clear_cache=clear_cache, mode=mode
+                    source,
+                    version,
+                    strict=strict,
+                    timeout_s=timeout_s,
+                    clear_cache=clear_cache,
+                    mode=mode,
                 )
                 transport = self.transport.name
             report = announcement.outcome = PushReport.from_outcome(
-                outcome, version=chosen, transport=transport, seconds=time.perf_counter() - begin
+                outcome,
+                version=chosen,
+                transport=transport,
+                seconds=time.perf_counter() - begin,
+                strict=strict,
             )
         if is_news and self._on_commit is not None:
             self._on_commit(report)
         return report
 
     def _send(
-        self, source: WeightSource, version: int | None, **options: Any
+        self,
+        source: WeightSource,
+        version: int | None,
+        *,
+        strict: bool,
+        timeout_s: float | None,
+        clear_cache: bool,
+        mode: PauseMode,
     ) -> tuple[SendOutcome, int, bool]:
         """Sends once, or twice if another process was quicker.
 
@@ -194,13 +264,37 @@ class WeightPusher:
         source = fit_to_model(source, self._expected())
         transport = self.transport
         transport.open(self._client)
+        num_bytes = sum(meta.num_bytes for meta in source.metadata())
+        crew = awaited_replicas(self._client.standings())
         for last_try in (version is not None, True):
             ledger = self._ledger = self._ledger or self._take_stock()
             chosen = self._choose(version, ledger, transport)
             self._attempted = max(self._attempted, chosen)
-            outcome = transport.send(self._client, source, chosen, **options)
-            is_news = ledger.record(outcome, chosen)
-            if not any(one.error for one in outcome.replicas):
+            kind = PushKind(
+                transport=self.transport.name,
+                num_bytes=num_bytes,
+                mode=mode,
+                clear_cache=clear_cache,
+                crew=frozenset(crew.items()),
+            )
+            begin = time.perf_counter()
+            outcome = transport.send(
+                self._client,
+                source,
+                chosen,
+                timeout_s=self._deadlines.timeout_s(kind) if timeout_s is None else timeout_s,
+                clear_cache=clear_cache,
+                mode=mode,
+            )
+            self._silent = {one.replica_id for one in outcome.replicas if one.is_silent}
+            is_news = ledger.record(outcome, chosen, strict=strict)
+            if ledger.committed == chosen:
+                self._committed_run = chosen, outcome.run_id
+            if outcome.reached_some:
+                self._newest = chosen, outcome.run_id
+            if not crew.keys() & outcome.failures.keys():
+                self._deadlines.record(kind, time.perf_counter() - begin)
+            if not outcome.failures:
                 break
             self._settle(ledger, outcome, chosen)
             if last_try or not self._was_overtaken(outcome, chosen):
@@ -226,28 +320,30 @@ class WeightPusher:
 
     def _was_overtaken(self, outcome: SendOutcome, version: int) -> bool:
         """Whether nobody took ``version`` because another process pushed as many in between."""
-        if not all(one.error for one in outcome.replicas):
+        if outcome.reached_some:
             return False
         self._ledger = self._take_stock()
         return self._ledger.newest >= version
 
     def _settle(self, ledger: VersionLedger, outcome: SendOutcome, version: int) -> None:
-        """After a push that failed: whoever was left behind takes no requests until repaired.
+        """After a push that left replicas behind: those take no requests until repaired.
 
         If nobody reached ``version``, the replicas that are whole go on serving what they hold.
         """
-        if any(not one.error for one in outcome.replicas):
-            self._client.call_replicas(
-                "hold_back", version, outcome.run_id, deadline_s=HOLD_BACK_TIMEOUT_S
-            )
+        if outcome.reached_some:
+            self._client.note_left_behind(version, outcome.failures)
+            everyone = self._client.standings()
+            calls = {name: (version, outcome.run_id) for name in everyone if name in self._silent}
+            self._client.start_calls("hold_back", calls)  # which it will read when it wakes
+            calls = {name: (version, outcome.run_id) for name in everyone if name not in calls}
+            self._client.start_calls("hold_back", calls).answers(HOLD_BACK_TIMEOUT_S)
         self._committed = ledger.committed
         self._ledger = None  # the next push asks anew what the replicas hold
 
     def _take_stock(self) -> VersionLedger:
         """Asks the replicas what they hold: before the first push, and after one that failed."""
-        reports = self._client.call_replicas("report", deadline_s=STOCK_TIMEOUT_S)
         ledger = VersionLedger()
-        for replica_id, report in reports.items():
+        for replica_id, report in self._reports().items():
             whole = isinstance(report, EngineReport) and report.state.admits_requests
             ledger.held[replica_id] = report.weight_version if whole else None
             if isinstance(report, EngineReport):
@@ -256,6 +352,57 @@ class WeightPusher:
         ledger.committed = self._committed = max(self._committed, min(versions, default=0))
         return ledger
 
+    def _reports(self, without: Collection[str] = ()) -> dict[str, Any]:
+        """Asks those replicas for reports that were not silent a moment ago."""
+        awaited = awaited_replicas(self._client.standings())
+        asked = dict.fromkeys(set(awaited) - self._silent - set(without), ())
+        return self._client.start_calls("report", asked).answers(STOCK_TIMEOUT_S)
+
+    def catch_up(self, replica_ids: Collection[str], timeout_s: float) -> dict[str, str]:
+        """Brings single replicas to the newest version that others serve, without a push.
+
+        From the snapshots of the memmap transport, if that stored the version.
+
+        Args:
+            replica_ids: The replicas, which may serve nobody yet.
+            timeout_s: Seconds for all of them.
+
+        Returns:
+            Id of each replica that could not be helped, to the reason; it has to wait for the next
+            push. Empty if all of them hold the version.
+
+        Raises:
+            SyncError: A push was under way all the time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self.exclusive(timeout_s):
+            others = self._reports(without=replica_ids)
+            served = [
+                one.weight_version or 0
+                for one in others.values()
+                if isinstance(one, EngineReport) and one.state.admits_requests
+            ]
+            version = max([self._newest[0], *served])
+            if version == 0:
+                return {}
+            transport = self.transport
+            if version != self._newest[0] or not isinstance(transport, MemmapTransport):
+                return dict.fromkeys(
+                    replica_ids, f"version {version} is not stored: it comes with the next push"
+                )
+            answers = transport.catch_up(
+                self._client,
+                replica_ids,
+                version,
+                timeout_s=max(deadline - time.monotonic(), 1.0),
+            )
+            self._ledger, self._committed = None, self.committed
+        return {
+            name: str(one) or type(one).__name__
+            for name, one in answers.items()
+            if isinstance(one, BaseException)
+        }
+
     def close(self) -> None:
         """Closes the transport; idempotent."""
         with self._lock:
@@ -263,7 +410,9 @@ class WeightPusher:
                 self._transport.close()
 
 
-def _check_arguments(version: int | None, timeout_s: float, mode: PauseMode) -> None:
+def _check_arguments(
+    version: int | None, timeout_s: float | None, mode: PauseMode, strict: bool | None
+) -> None:
     """Refuses arguments of a push.
 
     Raises:
@@ -273,9 +422,13 @@ def _check_arguments(version: int | None, timeout_s: float, mode: PauseMode) -> 
         raise UnsupportedArgumentError(f"version must be an integer or None, got {version!r}")
     if version is not None and version > MAX_VERSION:
         raise UnsupportedArgumentError(f"version must be at most {MAX_VERSION}, got {version}")
-    if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
+    if timeout_s is not None and not (
+        isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf
+    ):
         raise UnsupportedArgumentError(
-            f"timeout_s must be a finite number greater than 0, got {timeout_s!r}"
+            f"timeout_s must be a finite number greater than 0, or None, got {timeout_s!r}"
         )
+    if strict is not None and not isinstance(strict, bool):
+        raise UnsupportedArgumentError(f"strict must be a bool or None, got {strict!r}")
     if mode not in get_args(PauseMode):
         raise UnsupportedArgumentError(f"mode must be one of {get_args(PauseMode)}, got {mode!r}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
+from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightSyncError
+from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torchrl_vllm_sync.weights.source import WeightSource
 
@@ -19,12 +20,43 @@ __all__ = [
     "ReplicaClient",
     "ReplicaOutcome",
     "SendOutcome",
+    "Standing",
     "WeightTransport",
+    "awaited_replicas",
     "check_transport",
 ]
 
 # What becomes of requests in flight: they freeze and go on, are waited for, or end as they are.
 PauseMode = Literal["keep", "wait", "abort"]
+
+_NOT_AWAITED = (ReplicaState.STARTING, ReplicaState.FAILED, ReplicaState.CLOSED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What the service knows of a replica before a push, without asking it.
+
+    Attributes:
+        state: Its state.
+        reason: Why it is in that state; may be empty.
+        incarnation: Tells its actor from one that had its id before.
+    """
+
+    state: ReplicaState
+    reason: str = ""
+    incarnation: str = ""
+
+    @property
+    def absence(self) -> str:
+        """Why a push does not wait for it; empty if it does."""
+        if self.state not in _NOT_AWAITED:
+            return ""
+        return f"it is {self.state}" + (f": {self.reason}" if self.reason else "")
+
+
+def awaited_replicas(standings: Mapping[str, Standing]) -> dict[str, str]:
+    """Returns the ids of replicas that a push waits for, each with its incarnation."""
+    return {name: one.incarnation for name, one in standings.items() if not one.absence}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +71,9 @@ class ReplicaOutcome:
         path: How the weights got into its model: ``plan`` or ``layerwise``; empty when nothing was
             loaded.
         path_reason: Why it was not the plan; empty when it was, or when none was asked for.
+        is_expected: Whether it counts that it did not reach the version; not while it starts, as it
+            will serve only when it has caught up.
+        is_silent: Whether its actor did not answer at all in time.
     """
 
     replica_id: str
@@ -47,6 +82,8 @@ class ReplicaOutcome:
     phases: dict[str, float] = field(default_factory=dict)
     path: str = ""
     path_reason: str = ""
+    is_expected: bool = True
+    is_silent: bool = False
 
     @classmethod
     def of(cls, replica_id: str, answer: Any) -> ReplicaOutcome:  # noqa: ANN401  a report, or an error
@@ -58,7 +95,8 @@ class ReplicaOutcome:
         """
         if isinstance(answer, BaseException):
             why = str(answer) or type(answer).__name__
-            return cls(replica_id=replica_id, version=None, error=why)
+            silent = isinstance(answer, TimeoutError) and not isinstance(answer, SyncError)
+            return cls(replica_id=replica_id, version=None, error=why, is_silent=silent)
         words = ("version", "path", "path_reason")
         return cls(
             replica_id=replica_id,
@@ -67,6 +105,27 @@ class ReplicaOutcome:
             path=answer.get("path", ""),
             path_reason=answer.get("path_reason", ""),
         )
+
+    @classmethod
+    def missing(
+        cls, reasons: Mapping[str, str], standings: Mapping[str, Standing]
+    ) -> list[ReplicaOutcome]:
+        """Makes those of replicas that a push did without.
+
+        Args:
+            reasons: Replica id to the reason.
+            standings: Each replica's standing.
+        """
+        return [
+            cls(
+                replica_id=name,
+                version=None,
+                error=why,
+                is_expected=name not in standings
+                or standings[name].state is not ReplicaState.STARTING,
+            )
+            for name, why in reasons.items()
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +145,29 @@ class SendOutcome:
     replicas: list[ReplicaOutcome]
     run_id: str | None = None
 
+    @property
+    def failures(self) -> dict[str, str]:
+        """Id of each replica that did not reach the version, to the reason."""
+        return {one.replica_id: one.error for one in self.replicas if one.error}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every replica that counts reached the version."""
+        return not any(one.error and one.is_expected for one in self.replicas)
+
+    @property
+    def reached_some(self) -> bool:
+        """Whether at least one replica reached the version."""
+        return any(not one.error for one in self.replicas) or not self.replicas
+
+    def commits(self, *, strict: bool) -> bool:
+        """Whether the version counts as committed: on all replicas, or at least on one."""
+        return self.reached_some and (self.is_complete or not strict)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
-    """One push that reached every replica.
+    """One push that was committed.
 
     Attributes:
         version: Policy version committed.
@@ -98,6 +176,9 @@ class PushReport:
         seconds: Wall clock of the whole push.
         phases: Seconds by phase on the trainer's side.
         replicas: What each replica answered.
+        left_behind: Id of each replica that did not reach the version, to the reason; it takes no
+            requests until it does. Empty after a push with ``strict=True``, but for replicas that
+            were starting.
     """
 
     version: int
@@ -106,6 +187,7 @@ class PushReport:
     seconds: float
     phases: dict[str, float]
     replicas: list[ReplicaOutcome]
+    left_behind: dict[str, str] = field(default_factory=dict)
 
     @property
     def gigabytes_per_s(self) -> float:
@@ -114,16 +196,28 @@ class PushReport:
 
     @classmethod
     def from_outcome(
-        cls, outcome: SendOutcome, *, version: int, transport: str, seconds: float
+        cls,
+        outcome: SendOutcome,
+        *,
+        version: int,
+        transport: str,
+        seconds: float,
+        strict: bool = True,
     ) -> PushReport:
         """Makes the report, or raises for the replicas that were left behind.
 
+        Args:
+            outcome: What became of the push.
+            version: Its policy version.
+            transport: Name of the transport.
+            seconds: Wall clock of the whole push.
+            strict: Raise if any replica was left behind, not only if all were.
+
         Raises:
-            WeightSyncError: At least one replica did not reach ``version``.
+            WeightSyncError: At least one replica did not reach ``version``, or none did.
         """
-        failures = {one.replica_id: one.error for one in outcome.replicas if one.error}
-        if failures:
-            raise WeightSyncError(version, failures)
+        if not outcome.commits(strict=strict):
+            raise WeightSyncError(version, outcome.failures)
         return cls(
             version=version,
             transport=transport,
@@ -131,6 +225,7 @@ class PushReport:
             seconds=seconds,
             phases=outcome.phases,
             replicas=outcome.replicas,
+            left_behind=outcome.failures,
         )
 
 
@@ -157,6 +252,14 @@ class ReplicaClient(Protocol):
     @property
     def rendezvous(self) -> tuple[str, int | None]:
         """This host's address as the replicas reach it, and a port if one was asked for."""
+        ...
+
+    def standings(self) -> dict[str, Standing]:
+        """Returns what is known of every replica, by id, without asking any."""
+        ...
+
+    def note_left_behind(self, version: int, replica_ids: Collection[str]) -> None:
+        """Takes these replicas out of this process's rotation until they report ``version``."""
         ...
 
     def start_calls(
