@@ -79,10 +79,11 @@ dispatch
 generation
 
 # the service
-placement replica_calls
+placement replica_calls membership scaling
+registry supervisor
 launch
-service_replicas version_hooks
-service_requests service_versions
+fleet service_replicas version_hooks
+service_requests service_versions service_members
 service_weights
 service_native
 service

@@ -32,6 +32,8 @@ WORKER_EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
 # vLLM's own defaults take most of a host's memory for the KV cache of one CPU engine.
 CPU_KV_CACHE_BYTES = 256 * 2**20
 CPU_MEMORY_FRACTION = 0.05
+# A service has fewer replicas than this, so that no two engines of it ever have the same seed.
+SEEDS_OF_A_START = 10_007
 # torchrl/modules/llm/backends/vllm/vllm_plugin.py: turns on TorchRL's FP32 output layers.
 FP32_OUTPUT_ENVIRONMENT = {"VLLM_ENABLE_FP32_OUTPUT": "1", "TORCHRL_VLLM_FP32_OVERRIDES": "1"}
 
@@ -164,14 +166,14 @@ def prepare_engine_args(
     return prepared
 
 
-def for_replica(engine_args: AsyncEngineArgs, index: int) -> AsyncEngineArgs:
-    """Returns a copy for one replica, whose seed is its own.
+def for_replica(engine_args: AsyncEngineArgs, index: int, num_restarts: int = 0) -> AsyncEngineArgs:
+    """Returns a copy for one replica, whose seed is its own, and another after each restart.
 
     Engines with one seed draw the same random numbers: as long as their batches keep step, equal
     prompts on two of them get equal answers.
     """
     own = copy.copy(engine_args)
-    own.seed += index
+    own.seed += index + num_restarts * SEEDS_OF_A_START
     return own
 
 

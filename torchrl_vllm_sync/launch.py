@@ -1,4 +1,4 @@
-"""Starting and ending a service's replicas, so that a launch that fails leaves nothing behind."""
+"""Starting and ending replicas, so that a launch that fails leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import logging
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-import ray.util
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from torchrl_vllm_sync import placement
 from torchrl_vllm_sync.engine_args import for_replica
-from torchrl_vllm_sync.errors import LaunchError, ServiceClosedError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import LaunchError, UnsupportedArgumentError
+from torchrl_vllm_sync.membership import Member
+from torchrl_vllm_sync.registry import NAMESPACE, actor_name, ensure_ray
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, Replica
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from vllm import AsyncEngineArgs
 
@@ -28,19 +30,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LaunchPlan",
-    "LaunchedReplicas",
     "close_replicas",
-    "find_replicas",
     "launch_replicas",
     "launch_timeout_s",
 ]
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "torchrl_vllm"
 LAUNCH_TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
 CLOSE_TIMEOUT_S = 20.0
-ATTACH_TIMEOUT_S = 30.0
 # Replicas often fail for the same reason at about the same time: all of them are named.
 FAILURE_GRACE_S = 2.0
 # Requests run on an actor's default group; questions about it must not queue behind them.
@@ -54,37 +52,22 @@ class LaunchPlan:
     Attributes:
         name: Name of the service, unique on the cluster.
         engine_args: Prepared engine arguments.
-        num_replicas: How many to start.
         resources: What each claims.
         environment: Environment variables of the replicas' processes.
         actor_class: ``EngineActor`` or a subclass of it, decorated by ``ray.remote`` or not.
         detached: Whether replicas outlive the process that starts them.
-        timeout_s: Seconds until all must serve.
+        timeout_s: Seconds until all must have started.
         unresponsive_after_s: Seconds of silence after which an engine has failed.
     """
 
     name: str
     engine_args: AsyncEngineArgs
-    num_replicas: int
     resources: placement.ReplicaResources
     environment: dict[str, str]
     actor_class: Any
     detached: bool
     timeout_s: float
     unresponsive_after_s: float = UNRESPONSIVE_AFTER_S
-
-
-@dataclass(slots=True)
-class LaunchedReplicas:
-    """Replicas that serve, and the placement groups that hold their resources."""
-
-    replicas: list[Replica] = field(default_factory=list)
-    descriptions: list[EngineDescription] = field(default_factory=list)
-    groups: list[Any] = field(default_factory=list)
-
-    def without_actors(self) -> LaunchedReplicas:
-        """Returns a copy without actor handles, which an actor may keep of its own service."""
-        return LaunchedReplicas([], self.descriptions, self.groups)
 
 
 def launch_timeout_s() -> float:
@@ -105,41 +88,76 @@ def launch_timeout_s() -> float:
     return seconds
 
 
-def launch_replicas(plan: LaunchPlan) -> LaunchedReplicas:
-    """Starts every replica and waits until all serve.
+def launch_replicas(
+    plan: LaunchPlan,
+    replica_ids: Sequence[str],
+    *,
+    beside: Collection[Member] = (),
+    join_later: bool = False,
+    num_restarts: int = 0,
+) -> list[Member]:
+    """Starts replicas, spread over the nodes, and waits until all have started.
+
+    Args:
+        plan: What to start.
+        replica_ids: Ids of the new replicas.
+        beside: Members of the service that run already.
+        join_later: Let them take no requests before they are admitted; see ``EngineActor.admit``.
+        num_restarts: How often these ids were started before.
+
+    Returns:
+        The new members, in order.
 
     Raises:
         PlacementError: The cluster cannot hold them.
         LaunchError: Some did not start in time, with a reason for each. Nothing is left behind.
     """
-    _ensure_ray("local")
-    launched = LaunchedReplicas(
-        groups=placement.place(plan.resources, plan.num_replicas, detached=plan.detached)
+    ensure_ray("local")
+    taken = Counter(
+        one.description.processes.node_id
+        for one in beside
+        if one.joined and one.description.processes is not None
     )
+    nodes = placement.spread(plan.resources, len(replica_ids), taken)
+    groups = placement.place(
+        plan.resources, len(replica_ids), detached=plan.detached, preferred_nodes=nodes
+    )
+    replicas: list[Replica] = []
     try:
         actor_class = _as_remote(plan.actor_class)
-        for index in range(plan.num_replicas):
-            group = launched.groups[index] if launched.groups else None
+        for at, replica_id in enumerate(replica_ids):
             actor = actor_class.options(
-                name=actor_name(plan.name, index),
+                name=actor_name(plan.name, replica_id),
                 namespace=NAMESPACE,
                 lifetime="detached" if plan.detached else None,
                 max_concurrency=MAX_CONCURRENT_CALLS,
-                **placement.actor_options(plan.resources, group),
+                **placement.actor_options(
+                    plan.resources, groups[at] if groups else None, preferred_node=nodes[at]
+                ),
             ).remote(
-                replica_id=str(index),
-                engine_args=for_replica(plan.engine_args, index),
+                replica_id=replica_id,
+                engine_args=for_replica(plan.engine_args, int(replica_id), num_restarts),
                 environment=plan.environment,
                 service_name=plan.name,
                 unresponsive_after_s=plan.unresponsive_after_s,
             )
-            launched.replicas.append(Replica(str(index), actor))
-        launched.descriptions = _await_start(launched.replicas, plan.timeout_s)
-        _check_block_sizes(launched.descriptions)
+            replicas.append(Replica(replica_id, actor))
+            if join_later:
+                actor.join_later.remote()
+        descriptions = _await_start(replicas, plan.timeout_s)
+        _check_block_sizes([*(one.description for one in beside), *descriptions])
     except BaseException:
-        close_replicas(launched.replicas, launched.groups, timeout_s=0.0)
+        close_replicas(replicas, groups, timeout_s=0.0)
         raise
-    return launched
+    return [
+        Member(
+            replica=replica,
+            description=description,
+            group=groups[at] if groups else None,
+            num_restarts=num_restarts,
+        )
+        for at, (replica, description) in enumerate(zip(replicas, descriptions, strict=True))
+    ]
 
 
 def _check_block_sizes(descriptions: list[EngineDescription]) -> None:
@@ -152,73 +170,6 @@ def _check_block_sizes(descriptions: list[EngineDescription]) -> None:
     if len(set(sizes.values())) > 1:
         told = {key: f"its KV-cache blocks have {size} tokens" for key, size in sizes.items()}
         raise LaunchError(told)
-
-
-def actor_name(service_name: str, index: int | str) -> str:
-    """Returns the name of one replica's actor in :data:`NAMESPACE`."""
-    return f"async-vllm-replica-{service_name}-{index}"
-
-
-def find_replicas(service_name: str) -> dict[str, Any]:
-    """Returns the shared state of a running service, its replicas filled in.
-
-    Raises:
-        ServiceClosedError: No replica of a service of this name runs on the cluster.
-    """
-    try:
-        _ensure_ray("auto")
-    except ConnectionError as error:
-        raise ServiceClosedError(
-            f"no service named {service_name!r}: no Ray cluster was found on this machine; "
-            "set RAY_ADDRESS, or call ray.init(address=...) first"
-        ) from error
-    prefix = actor_name(service_name, "")
-    named: Any = ray.util.list_named_actors(all_namespaces=True)  # dicts, whatever its type says
-    names = sorted(
-        one["name"]
-        for one in named
-        if one["namespace"] == NAMESPACE
-        and one["name"].startswith(prefix)
-        and one["name"].removeprefix(prefix).isdecimal()  # not service "a-b" for "a"
-    )
-    if not names:
-        raise ServiceClosedError(f"no service named {service_name!r} runs on this Ray cluster")
-    actors = {name.removeprefix(prefix): ray.get_actor(name, NAMESPACE) for name in names}
-    state = _first_answer([actor.card.remote() for actor in actors.values()])
-    if state is None:
-        raise ServiceClosedError(
-            f"no replica of service {service_name!r} answered within {ATTACH_TIMEOUT_S:g} s"
-        )
-    launched: LaunchedReplicas = state["_launched_replicas"]
-    launched.replicas = [
-        Replica(one.replica_id, actors[one.replica_id])
-        for one in launched.descriptions
-        if one.replica_id in actors
-    ]
-    return state
-
-
-def _first_answer(refs: list[Any]) -> dict[str, Any] | None:
-    """Returns the first answer of a live replica that is not empty, as it is during launch."""
-    deadline = time.monotonic() + ATTACH_TIMEOUT_S
-    while refs:
-        ready, refs = ray.wait(refs, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return None
-        try:
-            answer = ray.get(ready[0])
-        except RayActorError as error:
-            logger.warning("a replica is dead: %s", error)
-        else:
-            if answer:
-                return answer
-    return None
-
-
-def _ensure_ray(default: str) -> None:
-    """Joins the cluster named by ``RAY_ADDRESS``, or else by ``default``, unless one is joined."""
-    if not ray.is_initialized():
-        ray.init(address=os.environ.get("RAY_ADDRESS", default))
 
 
 def _await_start(replicas: Sequence[Replica], timeout_s: float) -> list[EngineDescription]:

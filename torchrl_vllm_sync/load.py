@@ -19,7 +19,7 @@ from torchrl_vllm_sync.load_snapshot import LoadSnapshot, describe_replicas
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from torchrl_vllm_sync.replica import EngineReport
 
@@ -66,6 +66,16 @@ def _figure(reported: _Number | None) -> _Number | None:
 
 def _below(floor: int) -> str:
     return f"it did not reach version {floor}"
+
+
+def _renewed(former: LoadSnapshot, state: ReplicaState) -> LoadSnapshot:
+    """A replica of which nothing is known but the requests that this process has in flight."""
+    return LoadSnapshot(
+        replica_id=former.replica_id,
+        state=state,
+        in_flight=former.in_flight,
+        held_tokens=former.held_tokens,
+    )
 
 
 class LoadTracker:
@@ -235,6 +245,34 @@ class LoadTracker:
             known.kv_cache_tokens = num_kv_blocks * block_size if num_kv_blocks else None
             self._candidates = None
 
+    def renew(self, replica_id: str, state: ReplicaState) -> None:
+        """Forgets what a replica's former actor said: another has taken its place.
+
+        Its requests in flight stay counted until they are released.
+
+        Raises:
+            KeyError: No such replica.
+        """
+        with self.lock:
+            self._snapshots[replica_id] = _renewed(self._tracked(replica_id), state)
+            self._marked_at[replica_id] = self.clock()
+            self._announce()
+
+    def follow(self, replica_ids: Sequence[str]) -> None:
+        """Tracks exactly these replicas, in this order; those that are new to it are starting."""
+        with self.lock:
+            for replica_id in [one for one in self._snapshots if one not in replica_ids]:
+                self.remove(replica_id)
+            starting = ReplicaState.STARTING
+            for replica_id in replica_ids:
+                if replica_id in self._removed:  # it is back before all its requests had ended
+                    former = self._removed.pop(replica_id)
+                    self._snapshots[replica_id] = _renewed(former, starting)
+                elif replica_id not in self._snapshots:
+                    self.add(replica_id, starting)
+            self._snapshots = {one: self._snapshots[one] for one in replica_ids}
+            self._announce()
+
     def remove(self, replica_id: str) -> None:
         """Stops listing a replica; its requests in flight can still be released.
 
@@ -249,6 +287,7 @@ class LoadTracker:
             self._candidates = None
             if snapshot.in_flight:
                 self._removed[replica_id] = snapshot
+            self._announce()
 
     def reserve(self, replica_id: str, num_samples: int = 1, tokens: int = 0) -> None:
         """Counts samples in flight on a replica, whatever its state.
@@ -327,6 +366,7 @@ class LoadTracker:
             known.num_waiting = _figure(report.num_waiting)
             known.kv_cache_usage = _figure(report.kv_cache_usage)
             known.weight_version = report.weight_version
+            known.membership_epoch = report.membership_epoch
             known.measured_at = now
             known.held_when_measured = known.held_tokens
             inside = known.num_unfinished
@@ -377,8 +417,10 @@ class LoadTracker:
         return report.state, report.reason
 
     def _changed(self, known: LoadSnapshot, before: tuple[ReplicaState, int | None]) -> None:
-        if (known.state, known.weight_version) == before:
-            return
+        if (known.state, known.weight_version) != before:
+            self._announce()
+
+    def _announce(self) -> None:
         self._candidates = None
         for on_change in list(self._watchers.values()):
             on_change()

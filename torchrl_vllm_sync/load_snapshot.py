@@ -41,6 +41,7 @@ class LoadSnapshot:
         held_when_measured: ``held_tokens`` at the time of the last report.
         kv_cache_tokens: Tokens for which its KV cache has room; None if unknown.
         block_size: Tokens in a block of its KV cache; None if unknown.
+        membership_epoch: Changes of the service's membership that it had been told of.
         reason: Why it is ``STALE`` or ``FAILED``; empty otherwise.
     """
 
@@ -58,6 +59,7 @@ class LoadSnapshot:
     held_when_measured: int = 0
     kv_cache_tokens: int | None = None
     block_size: int | None = None
+    membership_epoch: int = 0
     reason: str = ""
 
     @property

@@ -11,7 +11,7 @@ from torchrl_vllm_sync.errors import PlacementError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ReplicaResources", "actor_options", "place", "remove"]
+__all__ = ["ReplicaResources", "actor_options", "place", "remove", "spread"]
 
 # Resources of actors that were just ended come back within about this many seconds.
 SETTLE_S = 3.0
@@ -38,13 +38,50 @@ class ReplicaResources:
         return {name: amount for name, amount in claims.items() if amount}
 
 
-def place(resources: ReplicaResources, num_replicas: int, *, detached: bool) -> list[Any]:
+def spread(
+    resources: ReplicaResources, num_replicas: int, taken: Mapping[str, int]
+) -> list[str | None]:
+    """Chooses a node for each replica, so that as few as can be are on one.
+
+    Args:
+        resources: What each replica claims.
+        num_replicas: How many to place.
+        taken: Ray's id of a node to the number of the service's replicas there already.
+
+    Returns:
+        Ray's id of the node that each had best run on; ``None`` if no node holds one.
+    """
+    import ray
+
+    bundle = resources.bundle()
+    counts = {
+        node["NodeID"]: taken.get(node["NodeID"], 0)
+        for node in ray.nodes()
+        if node["Alive"] and not _missing(bundle, 1, node["Resources"])
+    }
+    chosen: list[str | None] = []
+    for _ in range(num_replicas):
+        best = min(counts, key=lambda node_id: counts[node_id], default=None)
+        chosen.append(best)
+        if best is not None:
+            counts[best] += 1
+    return chosen
+
+
+def place(
+    resources: ReplicaResources,
+    num_replicas: int,
+    *,
+    detached: bool,
+    preferred_nodes: Sequence[str | None] = (),
+) -> list[Any]:
     """Reserves one placement group for each replica, each on a single node.
 
     Args:
         resources: What each replica claims.
         num_replicas: How many to place.
         detached: Whether the groups outlive the process that reserves them.
+        preferred_nodes: Where each had best be, see :func:`spread`; elsewhere if there is no room.
 
     Returns:
         Placement groups in replica order; an empty list when replicas claim nothing.
@@ -68,10 +105,14 @@ def place(resources: ReplicaResources, num_replicas: int, *, detached: bool) -> 
         raise PlacementError(_refusal(bundle, num_replicas, NO_NODE))
     groups: list[Any] = []
     try:
-        for _ in range(num_replicas):
+        for at in range(num_replicas):
             groups.append(  # noqa: PERF401  those made so far are removed when one fails
                 placement_group(
-                    [bundle], strategy="STRICT_PACK", lifetime="detached" if detached else None
+                    [bundle],
+                    strategy="STRICT_PACK",
+                    lifetime="detached" if detached else None,
+                    # A wish; bundle_label_selector, which Ray documents, would insist.
+                    _soft_target_node_id=preferred_nodes[at] if preferred_nodes else None,
                 )
             )
         deadline = time.monotonic() + PLACE_TIMEOUT_S
@@ -92,8 +133,18 @@ def remove(groups: Sequence[Any]) -> None:
         remove_placement_group(group)
 
 
-def actor_options(resources: ReplicaResources, group: Any | None) -> dict[str, Any]:  # noqa: ANN401
-    """Returns the Ray options that put an actor into its replica's placement group."""
+def actor_options(
+    resources: ReplicaResources,
+    group: Any | None,  # noqa: ANN401  a placement group
+    preferred_node: str | None = None,
+) -> dict[str, Any]:
+    """Returns the Ray options that put an actor into its replica's placement group.
+
+    Args:
+        resources: What the replica claims.
+        group: Its placement group; ``None`` if it claims nothing.
+        preferred_node: Where it had best be if it claims nothing.
+    """
     options: dict[str, Any] = {"num_gpus": resources.num_gpus, "num_cpus": resources.num_cpus}
     if group is not None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -103,6 +154,10 @@ def actor_options(resources: ReplicaResources, group: Any | None) -> dict[str, A
             placement_group_bundle_index=0,
             placement_group_capture_child_tasks=True,
         )
+    elif preferred_node is not None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(preferred_node, soft=True)
     return options
 
 

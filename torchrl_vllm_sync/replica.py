@@ -57,6 +57,7 @@ class EngineReport:
         reason: Why the replica is ``STALE`` or ``FAILED``; empty otherwise.
         num_span_disagreements: Samples so far whose version spans, as counted in the replica, were
             not those that vLLM reported.
+        membership_epoch: Changes of the service's membership that it has been told of.
     """
 
     replica_id: str
@@ -70,6 +71,7 @@ class EngineReport:
     answer_age_s: float | None = None
     reason: str = ""
     num_span_disagreements: int = 0
+    membership_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,22 +20,25 @@ from torchrl_vllm_sync.engine_args import (
     prepare_engine_args,
 )
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.fleet import Fleet, describe
 from torchrl_vllm_sync.generation import Generation
 from torchrl_vllm_sync.launch import (
     CLOSE_TIMEOUT_S,
-    LaunchedReplicas,
     LaunchPlan,
     close_replicas,
-    find_replicas,
     launch_replicas,
     launch_timeout_s,
 )
 from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.load_monitor import LoadMonitor
+from torchrl_vllm_sync.membership import Membership
 from torchrl_vllm_sync.placement import ReplicaResources
+from torchrl_vllm_sync.registry import find_service, named_actors
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
+from torchrl_vllm_sync.service_members import ServiceMembers
 from torchrl_vllm_sync.service_native import ServiceNative
 from torchrl_vllm_sync.service_requests import ServiceRequests
+from torchrl_vllm_sync.settings import check_integer
 from torchrl_vllm_sync.version_hooks import VersionHooks
 from torchrl_vllm_sync.weights.push import WeightPusher
 
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
     from vllm import AsyncEngineArgs
 
+    from torchrl_vllm_sync.scaling import ScalingPolicy
+    from torchrl_vllm_sync.supervisor import Supervisor
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 __all__ = ["AsyncVLLM", "attach", "make_async_vllm_engine"]
@@ -57,25 +62,27 @@ _CONSTRUCTOR_KEYWORDS = (
     "stage_weights",
     "request_timeout_s",
     "unresponsive_after_s",
+    "max_restarts",
+    "scaling",
 )
 # What a pickled copy and a process that attaches need; the rest each process makes for itself.
 _SHARED = (
     "engine_args",
-    "num_replicas",
     "name",
     "request_timeout_s",
     "unresponsive_after_s",
+    "max_restarts",
     "actor_class",
     "_resources",
     "_environment",
     "_detached",
     "_balancing",
     "_rendezvous",
-    "_launched_replicas",
+    "_membership",
 )
 
 
-class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
+class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
     """Replicas of one vLLM engine behind one object, with TorchRL's names and more.
 
     Every public name, argument and result of TorchRL's ``AsyncVLLM`` is kept, and TorchRL's own
@@ -110,14 +117,19 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         unresponsive_after_s: Seconds of silence, at least 1, after which a replica has failed: see
             ``EngineHealth`` for its engine and ``LoadMonitor`` for its actor. Longer than any step
             of the engine takes. What is dead, and not silent, is noticed within about 2 s.
+        max_restarts: How often within an hour a replica that failed is started anew, with pauses
+            that grow from 1 s to 60 s. The process that launched the service does that.
+        scaling: Says how many replicas there should be from moment to moment, such as a
+            ``QueueLengthScaling``; ``None`` leaves that to :meth:`add_replicas` and
+            :meth:`remove_replicas`.
 
     Raises:
         UnsupportedArgumentError: A setting is out of range, or the platform cannot run it.
 
     Attributes:
         engine_args: The arguments that the replicas run with.
-        num_replicas: Engines the service was asked for.
-        replicas: Current replicas.
+        max_restarts: As given.
+        scaling: As given; ``None`` in copies.
         load: This process's ledger of requests in flight and of the engines' reports.
         name: Name of the service.
     """
@@ -137,7 +149,10 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         stage_weights: bool = False,
         request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S,
         unresponsive_after_s: float = UNRESPONSIVE_AFTER_S,
+        max_restarts: int = 3,
+        scaling: ScalingPolicy | None = None,
     ) -> None:
+        check_integer("max_restarts", max_restarts, 0)
         for setting, value, least in (
             ("num_replicas", num_replicas, 1),
             ("num_cpus_per_replica", num_cpus_per_replica, 0),
@@ -163,7 +178,8 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
             self.engine_args.enable_prefix_caching = enable_prefix_caching
         elif self.engine_args.enable_prefix_caching is None:
             self.engine_args.enable_prefix_caching = False
-        self.num_replicas = num_replicas
+        self._num_wanted = num_replicas
+        self.max_restarts, self.scaling = max_restarts, scaling
         self.name = name or uuid.uuid4().hex[:8]
         self.request_timeout_s = request_timeout_s
         self.unresponsive_after_s = unresponsive_after_s
@@ -177,8 +193,8 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         self._detached = detached
         self._balancing: dict[str, Any] = {}
         self._rendezvous: tuple[str, int] | None = None
-        self._launched_replicas: LaunchedReplicas | None = None
-        self._is_copy = False
+        self._membership: Membership | None = None
+        self._is_copy, self._supervises = False, True
         self._begin()
 
     # ---------------------------------------------------------------- starting and ending
@@ -247,57 +263,52 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         """
         if self._launched:
             raise UnsupportedArgumentError(f"service {self.name} is launched already")
-        from torchrl_vllm_sync.engine.actor import EngineActor
-
-        self._launched_replicas = launch_replicas(
-            LaunchPlan(
-                name=self.name,
-                engine_args=self.engine_args,
-                num_replicas=self.num_replicas,
-                resources=self._resources,
-                environment=self._environment,
-                actor_class=self.actor_class or EngineActor,
-                detached=self._detached,
-                timeout_s=launch_timeout_s(),
-                unresponsive_after_s=self.unresponsive_after_s,
-            )
-        )
+        ids = [str(index) for index in range(self._num_wanted)]
+        self._membership = Membership(launch_replicas(self._plan(), ids))
         self._begin()
-        card = {
-            **self.__getstate__(),
-            "_launched_replicas": self._launched_replicas.without_actors(),
-        }
         try:
-            self._call_all("keep_card", card)
+            self._call_all("keep_card", self._card())
         except BaseException:
             self.shutdown()
             raise
 
+    def _plan(self) -> LaunchPlan:
+        from torchrl_vllm_sync.engine.actor import EngineActor
+
+        return LaunchPlan(
+            name=self.name,
+            engine_args=self.engine_args,
+            resources=self._resources,
+            environment=self._environment,
+            actor_class=self.actor_class or EngineActor,
+            detached=self._detached,
+            timeout_s=launch_timeout_s(),
+            unresponsive_after_s=self.unresponsive_after_s,
+        )
+
     def _begin(self) -> None:
         """Makes what belongs to this process alone: ledger, balancer, monitor, pusher."""
-        launched = self._launched_replicas
-        replicas = launched.replicas if launched else []
-        self.load = LoadTracker([one.replica_id for one in replicas], state=ReplicaState.SERVING)
-        for one in launched.descriptions if launched else []:
-            self.load.describe(
-                one.replica_id, block_size=one.block_size, num_kv_blocks=one.num_kv_blocks
-            )
+        members = self._membership.members if self._membership else []
+        self.load = LoadTracker([one.replica_id for one in members], state=ReplicaState.SERVING)
+        for one in members:
+            describe(self.load, one)
         self._metadata: list[ParamMeta] | None = None
         self._last_served, self._has_asked = 0, False
         self._version_hooks = VersionHooks()
         self._pusher = WeightPusher(self, self._expected_weights, self._version_hooks.announce)
         self._monitor = LoadMonitor(
             self.load,
-            self._current_replicas,
+            self._replicas_to_ask,
             unresponsive_after_s=self.unresponsive_after_s,
         )
         self._load_balancer: LoadBalancer | None = None
         self._generation: Generation | None = None
-        if launched:
+        self._fleet: Fleet | None = None
+        self._supervisor: Supervisor | None = None
+        if members:
             self._load_balancer = LoadBalancer(self, **self._balancing)
-            self._generation = Generation(
-                self._current_replicas, self.load, launched.descriptions[0]
-            )
+            self._generation = Generation(self._current_replicas, self.load, members[0].description)
+            self._begin_supervision()
             self._monitor.start()
 
     def shutdown(self) -> None:
@@ -306,14 +317,20 @@ class AsyncVLLM(ServiceRequests, ServiceNative, RLvLLMEngine):
         Requests still running end with ``ReplicaUnavailableError``. Called on a pickled or attached
         copy it ends the service for everybody; leaving ``with`` there only lets go.
         """
-        launched, self._launched_replicas = self._launched_replicas, None
-        if launched is not None and ray.is_initialized():
-            close_replicas(launched.replicas, launched.groups, timeout_s=CLOSE_TIMEOUT_S)
+        self._end_supervision()
+        membership, self._membership = self._membership, None
+        if membership is not None and ray.is_initialized():
+            members = membership.members
+            groups = [one.group for one in members if one.group is not None]
+            close_replicas([one.replica for one in members], groups, timeout_s=CLOSE_TIMEOUT_S)
+            for actor in named_actors(self.name).values():  # such as one that was just starting
+                ray.kill(actor)
         self._let_go()  # after the replicas: that also ends a push which waits for them
 
     def _let_go(self) -> None:
         """Ends what belongs to this process alone; replicas live on."""
-        self._launched_replicas = None
+        self._end_supervision()
+        self._membership = None
         self._monitor.stop()
         self._pusher.close()
         self._begin()
@@ -351,22 +368,28 @@ AsyncVLLM.__module__ = "torchrl.modules.llm.backends.vllm.torchrl_vllm_sync"
 
 def _rebuild(kind: type[AsyncVLLM] | None, state: dict[str, Any]) -> AsyncVLLM:
     service = object.__new__(kind or AsyncVLLM)
-    vars(service).update(state, _is_copy=True)
+    vars(service).update(state, _is_copy=True, _supervises=False, _num_wanted=0, scaling=None)
     service._begin()
     return service
 
 
-def attach(name: str) -> AsyncVLLM:
+def attach(name: str, *, supervise: bool = False) -> AsyncVLLM:
     """Returns a running service by its name, from any process of its Ray cluster.
 
     Args:
         name: The service's ``name``.
+        supervise: Restart replicas that fail, and allow adding and removing some, from this process
+            on; for a detached service whose launching process is gone.
 
     Raises:
         ServiceClosedError: No service of this name runs on the cluster.
+        UnsupportedArgumentError: ``supervise`` for a service that is not detached: its replicas
+            end with the process that launched it.
     """
-    state = find_replicas(name)
-    return _rebuild(None, state)
+    service = _rebuild(None, find_service(name))
+    if supervise:
+        service._take_over()
+    return service
 
 
 def make_async_vllm_engine(

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from torchrl_vllm_sync.errors import ReplicaUnavailableError
-    from torchrl_vllm_sync.launch import LaunchedReplicas
     from torchrl_vllm_sync.load import LoadTracker
+    from torchrl_vllm_sync.membership import Membership
     from torchrl_vllm_sync.replica import Replica
 
 __all__ = ["FIGURE_TIMEOUT_S", "RPC_TIMEOUT_S", "ServiceReplicas"]
@@ -33,17 +33,20 @@ class ServiceReplicas:
 
     name: str
     load: LoadTracker
-    _launched_replicas: LaunchedReplicas | None
+    _membership: Membership | None
 
     @property
     def actors(self) -> list[Any]:
-        """Ray actor handles of the current replicas; empty when the service is not launched."""
-        return [one.actor for one in self._current_replicas()]
+        """Ray actor handles of the current replicas; empty when the service is not launched.
+
+        The actor of a replica that is being restarted is the former one, which is dead.
+        """
+        return [one.actor for one in self.replicas]
 
     @property
     def replicas(self) -> list[Replica]:
-        """The current replicas."""
-        return self._current_replicas()
+        """The current replicas, in the order of their joining."""
+        return [] if self._membership is None else self._membership.replicas
 
     @property
     def service_name(self) -> str:
@@ -52,10 +55,11 @@ class ServiceReplicas:
 
     @property
     def _launched(self) -> bool:
-        return self._launched_replicas is not None
+        return self._membership is not None
 
     def _current_replicas(self) -> list[Replica]:
-        return list(self._launched_replicas.replicas) if self._launched_replicas else []
+        """The replicas that may be called: all but those that are being restarted."""
+        return [] if self._membership is None else self._membership.joined
 
     def call_replicas(
         self, method: str, *args: Any, deadline_s: float = RPC_TIMEOUT_S, **kwargs: Any
@@ -123,7 +127,9 @@ class ServiceReplicas:
                 self.load.set_floor(replica_id, version)
 
     def _note_death(self, death: ReplicaUnavailableError) -> None:
-        self.load.mark(death.replica_id, death.state, death.reason)
+        with self.load.lock:
+            if death.replica_id in self.load.replica_ids:  # it may have been removed meanwhile
+                self.load.mark(death.replica_id, death.state, death.reason)
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Calls every replica and returns the answers in order; the first failure is raised."""
@@ -144,11 +150,13 @@ class ServiceReplicas:
             replica_id: None if isinstance(answer, BaseException) else answer
             for replica_id, answer in answers.items()
         }
-        return list(figures.values()) if chosen is None else figures[chosen]
+        if chosen is not None:
+            return figures.get(chosen)
+        return [figures.get(one.replica_id) for one in self.replicas]
 
     def _at(self, actor_index: int) -> Replica:
         self._require_launched()
-        replicas = self._current_replicas()
+        replicas = self.replicas
         if not 0 <= actor_index < len(replicas):
             raise IndexError(f"actor_index must be in [0, {len(replicas)}), got {actor_index}")
         return replicas[actor_index]

@@ -278,7 +278,7 @@ class ServiceRequests(ServiceReplicas):
     def get_random_actor_index(self) -> int:
         """Returns the position of one of :attr:`actors`, at random."""
         self._serving()
-        return secrets.randbelow(len(self._current_replicas()))
+        return secrets.randbelow(len(self.replicas))
 
     def get_num_unfinished_requests(
         self, actor_index: int | None = None

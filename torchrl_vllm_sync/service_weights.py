@@ -33,11 +33,9 @@ class ServiceWeights(ServiceVersions):
 
     Attributes:
         engine_args: The arguments that the replicas run with.
-        num_replicas: Engines the service was asked for.
     """
 
     engine_args: AsyncEngineArgs
-    num_replicas: int
     _metadata: list[ParamMeta] | None
     _rendezvous: tuple[str, int] | None
 
@@ -224,7 +222,7 @@ class ServiceWeights(ServiceVersions):
 
     def get_world_size(self) -> int:
         """Returns the number of vLLM workers of all replicas together."""
-        return self.num_replicas * num_workers(self.engine_args)
+        return len(self.replicas) * num_workers(self.engine_args)
 
     def get_master_address(self) -> str:
         """Returns this node's address, as the other nodes of the Ray cluster reach it."""

@@ -12,12 +12,14 @@ from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 # The smallest engines that still batch, cache prefixes (blocks of 32 tokens) and run out of room.
+# What a test kills stays dead.
 ENGINE = {
     "max_model_len": 256,
     "max_num_seqs": 32,
     "block_size": 32,
     "kv_cache_memory_bytes": 64 * 2**20,
     "num_cpus_per_replica": 0,
+    "max_restarts": 0,
     "verbose": False,
 }
 

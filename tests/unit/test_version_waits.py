@@ -190,8 +190,8 @@ class Versions(ServiceVersions):
         self.name, self._is_copy = "fake", False
         self.load = LoadTracker(replica_ids, state=ReplicaState.SERVING)
         self._pusher, self._version_hooks = self.Pusher(), VersionHooks()
-        self._launched_replicas = type("Launched", (), {})()
-        self._launched_replicas.replicas = [Replica(one, None) for one in replica_ids]
+        self._membership = type("Membership", (), {})()
+        self._membership.joined = [Replica(one, None) for one in replica_ids]
 
 
 def test_who_holds_what_is_what_was_reported():

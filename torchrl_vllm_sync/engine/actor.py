@@ -45,8 +45,10 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
     """The class behind each replica's Ray actor; subclass it for an ``actor_class`` of your own.
 
     Lifecycle: constructed (``STARTING``), :meth:`start` builds the engine (``SERVING``), weight
-    updates pass through ``UPDATING``, :meth:`close` ends the engine (``CLOSED``). An update that
-    fails leaves ``STALE``, a dead or silent engine ``FAILED``; neither takes requests.
+    updates pass through ``UPDATING``, :meth:`drain` lets requests end (``DRAINING``), :meth:`close`
+    ends the engine (``CLOSED``). An update that fails leaves ``STALE``, a dead or silent engine
+    ``FAILED``; neither takes requests. A replica that joins a running service is told
+    :meth:`join_later` before it starts, and serves from :meth:`admit` on.
 
     Args:
         replica_id: Stable id within the service.
@@ -74,6 +76,8 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         self._stats = internals.StatsRecorder()
         self._begin_answers()
         self._card: dict[str, Any] = {}
+        self._membership_epoch = 0
+        self._joins_later = self._started = False
         self._device_uuids: tuple[str, ...] = ()
 
     # ---------------------------------------------------------------- lifecycle
@@ -102,7 +106,9 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
             functools.partial(checkpoint_metadata, self.engine.vllm_config.model_config),
         )
         self._broadcasts = BroadcastLoads(self._updates)
-        self._gate.set(ReplicaState.SERVING)
+        self._started = True
+        if not self._joins_later:
+            self._gate.set(ReplicaState.SERVING)
         self._health = EngineHealth(
             self.engine,
             self._gate,
@@ -113,6 +119,23 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         found = await internals.call_workers(self.engine, "native_device_uuid", ())
         self._device_uuids = tuple(uuid for uuid in found if uuid)
         return self.describe()
+
+    def join_later(self) -> None:
+        """Has :meth:`start` leave the replica ``STARTING``: it serves once it is admitted."""
+        self._joins_later = True
+
+    def admit(self, version: int, run_id: str | None) -> None:
+        """Lets a replica that has joined a running service serve, once it holds ``version``.
+
+        Args:
+            version: Oldest version to serve with; until then the replica is ``STALE``.
+            run_id: Run that ``version`` belongs to; ``None`` accepts any.
+        """
+        self._updates.admit(version, run_id)
+
+    def drain(self) -> None:
+        """Takes no more requests; those inside go on to their end."""
+        self._updates.drain()
 
     def describe(self) -> EngineDescription:
         """Returns the facts about the engine that do not change while it lives."""
@@ -149,7 +172,7 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
     def report(self) -> EngineReport:
         """Returns state, version and load as they are now."""
         stats = self._stats.latest()
-        started = self._gate.state is not ReplicaState.STARTING
+        started = self._started
         return EngineReport(
             replica_id=self.replica_id,
             state=self._gate.state,
@@ -162,11 +185,14 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
             answer_age_s=self._health.answer_age_s if started else None,
             reason=self._gate.reason,
             num_span_disagreements=self._checker.num_disagreements,
+            membership_epoch=self._membership_epoch,
         )
 
     def keep_card(self, card: dict[str, Any]) -> None:
-        """Keeps what a process needs to attach to the service."""
-        self._card = card
+        """Keeps what a process needs to attach to the service, unless it has a newer one."""
+        epoch = card["_membership"].epoch
+        if epoch >= self._membership_epoch:
+            self._card, self._membership_epoch = card, epoch
 
     def card(self) -> dict[str, Any]:
         """Returns what :meth:`keep_card` was given."""

@@ -93,6 +93,7 @@ class WeightUpdates:
         self._engine, self._gate = engine, gate
         self._lock = asyncio.Lock()
         self._floor = 0
+        self._drains = False
         self._run_id: str | None = None
         self._repeats = 0
 
@@ -334,7 +335,7 @@ class WeightUpdates:
             self._set(ReplicaState.STALE, f"the engine did not resume: {error}")
             raise
         if self.version >= self._floor:
-            self._set(ReplicaState.SERVING)
+            self._set(ReplicaState.DRAINING if self._drains else ReplicaState.SERVING)
         else:
             self._set(ReplicaState.STALE, f"it did not reach version {self._floor}")
 
@@ -360,6 +361,21 @@ class WeightUpdates:
         if (foreign or self.version < self._floor) and self._gate.state.admits_requests:
             other = " of this run" if foreign else ""
             self._set(ReplicaState.STALE, f"it did not reach version {self._floor}{other}")
+
+    def admit(self, version: int, run_id: str | None) -> None:
+        """Ends the time in which the replica had not joined its service; see ``EngineActor``."""
+        starting = self._gate.state is ReplicaState.STARTING
+        self.hold_back(version, run_id)
+        if starting and self.whole and self.version >= self._floor:
+            self._set(ReplicaState.SERVING)
+        elif starting:
+            self._set(ReplicaState.STALE, f"it has not reached version {self._floor} yet")
+
+    def drain(self) -> None:
+        """Has the replica take no more requests, for good."""
+        self._drains = True
+        if self._gate.state is ReplicaState.SERVING:
+            self._set(ReplicaState.DRAINING)
 
     def _set(self, state: ReplicaState, reason: str = "") -> None:
         """Changes the replica's state; what is dead or closed stays so."""
