@@ -131,8 +131,8 @@ class Fleet:
                 for one in members:
                     self._membership.put(one)
                 self._load.follow([one.replica_id for one in self._membership.members])
-                for one in members:
-                    self._load.renew(one.replica_id, ReplicaState.STARTING)
+                for one in members:  # pushes wait for it from now on, requests do not go there yet
+                    self._load.renew(one.replica_id, ReplicaState.STALE)
                     describe(self._load, one)
                 self.share_card()
         except BaseException:

@@ -120,8 +120,9 @@ class Membership:
             KeyError: There is none of this id.
         """
         with self._lock:
+            member = self._members.pop(replica_id)
             self._epoch += 1
-            return self._members.pop(replica_id)
+            return member
 
     def follow(self, newer: Membership) -> None:
         """Takes over what another process knows."""

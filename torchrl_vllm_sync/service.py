@@ -295,7 +295,12 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
         self._metadata: list[ParamMeta] | None = None
         self._last_served, self._has_asked = 0, False
         self._version_hooks = VersionHooks()
-        self._pusher = WeightPusher(self, self._expected_weights, self._version_hooks.announce)
+        self._pusher = WeightPusher(
+            self,
+            self._expected_weights,
+            self._version_hooks.announce,
+            strict=not self.max_restarts,
+        )
         self._monitor = LoadMonitor(
             self.load,
             self._replicas_to_ask,

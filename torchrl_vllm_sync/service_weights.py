@@ -68,7 +68,7 @@ class ServiceWeights(ServiceVersions):
                 are in, ``"wait"`` lets them finish first, ``"abort"`` returns them as they are.
             strict: Raise if any replica is left behind, and commit nothing. Otherwise the version
                 is committed once one replica holds it, and the report's ``left_behind`` names the
-                others. By default strict.
+                others. ``None`` is strict where the service restarts no replicas.
 
         Returns:
             What was sent, how long each phase took, and what each replica answered.

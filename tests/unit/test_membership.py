@@ -1,0 +1,137 @@
+"""Who the members are, in which order, and that copies go their own way."""
+
+import pickle
+import threading
+
+import pytest
+
+from torchrl_vllm_sync.load import LoadTracker
+from torchrl_vllm_sync.membership import Member, Membership
+from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Replica, ReplicaState
+
+
+def member(replica_id, actor="actor", **facts):
+    description = EngineDescription(
+        replica_id=replica_id,
+        node_ip="192.0.2.1",
+        pid=1,
+        max_model_len=64,
+        vocab_size=128,
+        block_size=16,
+        num_kv_blocks=10,
+        vllm_version="0.32.0",
+    )
+    return Member(replica=Replica(replica_id, actor), description=description, **facts)
+
+
+def ids(membership):
+    return [one.replica_id for one in membership.replicas]
+
+
+def test_a_restarted_replica_keeps_its_place():
+    membership = Membership(map(member, "012"))
+    membership.suspend("1")
+    assert ids(membership) == ["0", "1", "2"]
+    assert [one.replica_id for one in membership.joined] == ["0", "2"]
+    membership.put(member("1", "another", num_restarts=1))
+    assert [one.actor for one in membership.replicas] == ["actor", "another", "actor"]
+    assert len(membership.joined) == 3
+
+
+def test_ids_are_never_used_twice():
+    membership = Membership(map(member, "01"))
+    assert membership.new_id() == "2"
+    membership.put(member("3"))
+    membership.remove("3")
+    assert membership.new_id() == "4"
+    assert pickle.loads(pickle.dumps(membership)).new_id() == "5"
+
+
+def test_ids_are_distinct_under_threads():
+    membership, found = Membership(), []
+    threads = [
+        threading.Thread(target=lambda: found.extend(membership.new_id() for _ in range(100)))
+        for _ in range(8)
+    ]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(10)
+    assert sorted(map(int, found)) == list(range(800))
+
+
+def test_every_change_counts():
+    membership = Membership(map(member, "01"))
+    membership.suspend("0")
+    membership.put(member("0"))
+    membership.remove("1")
+    assert membership.epoch == 3
+    with pytest.raises(KeyError):
+        membership.remove("1")
+    with pytest.raises(KeyError):
+        membership.suspend("1")
+    assert membership.find("1") is None
+    assert membership.epoch == 3
+
+
+def test_a_copy_follows_when_it_is_told():
+    membership = Membership(map(member, "01"))
+    copy = pickle.loads(pickle.dumps(membership))
+    membership.put(member("2"))
+    membership.remove("0")
+    assert ids(copy) == ["0", "1"]
+    copy.follow(membership)
+    assert (ids(copy), copy.epoch, copy.new_id()) == (["1", "2"], 2, "3")
+
+
+def test_a_card_holds_no_actor():
+    bare = Membership(map(member, "01"), epoch=4).without_actors()
+    assert [one.actor for one in bare.replicas] == [None, None]
+    assert (ids(bare), bare.epoch) == (["0", "1"], 4)
+
+
+# ---------------------------------------------------------------- the ledger beside it
+
+
+def test_a_ledger_follows_the_order_and_keeps_what_is_in_flight():
+    load = LoadTracker("012", state=ReplicaState.SERVING)
+    load.reserve("0")
+    load.reserve("1", 2, 30)
+    load.follow(["2", "1", "3"])
+    assert load.replica_ids == ["2", "1", "3"]
+    assert load.total_in_flight == 3
+    assert [one.state for one in load.snapshots()][2] is ReplicaState.STARTING
+    load.follow(["0", "2", "1", "3"])  # it is back before its request has ended
+    assert load.in_flight("0") == 1
+    load.release("0")
+    load.release("1", 2, 30)
+    assert load.total_in_flight == 0
+    with load.lock:
+        assert load.candidates().indices == [1, 2]
+
+
+def test_a_renewed_replica_is_known_for_nothing_but_its_requests():
+    load = LoadTracker("01", state=ReplicaState.SERVING)
+    load.observe(
+        EngineReport(replica_id="1", state=ReplicaState.SERVING, weight_version=7, num_unfinished=3)
+    )
+    load.reserve("1", 2, 30)
+    asked_at = load.clock() - 1.0
+    load.renew("1", ReplicaState.STARTING)
+    after = load.snapshots()[1]
+    assert (after.weight_version, after.num_unfinished) == (None, None)
+    assert (after.in_flight, after.held_tokens) == (2, 30)
+    old = EngineReport(replica_id="1", state=ReplicaState.SERVING, weight_version=7)
+    load.observe(old, asked_at=asked_at)
+    assert load.snapshots()[1].state is ReplicaState.STARTING
+    load.release("1", 2, 30)
+
+
+def test_whoever_watches_hears_of_replicas_that_come_and_go():
+    load, heard = LoadTracker("01", state=ReplicaState.SERVING), []
+    with load.watched(lambda: heard.append(len(load.replica_ids))):
+        load.follow(["0", "1", "2"])
+        load.renew("2", ReplicaState.SERVING)
+        load.remove("0")
+    assert heard[-1] == 2
+    assert len(heard) >= 3
