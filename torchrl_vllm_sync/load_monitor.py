@@ -117,6 +117,7 @@ class LoadMonitor:
       When it answers again, a report that was asked for after the mark decides what it is.
 
     An actor that is ``STARTING`` may be silent: it builds its engine, which has a limit of its own.
+    One that was ``CLOSED`` before it ended stays so.
     Silence counts only as long as the thread itself is awake, so that a process which was stopped
     does not take everybody for dead.
 
@@ -259,7 +260,7 @@ class LoadMonitor:
     def _judge(self, ask: _Ask) -> None:
         """Logs an actor that has been silent for long, or gives it up."""
         replica_id, silent_s = ask.replica.replica_id, ask.silence.look()
-        if self._state(replica_id) is ReplicaState.STARTING:
+        if self._state(replica_id) in (ReplicaState.STARTING, ReplicaState.CLOSED):
             ask.silence.reset()
             return
         if silent_s > self._timeout_s:
@@ -300,6 +301,9 @@ class LoadMonitor:
         return next(found, None)
 
     def _bury(self, replica_id: str, reason: str) -> None:
+        """Marks a replica that is dead or silent; one that was closed before stays so."""
+        if self._state(replica_id) is ReplicaState.CLOSED:
+            return
         self._complain(replica_id, reason)
         with self._tracker.lock:
             if replica_id in self._tracker.replica_ids:

@@ -4,15 +4,17 @@ import gc
 import pickle
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from torchrl_vllm_sync.errors import LaunchError, UnsupportedArgumentError
 from torchrl_vllm_sync.launch import _check_block_sizes
 from torchrl_vllm_sync.load import LoadTracker
-from torchrl_vllm_sync.load_monitor import BareActorReader, LoadMonitor, ReportReader
+from torchrl_vllm_sync.load_monitor import BareActorReader, LoadMonitor, ReportReader, _Ask
 from torchrl_vllm_sync.load_snapshot import LoadSnapshot
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Replica, ReplicaState
+from torchrl_vllm_sync.silence import Silence
 
 SERVING, FAILED = ReplicaState.SERVING, ReplicaState.FAILED
 
@@ -306,7 +308,7 @@ class Owner:
         return [Replica("0", "handle")]
 
 
-@pytest.mark.parametrize("name", ["interval_s", "timeout_s"])
+@pytest.mark.parametrize("name", ["interval_s", "timeout_s", "unresponsive_after_s"])
 def test_monitor_settings_are_refused_by_name(name):
     with pytest.raises(UnsupportedArgumentError, match=f"{name} must be greater than 0, got 0"):
         LoadMonitor(LoadTracker([]), list, **{name: 0})
@@ -322,6 +324,50 @@ def test_monitor_does_not_keep_its_owner_alive_and_pickles_unstarted():
     del owner
     gc.collect()
     assert gone._replicas() is None
+
+
+@pytest.fixture
+def owed():
+    """A monitor with a limit of 10 s, and an answer that it is owed since a moment ago."""
+    clock, tracker = Clock(), LoadTracker(["0"], state=SERVING)
+    monitor = LoadMonitor(tracker, list, unresponsive_after_s=10.0)
+    ask = _Ask(Replica("0", "handle"), [], 0.0, 0, Silence(clock))
+
+    def pass_time(seconds):
+        for _ in range(seconds):
+            clock.now += 1
+            monitor._judge(ask)
+        return snapshot_of(tracker, "0").state
+
+    return SimpleNamespace(clock=clock, tracker=tracker, monitor=monitor, pass_time=pass_time)
+
+
+def test_a_silent_actor_is_marked_once(owed):
+    assert owed.pass_time(10) is SERVING
+    assert owed.pass_time(1) is FAILED
+    assert snapshot_of(owed.tracker, "0").reason == "its actor has not answered for 11.0 s"
+    owed.tracker.mark("0", SERVING)  # by somebody who knows better
+    assert owed.pass_time(100) is SERVING
+
+
+def test_a_process_that_was_stopped_takes_nobody_for_silent(owed):
+    owed.clock.now += 3600
+    assert owed.pass_time(5) is SERVING
+
+
+def test_a_starting_actor_owes_no_answer_until_it_has_started(owed):
+    owed.tracker.mark("0", ReplicaState.STARTING)
+    assert owed.pass_time(300) is ReplicaState.STARTING
+    owed.tracker.mark("0", SERVING)
+    assert owed.pass_time(10) is SERVING
+    assert owed.pass_time(1) is FAILED
+
+
+def test_a_replica_that_was_closed_has_not_failed(owed):
+    owed.tracker.observe(report(state=ReplicaState.CLOSED))
+    assert owed.pass_time(100) is ReplicaState.CLOSED
+    owed.monitor._bury("0", "its actor died")
+    assert snapshot_of(owed.tracker, "0").state is ReplicaState.CLOSED
 
 
 def test_readers_tell_an_answer_from_a_failure():

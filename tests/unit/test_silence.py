@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 from torchrl_vllm_sync.engine import health, internals
 from torchrl_vllm_sync.engine.admission import AdmissionGate
 from torchrl_vllm_sync.engine.health import BLOCKING_CALL_S, EngineHealth
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.silence import Silence
 
@@ -175,6 +176,33 @@ async def test_an_actor_that_was_stopped_does_not_take_its_engine_for_silent(wat
     watch.engine.asked[0].set_result(None)
     assert await watch.pass_time(0.5)
     assert watch.gate.state is ReplicaState.SERVING
+
+
+@pytest.mark.parametrize("answering", [(0,), (1,), (0, 1)])
+async def test_every_data_parallel_engine_must_answer(answering):
+    answers = [asyncio.get_running_loop().create_future() for _ in range(2)]
+
+    async def call(method, *args, engine):
+        assert (method, args) == ("collective_rpc", ("check_health", None, (), None))
+        return await answers[engine]
+
+    client = types.SimpleNamespace(core_engines=[0, 1], _call_utility_async=call)
+    question = asyncio.ensure_future(
+        internals.ask_health(types.SimpleNamespace(engine_core=client))
+    )
+    for engine in answering:
+        answers[engine].set_result([None, None])
+    done, _ = await asyncio.wait({question}, timeout=0.05)
+    assert bool(done) == (answering == (0, 1))
+    question.cancel()
+
+
+@pytest.mark.parametrize("value", [0.5, 0, -1, float("nan"), float("inf")])
+def test_a_limit_that_is_none_is_refused(value):
+    from torchrl_vllm_sync import AsyncVLLM
+
+    with pytest.raises(UnsupportedArgumentError, match="unresponsive_after_s must be finite and"):
+        AsyncVLLM(None, unresponsive_after_s=value)
 
 
 async def test_the_watch_looks_by_itself_until_it_is_stopped(watch, monkeypatch):
