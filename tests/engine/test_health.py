@@ -193,7 +193,7 @@ def test_a_callers_own_call_may_keep_the_engine_busy(service, wanted):
 
 def test_a_replica_of_which_everything_has_stopped_is_ended_whole(service):
     everyone = processes_of(service, 0)
-    processes = service._launched_replicas.descriptions[0].processes
+    processes = ray.get(service.actors[0].describe.remote()).processes
     assert {one.pid for one in everyone.values()} <= {one.pid for one in processes.processes}
     for one in everyone.values():
         one.suspend()
