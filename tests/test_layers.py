@@ -37,6 +37,7 @@ weights.version_store
 weights.snapshot_writer
 weights.packer
 weights.vllm_nccl_api weights.watched weights.choice weights.reachable weights.push_deadlines
+weights.silent_replicas
 weights.broadcast_members
 weights.memmap_transport weights.broadcast_transport
 weights.vllm_nccl_transport weights.ipc_transport

@@ -158,16 +158,16 @@ def test_a_worker_that_never_gets_ready_leaves_all_as_they_were(faulty, trained)
     assert_holds(faulty, other)
 
 
-def test_a_worker_that_is_late_runs_into_the_time_limit(faulty, trained):
-    plan(faulty, 0, linger_s=6)
+def test_a_worker_that_is_late_is_left_behind_and_the_others_go_on(faulty, trained):
+    plan(faulty, 0, linger_s=9)
     other = perturbed(load_tiny_model(faulty.engine_args.model), seed=11)
-    with Within(20), pytest.raises(WeightSyncError, match="get ready for transfer"):
-        faulty.push_weights(other, timeout_s=3)
-    assert set(states(faulty)) <= {SERVING, STALE}
-    assert_holds(faulty, trained, [1, 2])
+    with Within(60), pytest.raises(WeightSyncError, match="took longer than") as caught:
+        faulty.push_weights(other, timeout_s=2)
+    assert set(caught.value.failures) == {"0"}
+    assert_holds(faulty, other, [1, 2])
+    assert_serve_only(faulty, caught.value.version, 1, 2)
     plan(faulty)
-    faulty.push_weights(other)
-    wait_until_admitted(faulty)
+    eventually(lambda: repaired(faulty, other), 60)
     assert_holds(faulty, other)
 
 
@@ -248,29 +248,53 @@ def test_failing_everywhere_and_once_more(faulty, trained):
     assert_holds(faulty, trained)
 
 
-def test_an_engine_that_stops_in_mid_load_runs_into_the_time_limit(faulty, trained):
+def test_an_engine_that_stops_in_mid_load_is_left_behind_and_the_others_go_on(faulty, trained):
     pid = engine_core_pid(faulty.actors[1])
     plan(faulty, 1, at=5, signal="stop")
     perturbed(trained, seed=15)
     try:
-        with Within(40), pytest.raises(WeightSyncError) as caught:
-            faulty.push_weights(trained, timeout_s=4)
-        assert "1" in caught.value.failures
-        # Whatever the others were left with, they do not serve a mixture.
-        for index, report in enumerate(reports(faulty)):
-            if report.state is SERVING:
-                assert index != 1
-                assert_holds(faulty, trained, [index])
-        # The next push does without the one that is still stopped.
+        with Within(60):
+            report = faulty.push_weights(trained, timeout_s=4, strict=False)
+        assert set(report.left_behind) == {"1"}
+        assert faulty.weight_version == report.version
+        assert_holds(faulty, trained, [0, 2])
+        assert_serve_only(faulty, report.version, 0, 2)
+        # The next push does without the one that is still stopped, and without waiting for it.
         perturbed(trained, seed=16)
-        with Within(40), pytest.raises(WeightSyncError) as caught:
-            faulty.push_weights(trained, timeout_s=10)
+        with Within(15), pytest.raises(WeightSyncError) as caught:
+            faulty.push_weights(trained, timeout_s=30, strict=True)
         assert set(caught.value.failures) == {"1"}
-        wait_until_admitted(faulty, 0, 2)
         assert_holds(faulty, trained, [0, 2])
         assert_serve_only(faulty, caught.value.version, 0, 2)
     finally:
         os.kill(pid, signal.SIGCONT)
+    # It finds that its group was given up, and what it has is no whole version.
+    eventually(lambda: reports(faulty)[1].reason.startswith("weight update failed"), 30)
+    assert_serve_only(faulty, caught.value.version, 0, 2)
+    eventually(lambda: repaired(faulty, trained), 60)
+    assert states(faulty) == [SERVING] * 3
+    assert_holds(faulty, trained)
+
+
+def test_an_actor_that_sleeps_through_a_push_serves_nothing_old_when_it_wakes(faulty, trained):
+    pid = ray.get(faulty.actors[2].describe.remote()).pid
+    old = faulty.weight_version
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        perturbed(trained, seed=31)
+        with Within(60):
+            report = faulty.push_weights(trained, timeout_s=4, strict=False)
+        assert set(report.left_behind) == {"2"}
+        assert_holds(faulty, trained, [0, 1])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    # Whatever it says of itself: its first reports may be from before it read that it is behind.
+    for _ in range(10):
+        assert_serve_only(faulty, report.version, 0, 1)
+    eventually(lambda: reports(faulty)[2].state is STALE, 30)
+    assert reports(faulty)[2].weight_version == old
+    with pytest.raises(ReplicaUnavailableError):  # and its own gate refuses who does not know
+        ray.get(faulty.actors[2].generate.remote([5, 6], SamplingParams(max_tokens=1)))
     eventually(lambda: repaired(faulty, trained), 60)
     assert_holds(faulty, trained)
 

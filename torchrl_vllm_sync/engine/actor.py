@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineActor"]
 
+PROBE_TIMEOUT_S = 60.0
+
 
 class EngineActor(RequestAnswers, NativeWeightTransfer):
     """The class behind each replica's Ray actor; subclass it for an ``actor_class`` of your own.
@@ -241,6 +243,17 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
     async def leave_broadcast(self) -> None:
         """Leaves the trainer's group."""
         await self._broadcasts.leave()
+
+    async def probe_workers(self) -> None:
+        """Returns when every worker has answered: a sign of life of the whole replica.
+
+        Raises:
+            ReplicaUnavailableError: The engine is dead or closed.
+            SilentEngineError: One did not answer for a minute.
+        """
+        await self._updates.call_workers(
+            "sync_staging_refusal", timeout_s=PROBE_TIMEOUT_S, what="a sign of life"
+        )
 
     def hold_back(self, version: int, run_id: str | None) -> None:
         """Takes the replica out of service until it holds ``version`` of run ``run_id``."""

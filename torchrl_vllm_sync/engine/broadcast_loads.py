@@ -20,7 +20,7 @@ __all__ = ["BroadcastLoads"]
 STAGED_POLL_S = 0.005
 # A worker that has run out of time is given this much longer to say so, and whether its weights
 # are as they were: of one that stays silent that is not known.
-LAST_WORDS_S = 2.0
+LAST_WORDS_S = 5.0
 # Seconds for a worker to leave its group.
 LEAVE_TIMEOUT_S = 10.0
 

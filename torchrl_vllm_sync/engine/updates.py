@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_vllm_sync.engine import internals
-from torchrl_vllm_sync.errors import StaleVersionError, SyncError
+from torchrl_vllm_sync.errors import SilentEngineError, StaleVersionError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ class WeightUpdates:
 
         Raises:
             ReplicaUnavailableError: The engine core died.
-            SyncError: There was no answer in time.
+            SilentEngineError: There was no answer in time.
         """
         answer = asyncio.ensure_future(call)
         deadline = time.perf_counter() + timeout_s
@@ -282,7 +282,7 @@ class WeightUpdates:
                 self._require_alive()
                 now = time.perf_counter()
                 if now >= deadline:
-                    raise SyncError(f"{what} took longer than {timeout_s:.3g} s")
+                    raise SilentEngineError(f"{what} took longer than {timeout_s:.3g} s")
                 if heartbeat is not None and now - beaten > HEARTBEAT_S:
                     heartbeat()
                     beaten = now

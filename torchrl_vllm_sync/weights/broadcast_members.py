@@ -12,29 +12,31 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
-from torchrl_vllm_sync.weights.reachable import describe_replicas
+from torchrl_vllm_sync.weights.reachable import describe_replicas, is_dead, is_lost
+from torchrl_vllm_sync.weights.silent_replicas import SilentReplicas
+from torchrl_vllm_sync.weights.transport import awaited_replicas
 from torchrl_vllm_sync.weights.watched import raise_exceptions
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torchrl_vllm_sync.weights.transport import PendingCalls, ReplicaClient
 
-__all__ = ["GRACE_S", "BroadcastMembers", "is_dead"]
+__all__ = ["GRACE_S", "BroadcastMembers"]
 
 # A replica keeps to the time limit itself. One silent for this much longer has hung.
 GRACE_S = 10.0
-REPORT_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 15.0
 GROUP_ID_BITS = 32
-OVER = (ReplicaState.FAILED, ReplicaState.CLOSED)
 
 
 class BroadcastMembers:
     """The group of a trainer and the workers of the replicas in it.
 
-    Lifecycle: :meth:`form` before each push, which does nothing while the group stands; after a
-    push that failed :meth:`leave`; :meth:`close` at the end.
+    Lifecycle: :meth:`form` before each push, which does nothing while the group stands and its
+    members are the replicas that a push waits for; after a push that failed :meth:`leave`;
+    :meth:`close` at the end. Replicas that were silent are left out until they show life.
 
     Args:
         device: The trainer's device; ``None`` takes the current one of the engines' kind.
@@ -44,6 +46,7 @@ class BroadcastMembers:
 
     Attributes:
         ranks: Id of each replica in the group to the ranks of its workers.
+        crew: Id of each replica in the group to its incarnation.
         missing: Id of each replica that the group does without, to the reason.
         group_id: Tells this group's pushes from those of other groups.
     """
@@ -52,6 +55,8 @@ class BroadcastMembers:
         self, device: torch.device | None, interface: str | None, join_timeout_s: float
     ) -> None:
         self.ranks: dict[str, tuple[int, ...]] = {}
+        self.crew: dict[str, str] = {}
+        self._silent = SilentReplicas()
         self.missing: dict[str, str] = {}
         self.group_id = 0
         self._device, self._interface = device, interface
@@ -69,8 +74,17 @@ class BroadcastMembers:
             raise TransferError("no group was formed")
         return self._group
 
-    def form(self, client: ReplicaClient) -> bool:
+    @property
+    def silent(self) -> dict[str, str]:
+        """Id of each replica that is left out for its silence, to what it was silent about."""
+        return self._silent.reasons
+
+    def form(self, client: ReplicaClient, without: Mapping[str, str] | None = None) -> bool:
         """Forms the group with the workers of every replica that is alive; nothing if it stands.
+
+        Args:
+            client: The replicas.
+            without: Id of each replica that was lost in this push, to the reason.
 
         Returns:
             Whether the group is a new one.
@@ -80,16 +94,37 @@ class BroadcastMembers:
             UnsupportedArgumentError: The trainer's device and the engines' do not go together, or
                 this host has not the interface.
         """
+        without = without or {}
+        self._silent.look(client)
         if self._group is not None:
-            if self._group.is_connected and not self._group.was_left and not self._revived(client):
+            if self._stands(client, self._group):
                 return False
             self.close()
-        alive, self.missing = describe_replicas(client)
+        left_out = {**self.silent, **without}
+        alive, missing = describe_replicas(client, left_out)
+        self._note_silent(client, alive, missing)
+        self.missing = missing | left_out
         device = _device_for(self._device, {one.device_type for one in alive.values()})
         num_workers = {name: one.num_workers for name, one in alive.items()}
         while not self._form(client, num_workers, device):
             num_workers = {n: one for n, one in num_workers.items() if n not in self.missing}
         return True
+
+    def _stands(self, client: ReplicaClient, group: BroadcastGroup) -> bool:
+        """Whether the group can be used and consists of those that a push waits for."""
+        if not group.is_connected or group.was_left:
+            return False
+        awaited = awaited_replicas(client.standings())
+        return self.crew == {n: one for n, one in awaited.items() if n not in self.silent}
+
+    def _note_silent(
+        self, client: ReplicaClient, alive: Mapping[str, Any], missing: Mapping[str, str]
+    ) -> None:
+        """Does without the replicas that were waited for and did not say what they are."""
+        awaited = awaited_replicas(client.standings()).keys()
+        self._silent.note(
+            client, {n: why for n, why in missing.items() if n in awaited - alive.keys()}
+        )
 
     def _form(
         self, client: ReplicaClient, num_workers: dict[str, int], device: torch.device
@@ -100,6 +135,8 @@ class BroadcastMembers:
             TransferError: Nobody would be left.
         """
         self.ranks, world_size = {}, 1
+        standings = client.standings()
+        self.crew = {n: standings[n].incarnation for n in num_workers if n in standings}
         for name, number in num_workers.items():
             self.ranks[name] = tuple(range(world_size, world_size + number))
             world_size += number
@@ -133,7 +170,12 @@ class BroadcastMembers:
         except TransferError as error:
             culprits = self._culprits(group, calls)
             group.close()  # which ends the others' waiting
-            calls.answers(GRACE_S)
+            answers = calls.answers(GRACE_S)
+            lost = {name: one for name, one in answers.items() if is_lost(one)}
+            culprits = culprits or set(lost)
+            self._silent.note(
+                client, {name: str(one) for name, one in lost.items() if not is_dead(one)}
+            )
             if not culprits or len(culprits) == len(num_workers):
                 raise
             reasons = calls.failures()
@@ -152,25 +194,17 @@ class BroadcastMembers:
         # Whoever said why is to blame, and only then whoever was silent.
         return set(calls.failures()) or late
 
-    def _revived(self, client: ReplicaClient) -> bool:
-        """Whether a replica that the group does without is there again."""
-        if not self.missing:
-            return False
-        reports = client.start_calls("report", dict.fromkeys(self.missing, ())).answers(
-            REPORT_TIMEOUT_S
-        )
-        return any(
-            isinstance(one, EngineReport) and one.state not in OVER for one in reports.values()
-        )
-
     def leave(self, client: ReplicaClient, answers: dict[str, Any]) -> None:
         """Gives the group up on both sides; the next push forms another.
 
         Args:
             client: The replicas.
-            answers: What the members last answered; those that were silent are not waited for.
+            answers: What the members last answered; those that were silent are not waited for, and
+                left out from now on.
         """
         self.close()
+        silent = {n: str(one) for n, one in answers.items() if is_lost(one) and not is_dead(one)}
+        self._silent.note(client, silent)
         there = [
             name
             for name, one in answers.items()
@@ -207,12 +241,3 @@ def _device_for(device: torch.device | None, engines: set[str]) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def is_dead(answer: Any) -> bool:  # noqa: ANN401
-    """Whether a call to a replica ended so that there will be no other.
-
-    Args:
-        answer: What it ended with.
-    """
-    return isinstance(answer, ReplicaUnavailableError) and answer.state in OVER

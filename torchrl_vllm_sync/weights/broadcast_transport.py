@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from torchrl_vllm_sync.errors import SyncError, TransferError, UnsupportedArgumentError
-from torchrl_vllm_sync.weights.broadcast_members import GRACE_S, BroadcastMembers, is_dead
+from torchrl_vllm_sync.weights.broadcast_members import GRACE_S, BroadcastMembers
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers, send_buckets
 from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
 from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors, sendable_tensors
 from torchrl_vllm_sync.weights.metadata import metadata_digest, to_json
 from torchrl_vllm_sync.weights.packer import StreamingPacker, ViewPacker, check_device
+from torchrl_vllm_sync.weights.reachable import MOST_ATTEMPTS, is_lost, lost_replicas
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.start_signal import PUSH_ID_BITS, StartSignal
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["BroadcastTransport"]
 
 DEFAULT_JOIN_TIMEOUT_S = 120.0
+# An announcement gets this many times longer than the slowest one took, beside the time to send.
+ANNOUNCE_MULTIPLE = 3.0
 
 
 Verify = Literal["first", "always", "never"]
@@ -101,7 +104,9 @@ class BroadcastTransport:
         self._views: Any = None
         self._packer: Packer | None = None
         self._whole: list[torch.Tensor] | None = None
-        self._unchecked, self._has_plans, self._takes_direct = True, False, False
+        self._checked: set[tuple[str, str, str]] = set()
+        self._announce_s = self._broke_off_at = 0.0
+        self._has_plans = self._takes_direct = False
 
     @property
     def last_version(self) -> int:
@@ -121,7 +126,10 @@ class BroadcastTransport:
             UnsupportedArgumentError: The trainer's device and the engines' do not go together, or
                 this host has not the interface.
         """
-        if self._members.form(client):
+        self._form(client, {})
+
+    def _form(self, client: ReplicaClient, without: dict[str, str]) -> None:
+        if self._members.form(client, without):
             self._announced = None
             self._push_id = self._members.group_id << PUSH_ID_BITS
             self._views, self._packer, self._buffers = None, None, []
@@ -138,39 +146,59 @@ class BroadcastTransport:
     ) -> SendOutcome:
         """Broadcasts ``source`` as ``version``.
 
-        Every replica receives it, those that hold the version already too. When a replica dies
-        meanwhile, everything is sent again to the others.
+        Every replica receives it, those that hold the version already too. When replicas die or
+        fall silent meanwhile, the communicator is given up on both sides, and everything is sent
+        again to the others, in a group without them: twice more at most.
+
+        Every wait has a limit: ``join_timeout_s`` for a group to be formed, and for each attempt
+        ``timeout_s`` to announce, get ready, transfer and acknowledge; 10 s more for last words.
+        After a second attempt the phases also tell of the first: ``lost_s`` from the beginning to
+        the second one's, of which ``last_words_s`` from when it broke off, and ``again_s`` of the
+        last attempt.
 
         Raises:
             TransferError: No group could be formed. Nothing was sent.
             WeightMismatchError: A tensor is on another device, or too wide for a bucket. Nothing
                 was sent.
         """
-        deadline = time.monotonic() + timeout_s
         options = {"version": version, "mode": mode, "clear_cache": clear_cache}
         phases: dict[str, float] = {}
         answers: dict[str, Any] = {}
-        while True:
+        lost: dict[str, str] = {}
+        start = time.perf_counter()
+        for attempt in range(MOST_ATTEMPTS):
             begin = time.perf_counter()
             try:
-                self.open(client)
+                self._form(client, lost)
             except TransferError:
                 if not answers:
                     raise
                 break  # nobody is left: what was answered the first time stands
+            if attempt:
+                words_s = begin - self._broke_off_at
+                phases |= {
+                    "attempts": attempt + 1,
+                    "lost_s": begin - start,
+                    "last_words_s": words_s,
+                }
             phases["join_s"] = time.perf_counter() - begin
-            answers = self._send_to_members(client, source, deadline, options, phases)
-            dead = {name for name, one in answers.items() if is_dead(one)}
-            if not dead or dead == set(answers) or time.monotonic() > deadline:
+            now = self._send_to_members(
+                client, source, time.monotonic() + timeout_s, options, phases
+            )
+            answers |= now
+            if attempt:
+                phases["again_s"] = time.perf_counter() - begin
+            gone = lost_replicas(now)
+            if not gone:
                 break
+            lost |= {name: str(now[name]) or type(now[name]).__name__ for name in gone}
+        missing = {n: why for n, why in self._members.missing.items() if n not in answers}
         outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]
-        for name, why in self._members.missing.items():
-            if name not in answers:
-                outcomes.append(ReplicaOutcome(replica_id=name, version=None, error=why))
         return SendOutcome(
             num_bytes=sum(meta.num_bytes for meta in self._metadata),
             phases=phases,
-            replicas=outcomes,
+            replicas=outcomes
+            + ReplicaOutcome.missing(missing, client.standings(), silent=self._members.silent),
             run_id=self._run_id,
         )
 
@@ -183,17 +211,20 @@ class BroadcastTransport:
         phases: dict[str, float],
     ) -> dict[str, Any]:
         """Announces ``source`` if need be and sends it; returns what each member answered."""
-        begin = time.perf_counter()
+        begin = self._broke_off_at = time.perf_counter()
         group = self._members.group
         layout = self._layout_of(source)
         self._look_at(source, layout, group.device)
         answers: dict[str, Any] = {}
         if self._announced != self._digest:
+            deadline += ANNOUNCE_MULTIPLE * self._announce_s
             answers = self._announce(client, layout, deadline)
+            self._announce_s = max(self._announce_s, time.perf_counter() - begin)
         phases["prepare_s"] = time.perf_counter() - begin
-        if any(isinstance(one, BaseException) for one in answers.values()):
+        if failed := [n for n, one in answers.items() if isinstance(one, BaseException)]:
             self._members.leave(client, answers)
-            return answers
+            why = SyncError(f"nothing was sent: replica {', '.join(failed)} could not prepare")
+            return {n: one if n in failed else why for n, one in answers.items()}
         self._note_prepared(answers)
         num_passes = self._num_passes()
         direct = self._takes_direct and self._whole is not None
@@ -223,13 +254,14 @@ class BroadcastTransport:
             GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
         )
         failed = any(isinstance(one, BaseException) for one in answers.values())
+        self._broke_off_at = sent if failure is not None else time.perf_counter()
         phases |= {"send_s": sent - called, "acknowledge_s": time.perf_counter() - sent}
         if failure is not None and not failed:
             answers = dict.fromkeys(answers, failure)
         if failure is not None or failed:
             self._members.leave(client, answers)
         else:
-            self._unchecked = False
+            self._checked |= self._to_check()
             self._last_version = max(self._last_version, options["version"])
             paths = [one["path"] for one in answers.values()]
             # A check may have ended a worker's trust in its plan.
@@ -306,8 +338,12 @@ class BroadcastTransport:
             timeout_s=timeout_s,
         ).answers(timeout_s + GRACE_S)
         if not any(isinstance(one, BaseException) for one in answers.values()):
-            self._announced, self._unchecked = self._digest, True
+            self._announced = self._digest
         return answers
+
+    def _to_check(self) -> set[tuple[str, str, str]]:
+        """The engines of the group, each with what it is sent."""
+        return {(self._digest, *one) for one in self._members.crew.items()}
 
     def _note_prepared(self, answers: dict[str, Any]) -> None:
         """Keeps what the replicas answered to an announcement, if there was one."""
@@ -317,7 +353,8 @@ class BroadcastTransport:
 
     def _num_passes(self) -> int:
         """How often to send everything: the second time is a check of load plans."""
-        wanted = self._verify == "always" or (self._verify == "first" and self._unchecked)
+        unchecked = not self._to_check() <= self._checked
+        wanted = self._verify == "always" or (self._verify == "first" and unchecked)
         return 2 if wanted and self._has_plans and not self._staged else 1
 
     def _layout_of(self, source: WeightSource) -> BucketLayout:
@@ -381,6 +418,6 @@ class BroadcastTransport:
 
 def _with_cause(answer: Any, cause: SyncError) -> Any:  # noqa: ANN401  what a call ended with
     """Puts what went wrong at the trainer before what a replica says of it."""
-    if not isinstance(answer, Exception) or is_dead(answer) or str(cause) in str(answer):
+    if not isinstance(answer, Exception) or is_lost(answer) or str(cause) in str(answer):
         return answer
     return TransferError(f"{cause}; then {answer}")

@@ -108,13 +108,17 @@ class ReplicaOutcome:
 
     @classmethod
     def missing(
-        cls, reasons: Mapping[str, str], standings: Mapping[str, Standing]
+        cls,
+        reasons: Mapping[str, str],
+        standings: Mapping[str, Standing],
+        silent: Collection[str] = (),
     ) -> list[ReplicaOutcome]:
         """Makes those of replicas that a push did without.
 
         Args:
             reasons: Replica id to the reason.
             standings: Each replica's standing.
+            silent: Ids of those that do not answer.
         """
         return [
             cls(
@@ -123,6 +127,7 @@ class ReplicaOutcome:
                 error=why,
                 is_expected=name not in standings
                 or standings[name].state is not ReplicaState.STARTING,
+                is_silent=name in silent,
             )
             for name, why in reasons.items()
         ]

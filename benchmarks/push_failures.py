@@ -1,0 +1,267 @@
+"""What a push costs when a replica fails in the middle of it: stopped, then killed.
+
+``python -m benchmarks.push_failures --model 8b`` runs a trainer and three replicas, on NCCL where
+there are four GPUs. After some normal pushes the last replica's engine stops itself (SIGSTOP) half
+way through one; after it was woken, and a push took it back, it kills itself (SIGKILL) half way
+through another. Recorded, in milliseconds:
+
+* ``normal push``: pushes to three replicas;
+* ``noticed``: from the signal until the trainer gave the transfer up;
+* ``given up``: from then until the first attempt was over on all sides;
+* ``sent again``: the second attempt, to the two others, a new group included;
+* ``whole push``: from ``push_weights`` to its return;
+* ``first answer``: a request of 8 tokens, sent at once, answered under the new weights;
+* ``next push``: to the two that are left;
+* ``push that takes it back``: after SIGCONT, to all three;
+* ``restart``: from the signal until a new engine serves the newest version (``--restarts``).
+
+``--smoke`` takes a tiny model, Gloo and CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+import ray
+import torch
+
+from benchmarks.record import Recorder
+from benchmarks.shapes import SHAPES, save_shape
+from benchmarks.sync_actors import Trainer, spawn
+from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync.errors import SyncError
+
+NUM_REPLICAS = 3
+VICTIM = NUM_REPLICAS - 1
+REPAIR_TIMEOUT_S = 120.0
+RESTART_TIMEOUT_S = 300.0
+SYSTEM = "broadcast"
+
+
+class FailureTrainer(Trainer):
+    """The trainer, which pushes without strictness and asks for an answer afterwards."""
+
+    def push_and_ask(
+        self,
+        service: AsyncVLLM,
+        options: dict[str, Any],
+        timeout_s: float | None,
+    ) -> dict[str, Any]:
+        """Changes the weights, pushes them and has one request answered.
+
+        Args:
+            service: The replicas.
+            options: Arguments of the transport, used the first time.
+            timeout_s: Time limit of the push.
+
+        Returns:
+            ``began``, by ``time.time()``; ``seconds`` of the push; its ``phases``, ``version`` and
+            ``left_behind``; ``answer_s`` of the request.
+        """
+        from vllm import SamplingParams
+
+        from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
+
+        transport = self._transports.setdefault(SYSTEM, BroadcastTransport(**options))
+        self.train(1)
+        began, begin = time.time(), time.perf_counter()
+        report = service.push_weights(
+            self.model, transport=transport, timeout_s=timeout_s, strict=False
+        )
+        seconds = time.perf_counter() - begin
+        ask = time.perf_counter()
+        output = service.generate(
+            prompt_token_ids=[5, 7, 9], sampling_params=SamplingParams(max_tokens=8)
+        )
+        assert output.min_version == report.version, (output.min_version, report)
+        return {
+            "began": began,
+            "seconds": seconds,
+            "phases": report.phases,
+            "version": report.version,
+            "left_behind": report.left_behind,
+            "answer_s": time.perf_counter() - ask,
+        }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark and writes the record."""
+    args = parse(argv)
+    cuda = torch.cuda.is_available()
+    dtype = "bfloat16" if cuda else "float32"
+    case = f"{args.model}-{NUM_REPLICAS}"
+    recorder = Recorder("push_failures_" + re.sub(r"\W", "_", case))
+    recorder.check(smoke=args.smoke)
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        num_cpus=max(2, os.cpu_count() or 2),
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = save_shape(args.model, Path(directory), dtype=dtype)
+        trainer = spawn(FailureTrainer, str(checkpoint), dtype, num_gpus=int(cuda))
+        ray.get(trainer.size.remote(), timeout=300)
+        with launch(args, checkpoint, dtype) as service:
+            run = Run(recorder, service, trainer, case, args, Path(directory))
+            run.normal("normal push", args.rounds)
+            pid = run.fail("stop")
+            run.normal("next push", args.rounds, ", after SIGSTOP")
+            os.kill(pid, signal.SIGCONT)
+            run.take_back()
+            run.fail("kill")
+            run.normal("next push", args.rounds, ", after SIGKILL")
+            if args.restarts:
+                run.restart()
+    print(recorder.write(smoke=args.smoke, directory=args.out))
+    ray.shutdown()
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="1.7b", choices=sorted(SHAPES))
+    parser.add_argument("--rounds", type=int, default=10, help="normal pushes of each kind")
+    parser.add_argument("--bucket-mib", type=int, default=128)
+    parser.add_argument(
+        "--timeout-s", type=float, help="of the pushes that fail; measured if unset"
+    )
+    parser.add_argument("--restarts", type=int, default=0, help="max_restarts of the service")
+    parser.add_argument("--out", type=Path, help="directory of the record")
+    parser.add_argument("--smoke", action="store_true", help="on CPUs, meaning nothing")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        args.model, args.rounds, args.timeout_s = "tiny", 2, 5.0
+    return args
+
+
+def launch(args: argparse.Namespace, checkpoint: Path, dtype: str) -> AsyncVLLM:
+    """Starts the replicas with random weights."""
+    engine: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": dtype,
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "worker_extension_cls": "benchmarks.failing_worker.FailingWorker",
+        "verbose": False,
+        "num_cpus_per_replica": 0,
+    }
+    if args.restarts:
+        engine["max_restarts"] = args.restarts
+    if torch.cuda.is_available():
+        engine |= {"kv_cache_memory_bytes": 4 * 2**30}
+    else:
+        engine |= {"kv_cache_memory_bytes": 64 * 2**20, "block_size": 32}
+    begin = time.perf_counter()
+    service = AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=NUM_REPLICAS, **engine)
+    print(f"launched {NUM_REPLICAS} replicas in {time.perf_counter() - begin:.1f} s", flush=True)
+    return service
+
+
+class Run:
+    """One service, one trainer, and what happens to them in turn."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        service: AsyncVLLM,
+        trainer: Any,  # noqa: ANN401  a Ray actor handle
+        case: str,
+        args: argparse.Namespace,
+        directory: Path,
+    ) -> None:
+        self.recorder, self.service, self.trainer = recorder, service, trainer
+        self.case, self.args, self.directory = case, args, directory
+        self.killed_at, self.version = 0.0, 0
+        self.victim = service.replicas[VICTIM].replica_id
+        buckets = 2**14 if args.model == "tiny" else args.bucket_mib * 2**20
+        self.options = {"verify": "never", "bucket_bytes": buckets}
+
+    def push(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Pushes once."""
+        call = self.trainer.push_and_ask.remote(self.service, self.options, timeout_s)
+        found: dict[str, Any] = ray.get(call, timeout=600)
+        self.version = found["version"]
+        return found
+
+    def normal(self, metric: str, rounds: int, after: str = "") -> None:
+        """Pushes where nothing happens; the first one, which forms the group, is not counted."""
+        self.push()
+        found = [self.push() for _ in range(rounds)]
+        self.add(metric, [one["seconds"] for one in found], after)
+        self.add("first answer", [one["answer_s"] for one in found], after or ", no failure")
+
+    def fail(self, how: str) -> int:
+        """Pushes while the victim fails half way; returns its process id."""
+        note = self.directory / f"{how}.txt"
+        actor = self.service.actors[VICTIM]
+        call = actor.collective_rpc.remote("fail_in_mid_push", args=(how, str(note)))
+        (pid,) = ray.get(call, timeout=60)
+        found = self.push(self.args.timeout_s)
+        assert set(found["left_behind"]) == {self.victim}, found
+        signalled = float(note.read_text())
+        if how == "kill":
+            self.killed_at = signalled
+        phases, after = found["phases"], f", SIG{how.upper()} in mid-push"
+        noticed = found["began"] + phases["lost_s"] - phases["last_words_s"]
+        self.add("noticed", [noticed - signalled], after)
+        self.add("given up", [phases["last_words_s"]], after)
+        self.add("sent again", [phases["again_s"]], after)
+        self.add("join", [phases["join_s"]], after)
+        self.add("whole push", [found["seconds"]], after)
+        self.add("first answer", [found["answer_s"]], after)
+        print(found["left_behind"], flush=True)
+        return pid
+
+    def take_back(self) -> None:
+        """Pushes until the victim, which runs again, is part of it."""
+        deadline = time.monotonic() + REPAIR_TIMEOUT_S
+        while (found := self.push())["left_behind"]:
+            if time.monotonic() > deadline:
+                raise SyncError(f"the replica did not come back: {found['left_behind']}")
+            time.sleep(0.2)
+        self.add("push that takes it back", [found["seconds"]], ", after SIGCONT")
+
+    def restart(self) -> None:
+        """Waits until the victim serves the newest version again."""
+        deadline = time.monotonic() + RESTART_TIMEOUT_S
+        while not self._is_back():
+            if time.monotonic() > deadline:
+                raise SyncError("the replica was not restarted")
+            time.sleep(0.05)
+        self.add("restart", [time.time() - self.killed_at], ", after SIGKILL")
+
+    def _is_back(self) -> bool:
+        return any(
+            one.replica_id == self.victim
+            and one.state.admits_requests
+            and one.weight_version == self.version
+            for one in self.service.load.snapshots()
+        )
+
+    def add(self, metric: str, seconds: list[float], after: str = "") -> None:
+        """Records and prints samples given in seconds."""
+        milliseconds = [1e3 * one for one in seconds]
+        middle = statistics.median(milliseconds)
+        print(f"{self.case}{after} {metric}: {middle:.1f} ms", flush=True)
+        self.recorder.add(
+            case=self.case + after, system=SYSTEM, metric=metric, unit="ms", samples=milliseconds
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
