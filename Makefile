@@ -17,6 +17,8 @@ VENV ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 SRC ?=
+CELLS ?= *
+CHAOS_ARGS ?=
 UPSTREAM_FILES ?= test_wrapper.py test_vllm.py test_llm_updaters.py test_llm_collectors.py
 UPSTREAM_ARGS ?=
 
@@ -26,7 +28,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
-.PHONY: help setup grpo test lint format bench-smoke bench-table sync-table routing-table tutorial-smoke upstream-tests public-api lock clean
+.PHONY: help setup grpo test chaos lint format bench-smoke bench-table sync-table routing-table tutorial-smoke upstream-tests public-api lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -49,6 +51,11 @@ grpo: $(STAMP)  ## Train a tiny policy with GRPO on two replicas, no GPU needed
 
 test: $(STAMP)  ## Run the tests (PYTEST_ARGS="-k memmap" selects)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# About a minute a cell, two hours for all: CELLS="kill-core-* stop-*-commit-memmap" selects,
+# CHAOS_ARGS=--list names them.
+chaos: $(STAMP)  ## Kill and stop every process at every point of a push, and print the matrix
+	$(BIN)/python -m tests.chaos.matrix --cells "$(CELLS)" $(CHAOS_ARGS)
 
 lint: $(STAMP)  ## Check style, format, types and spelling
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Receivers that go wrong on purpose: what a twin must notice, and what a push must survive."""
 
+import asyncio
 import itertools
 import multiprocessing
 import os
@@ -8,9 +9,11 @@ import time
 from pathlib import Path
 
 import ray
+import torch
 
-from torchrl_vllm_sync.engine import broadcast_receiver
+from torchrl_vllm_sync.engine import broadcast_receiver, internals, reload
 from torchrl_vllm_sync.engine.actor import EngineActor
+from torchrl_vllm_sync.engine.checksums import checksum
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -31,21 +34,38 @@ class FaultyWorker(SyncWorkerExtension):
 
     ``fail_at``: raise before this tensor, in as many loads as ``times``. ``zero``: the name of a
     tensor that arrives as zeros. ``hang_s``: sleep before the first tensor. ``die``: end the
-    process before the first tensor.
+    process before the first tensor. ``signal`` and ``at``: send this process a signal, ``kill``
+    or ``stop``, before tensor ``at``. ``touch``: make this file before tensor ``at`` and sleep
+    until it is gone; an ``at`` of ``"end"`` is behind the last tensor, one of ``"repack"`` where
+    the weights are in place and what is computed from them is not. ``rank``: only the worker of
+    this rank in its replica misbehaves.
 
     Of broadcasts alone: ``unready``: raise before the trainer is told that this worker is ready.
-    ``linger_s``: sleep instead, there. ``signal`` and ``at``: send this process a signal, ``kill``
-    or ``stop``, before tensor ``at``. ``touch``: make this file before tensor ``at`` and sleep
-    until it is gone. ``rank``: only the worker of this rank in its replica misbehaves.
+    ``linger_s``: sleep instead, there.
     """
 
     def sync_plan(self, rank=None, **plan):
         self._plan = plan if rank in (None, self._sync_receiver().rank_in_replica) else {}
         broadcast_receiver.whole_tensors = self._sync_faulty_arrivals
+        reload.repack_cpu = self._sync_faulty_repacking
         return os.getpid()
 
     def sync_sleep(self, seconds):
         time.sleep(seconds)
+
+    def sync_checksums(self):
+        """Checksums of what the kernels compute with, by the parameters' names.
+
+        vLLM's CPU backend leaves linear layers an empty parameter and keeps a packed copy, a tied
+        head a copy of the embedding. What a copy makes of the unit vectors is the weight, exactly.
+        """
+        tensors = dict(self._sync_model().named_parameters())
+        for name, module in self._sync_model().named_modules():
+            if packed := getattr(module, "cpu_linear", None):
+                width = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+                weight = packed(torch.eye(width), module.weight, None).T
+                tensors[f"{name}.weight"] = weight.contiguous()
+        return checksum(tensors.items())
 
     def _sync_tensors(self, path: Path, *args):
         return self._sync_faulty(super()._sync_tensors(path, *args))
@@ -71,14 +91,28 @@ class FaultyWorker(SyncWorkerExtension):
         for index, (name, tensor) in enumerate(tensors):
             if fail and index == plan["fail_at"]:
                 raise RuntimeError(f"injected before tensor {index}, {name}")
-            if index == plan.get("at"):
-                if word := plan.pop("signal", None):
-                    os.kill(os.getpid(), SIGNALS[word])
-                if path := plan.pop("touch", None):
-                    Path(path).touch()
-                    while Path(path).exists():
-                        time.sleep(0.01)
+            self._sync_reached(index)
             yield name, tensor * 0 if name == plan.get("zero") else tensor
+        self._sync_reached("end")
+
+    def _sync_faulty_repacking(self, model):
+        self._sync_reached("repack")
+        REPACK_CPU(model)
+
+    def _sync_reached(self, point):
+        plan = getattr(self, "_plan", {})
+        if point == plan.get("at"):
+            if word := plan.pop("signal", None):
+                os.kill(os.getpid(), SIGNALS[word])
+            if path := plan.pop("touch", None):
+                hold(path)
+
+
+def hold(path):
+    """Makes the file ``path`` and waits until it is gone."""
+    Path(path).touch()
+    while Path(path).exists():
+        time.sleep(0.01)
 
 
 class CrampedWorker(SyncWorkerExtension):
@@ -88,7 +122,7 @@ class CrampedWorker(SyncWorkerExtension):
         return "staged weights need 12.34 GB on cuda:0 beside the model, 1.00 GB are free"
 
 
-WHOLE_TENSORS = broadcast_receiver.whole_tensors
+WHOLE_TENSORS, REPACK_CPU = broadcast_receiver.whole_tensors, reload.repack_cpu
 
 
 class FaultyActor(EngineActor):
@@ -117,3 +151,40 @@ class FaultyActor(EngineActor):
             return await pause(*args, **kwargs)
 
         self.engine.engine_core.pause_scheduler_async = failing
+
+
+class HeldActor(EngineActor):
+    """An actor that waits on its way through an update, at the point that :meth:`hold_at` names.
+
+    ``asked``: it was called, and nothing has begun. ``apply``: before the pause; a stored version
+    has been read and checked. ``label``: the weights are in, and the engine does not know of which
+    version they are. ``resume``: it does, and is paused still. Its event loop goes on meanwhile.
+    """
+
+    _holds: dict[str, str]
+
+    def hold_at(self, point=None, path=""):
+        self._holds = {point: path} if point else {}
+
+    async def start(self, *args, **kwargs):
+        description = await super().start(*args, **kwargs)
+        self.hold_at()
+        updates = self._updates
+        updates.apply = self._holding("apply", updates.apply)
+        updates._resume = self._holding("resume", updates._resume)
+        internals.set_weight_label = self._holding("label", internals.set_weight_label)
+        return description
+
+    async def load_snapshot(self, *args, **kwargs):
+        return await self._holding("asked", super().load_snapshot)(*args, **kwargs)
+
+    async def receive_broadcast(self, *args, **kwargs):
+        return await self._holding("asked", super().receive_broadcast)(*args, **kwargs)
+
+    def _holding(self, point, call):
+        async def held(*args, **kwargs):
+            if path := self._holds.pop(point, None):
+                await asyncio.to_thread(hold, path)
+            return await call(*args, **kwargs)
+
+        return held

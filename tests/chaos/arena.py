@@ -1,0 +1,356 @@
+"""One service, one trainer, never-ending requests; and one cell of the matrix after the other."""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from tests.chaos.audit import Auditor
+from tests.chaos.processes import TrainerProcess, is_alive, replica_pids, strike, wake
+from tests.chaos.traffic import Traffic
+from tests.chaos.watch import Watch, wait_until
+from tests.engine.conftest import ENGINE
+from tests.engine.faults import HeldActor
+from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.testing import make_tiny_checkpoint
+
+# Seconds after which an engine or an actor that is silent counts as failed.
+UNRESPONSIVE_S = 5.0
+# Seconds that a push is given.
+PUSH_TIMEOUT_S = 20.0
+
+# The bounds, in seconds, on a machine of two cores that has other things to do.
+REACH_S = 60.0  # until a push comes to the point where it is hit
+NOTICED_S = {"kill": 15.0, "stop": UNRESPONSIVE_S + 20.0}
+# An update has a deadline of its own, and meanwhile an engine owes no other sign of life.
+NOTICED_IN_PUSH_S = PUSH_TIMEOUT_S + 20.0
+PUSHED_S = PUSH_TIMEOUT_S + 30.0
+REPAIRED_S = 180.0
+DRAINED_S = 60.0
+
+
+@dataclass(slots=True)
+class Verdict:
+    """How a cell went.
+
+    Attributes:
+        cell: The cell.
+        noticed_s: From the signal until no request went to the victim; of a trainer, until no
+            replica waited for it.
+        pushed_s: From the signal, or from its own beginning if that was later, to the end of the
+            push.
+        repaired_s: From the signal until all replicas served the newest version.
+        push: What the push ended with.
+        num_answered: Prompts that were answered.
+        num_errors: Prompts that ended in an error while no replica served.
+        notes: What else is worth knowing.
+        failure: Why the cell failed; empty if it did not.
+    """
+
+    cell: object
+    noticed_s: float | None = None
+    pushed_s: float | None = None
+    repaired_s: float | None = None
+    push: str = ""
+    num_answered: int = 0
+    num_errors: int = 0
+    notes: list[str] = field(default_factory=list)
+    failure: str = ""
+
+
+class Arena:
+    """Everything that a run of the matrix shares.
+
+    Args:
+        directory: For checkpoints, stored versions and markers.
+        num_replicas: Replicas of the service.
+    """
+
+    def __init__(self, directory, num_replicas=2):
+        from torchrl_vllm_sync import AsyncVLLM
+
+        self.directory = Path(directory)
+        self.checkpoint = make_tiny_checkpoint(self.directory / "checkpoint", seed=0)
+        self._auditor = Auditor(self.checkpoint)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
+        self._trainer = self._new_trainer()
+        self.service = AsyncVLLM.from_pretrained(
+            str(self.checkpoint),
+            num_replicas=num_replicas,
+            name="chaos",
+            detached=True,
+            actor_class=HeldActor,
+            worker_extension_cls="tests.engine.faults.FaultyWorker",
+            distributed_executor_backend="mp",  # workers are processes of their own
+            **_limits(),
+            **ENGINE,
+        )
+        self._watch = Watch(self.service)
+        self._watch.__enter__()
+        self.traffic = Traffic(self.service, lambda: self._committed)
+        self._turn = 0
+        self._sent, self._committed = {0}, 0
+        self._newest = 0
+        self._trainer.attach(self.service.name)
+        self.push("memmap")
+
+    def close(self):
+        """Ends everything that was started."""
+        self._watch.__exit__()
+        self._trainer.end()
+        self.service.shutdown()
+        ray.shutdown()
+
+    def run(self, cell):
+        """Runs one cell; the next one may follow, whether it failed or not."""
+        verdict = Verdict(cell)
+        try:
+            self._prepare(cell)
+            if cell.victim == "trainer":
+                self._hit_trainer(cell, verdict)
+            else:
+                self._hit_replica(cell, verdict)
+            self._conclude(cell, verdict)
+        except AssertionError as error:
+            verdict.failure = f"{error} [{self._watch.told()}]"
+            self._recover()
+        return verdict
+
+    # ---------------------------------------------------------------- the two kinds of cells
+
+    def _hit_replica(self, cell, verdict):
+        replica = self.service.replicas[self._turn % len(self.service.replicas)]
+        pids = replica_pids(replica.actor)
+        victim, name = pids[cell.victim], replica.replica_id
+        marker = self._hold(cell, [replica])
+        version = self._begin_push(cell, marker)
+        if cell.phase == "generating":
+            wait_until(lambda: self.service.load.in_flight(name), 30, lambda: f"requests on {name}")
+        struck_at = time.monotonic()
+        strike(victim, cell.signal)
+        marker.unlink(missing_ok=True)
+        if not cell.is_during_push:
+            noticed_at = self._await_out_of_service(name, struck_at, NOTICED_S[cell.signal])
+            if cell.phase == "idle":
+                self.traffic.start()
+            begin = time.monotonic()
+            self._end_push(self._begin_push(cell), verdict, begin)
+        else:
+            self._end_push(version, verdict, struck_at)
+            noticed_at = self._await_out_of_service(name, struck_at, NOTICED_IN_PUSH_S)
+        verdict.noticed_s = noticed_at - struck_at
+        if cell.signal == "stop" and wake(victim):
+            verdict.notes.append(f"awake it is {self._fenced(replica.actor)}")
+        self._await_repair(struck_at, verdict)
+        left = [kind for kind, pid in pids.items() if is_alive(pid)]
+        assert not left, f"replica {name} was restarted, and its old processes live: {left}"
+
+    def _hit_trainer(self, cell, verdict):
+        old, self._trainer = self._trainer, self._new_trainer()
+        try:
+            self._trainer.attach(self.service.name)  # before: it takes longer than a push
+            replicas = self.service.replicas
+            marker = self._hold(cell, [replicas[self._turn % len(replicas)]])
+            self._begin_push(cell, marker, old)
+            struck_at = time.monotonic()
+            strike(old.pid, cell.signal)
+            marker.unlink(missing_ok=True)
+            if cell.phase == "idle":
+                self.traffic.start()
+            released_at = wait_until(self._none_updating, NOTICED_IN_PUSH_S, self._told)
+            verdict.noticed_s = released_at - struck_at
+            begin = time.monotonic()
+            self._end_push(self._begin_push(cell), verdict, begin)
+            self._await_repair(struck_at, verdict)
+            if cell.signal == "stop":
+                wake(old.pid)
+                if cell.is_during_push:  # it hears that others have gone on
+                    _, answer = old.answer(PUSHED_S)
+                    verdict.notes.append(f"the old trainer: {_brief(answer)}")
+        finally:
+            old.end()
+
+    def _none_updating(self):
+        states = [getattr(one, "state", None) for one in self._reports().values()]
+        return ReplicaState.UPDATING not in states and time.monotonic()
+
+    # ---------------------------------------------------------------- steps of a cell
+
+    def _prepare(self, cell):
+        self._turn += 1
+        self._watch.forget()
+        self._trainer.attach(self.service.name)
+        if cell.phase != "idle":
+            self.traffic.start()
+
+    def _hold(self, cell, replicas):
+        """Has the coming push wait where the cell says; returns the file that holds it up."""
+        marker = self.directory / f"held-{self._turn}"
+        if cell.is_during_push and cell.point.where != "trainer":
+            for replica in replicas:
+                if cell.point.where == "actor":
+                    ref = replica.actor.hold_at.remote(cell.point.at, str(marker))
+                else:
+                    plan = {"at": cell.point.at, "touch": str(marker)}
+                    ref = replica.actor.collective_rpc.remote("sync_plan", kwargs=plan)
+                ray.get(ref, timeout=30)
+        return marker
+
+    def _begin_push(self, cell, marker=None, trainer=None):
+        """Has the trainer push the next version; with a marker, waits until it is held up there."""
+        if marker is not None and not cell.is_during_push:
+            return None
+        held = {}
+        if marker is not None and cell.point.where == "trainer":
+            held = {"at": cell.point.at, "path": str(marker)}
+        self._tell_push(trainer or self._trainer, cell.transport, **held)
+        if marker is not None:
+            wait_until(marker.exists, REACH_S, lambda: f"{cell.point} was not reached")
+        return self._newest
+
+    def _tell_push(self, trainer, transport, **held):
+        self._newest += 1
+        self._sent.add(self._newest)
+        trainer.tell(
+            "push", version=self._newest, transport=transport, timeout_s=PUSH_TIMEOUT_S, **held
+        )
+
+    def _end_push(self, version, verdict, since):
+        """Takes the trainer's answer, a report or an error that it can go on after."""
+        came_at, answer = self._trainer.answer(PUSHED_S)
+        verdict.pushed_s = came_at - since
+        verdict.push = _brief(answer)
+        if "error" not in answer:
+            assert answer["holders"], f"nobody holds what was pushed: {answer}"
+            self._committed = max(self._committed, version)
+
+    def _await_out_of_service(self, name, since, seconds):
+        return wait_until(
+            lambda: self._watch.out_of_service_at(name, since),
+            seconds - (time.monotonic() - since),
+            lambda: f"requests still go to replica {name}",
+        )
+
+    def _fenced(self, actor):
+        """Raises if a replica that missed a push would serve again as it is; says what it does."""
+        try:
+            report = ray.get(actor.report.remote(), timeout=5)
+        except (RayActorError, GetTimeoutError) as error:
+            return type(error).__name__
+        late = report.weight_version is None or report.weight_version < self._committed
+        assert not (late and report.state.admits_requests), f"it is not fenced: {report}"
+        return str(report.state)
+
+    def _await_repair(self, since, verdict):
+        """Waits until every replica serves, and the newest version; others may be on their way."""
+        left_s = REPAIRED_S - (time.monotonic() - since)
+        wait_until(self._all_serve, left_s, self._told, poll_s=0.2)
+        verdict.repaired_s = time.monotonic() - since
+
+    def _all_serve(self):
+        held = [
+            one.weight_version if one.state is ReplicaState.SERVING else None
+            for one in self._reports().values()
+            if isinstance(one, EngineReport)
+        ]
+        known = [one.state.admits_requests for one in self.service.load.snapshots()]
+        whole = len(held) == len(known) == self.service.num_replicas and all(known)
+        return whole and None not in held and min(held) == max(held) >= self._committed
+
+    def _conclude(self, cell, verdict):
+        """A last push must reach everybody; then all that was answered is looked at."""
+        for replica in self.service.replicas:  # what was planned may not have happened
+            ray.get(replica.actor.hold_at.remote(), timeout=30)
+            ray.get(replica.actor.collective_rpc.remote("sync_plan"), timeout=30)
+        version = self.push(cell.transport)
+        time.sleep(0.5)  # some more requests, under the last version
+        verdict.num_answered, verdict.num_errors = self.check_answers()
+        self.check_parameters(version)
+
+    def push(self, transport):
+        """Pushes the next version, which every replica must take; returns it."""
+        self._tell_push(self._trainer, transport)
+        _, answer = self._trainer.answer(PUSHED_S)
+        everybody = {one.replica_id for one in self.service.replicas}
+        assert set(answer.get("holders", ())) == everybody, f"an undisturbed push: {answer}"
+        self._committed = self._newest
+        return self._newest
+
+    def check_answers(self):
+        """Ends the requests and raises unless all went well; how many were answered, and not."""
+        asked = self.traffic.stop(DRAINED_S)
+        counts = self._auditor.check(asked, self._sent, self._watch.outages())
+        assert counts[0], "nobody was answered"
+        assert not self._watch.bad_choices, f"chosen: {self._watch.bad_choices}"
+        left = self.service.load.total_in_flight
+        assert not left, f"{left} samples count as in flight, and nothing is"
+        return counts
+
+    def check_parameters(self, version):
+        """Raises unless every replica computes with the parameters of ``version``, bit by bit."""
+        calls = {
+            one.replica_id: one.actor.collective_rpc.remote("sync_checksums")
+            for one in self.service.replicas
+        }
+        assert len(calls) == self.service.num_replicas, f"only replicas {list(calls)} are left"
+        found = {name: ray.get(call, timeout=30)[0] for name, call in calls.items()}
+        self._auditor.check_parameters(version, found)
+
+    def _recover(self):
+        """After a cell that failed: what a new trainer, and time, can put right."""
+        try:
+            self.traffic.stop(DRAINED_S)
+        except AssertionError:
+            self.traffic.asked.clear()
+        for marker in self.directory.glob("held-*"):
+            marker.unlink()
+        self._trainer.end()
+        self._trainer = self._new_trainer()
+        try:
+            self._trainer.attach(self.service.name)
+            wait_until(self._all_alive, REPAIRED_S, self._told, poll_s=0.5)
+            self.push("memmap")
+        except AssertionError as error:
+            raise RuntimeError("the service cannot be used any more") from error
+
+    def _all_alive(self):
+        return all(isinstance(one, EngineReport) for one in self._reports().values())
+
+    # ---------------------------------------------------------------- helpers
+
+    def _new_trainer(self):
+        return TrainerProcess(
+            self.checkpoint,
+            self.directory / "stored",
+            ray.get_runtime_context().gcs_address,
+            self.directory / "trainers.log",
+        )
+
+    def _reports(self):
+        return self.service.call_replicas("report", deadline_s=3.0)
+
+    def _told(self):
+        return "; ".join(
+            f"replica {name} {getattr(one, 'state', one)!s} {getattr(one, 'weight_version', '')} "
+            f"{getattr(one, 'reason', '')}"
+            for name, one in self._reports().items()
+        )
+
+
+def _limits():  # XXX
+    import inspect
+
+    from torchrl_vllm_sync import AsyncVLLM
+
+    wanted = {"unresponsive_after_s": UNRESPONSIVE_S, "max_restarts": 10_000}
+    known = inspect.signature(AsyncVLLM).parameters
+    return {k: v for k, v in wanted.items() if k in known}
+
+
+def _brief(answer):
+    if "error" in answer:
+        return f"error: {answer['error']}"[:300]
+    return f"version {answer['version']} on {','.join(answer['holders'])}"

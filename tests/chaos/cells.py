@@ -1,0 +1,108 @@
+"""The cells of the kill matrix: who is hit, by what, at which point of a push, by which way."""
+
+import itertools
+from dataclasses import dataclass
+
+SIGNALS = ("kill", "stop")
+VICTIMS = ("actor", "core", "worker", "trainer")
+PHASES = (
+    "idle",
+    "generating",
+    "before-start",
+    "mid-bucket",
+    "last-bucket",
+    "apply",
+    "commit",
+    "resume",
+)
+TRANSPORTS = ("broadcast", "memmap")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where a push is held up when its victim is hit.
+
+    Attributes:
+        where: ``trainer``, ``actor`` or ``worker``: whose code waits there.
+        at: The point, as ``HeldTensors``, ``HeldActor.hold_at`` or ``FaultyWorker`` names it.
+    """
+
+    where: str
+    at: int | str
+
+
+# Of the 50 tensors of the model.
+MIDDLE = 20
+
+# What the phases mean. A broadcast is received straight into the model: its last bucket and its
+# first copy into place lie in one load. A stored version is written, checked, and then loaded.
+POINTS = {
+    # The replicas were asked, and nothing has begun.
+    ("broadcast", "before-start"): Point("actor", "asked"),
+    ("memmap", "before-start"): Point("actor", "asked"),
+    # Some tensors are on the other side, or in the file, and some are not.
+    ("broadcast", "mid-bucket"): Point("worker", MIDDLE),
+    ("memmap", "mid-bucket"): Point("trainer", MIDDLE),
+    # All of them are, and nobody has said so.
+    ("broadcast", "last-bucket"): Point("worker", "end"),
+    ("memmap", "last-bucket"): Point("actor", "apply"),
+    # The model holds a mixture.
+    ("broadcast", "apply"): Point("worker", "repack"),
+    ("memmap", "apply"): Point("worker", MIDDLE),
+    # The weights are in, and the engine does not know of which version they are.
+    ("broadcast", "commit"): Point("actor", "label"),
+    ("memmap", "commit"): Point("actor", "label"),
+    # It does, and is still paused.
+    ("broadcast", "resume"): Point("actor", "resume"),
+    ("memmap", "resume"): Point("actor", "resume"),
+}
+# A trainer is hit in its own code where that is at work: here all is written, and not announced.
+TRAINER_POINTS = {("memmap", "last-bucket"): Point("trainer", "end")}
+
+# What cannot be, and why: (signal, victim, phase, transport) to the reason; None stands for each.
+LEFT_OUT: dict[tuple[str | None, ...], str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of the matrix."""
+
+    signal: str
+    victim: str
+    phase: str
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{self.signal}-{self.victim}-{self.phase}-{self.transport}"
+
+    @classmethod
+    def named(cls, name: str) -> "Cell":
+        """The cell that prints as ``name``."""
+        signal, victim, rest = name.split("-", 2)
+        phase, _, transport = rest.rpartition("-")
+        return cls(signal, victim, phase, transport)
+
+    @property
+    def is_during_push(self) -> bool:
+        return self.phase not in ("idle", "generating")
+
+    @property
+    def point(self) -> Point:
+        key = self.transport, self.phase
+        own = TRAINER_POINTS if self.victim == "trainer" else {}
+        return own.get(key, POINTS[key])
+
+    @property
+    def left_out(self) -> str:
+        """Why the cell cannot be; empty if it can."""
+        names = self.signal, self.victim, self.phase, self.transport
+        for pattern, reason in LEFT_OUT.items():
+            if all(want in (None, name) for want, name in zip(pattern, names, strict=True)):
+                return reason
+        return ""
+
+
+def all_cells() -> list[Cell]:
+    """Every cell that can be; those that restart nothing come first."""
+    cells = itertools.starmap(Cell, itertools.product(SIGNALS, VICTIMS, PHASES, TRANSPORTS))
+    return [cell for cell in cells if not cell.left_out]
