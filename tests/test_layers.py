@@ -23,7 +23,7 @@ testing
 
 # weights on their way
 weights
-weights.buckets weights.rendezvous weights.nccl_environment
+weights.buckets weights.rendezvous weights.nccl_environment weights.bounded_store
 weights.broadcast_group
 weights.start_signal weights.bucket_stream weights.whole_tensors weights.direct_stream
 weights.storage weights.module_tensors weights.published weights.gathering weights.trainer_ranks

@@ -59,9 +59,6 @@ POINTS = {
 # A trainer is hit in its own code where that is at work: here all is written, and not announced.
 TRAINER_POINTS = {("memmap", "last-bucket"): Point("trainer", "end")}
 
-# What cannot be, and why: (signal, victim, phase, transport) to the reason; None stands for each.
-LEFT_OUT: dict[tuple[str | None, ...], str] = {}
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -92,17 +89,7 @@ class Cell:
         own = TRAINER_POINTS if self.victim == "trainer" else {}
         return own.get(key, POINTS[key])
 
-    @property
-    def left_out(self) -> str:
-        """Why the cell cannot be; empty if it can."""
-        names = self.signal, self.victim, self.phase, self.transport
-        for pattern, reason in LEFT_OUT.items():
-            if all(want in (None, name) for want, name in zip(pattern, names, strict=True)):
-                return reason
-        return ""
-
 
 def all_cells() -> list[Cell]:
-    """Every cell that can be; those that restart nothing come first."""
-    cells = itertools.starmap(Cell, itertools.product(SIGNALS, VICTIMS, PHASES, TRANSPORTS))
-    return [cell for cell in cells if not cell.left_out]
+    """Every cell. None is left out: a worker is a process of its own, and a trainer always there."""
+    return list(itertools.starmap(Cell, itertools.product(SIGNALS, VICTIMS, PHASES, TRANSPORTS)))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 
 from torchrl_vllm_sync.errors import TransferError
+from torchrl_vllm_sync.weights.bounded_store import BoundedStore
 from torchrl_vllm_sync.weights.nccl_environment import nccl_environment
 from torchrl_vllm_sync.weights.rendezvous import (
     Rendezvous,
@@ -26,8 +27,6 @@ from torchrl_vllm_sync.weights.rendezvous import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 __all__ = ["BroadcastGroup"]
 
@@ -60,10 +59,10 @@ class BroadcastGroup:
     """
 
     def __init__(
-        self, store: TCPStore, rank: int, rendezvous: Rendezvous, device: torch.device
+        self, store: BoundedStore, rank: int, rendezvous: Rendezvous, device: torch.device
     ) -> None:
         self.rank, self.rendezvous, self.device = rank, rendezvous, device
-        self._store: TCPStore | None = store
+        self._store: BoundedStore | None = store
         # Of torch's own kinds, whose type stubs lack most methods.
         self._group: Any = None
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -96,9 +95,8 @@ class BroadcastGroup:
         store = host_store(
             address, port, world_size=world_size, timeout_s=timeout_s, interface=interface
         )
-        return cls(
-            store, TRAINER_RANK, Rendezvous(address, store.port, world_size, interface), device
-        )
+        rendezvous = Rendezvous(address, store.port, world_size, interface)
+        return cls(BoundedStore(store, answer_timeout_s=None), TRAINER_RANK, rendezvous, device)
 
     @classmethod
     def join(
@@ -115,7 +113,7 @@ class BroadcastGroup:
                 f"rank must be in [1, {rendezvous.world_size}) in a group of "
                 f"{rendezvous.world_size}, got {rank}"
             )
-        store = reach_store(rendezvous, timeout_s=timeout_s)
+        store = BoundedStore(reach_store(rendezvous, timeout_s=timeout_s))
         return cls(store, rank, rendezvous, device)
 
     @property
@@ -129,7 +127,7 @@ class BroadcastGroup:
         return self._group is not None
 
     @property
-    def store(self) -> TCPStore:
+    def store(self) -> BoundedStore:
         """Store of all ranks.
 
         Raises:
@@ -344,7 +342,7 @@ class BroadcastGroup:
             time.sleep(STORE_POLL_S)
 
     def _make_group(self, timeout_s: float) -> Any:  # noqa: ANN401
-        store = PrefixStore("weights", self.store)
+        store = PrefixStore("weights", self.store.raw)
         world_size = self.rendezvous.world_size
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch.distributed import DistError
@@ -64,8 +63,7 @@ class StartSignal:
         store = self._group.store
         try:
             store.set(f"ready/{self._push_id}/{self._group.rank}", "1")
-            store.wait([self._start_key], timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
-            word = store.get(self._start_key).decode()
+            word = store.await_value(self._start_key, max(deadline - time.monotonic(), 1e-3))
         except DistError as error:
             raise TransferError(f"the trainer did not begin the transfer: {error}") from error
         if word != GO:
