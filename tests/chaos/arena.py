@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from tests.chaos.audit import Auditor
 from tests.chaos.processes import TrainerProcess, is_alive, replica_pids, strike, wake
 from tests.chaos.traffic import Traffic
-from tests.chaos.watch import Watch, wait_until
+from tests.chaos.watch import Patience, Watch, wait_until
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import HeldActor
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
@@ -30,6 +30,8 @@ NOTICED_IN_PUSH_S = PUSH_TIMEOUT_S + 20.0
 PUSHED_S = 2 * PUSH_TIMEOUT_S + 30.0
 REPAIRED_S = 180.0
 DRAINED_S = 60.0
+# Seconds that a replica gets to find the newest version by itself, before the next push brings it.
+CATCH_UP_S = 10.0
 
 
 @dataclass(slots=True)
@@ -145,7 +147,7 @@ class Arena:
         verdict.noticed_s = noticed_at - struck_at
         if cell.signal == "stop" and wake(victim):
             verdict.notes.append(f"awake it is {self._fenced(replica.actor)}")
-        self._await_repair(struck_at, verdict)
+        self._await_repair(cell, struck_at, verdict)
         left = [kind for kind, pid in pids.items() if is_alive(pid)]
         assert not left, f"replica {name} was restarted, and its old processes live: {left}"
 
@@ -165,7 +167,7 @@ class Arena:
             verdict.noticed_s = released_at - struck_at
             begin = time.monotonic()
             self._end_push(self._begin_push(cell), verdict, begin)
-            self._await_repair(struck_at, verdict)
+            self._await_repair(cell, struck_at, verdict)
             if cell.signal == "stop":
                 wake(old.pid)
                 if cell.is_during_push:  # it hears that others have gone on
@@ -245,10 +247,18 @@ class Arena:
         assert not (late and report.state.admits_requests), f"it is not fenced: {report}"
         return str(report.state)
 
-    def _await_repair(self, since, verdict):
-        """Waits until every replica serves, and the newest version; others may be on their way."""
+    def _await_repair(self, cell, since, verdict):
+        """Waits until every replica serves, and the newest version.
+
+        One that was restarted, or whose update broke off, may have to wait for the next push.
+        """
         left_s = REPAIRED_S - (time.monotonic() - since)
-        wait_until(self._all_serve, left_s, self._told, poll_s=0.2)
+        patience = Patience(self._all_alive, CATCH_UP_S)
+        wait_until(lambda: self._all_serve() or patience(), left_s, self._told, poll_s=0.2)
+        if not self._all_serve():
+            verdict.notes.append("repaired by the next push")
+            self.push(cell.transport)
+            wait_until(self._all_serve, REACH_S, self._told)
         verdict.repaired_s = time.monotonic() - since
 
     def _all_serve(self):
@@ -260,6 +270,12 @@ class Arena:
         known = [one.state.admits_requests for one in self.service.load.snapshots()]
         whole = len(held) == len(known) == self.service.num_replicas and all(known)
         return whole and None not in held and min(held) == max(held) >= self._committed
+
+    def _all_alive(self):
+        """Whether every replica has an engine that takes pushes."""
+        states = [getattr(one, "state", None) for one in self._reports().values()]
+        alive = (ReplicaState.SERVING, ReplicaState.STALE)
+        return len(states) == self.service.num_replicas and all(one in alive for one in states)
 
     def _conclude(self, cell, verdict):
         """A last push must reach everybody; then all that was answered is looked at."""
@@ -316,9 +332,6 @@ class Arena:
             self.push("memmap")
         except AssertionError as error:
             raise RuntimeError("the service cannot be used any more") from error
-
-    def _all_alive(self):
-        return all(isinstance(one, EngineReport) for one in self._reports().values())
 
     # ---------------------------------------------------------------- helpers
 

@@ -91,5 +91,5 @@ class Cell:
 
 
 def all_cells() -> list[Cell]:
-    """Every cell. None is left out: a worker is a process of its own, and a trainer always there."""
+    """Every cell; none is left out, as workers are processes of their own."""
     return list(itertools.starmap(Cell, itertools.product(SIGNALS, VICTIMS, PHASES, TRANSPORTS)))

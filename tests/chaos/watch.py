@@ -99,3 +99,18 @@ def wait_until(condition, seconds, what, *, poll_s=0.05):
             raise AssertionError(f"not within {seconds:.0f} s: {what()}")
         time.sleep(poll_s)
     return value
+
+
+class Patience:
+    """True once ``condition`` has been true each time that it was looked at, for ``seconds``."""
+
+    def __init__(self, condition, seconds):
+        self._condition, self._seconds = condition, seconds
+        self._since = None
+
+    def __call__(self):
+        if not self._condition():
+            self._since = None
+            return False
+        self._since = self._since or time.monotonic()
+        return time.monotonic() - self._since > self._seconds
