@@ -88,8 +88,7 @@ class Arena:
             worker_extension_cls="tests.engine.faults.FaultyWorker",
             distributed_executor_backend="mp",  # workers are processes of their own
             unresponsive_after_s=UNRESPONSIVE_S,
-            max_restarts=10_000,
-            **ENGINE,
+            **{**ENGINE, "max_restarts": 10_000},
         )
         self._watch = Watch(self.service)
         self._watch.__enter__()
