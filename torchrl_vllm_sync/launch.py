@@ -41,8 +41,8 @@ LAUNCH_TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
 CLOSE_TIMEOUT_S = 20.0
 # Replicas often fail for the same reason at about the same time: all of them are named.
 FAILURE_GRACE_S = 2.0
-# Requests run on an actor's default group; questions about it must not queue behind them.
-MAX_CONCURRENT_CALLS = 4096
+# Questions about an actor must not queue behind its requests: it would be taken for silent.
+MAX_CONCURRENT_CALLS = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """An actor that falls silent is marked, and can be ended with all that it started."""
 
+import asyncio
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 ray = pytest.importorskip("ray")
 
+from torchrl_vllm_sync.launch import MAX_CONCURRENT_CALLS  # noqa: E402
 from torchrl_vllm_sync.load import LoadTracker  # noqa: E402
 from torchrl_vllm_sync.load_monitor import LoadMonitor  # noqa: E402
 from torchrl_vllm_sync.reaping import end_replica, own_processes  # noqa: E402
@@ -49,6 +51,9 @@ class Reporting:
 
     def processes(self):
         return own_processes()
+
+    async def serve(self):
+        await asyncio.sleep(1000)
 
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
@@ -158,6 +163,16 @@ def is_running(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_an_actor_with_thousands_of_requests_is_not_silent(cluster):
+    """With fewer calls at a time than requests the report would wait for one of them to end."""
+    options = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENT_CALLS}
+    actor = ray.remote(Reporting).options(**options).remote()
+    requests = [actor.serve.remote() for _ in range(5000)]
+    assert ray.get(actor.report.remote(), timeout=50).state is SERVING
+    ray.kill(actor)
+    del requests
 
 
 def gone(processes):
