@@ -15,6 +15,7 @@ settings reaping
 load
 versions
 requests
+attempts continuation
 
 # tiny checkpoints for tests
 testing.outputs testing.tokenizer
@@ -48,6 +49,7 @@ weights.push
 engine_args
 engine
 engine.internals engine.reload engine.checkpoint engine.planned_writes engine.parallel_samples
+engine.resumption
 engine.plan_coverage engine.copy_regions engine.samples
 engine.admission
 engine.health engine.plan_recorder
@@ -76,6 +78,9 @@ sessions
 placer
 reservation
 balancer
+replica_watch
+replica_access
+stream_dispatch
 dispatch
 generation
 

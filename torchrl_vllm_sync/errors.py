@@ -20,6 +20,7 @@ __all__ = [
     "NoReplicaAvailableError",
     "PlacementError",
     "ReplicaUnavailableError",
+    "RequestLostError",
     "ServiceClosedError",
     "SilentEngineError",
     "SnapshotError",
@@ -134,6 +135,30 @@ class GenerationError(SyncError, RuntimeError):
     def __init__(self, request_id: str, reason: str) -> None:
         super().__init__(request_id, reason)
         self.request_id, self.reason = request_id, reason
+
+    def __str__(self) -> str:
+        return f"request {self.request_id}: {self.reason}"
+
+
+class RequestLostError(GenerationError, ReplicaUnavailableError):
+    """Every replica that was given a request lost it, and no other took it up in time.
+
+    As a ``ReplicaUnavailableError`` it has the id and the state of the replica that had it last.
+
+    Attributes:
+        request_id: Id of the request.
+        attempts: What each replica that had it ended with, in order; at least one.
+        why: Why there was no further attempt.
+    """
+
+    def __init__(
+        self, request_id: str, attempts: tuple[ReplicaUnavailableError, ...], why: str
+    ) -> None:
+        Exception.__init__(self, request_id, attempts, why)  # the bases have other arguments
+        self.request_id, self.attempts, self.why = request_id, attempts, why
+        self.replica_id, self.state = attempts[-1].replica_id, attempts[-1].state
+        told = "; ".join(f"attempt {at}: {one}" for at, one in enumerate(attempts, 1))
+        self.reason = f"lost by every replica that had it ({told}), {why}"
 
     def __str__(self) -> str:
         return f"request {self.request_id}: {self.reason}"

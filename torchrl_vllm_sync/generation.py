@@ -67,6 +67,7 @@ class Generation:
         replicas: Returns the current replicas.
         load: Ledger of these replicas.
         description: Facts about the engines, which are all alike.
+        recovers: Says whether a replica is on its way; see :class:`Dispatcher`.
     """
 
     def __init__(
@@ -74,9 +75,10 @@ class Generation:
         replicas: Callable[[], list[Replica]],
         load: LoadTracker,
         description: EngineDescription,
+        recovers: Callable[[], bool] = lambda: False,
     ) -> None:
         self._replicas, self._description = replicas, description
-        self._dispatcher = Dispatcher(replicas, load)
+        self._dispatcher = Dispatcher(replicas, load, recovers)
         self._tokenizer: Any = None
         self._prefix = uuid.uuid4().hex[:12]
         self._counter = itertools.count()

@@ -120,6 +120,7 @@ class LoadTracker:
         self._marked_at: dict[str, float] = {}
         self._floors: dict[str, int] = {}
         self._watchers: dict[object, Callable[[], object]] = {}
+        self._num_urgent = 0
         for replica_id in replica_ids:
             self.add(replica_id, state)
 
@@ -149,6 +150,12 @@ class LoadTracker:
         """One snapshot a replica, in the order of ``replica_ids``."""
         with self.lock:
             return [copy.copy(snapshot) for snapshot in self._snapshots.values()]
+
+    def snapshot(self, replica_id: str) -> LoadSnapshot | None:
+        """The snapshot of one replica; None if it is not tracked."""
+        with self.lock:
+            known = self._snapshots.get(replica_id)
+            return None if known is None else copy.copy(known)
 
     def candidates(self) -> Candidates:
         """The replicas that admit requests, maybe none.
@@ -188,23 +195,26 @@ class LoadTracker:
     @property
     def is_watched(self) -> bool:
         """Whether somebody waits for a replica to change, who is served best by fresh reports."""
-        return bool(self._watchers)
+        return self._num_urgent > 0
 
     @contextlib.contextmanager
-    def watched(self, on_change: Callable[[], object]) -> Iterator[None]:
+    def watched(self, on_change: Callable[[], object], *, urgent: bool = True) -> Iterator[None]:
         """Calls ``on_change`` whenever a replica changes its state or version.
 
         Args:
             on_change: Called in whatever thread learns of the change, with the ledger locked.
+            urgent: Whether the caller waits for a change, and is served best by fresh reports.
         """
         key = object()
         with self.lock:
             self._watchers[key] = on_change
+            self._num_urgent += urgent
         try:
             yield
         finally:
             with self.lock:
                 del self._watchers[key]
+                self._num_urgent -= urgent
 
     def add(self, replica_id: str, state: ReplicaState = ReplicaState.STARTING) -> None:
         """Tracks one more replica, at the end of the order.

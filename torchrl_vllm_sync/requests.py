@@ -15,7 +15,33 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.versions import VersionSpan
     from torchrl_vllm_sync.wire import WireOutput
 
-__all__ = ["EngineRequest", "EngineResult", "SampleReport", "mark_output"]
+__all__ = ["BegunAnswer", "EngineRequest", "EngineResult", "SampleReport", "mark_output"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BegunAnswer:
+    """What a replica that was lost had sent of the one sample of a request, for another to go on.
+
+    Attributes:
+        token_ids: All tokens that were received, at least one.
+        spans: Which version sampled which of them.
+        logprobs: vLLM's ``SampleLogprobs`` of all of them, or ``None``.
+        cumulative_logprob: Their sum, or ``None``.
+        prompt_logprobs: What outputs are to say of the prompt: vLLM's ``PromptLogprobs``, nothing
+            where each holds only what is new, or ``None``.
+        num_cached_tokens: Tokens of the prompt that came from the first replica's prefix cache.
+        queue_s: Seconds in the first replica's queue.
+        prefill_s: Seconds to its first token.
+    """
+
+    token_ids: tuple[int, ...]
+    spans: tuple[VersionSpan, ...]
+    logprobs: Any = None
+    cumulative_logprob: float | None = None
+    prompt_logprobs: Any = None
+    num_cached_tokens: int | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +57,7 @@ class EngineRequest:
         min_version: Oldest policy version to begin it under; 0 takes any.
         session_id: The conversation that it belongs to, or ``None``.
         group_id: The group of requests with the same prompt that it belongs to, or ``None``.
+        begun: The answer so far, to go on with; ``None`` to begin.
     """
 
     request_id: str
@@ -41,6 +68,7 @@ class EngineRequest:
     min_version: int = 0
     session_id: str | int | None = None
     group_id: str | int | None = None
+    begun: BegunAnswer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

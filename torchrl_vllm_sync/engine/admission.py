@@ -12,6 +12,7 @@ from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync.engine.internals import SampleState
+    from torchrl_vllm_sync.requests import EngineRequest
 
 __all__ = ["AdmissionGate", "RunningRequest"]
 
@@ -25,19 +26,19 @@ class RunningRequest:
         task: The task that is cancelled when the replica stops to serve.
         sample: Its versions; ``None`` until vLLM has registered it.
         restart: Set when an update sends it back to the gate before its first token.
+        request: The request that it belongs to, where an answer that has begun is gone on with.
     """
 
     engine_id: str
     task: asyncio.Task[object] | None
     sample: SampleVersions | None = None
     restart: bool = False
+    request: EngineRequest | None = None
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has a token, or ended without one."""
-        if self.sample is None:
-            return False
-        return self.sample.state.num_tokens > 0 or self.sample.state.is_finished
+        """Whether it has a token of this engine, or ended without one."""
+        return self.sample is not None and self.sample.has_begun
 
 
 @dataclass
@@ -45,7 +46,8 @@ class AdmissionGate:
     """State of one replica and the requests inside it.
 
     Requests pass while the state is ``SERVING``, wait while it is ``UPDATING``, and are refused
-    with a typed error in every other state, those already waiting included.
+    with a typed error in every other state, those already waiting included. Those inside go on
+    while the state is ``DRAINING``, up to their end.
 
     Attributes:
         replica_id: Named in every refusal.
@@ -71,7 +73,7 @@ class AdmissionGate:
         self.state, self.reason = state, reason
         self._changed.set()
         self._changed = asyncio.Event()
-        if state in (ReplicaState.STALE, ReplicaState.FAILED, ReplicaState.CLOSED):
+        if self.has_ended_requests:
             for request in list(self.running.values()):
                 if request.task is not None:
                     request.task.cancel()
@@ -89,11 +91,21 @@ class AdmissionGate:
         """Whether requests, waiting ones included, are turned away."""
         return not self.state.admits_requests
 
+    @property
+    def has_ended_requests(self) -> bool:
+        """Whether the requests inside were ended when the replica came into its present state."""
+        return self.state in (ReplicaState.STALE, ReplicaState.FAILED, ReplicaState.CLOSED)
+
     def register(self, state: SampleState) -> None:
         """Takes note that vLLM has registered one of the samples inside."""
         request = self.running.get(state.engine_id)
-        if request is not None:
-            request.sample = SampleVersions(state, self.version)
+        if request is None:
+            return
+        resumed = request.request
+        begun = None if resumed is None else resumed.begun
+        if resumed is not None and begun is not None:
+            state.resume(begun, resumed.sampling_params)
+        request.sample = SampleVersions(state, self.version, begun)
 
     def switch(self, version: int) -> None:
         """Notes that ``version`` samples from now on, behind the tokens that the requests have.

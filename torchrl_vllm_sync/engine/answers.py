@@ -15,6 +15,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_vllm_sync.engine.admission import AdmissionGate, RunningRequest
 from torchrl_vllm_sync.engine.parallel_samples import merged, split_samples
+from torchrl_vllm_sync.engine.resumption import (
+    longer_prompt,
+    remaining_params,
+    tell_of_first_replica,
+)
 from torchrl_vllm_sync.engine.samples import SpanChecker
 from torchrl_vllm_sync.errors import (
     GenerationError,
@@ -182,18 +187,26 @@ class RequestAnswers:
             if request.request_id in self._given_up:
                 raise GenerationError(request.request_id, "its caller gave it up")
             self._restarts += 1
-            running = RunningRequest(f"{request.request_id}~{self._restarts}", owner)
+            begun = request.begun
+            running = RunningRequest(
+                f"{request.request_id}~{self._restarts}", owner, request=request if begun else None
+            )
             prompt: Any = {**request.prompt, "cache_salt": self._salt(request)}
+            asked = params
+            if begun is not None:
+                prompt, asked = longer_prompt(prompt, begun), remaining_params(params, begun)
             self._gate.running[running.engine_id] = running
             try:
                 outputs = self.engine.generate(
-                    prompt, params, running.engine_id, lora_request=request.lora_request
+                    prompt, asked, running.engine_id, lora_request=request.lora_request
                 )
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:
                         if running.restart and _was_aborted(output):
                             break
                         output.request_id = request.request_id
+                        if begun is not None:
+                            tell_of_first_replica(output, begun)
                         assert running.sample is not None, "vLLM registers it before any output"
                         yield output, running.sample.report(output.outputs[0], self._checker)
                     else:
@@ -231,7 +244,7 @@ class RequestAnswers:
         """
         error: Exception
         if isinstance(failure, asyncio.CancelledError):
-            if not self._gate.refuses:
+            if not self._gate.has_ended_requests:
                 raise failure
             error = self._gate.refusal()  # the gate ended it: stale, failed or closed
         elif isinstance(failure, EngineDeadError):

@@ -6,6 +6,7 @@ Read in vLLM 0.26 and 0.32; ``tests/engine/test_internals.py`` names each of the
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -14,23 +15,29 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from torchrl_vllm_sync.requests import BegunAnswer
+
 __all__ = [
+    "UNLABELLED",
     "EngineStats",
     "SampleState",
     "StatsRecorder",
     "ask_health",
     "call_workers",
     "installed_vllm",
+    "label_of_version",
     "label_spans",
     "num_unfinished_requests",
     "pause_scheduler",
@@ -39,6 +46,8 @@ __all__ = [
     "watch_samples",
 ]
 
+# What vLLM calls weights that nobody has labelled: those of the launch.
+UNLABELLED = "default"
 OLDEST_SUPPORTED = Version("0.26")
 _FIRST_WITH_WEIGHT_LABEL = Version("0.27")
 _FIRST_WITH_LABEL_SPANS = Version("0.32")
@@ -180,10 +189,10 @@ class SampleState:
         index: Position of the sample among those of its request.
     """
 
-    __slots__ = ("_processor", "_state", "engine_id", "index")
+    __slots__ = ("_processor", "_request", "_state", "engine_id", "index")
 
-    def __init__(self, processor: Any, state: Any) -> None:  # noqa: ANN401  vLLM's own
-        self._processor, self._state = processor, state
+    def __init__(self, processor: Any, state: Any, request: Any) -> None:  # noqa: ANN401  vLLM's own
+        self._processor, self._state, self._request = processor, state, request
         self.engine_id: str = state.external_req_id
         self.index: int = state.request_index
 
@@ -222,6 +231,35 @@ class SampleState:
         """Seconds from the first token to the newest."""
         return self._between("first_token_ts", "last_token_ts")
 
+    def resume(self, begun: BegunAnswer, params: SamplingParams) -> None:
+        """Has the answer begin with what another replica sent, which ends the prompt until now.
+
+        Nothing of the sample has come yet. Its ``RequestState`` gets the tokens, text,
+        log-probabilities and weight labels that it would have in an unbroken run.
+
+        Args:
+            begun: What was sent.
+            params: The request's own parameters, and not only for what is left.
+        """
+        state, tokens = self._state, list(begun.token_ids)
+        whole = copy.copy(self._request)
+        whole.prompt_token_ids = self._request.prompt_token_ids[: -len(tokens)]
+        whole.sampling_params = params
+        tokenizer = self._processor.tokenizer if params.detokenize else None
+        state.detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, whole)
+        state.detokenizer.update(tokens, False)
+        if self.yields_only_new:  # the text and the tokens that were sent are not new
+            state.detokenizer.get_next_output_text(False, True)
+            state.sent_tokens_offset = len(tokens)
+        logprobs = state.logprobs_processor
+        logprobs.logprobs = copy.deepcopy(begun.logprobs)  # vLLM adds to them
+        logprobs.cumulative_logprob = begun.cumulative_logprob
+        logprobs.prompt_logprobs = begun.prompt_logprobs
+        if installed_vllm() >= _FIRST_WITH_LABEL_SPANS:
+            state.weight_version_starts[:] = [
+                (label_of_version(one.version), one.start) for one in begun.spans
+            ]
+
     def _between(self, begin: str, end: str) -> float | None:
         stats = self._state.stats
         if stats is None:  # an engine without statistics
@@ -246,9 +284,14 @@ def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None
 
     def add_and_tell(request: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         add_request(request, *args, **kwargs)
-        on_sample(SampleState(processor, processor.request_states[request.request_id]))
+        on_sample(SampleState(processor, processor.request_states[request.request_id], request))
 
     processor.add_request = add_and_tell
+
+
+def label_of_version(version: int) -> str:
+    """Returns the label that tokens of a policy version have."""
+    return UNLABELLED if version == 0 else str(version)
 
 
 def label_spans(completion: CompletionOutput) -> list[tuple[str, int, int]] | None:

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.engine import internals
+from torchrl_vllm_sync.engine.internals import UNLABELLED
 from torchrl_vllm_sync.requests import SampleReport
 from torchrl_vllm_sync.versions import slice_spans, spans_from_starts
 
@@ -15,14 +16,12 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
     from torchrl_vllm_sync.engine.internals import SampleState
+    from torchrl_vllm_sync.requests import BegunAnswer
     from torchrl_vllm_sync.versions import VersionSpan
 
 __all__ = ["SampleVersions", "SpanChecker", "versions_of_labels"]
 
 logger = logging.getLogger(__name__)
-
-# What vLLM calls weights that nobody has labelled: those of the launch.
-UNLABELLED = "default"
 
 
 class SampleVersions:
@@ -34,13 +33,22 @@ class SampleVersions:
     Args:
         state: The sample.
         version: Version that its first token will be sampled by, unless a switch comes before.
+        begun: What another replica sampled before that.
     """
 
-    __slots__ = ("_delivered", "_starts", "state")
+    __slots__ = ("_begun", "_delivered", "_starts", "state")
 
-    def __init__(self, state: SampleState, version: int) -> None:
-        self.state, self._delivered = state, 0
-        self._starts = [(version, 0)]
+    def __init__(self, state: SampleState, version: int, begun: BegunAnswer | None = None) -> None:
+        self.state, self._begun = state, begun
+        self._delivered = len(begun.token_ids) if begun else 0
+        former = begun.spans if begun else ()
+        self._starts = [(one.version, one.start) for one in former] + [(version, self._delivered)]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a token was sampled here, or it ended without one."""
+        received = len(self._begun.token_ids) if self._begun else 0
+        return self.state.num_tokens > received or self.state.is_finished
 
     def switch(self, version: int) -> None:
         """Notes that ``version`` samples whatever comes behind the tokens of now."""
@@ -63,6 +71,14 @@ class SampleVersions:
         if completion.finish_reason is not None:
             labelled = internals.label_spans(completion)
             spans = checker.agreed(self.state.engine_id, spans, labelled, end)
+        if self._begun is not None:
+            # Seconds of decoding are unknown, since some were lost on the way.
+            return SampleReport(
+                spans=slice_spans(spans, start, end),
+                num_cached_tokens=self._begun.num_cached_tokens,
+                queue_s=self._begun.queue_s,
+                prefill_s=self._begun.prefill_s,
+            )
         return SampleReport(
             spans=slice_spans(spans, start, end),
             num_cached_tokens=self.state.num_cached_tokens,

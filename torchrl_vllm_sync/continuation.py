@@ -1,0 +1,181 @@
+"""Going on with an answer that another replica began: whether that is sound, and with what.
+
+The new replica gets the prompt and, behind it, the tokens that were received. To its engine they
+are all prompt. That gives the answer of an unbroken run wherever sampling does not ask which of the
+tokens before it are prompt and which are answer, and keeps nothing of its own from step to step.
+``engine.resumption`` has everything else that vLLM does with an answer begin where the other ended.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from torchrl_vllm_sync.requests import BegunAnswer
+from torchrl_vllm_sync.versions import spans_from_starts
+from torchrl_vllm_sync.wire import unpack_output
+
+if TYPE_CHECKING:
+    from torchrl_vllm_sync.requests import EngineRequest, EngineResult
+
+__all__ = ["AnswerSoFar", "unsound_settings"]
+
+# Fields of vLLM's SamplingParams with which an answer can be gone on with. A field that is not here
+# must have its default, so that one which a later vLLM adds is unsound until it was looked at.
+# Among those left out: `seed` (the generator's state is lost), `presence_penalty` and
+# `frequency_penalty` (count the answer alone), `bad_words` and `repetition_detection` (match within
+# the answer), `structured_outputs`, `thinking_token_budget` and `extra_args` (state of their own),
+# `n` (samples that have ended would be sampled again), `prompt_logprob_token_ids` and
+# `prompt_logprob_start` (rows of the prompt), `trace_decode_token_ids` (counted from the first).
+_SOUND_SETTINGS = frozenset(
+    {
+        # Applied to each distribution by itself.
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "logit_bias",
+        "allowed_token_ids",
+        # Counts prompt and answer alike: apply_penalties in vllm/model_executor/layers/utils.py.
+        "repetition_penalty",
+        # Reduced by what was received.
+        "max_tokens",
+        "min_tokens",
+        # Looked for in the newest token alone, or in the text, which begins where it ended.
+        "stop_token_ids",
+        "ignore_eos",
+        "stop",
+        "include_stop_str_in_output",
+        # Of what is reported, not of what is sampled.
+        "logprobs",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "flat_logprobs",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "output_kind",
+        "stream_interval",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        # Set by vLLM itself, from those above and from the model.
+        "output_text_buffer_length",
+        "_eos_token_id",
+        "_all_stop_token_ids",
+    }
+)
+# Entries of a prompt that say the same of one that is longer. Placeholders of images or sound would
+# also be looked for among the tokens of the answer.
+_SOUND_ENTRIES = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+
+
+def unsound_settings(request: EngineRequest) -> list[str]:
+    """Returns what makes it unsound to go on with an answer to a request; empty if nothing does."""
+    from vllm import SamplingParams
+
+    params, default = request.sampling_params, SamplingParams()
+    found = [
+        name
+        for name in SamplingParams.__struct_fields__
+        if name not in _SOUND_SETTINGS and not _equal(getattr(params, name), getattr(default, name))
+    ]
+    return found + [name for name in request.prompt if name not in _SOUND_ENTRIES]
+
+
+class AnswerSoFar:
+    """What a stream has yielded of the answer to one request.
+
+    Args:
+        request: The request.
+    """
+
+    def __init__(self, request: EngineRequest) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        self._request = request
+        self._only_new = request.sampling_params.output_kind is RequestOutputKind.DELTA
+        self._heard: list[EngineResult] = []
+
+    def add(self, result: EngineResult) -> None:
+        """Takes note of what is yielded next."""
+        if not self._only_new:
+            self._heard.clear()
+        self._heard.append(result)
+
+    @property
+    def verdict(self) -> str:
+        """Why no other replica can take the request up; empty if one can."""
+        if not self._only_new or not self._num_tokens():
+            return ""
+        unsound = self._obstacles()
+        if not unsound:
+            return ""
+        return (
+            "and a stream of deltas that has begun can neither begin again nor be gone on with "
+            f"because of {', '.join(unsound)}"
+        )
+
+    def follow_up(self, request: EngineRequest) -> EngineRequest:
+        """Returns what to ask the next replica for.
+
+        Args:
+            request: The request, with what is left of its time limit.
+        """
+        if not self._num_tokens() or self._obstacles():
+            self._heard.clear()
+            return request
+        return dataclasses.replace(request, begun=self._begun())
+
+    def _obstacles(self) -> list[str]:
+        unsound = unsound_settings(self._request)
+        limit = self._request.sampling_params.max_tokens
+        if limit is not None and self._num_tokens() >= limit:
+            unsound.append(f"max_tokens={limit}, which have all come")
+        return unsound
+
+    def _num_tokens(self) -> int:
+        outputs = (one.output for one in self._heard if one.output is not None)
+        return sum(len(one.answers[0]) for one in outputs)
+
+    def _begun(self) -> BegunAnswer:
+        outputs = [
+            unpack_output(one.output, prompt_token_ids=())
+            for one in self._heard
+            if one.output is not None
+        ]
+        parts = [output.outputs[0] for output in outputs]
+        token_ids = [token for part in parts for token in part.token_ids]
+        logprobs: Any = copy.deepcopy(parts[0].logprobs)  # may be the result's own
+        if logprobs is not None:
+            for part in parts[1:]:
+                logprobs.extend(part.logprobs or ())
+        last = self._heard[-1].samples[0]
+        prompt_logprobs: Any = outputs[-1].prompt_logprobs
+        if self._only_new and prompt_logprobs is not None:
+            prompt_logprobs = []
+        return BegunAnswer(
+            token_ids=tuple(token_ids),
+            spans=spans_from_starts(self._version_starts(), len(token_ids)),
+            logprobs=logprobs,
+            cumulative_logprob=parts[-1].cumulative_logprob,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=last.num_cached_tokens,
+            queue_s=last.queue_s,
+            prefill_s=last.prefill_s,
+        )
+
+    def _version_starts(self) -> list[tuple[int, int]]:
+        """Where each version began, over all parts."""
+        starts: list[tuple[int, int]] = []
+        length = 0
+        for result in self._heard:
+            if result.output is None:
+                continue
+            starts += [(one.version, length + one.start) for one in result.samples[0].spans]
+            length += len(result.output.answers[0])
+        return starts
+
+
+def _equal(value: object, default: object) -> bool:
+    return type(value) is type(default) and bool(value == default)
