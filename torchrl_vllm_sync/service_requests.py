@@ -87,7 +87,11 @@ class ServiceRequests(ServiceReplicas):
             guided_options_request: Must be ``None``: vLLM no longer has it.
             timeout_seconds: Time limit of each request; ``None`` means ``request_timeout_s``.
             actor_index: Use this replica instead of the balancer's choice.
-            stream: Yield partial outputs of a single prompt instead; asyncio: :meth:`astream`.
+            stream: Yield partial outputs of a single prompt instead; asyncio: :meth:`astream`. When
+                its replica is lost another goes on behind the tokens received. With a ``seed``,
+                penalties that count the answer alone, ``n > 1``, structured outputs or anything
+                else that makes this unsound it begins again, and so do the outputs; those of kind
+                ``DELTA`` then end with an error.
             return_exceptions: Put errors into a batch's list instead of raising the first one.
             min_version: Begin only under this policy version or a later one, waiting for a replica
                 that holds it. The wait counts against the time limit. A version that nobody has
@@ -113,6 +117,7 @@ class ServiceRequests(ServiceReplicas):
             NoReplicaAvailableError: No replica takes requests.
             GenerationTimeoutError: A request ran into its time limit; the engine dropped it.
             VersionNotReachedError: No replica held ``min_version`` in time; it says what each does.
+            RequestLostError: Three replicas lost a request, or there was no other to take it up.
             GenerationError: A request failed in the engine.
             ServiceClosedError: The service is not launched, or was shut down.
         """

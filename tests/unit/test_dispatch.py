@@ -59,9 +59,9 @@ class FakeActor:
         if self.then is not None:
             await self.then()
 
-    async def _abort(self, request_ids):
+    def _abort(self, request_ids):
         self.aborted += request_ids
-        return len(request_ids)
+        return ready(len(request_ids))
 
 
 def ready(value):

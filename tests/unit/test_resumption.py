@@ -273,7 +273,7 @@ def test_structured_outputs_and_prompts_of_several_kinds_begin_again():
 
 
 def test_every_setting_of_vllm_has_been_decided_on():
-    """A new one is unsound until somebody has looked at it; then it belongs to one of both lists."""
+    """A new one is unsound until somebody has looked at it, and put it into one of both lists."""
     from vllm import SamplingParams
 
     from torchrl_vllm_sync.continuation import _SOUND_SETTINGS

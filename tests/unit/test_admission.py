@@ -1,0 +1,97 @@
+"""The gate of a replica: who passes, waits, is turned away or ended in each state."""
+
+import asyncio
+
+import pytest
+
+from torchrl_vllm_sync.engine.admission import AdmissionGate, RunningRequest
+from torchrl_vllm_sync.engine.answers import RequestAnswers
+from torchrl_vllm_sync.errors import ReplicaUnavailableError
+from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.requests import EngineRequest
+
+ENDING = (ReplicaState.STALE, ReplicaState.FAILED, ReplicaState.CLOSED)
+
+
+@pytest.fixture
+async def gate():
+    return AdmissionGate("0", ReplicaState.SERVING)
+
+
+def inside(gate):
+    """A request that has passed the gate and is being worked on."""
+    task = asyncio.create_task(asyncio.Event().wait())
+    gate.running["e"] = RunningRequest("e", task)
+    return task
+
+
+async def test_a_draining_replica_turns_new_requests_away_and_waiting_ones_too(gate):
+    gate.set(ReplicaState.UPDATING)
+    waiting = asyncio.create_task(gate.enter())
+    later = asyncio.create_task(gate.enter(min_version=7))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    gate.set(ReplicaState.DRAINING, "it leaves")
+    for refused in (waiting, later, gate.enter()):
+        with pytest.raises(ReplicaUnavailableError, match="0 is draining: it leaves") as caught:
+            await refused
+        assert caught.value.state is ReplicaState.DRAINING
+
+
+@pytest.mark.parametrize("state", list(ReplicaState))
+async def test_those_inside_are_ended_in_states_without_whole_weights_only(gate, state):
+    task = inside(gate)
+    gate.set(state)
+    await asyncio.sleep(0)
+    assert task.cancelled() is (state in ENDING)
+    assert gate.has_ended_requests is (state in ENDING)
+    task.cancel()
+
+
+class Answers(RequestAnswers):
+    """The request side of a replica, whose engine never answers."""
+
+    def __init__(self, gate):
+        self.replica_id, self._gate = "0", gate
+        self._begin_answers()
+        self.entered = asyncio.Event()
+
+    async def _outputs(self, request):
+        await self._gate.enter()
+        inside = RunningRequest("e", asyncio.current_task())
+        self._gate.running["e"] = inside
+        self.entered.set()
+        await asyncio.Event().wait()
+        yield
+
+
+@pytest.fixture
+async def answers(gate):
+    return Answers(gate)
+
+
+def request():
+    return EngineRequest(request_id="r", prompt={}, sampling_params=None, timeout_s=9.0)
+
+
+async def test_the_answer_of_a_request_inside_outlives_the_draining(answers):
+    task = asyncio.create_task(answers._answer(request(), want_prompt=False))
+    await answers.entered.wait()
+    answers._gate.set(ReplicaState.DRAINING)
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    refused = await answers._answer(request(), want_prompt=False)
+    assert refused.error.state is ReplicaState.DRAINING
+    answers._gate.set(ReplicaState.CLOSED)  # what is left at its end is told
+    ended = await task
+    assert ended.error.state is ReplicaState.CLOSED
+
+
+async def test_a_caller_that_cancels_at_a_draining_replica_has_cancelled(answers):
+    """And was not refused: the gate did not end its request."""
+    task = asyncio.create_task(answers._answer(request(), want_prompt=False))
+    await answers.entered.wait()
+    answers._gate.set(ReplicaState.DRAINING)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
