@@ -82,9 +82,14 @@ class PendingRequest:
 
 
 def lost_all(pending: Iterable[PendingRequest], replicas: Iterable[Replica]) -> set[str]:
-    """Returns the ids of the replicas that lost one of these requests and have the same actor."""
-    actors = [(one.replica_id, one.actor) for one in replicas]
-    return {known[0] for one in pending for known in one.lost_with if known in actors}
+    """Returns the ids of the replicas that lost one of these requests and have no other actor."""
+    actors = {one.replica_id: one.actor for one in replicas}
+    return {
+        replica_id
+        for one in pending
+        for replica_id, actor in one.lost_with
+        if actors.get(replica_id, actor) == actor
+    }
 
 
 def failed(request: EngineRequest, error: Exception) -> EngineResult:

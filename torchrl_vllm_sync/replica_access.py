@@ -121,10 +121,11 @@ class ReplicaAccess:
 
         Args:
             error: What is wrong with it.
-            actor: The actor that it is wrong with; its successor is left alone.
+            actor: The actor that it is wrong with, whose successor is left alone, and whoever
+                brings that about; ``None`` where there is none.
         """
         now = self.replica(error.replica_id)
-        if now is not None and now.actor != actor:
+        if (None if now is None else now.actor) != actor:
             return
         with self._load.lock:
             if error.replica_id in self._load.replica_ids:

@@ -157,7 +157,7 @@ class Supervisor:
             )
 
     def _run(self) -> None:
-        with self._load.watched(self._wake.set):
+        with self._load.watched(self._wake.set, urgent=False):
             while not self._stopped.is_set() and self._is_wanted():
                 self.look()
                 self._wake.wait(INTERVAL_S)

@@ -54,6 +54,11 @@ def asked(service, replica_id):
     return ray.get(actor.__ray_call__.remote(taken))
 
 
+def forget(service):
+    for one in alive(service):
+        asked(service, one.replica_id)
+
+
 def taken(actor):
     heard, actor.asked = actor.asked, []
     return heard
@@ -179,8 +184,7 @@ def test_what_cannot_be_gone_on_with_begins_again_or_says_why(doomed):
 
     params = sampling(max_tokens=LENGTH, ignore_eos=True, temperature=1.0, seed=7)
     wanted = list(doomed.generate(PROMPT, params, stream=True))[-1]
-    for one in doomed.replicas:
-        asked(doomed, one.replica_id)
+    forget(doomed)
     stopped = []
 
     def stop_and_fail(service, replica_id):
@@ -219,7 +223,7 @@ def test_what_cannot_be_gone_on_with_begins_again_or_says_why(doomed):
 @pytest.mark.slow
 def test_a_stream_goes_on_elsewhere_and_equals_an_unbroken_one(doomed):
     wanted = list(doomed.generate(PROMPT, greedy(), stream=True))[-1]
-    asked(doomed, wanted.replica_id)
+    forget(doomed)
     outputs, victim = broken_stream(doomed, kill_actor, greedy())
     assert_continued(doomed, outputs, victim)
 
@@ -248,6 +252,7 @@ def test_deltas_go_on_elsewhere_with_the_log_probabilities_of_the_trainer(doomed
         temperature=1.0, max_tokens=LENGTH, min_tokens=100, ignore_eos=True, logprobs=0
     )
     params.output_kind = RequestOutputKind.DELTA
+    forget(doomed)
     outputs, victim = broken_stream(doomed, kill_engine_core, params)
     assert_continued(doomed, outputs, victim)
 
