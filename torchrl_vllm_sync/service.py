@@ -312,7 +312,9 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
         self._supervisor: Supervisor | None = None
         if members:
             self._load_balancer = LoadBalancer(self, **self._balancing)
-            self._generation = Generation(self._current_replicas, self.load, members[0].description)
+            self._generation = Generation(
+                self._current_replicas, self.load, members[0].description, self._recovers
+            )
             self._begin_supervision()
             self._monitor.start()
 

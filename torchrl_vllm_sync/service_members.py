@@ -225,6 +225,10 @@ class ServiceMembers(ServiceReplicas):
             )
             self._supervisor.start()
 
+    def _recovers(self) -> bool:
+        """Whether a replica is on its way, as far as the process that restarts them knows."""
+        return self._supervisor is not None and self._supervisor.is_at_work
+
     def _end_supervision(self) -> None:
         """Lets nothing join or be restarted any more; idempotent."""
         if self._fleet is not None:

@@ -1,6 +1,7 @@
 """Every internal of vLLM that this library touches, with what it replaces and where it lives.
 
-Read in vLLM 0.26 and 0.32; ``tests/engine/test_internals.py`` names each of them.
+Read in vLLM 0.26 and 0.32; ``tests/engine/test_internals.py`` names each of them, and
+``tests/unit/test_resumption.py`` what an answer is gone on with.
 """
 
 from __future__ import annotations
