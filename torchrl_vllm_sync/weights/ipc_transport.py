@@ -22,7 +22,7 @@ from torchrl_vllm_sync.weights.metadata import dtype_name
 from torchrl_vllm_sync.weights.packer import check_device
 from torchrl_vllm_sync.weights.reachable import describe_replicas
 from torchrl_vllm_sync.weights.source import StableSource
-from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
+from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
 from torchrl_vllm_sync.weights.watched import raise_exceptions
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class IPCTransport:
         self._last_version = 0
         self._client: ReplicaClient | None = None
         self._device = torch.device("cpu")
+        self._awaited: dict[str, str] = {}
         self._members: list[str] = []
         self._missing: dict[str, str] = {}
         self._fields: dict[str, dict[str, Any]] = {}
@@ -88,13 +89,14 @@ class IPCTransport:
         return self._buffer.numel()
 
     def open(self, client: ReplicaClient) -> None:
-        """Has the workers use vLLM's ``ipc`` engine; does nothing when they do.
+        """Has the workers use vLLM's ``ipc`` engine; does nothing when all that count do.
 
         Raises:
             TransferError: No replica is alive, or one could not change.
             UnsupportedArgumentError: An engine is not on the trainer's GPU, or not on it alone.
         """
-        if self._client is not None:
+        awaited = awaited_replicas(client.standings())
+        if self._client is not None and awaited == self._awaited:
             return
         alive, missing = describe_replicas(client)
         kinds = {one.device_type for one in alive.values()}
@@ -130,7 +132,7 @@ class IPCTransport:
         )
         self._fields = {name: {"packed": True} if name in old else {} for name in alive}
         self._device, self._members, self._missing = device, list(alive), missing
-        self._client = client
+        self._client, self._awaited = client, awaited
 
     def send(
         self,

@@ -20,7 +20,7 @@ from torchrl_vllm_sync.weights import vllm_nccl_api
 from torchrl_vllm_sync.weights.packer import check_device
 from torchrl_vllm_sync.weights.reachable import describe_replicas
 from torchrl_vllm_sync.weights.source import StableSource
-from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
+from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
 from torchrl_vllm_sync.weights.vllm_nccl_api import DEFAULT_BUFFER_BYTES, Packing
 from torchrl_vllm_sync.weights.watched import raise_exceptions, watched
 
@@ -91,6 +91,7 @@ class VLLMNCCLTransport:
         self._device = torch.device("cuda")
         self._packing = Packing(self._buffer_bytes, 1)
         self._vllm_version = ""
+        self._awaited: dict[str, str] = {}
         self._members: list[str] = []
         self._missing: dict[str, str] = {}
 
@@ -100,15 +101,19 @@ class VLLMNCCLTransport:
         return self._last_version
 
     def open(self, client: ReplicaClient) -> None:
-        """Forms the group with the workers of every replica that is alive; nothing if it stands.
+        """Forms the group with the workers of all replicas that are alive; nothing if it stands.
 
         Raises:
             TransferError: Nobody is there to join, or not everybody came in time.
             UnsupportedArgumentError: The trainer or an engine is not on a CUDA device, or the
                 engines run different versions of vLLM.
         """
+        awaited = awaited_replicas(client.standings())
         if self._group is not None:
-            return
+            if awaited == self._awaited:
+                return
+            self._leave()
+        self._awaited = awaited
         alive, self._missing = describe_replicas(client)
         self._vllm_version = _one_version(alive)
         self._device = self._device_for({one.device_type for one in alive.values()})
