@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
@@ -42,12 +42,27 @@ from benchmarks.shapes import SHAPES, save_shape
 from benchmarks.sync_actors import Trainer, spawn
 from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.errors import SyncError
+from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
+
+if TYPE_CHECKING:
+    from torchrl_vllm_sync.weights.transport import SendOutcome
 
 NUM_REPLICAS = 3
 VICTIM = NUM_REPLICAS - 1
 REPAIR_TIMEOUT_S = 120.0
 RESTART_TIMEOUT_S = 300.0
 SYSTEM = "broadcast"
+
+
+class NotingTransport(BroadcastTransport):
+    """Notes when it began to send, by ``time.time()``."""
+
+    began = 0.0
+
+    def send(self, *args: Any, **kwargs: Any) -> SendOutcome:
+        """Sends."""
+        self.began = time.time()
+        return super().send(*args, **kwargs)
 
 
 class FailureTrainer(Trainer):
@@ -67,16 +82,14 @@ class FailureTrainer(Trainer):
             timeout_s: Time limit of the push.
 
         Returns:
-            ``began``, by ``time.time()``; ``seconds`` of the push; its ``phases``, ``version`` and
+            ``began``, of the transport by ``time.time()``; ``seconds`` of the push; its ``phases``, ``version`` and
             ``left_behind``; ``answer_s`` of the request.
         """
         from vllm import SamplingParams
 
-        from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
-
-        transport = self._transports.setdefault(SYSTEM, BroadcastTransport(**options))
+        transport = self._transports.setdefault(SYSTEM, NotingTransport(**options))
         self.train(1)
-        began, begin = time.time(), time.perf_counter()
+        begin = time.perf_counter()
         report = service.push_weights(
             self.model, transport=transport, timeout_s=timeout_s, strict=False
         )
@@ -87,7 +100,7 @@ class FailureTrainer(Trainer):
         )
         assert output.min_version == report.version, (output.min_version, report)
         return {
-            "began": began,
+            "began": transport.began,
             "seconds": seconds,
             "phases": report.phases,
             "version": report.version,
