@@ -82,8 +82,8 @@ class FailureTrainer(Trainer):
             timeout_s: Time limit of the push.
 
         Returns:
-            ``began``, of the transport by ``time.time()``; ``seconds`` of the push; its ``phases``, ``version`` and
-            ``left_behind``; ``answer_s`` of the request.
+            ``began``, of the transport by ``time.time()``; ``seconds`` of the push; its ``phases``,
+            ``version`` and ``left_behind``; ``answer_s`` of the request.
         """
         from vllm import SamplingParams
 
