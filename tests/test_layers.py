@@ -27,12 +27,12 @@ weights
 weights.buckets weights.rendezvous weights.nccl_environment weights.bounded_store
 weights.broadcast_group
 weights.start_signal weights.bucket_stream weights.whole_tensors weights.direct_stream
-weights.storage weights.module_tensors weights.published weights.gathering weights.trainer_ranks
-weights.module_source
-weights.sharded
+weights.module_tensors weights.published weights.gathering weights.trainer_ranks
+weights.private_files weights.module_source
+weights.storage weights.sharded
 weights.source
-weights.lease weights.head weights.manifest weights.writer_lock weights.data_file weights.transport
-weights.tensor_writer
+weights.lease weights.head weights.writer_lock weights.data_file weights.transport
+weights.manifest weights.tensor_writer
 weights.marker weights.slot_store weights.snapshot_reader
 weights.version_store
 weights.snapshot_writer

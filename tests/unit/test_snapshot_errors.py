@@ -1,6 +1,5 @@
 """What is damaged, foreign, full or stale is refused by name, and the version before stays."""
 
-import json
 import os
 import resource
 from pathlib import Path
@@ -16,6 +15,7 @@ from torchrl_vllm_sync.weights.marker import MARKER
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.storage import write_json
 
 PAGE = 4096
 
@@ -148,10 +148,10 @@ def test_a_changed_manifest_is_named(published, layout):
 
 def test_another_format_is_named(published):
     content = (published / CURRENT).read_bytes()
-    (published / CURRENT).write_bytes(content.replace(b" 1 ", b" 9 ", 1))
-    with pytest.raises(SnapshotError, match="format must be 1, got 9"):
+    (published / CURRENT).write_bytes(content.replace(b" 2 ", b" 9 ", 1))
+    with pytest.raises(SnapshotError, match="format must be 2, got '9'"):
         SnapshotReader(published).current()
-    (published / MARKER).write_text(json.dumps({"format": 9}))
+    write_json(published / MARKER, {"format": 9}, fsync=False)
     with pytest.raises(SnapshotError, match="format must be 1, got 9"):
         SnapshotWriter(published)
 

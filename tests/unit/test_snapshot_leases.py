@@ -13,7 +13,7 @@ from torchrl_vllm_sync.weights.lease import READERS
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
-from torchrl_vllm_sync.weights.storage import ProcessIdentity
+from torchrl_vllm_sync.weights.storage import ProcessIdentity, read_json, write_json
 
 
 def publish(writer, version):
@@ -112,7 +112,7 @@ def test_leases_of_dead_processes_go_at_the_next_publish(tmp_path, layout):
         reading = SnapshotReader(tmp_path).read()
         reading.__enter__()
         path = leases(tmp_path)[0]
-        path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {dead.pid}'))
+        write_json(path, read_json(path) | {"pid": dead.pid}, fsync=False)
         (tmp_path / READERS / ".tmp-killed").write_text("")
         set_age(tmp_path / READERS / ".tmp-killed", 61)
         publish(writer, 2)

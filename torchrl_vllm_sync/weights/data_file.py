@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,7 +30,7 @@ from tensordict import TensorDict
 
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, metadata_digest
-from torchrl_vllm_sync.weights.storage import TEMPORARY_PREFIX
+from torchrl_vllm_sync.weights.private_files import TEMPORARY_PREFIX, new_file, open_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,6 +65,7 @@ _TENSORDICT_DTYPES = frozenset(
         torch.uint64,
     }
 )
+_NESTED = "<NJT"
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -94,7 +94,8 @@ class DataLayout:
         """Lays ``metadata`` out.
 
         Raises:
-            WeightMismatchError: A name is empty or twice there, or a dtype needs a quantizer.
+            WeightMismatchError: A name is empty, twice there or reserved, or a dtype needs a
+                quantizer.
         """
         leaves: dict[str, list[Any]] = {}
         offsets: list[int] = []
@@ -103,6 +104,10 @@ class DataLayout:
             if not meta.name or meta.name in leaves:
                 raise WeightMismatchError(
                     f"parameter names must be unique, got {meta.name!r} twice"
+                )
+            if meta.name.startswith(_NESTED):
+                raise WeightMismatchError(
+                    f"{meta.name}: TensorDict takes names that begin {_NESTED} for nested tensors"
                 )
             if meta.dtype in _QUANTIZED_DTYPES:
                 raise WeightMismatchError(
@@ -174,11 +179,12 @@ class DataFile:
 
         Raises:
             OSError: The file system refuses, for instance because it is full.
+            SnapshotError: Others can write into the folder.
         """
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        path.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+        handle = new_file(temporary)
         try:
             if allocate:
                 os.posix_fallocate(handle, 0, layout.num_bytes)
@@ -187,15 +193,19 @@ class DataFile:
             return cls(path, layout, handle, mapped=mapped)
         except BaseException:
             os.close(handle)
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
 
     @classmethod
     def reopen(cls, path: Path, layout: DataLayout, *, mapped: bool) -> DataFile | None:
-        """Opens a file that an earlier writer left; None if it is not exactly of this layout."""
+        """Opens a file that an earlier writer left; None if it is not exactly of this layout.
+
+        Raises:
+            OSError: The file system refuses.
+            SnapshotError: Others can have written the file.
+        """
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            handle = open_file(path, os.O_RDWR)
         except FileNotFoundError:
             return None
         length = len(layout.trailer)
@@ -234,24 +244,43 @@ class DataFile:
 
 
 def open_tensordict(path: Path, metadata: Sequence[ParamMeta], trailer_checksum: int) -> TensorDict:
-    """Maps a data file, copying nothing.
-
-    The mapping is private: a store into one of its tensors stays in this process.
+    """Opens and maps a data file, copying nothing; see :func:`map_tensordict`.
 
     Raises:
         OSError: The file is not there or cannot be read.
-        SnapshotError: Its description is not the one that was published.
+        SnapshotError: It is not the published one, or others can have written it.
     """
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - 8, 0))
-        length = int.from_bytes(file.read(8), "little")
-        if length + 8 > size:
-            raise SnapshotError(f"{path}: corrupted: no description at its end")
-        file.seek(size - 8 - length)
-        if xxhash.xxh3_64_intdigest(file.read(length + 8)) != trailer_checksum:
-            raise SnapshotError(f"{path}: corrupted: its description is not the published one")
-    stored = TensorDict.from_consolidated(str(path))
+    handle = open_file(path)
+    try:
+        return map_tensordict(handle, path, metadata, trailer_checksum)
+    finally:
+        os.close(handle)
+
+
+def map_tensordict(
+    handle: int, path: Path, metadata: Sequence[ParamMeta], trailer_checksum: int
+) -> TensorDict:
+    """Maps an open data file, copying nothing.
+
+    The mapping is private: a store into one of its tensors stays in this process. TensorDict gets
+    to read no description but the one that this module writes for ``metadata``.
+
+    Raises:
+        OSError: The file cannot be read.
+        SnapshotError: Its description or its length is not the published one.
+    """
+    size = os.fstat(handle).st_size
+    length = int.from_bytes(os.pread(handle, 8, max(size - 8, 0)), "little")
+    if length + 8 > size:
+        raise SnapshotError(f"{path}: corrupted: no description at its end")
+    layout = DataLayout.of(metadata)
+    trailer = os.pread(handle, len(layout.trailer), max(size - len(layout.trailer), 0))
+    if trailer != layout.trailer or xxhash.xxh3_64_intdigest(trailer) != trailer_checksum:
+        raise SnapshotError(f"{path}: corrupted: its description is not the published one")
+    if size != layout.num_bytes:
+        raise SnapshotError(f"{path}: truncated or replaced: {size} of {layout.num_bytes} bytes")
+    # By its handle: by its name another file might be opened than the one that was checked.
+    stored = TensorDict.from_consolidated(f"/proc/self/fd/{handle}")
     for meta in metadata:
         if _stored_dtype(meta.dtype) != meta.dtype:
             stored.set(meta.name, stored.get(meta.name).view(meta.dtype))

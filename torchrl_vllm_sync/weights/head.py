@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from torchrl_vllm_sync.errors import SnapshotError
-from torchrl_vllm_sync.weights.storage import read_json, write_json
+from torchrl_vllm_sync.weights.storage import field, read_json, write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,19 +40,18 @@ class Head:
         """The folder's HEAD; None if it has none, or is gone.
 
         Raises:
-            SnapshotError: HEAD is damaged.
+            OSError: HEAD cannot be read.
+            SnapshotError: HEAD is damaged, or others can have written it.
         """
+        path = folder / HEAD
         try:
-            record = read_json(folder / HEAD)
+            record = read_json(path)
         except FileNotFoundError:
             return None
-        try:
-            return cls(
-                str(record["run_id"]),
-                int(record["epoch"]),
-                int(record["version"]),
-                str(record["digest"]),
-                bool(record["complete"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise SnapshotError(f"{folder / HEAD}: corrupted: {error!r}") from error
+        return cls(
+            field(record, "run_id", str, path),
+            field(record, "epoch", int, path),
+            field(record, "version", int, path),
+            field(record, "digest", str, path),
+            field(record, "complete", bool, path),
+        )

@@ -8,19 +8,17 @@ has moved ``CURRENT`` away from a folder, so it sees every lease on that folder 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import SnapshotError
-from torchrl_vllm_sync.weights.storage import (
-    TEMPORARY_PREFIX,
-    ProcessIdentity,
-    read_json,
-    write_atomically,
-)
+from torchrl_vllm_sync.weights.private_files import TEMPORARY_PREFIX, list_folder
+from torchrl_vllm_sync.weights.storage import ProcessIdentity, field, read_json, write_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 READERS = "readers"
 _counter = itertools.count()
@@ -39,6 +37,7 @@ class Lease:
 
         Raises:
             OSError: The lease cannot be written.
+            SnapshotError: Others can write into the folder of leases.
         """
         record = self._process.to_record() | {
             "reader_id": self._reader_id,
@@ -46,7 +45,7 @@ class Lease:
             "version": version,
         }
         # No fsync: a lease that a crash of the host loses had a reader that is lost with it.
-        write_atomically(self.path, json.dumps(record).encode(), fsync=False)
+        write_json(self.path, record, fsync=False)
 
     def heartbeat(self) -> None:
         """Shows that the reader is alive.
@@ -55,7 +54,7 @@ class Lease:
             SnapshotError: The writer has broken the lease.
         """
         try:
-            os.utime(self.path)
+            os.utime(self.path, follow_symlinks=False)
         except FileNotFoundError as error:
             raise SnapshotError(
                 f"{self.path}: the writer broke this lease: no heartbeat within its lease_timeout_s"
@@ -106,20 +105,21 @@ class HeldLease:
 def held_leases(directory: Path, now: float) -> list[HeldLease]:
     """Every lease in ``directory``; ``now`` is the file system's time in seconds."""
     leases = [
-        _held_lease(Path(entry.path), now)
-        for entry in os.scandir(directory / READERS)
-        if not entry.name.startswith(TEMPORARY_PREFIX)
+        _held_lease(directory / READERS / name, now)
+        for name in list_folder(directory / READERS)
+        if not name.startswith(TEMPORARY_PREFIX)
     ]
     return [lease for lease in leases if lease is not None]
 
 
 def remove_stray_files(directory: Path, now: float, older_than_s: float) -> None:
     """Removes temporary files that killed readers left between writing and renaming."""
-    for entry in os.scandir(directory / READERS):
-        if entry.name.startswith(TEMPORARY_PREFIX):
+    for name in list_folder(directory / READERS):
+        if name.startswith(TEMPORARY_PREFIX):
+            path = directory / READERS / name
             with suppress(FileNotFoundError):
-                if now - entry.stat().st_mtime > older_than_s:
-                    os.unlink(entry.path)
+                if now - path.lstat().st_mtime > older_than_s:
+                    os.unlink(path)
 
 
 def _held_lease(path: Path, now: float) -> HeldLease | None:
@@ -129,15 +129,16 @@ def _held_lease(path: Path, now: float) -> HeldLease | None:
     folder until its heartbeat has expired.
     """
     try:
-        age_s = now - path.stat().st_mtime
+        age_s = now - path.lstat().st_mtime
     except FileNotFoundError:
         return None
     try:
         record = read_json(path)
         process = ProcessIdentity.from_record(record, path)
-        reader, folder = str(record["reader_id"]), str(record["folder"])
-        return HeldLease(path, reader, process, folder, int(record["version"]), age_s)
+        reader = field(record, "reader_id", str, path)
+        folder = field(record, "folder", str, path)
+        return HeldLease(path, reader, process, folder, field(record, "version", int, path), age_s)
     except FileNotFoundError:
         return None
-    except (SnapshotError, KeyError, TypeError, ValueError):
+    except SnapshotError:
         return HeldLease(path, path.name, None, None, None, age_s)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torchrl_vllm_sync.errors import SnapshotError
 from torchrl_vllm_sync.weights.lease import READERS
-from torchrl_vllm_sync.weights.storage import TEMPORARY_PREFIX, read_json, write_json
+from torchrl_vllm_sync.weights.private_files import TEMPORARY_PREFIX, list_folder
+from torchrl_vllm_sync.weights.storage import field, read_json, shown, write_json
 from torchrl_vllm_sync.weights.writer_lock import COMMIT, EPOCH, LOCK
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LayoutName = Literal["slots", "versions"]
+LAYOUTS = ("slots", "versions")
 MARKER = "SNAPSHOTS.json"
 _FORMAT = 1
 # What a writer may have made before it died and before the marker was there.
@@ -41,7 +42,8 @@ class Marker:
         """The directory's marker; None if it is new: absent, empty, or barely begun.
 
         Raises:
-            SnapshotError: The directory holds something else, or another format.
+            SnapshotError: The directory holds something else, or another format, or others can
+                write into it.
             OSError: The directory cannot be read, for instance because it is a file.
         """
         path = directory / MARKER
@@ -49,26 +51,27 @@ class Marker:
             record = read_json(path)
         except FileNotFoundError:
             try:
-                names = os.listdir(directory)
+                names = list_folder(directory)
             except FileNotFoundError:
                 return None
-            foreign = sorted(
+            foreign = [
                 name
                 for name in names
                 if name not in _BEFORE_MARKER and not name.startswith(TEMPORARY_PREFIX)
-            )
+            ]
             if foreign and MARKER not in foreign:
                 raise SnapshotError(
                     f"{directory}: holds other files ({', '.join(foreign[:5])}) and no {MARKER}; "
                     "name a new or empty directory"
                 ) from None
             return None
-        if record.get("format") != _FORMAT:
-            raise SnapshotError(f"{path}: format must be {_FORMAT}, got {record.get('format')!r}")
-        try:
-            return cls(str(record["run_id"]), str(record["layout"]))
-        except KeyError as error:
-            raise SnapshotError(f"{path}: corrupted: {error!r}") from error
+        found = field(record, "format", int, path)
+        if found != _FORMAT:
+            raise SnapshotError(f"{path}: format must be {_FORMAT}, got {found}")
+        layout = field(record, "layout", str, path)
+        if layout not in LAYOUTS:
+            raise SnapshotError(f"{path}: corrupted: there is no layout {shown(layout)}")
+        return cls(field(record, "run_id", str, path), layout)
 
     def write(self, directory: Path, *, fsync: bool) -> None:
         """Makes ``directory`` ours."""

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ParamMeta", "from_json", "metadata_digest", "to_json"]
 
+_DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+_NUM_INT64 = 2**63
+_MAX_DIMENSIONS = 64  # of torch's own loops
+
 
 @dataclass(frozen=True, slots=True)
 class ParamMeta:
@@ -60,14 +64,19 @@ def from_json(items: Sequence[Sequence[Any]]) -> list[ParamMeta]:
     """The inverse of ``to_json``.
 
     Raises:
-        ValueError: An item is no triple, or names a dtype that this torch does not have.
+        ValueError: An item is no such triple, or names a dtype that this torch does not have.
     """
     metadata: list[ParamMeta] = []
     for item in items:
-        if len(item) != 3:
-            raise ValueError(f"a parameter must be [name, dtype, shape], got {item!r}")
-        name, dtype, shape = item
-        metadata.append(ParamMeta(str(name), dtype_from_name(dtype), tuple(int(d) for d in shape)))
+        match item:
+            case [str() as name, dtype, [*shape]]:
+                pass
+            case _:
+                raise ValueError(f"a parameter must be [name, dtype, shape], got {item!r:.200}")
+        sound = all(type(size) is int and 0 <= size < _NUM_INT64 for size in shape)
+        if not sound or len(shape) > _MAX_DIMENSIONS:
+            raise ValueError(f"{name:.200}: shape must be sizes from 0 on, got {shape!r:.200}")
+        metadata.append(ParamMeta(name, dtype_from_name(dtype), tuple(shape)))
     return metadata
 
 
@@ -91,7 +100,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     Raises:
         ValueError: This torch has no dtype of that name.
     """
-    dtype = getattr(torch, name, None)
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    raise ValueError(f"dtype must be one of torch's, such as 'bfloat16', got {name!r}")
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise ValueError(f"dtype must be one of torch's, such as 'bfloat16', got {name!r:.60}")
+    return dtype

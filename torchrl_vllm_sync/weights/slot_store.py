@@ -16,6 +16,7 @@ from torchrl_vllm_sync.errors import SnapshotError
 from torchrl_vllm_sync.weights.data_file import DATA_FILE, DataFile, DataLayout
 from torchrl_vllm_sync.weights.head import Head
 from torchrl_vllm_sync.weights.lease import HeldLease, held_leases, remove_stray_files
+from torchrl_vllm_sync.weights.private_files import list_folder, new_folder, open_folder
 from torchrl_vllm_sync.weights.storage import remove_folder
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class SlotStore:
         # Slots of an owner that may still be alive are never written by another.
         if lock.inherited:
             for name in _slot_names(directory):
+                os.close(open_folder(directory / name))
                 head = _head_or_none(directory / name)
                 whole = head is not None and head.complete
                 self._slots.append(_Slot(name, head.version if head and whole else None))
@@ -213,7 +215,7 @@ class SlotStore:
         name = f"{_PREFIX}{self._lock.epoch}-{self._created}"
         folder = self._directory / name
         require_space(self._directory, layout.num_bytes)
-        os.mkdir(folder)
+        new_folder(folder)
         try:
             file = DataFile.create(folder / DATA_FILE, layout, allocate=True, mapped=self._mapped)
         except BaseException:
@@ -262,7 +264,7 @@ def require_space(directory: Path, num_bytes: int) -> None:
 
 
 def _slot_names(directory: Path) -> list[str]:
-    return sorted(entry.name for entry in os.scandir(directory) if entry.name.startswith(_PREFIX))
+    return [name for name in list_folder(directory) if name.startswith(_PREFIX)]
 
 
 def _head_or_none(folder: Path) -> Head | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import SnapshotError
-from torchrl_vllm_sync.weights.data_file import DATA_FILE, checksum, open_tensordict
+from torchrl_vllm_sync.weights.data_file import DATA_FILE, checksum, map_tensordict
 from torchrl_vllm_sync.weights.head import Head
 from torchrl_vllm_sync.weights.lease import Lease
 from torchrl_vllm_sync.weights.manifest import CURRENT, Manifest, ManifestFile
+from torchrl_vllm_sync.weights.private_files import open_file
 from torchrl_vllm_sync.weights.storage import storage_errors
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ __all__ = ["Snapshot", "SnapshotReader"]
 
 _HEARTBEAT_S = 5.0
 _VERIFY_THREADS = 4
+_READER_ID = re.compile(r"[\w:+@-][\w.:+@-]{0,199}", re.ASCII)
 
 
 class Snapshot:
@@ -164,8 +167,11 @@ class SnapshotReader:
     ) -> None:
         self.directory = Path(directory)
         self.reader_id = reader_id or socket.gethostname()
-        if self.reader_id.startswith(".") or "/" in self.reader_id:
-            raise ValueError(f"reader_id must be a plain file name, got {reader_id!r}")
+        if not _READER_ID.fullmatch(self.reader_id):
+            raise ValueError(
+                "reader_id must be a plain file name of at most 200 letters, digits and _.:+@-, "
+                f"got {reader_id!r}"
+            )
         self._verify = verify
         self._run_id = run_id
         self._timeout_s = timeout_s
@@ -255,23 +261,27 @@ class SnapshotReader:
         return snapshot
 
     def _map(self, path: Path, manifest: Manifest) -> TensorDict:
-        facts = path.stat()
-        if facts.st_size != manifest.num_bytes:
-            raise SnapshotError(
-                f"{path}: truncated or replaced: {facts.st_size} of {manifest.num_bytes} bytes"
-            )
-        key = (facts.st_dev, facts.st_ino, manifest.digest)
-        kept = self._mapped.get(manifest.path)
-        if kept is not None and kept[0] == key:
-            return kept[1]
-        # The writer has replaced or removed folders: let go of their pages.
-        self._mapped = {
-            name: known for name, known in self._mapped.items() if self._is_there(name, known[0])
-        }
-        tensordict = open_tensordict(path, manifest.metadata, manifest.trailer_checksum)
+        handle = open_file(path)
+        try:
+            facts = os.fstat(handle)
+            if facts.st_size != manifest.num_bytes:
+                raise SnapshotError(
+                    f"{path}: truncated or replaced: {facts.st_size} of {manifest.num_bytes} bytes"
+                )
+            identity = (facts.st_dev, facts.st_ino, manifest.digest)
+            kept = self._mapped.get(manifest.path)
+            if kept is not None and kept[0] == identity:
+                return kept[1]
+            # The writer has replaced or removed folders: let go of their pages.
+            for name, (key, _) in list(self._mapped.items()):
+                if not self._is_there(name, key):
+                    del self._mapped[name]
+            tensordict = map_tensordict(handle, path, manifest.metadata, manifest.trailer_checksum)
+        finally:
+            os.close(handle)
         # Pages of a shared file system may be stale in a mapping that is kept, so none is.
         if manifest.layout == "slots":
-            self._mapped[manifest.path] = (key, tensordict)
+            self._mapped[manifest.path] = (identity, tensordict)
         return tensordict
 
     def _is_there(self, name: str, key: tuple[int, int, str]) -> bool:

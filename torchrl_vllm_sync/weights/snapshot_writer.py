@@ -18,7 +18,8 @@ from torchrl_vllm_sync.weights.data_file import DataFile, DataLayout
 from torchrl_vllm_sync.weights.head import Head
 from torchrl_vllm_sync.weights.lease import READERS
 from torchrl_vllm_sync.weights.manifest import CURRENT, Manifest, ManifestFile, write_manifest
-from torchrl_vllm_sync.weights.marker import LayoutName, Marker, new_run_id
+from torchrl_vllm_sync.weights.marker import LAYOUTS, LayoutName, Marker, new_run_id
+from torchrl_vllm_sync.weights.private_files import require_folder
 from torchrl_vllm_sync.weights.slot_store import SlotSettings, SlotStore
 from torchrl_vllm_sync.weights.storage import is_memory_file_system, storage_errors
 from torchrl_vllm_sync.weights.tensor_writer import FillTimes, TensorWriter
@@ -65,7 +66,8 @@ class SnapshotWriter:
     goes on from there.
 
     Args:
-        directory: New, empty, or left by an earlier writer.
+        directory: New, empty, or left by an earlier writer. Made with mode 0700; one that is there
+            must be this user's, no symbolic link and writable by nobody else.
         layout: ``"slots"`` for one host (shared memory, local disk): folders are written in turn,
             so that their pages exist already. ``"versions"`` for shared file systems: a new folder
             each.
@@ -81,8 +83,8 @@ class SnapshotWriter:
             go.
 
     Raises:
-        SnapshotError: The directory is foreign, unwritable or damaged, another writer holds it, or
-            it belongs to another run.
+        SnapshotError: The directory is foreign, unwritable or damaged, others can write into it,
+            another writer holds it, or it belongs to another run.
         ValueError: A setting breaks its rule.
 
     Example:
@@ -106,10 +108,10 @@ class SnapshotWriter:
         run_id: str | None = None,
         takeover: bool = False,
     ) -> None:
-        if layout not in {"slots", "versions"}:
+        if layout not in LAYOUTS:
             raise ValueError(f"layout must be 'slots' or 'versions', got {layout!r}")
-        if run_id is not None and (not run_id or run_id.split() != [run_id]):
-            raise ValueError(f"run_id must be a word without spaces, got {run_id!r}")
+        if run_id is not None and not (run_id.isprintable() and run_id.split() == [run_id]):
+            raise ValueError(f"run_id must be a printable word without spaces, got {run_id!r}")
         settings = SlotSettings(num_slots, max_slots, lease_timeout_s, slot_timeout_s)
         self.directory = Path(directory)
         self._closed = False
@@ -118,8 +120,9 @@ class SnapshotWriter:
         self._tensor_writer = TensorWriter(checksums=checksums)
         with storage_errors(f"{self.directory}: cannot be opened"), ExitStack() as undo:
             marker = self._marker_for(layout, run_id, takeover=takeover)
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / READERS).mkdir(exist_ok=True)
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            require_folder(self.directory)
+            require_folder(self.directory / READERS)
             in_memory = is_memory_file_system(self.directory)
             self._fsync = not in_memory if fsync is None else fsync
             self._lock = WriterLock(self.directory, timeout_s=lock_timeout_s, fsync=self._fsync)
@@ -227,6 +230,8 @@ class SnapshotWriter:
         started = time.perf_counter()
         if version < 0:
             raise ValueError(f"version must not be negative, got {version}")
+        if version >= 1 << 63:
+            raise ValueError(f"version must be below 2**63, got {version}")
         if self.last_version is not None and version <= self.last_version:
             raise StaleVersionError(
                 f"{self.directory}: version must be greater than {self.last_version}, got {version}"

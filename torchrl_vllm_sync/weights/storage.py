@@ -1,4 +1,4 @@
-"""What snapshots need of the system: atomic small files, mount types, process identity."""
+"""What snapshots need of the system: small records, mount types, process identity."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ import json
 import os
 import shutil
 import socket
-import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import xxhash
 
 from torchrl_vllm_sync.errors import SnapshotError
+from torchrl_vllm_sync.weights.private_files import read_file, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TEMPORARY_PREFIX = ".tmp-"
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+# Far more than any of the records takes.
+_MAX_JSON_BYTES = 1 << 16
+_CHECKSUM = "xxh3_64"
+_NUM_INT64 = 2**63
+_Value = TypeVar("_Value", str, int, bool)
 
 
 @contextmanager
@@ -33,57 +39,56 @@ def storage_errors(doing: str) -> Iterator[None]:
         raise SnapshotError(f"{doing}: {error.strerror or error}{where}") from error
 
 
-def write_atomically(path: Path, content: bytes, *, fsync: bool) -> None:
-    """Replaces ``path`` in one step: temporary file, ``fsync``, rename, ``fsync`` of the folder.
-
-    Reason for the order: the rename is durable only once the folder is, and must never be durable
-    before the content.
-    """
-    handle, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            if fsync:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    if fsync:
-        fsync_directory(path.parent)
-
-
-def fsync_directory(path: Path) -> None:
-    """Makes the names in ``path`` durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
-    """Writes one small JSON object atomically."""
-    write_atomically(path, json.dumps(record).encode(), fsync=fsync)
+    """Writes one small JSON object atomically, with a checksum among its fields."""
+    content = json.dumps(record | {_CHECKSUM: _checksum(record)}).encode()
+    replace_file(path, content, fsync=fsync)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads one small JSON object.
+    """Reads what ``write_json`` wrote.
 
     Raises:
         FileNotFoundError: There is no such file.
-        SnapshotError: The content is no JSON object.
+        OSError: It cannot be read.
+        SnapshotError: The content is no JSON object, or not the one that was written, or others
+            can have written it.
     """
-    content = path.read_bytes()
+    content = read_file(path, max_bytes=_MAX_JSON_BYTES)
     try:
         record = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SnapshotError(f"{path}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise SnapshotError(f"{path}: must hold a JSON object, got {type(record).__name__}")
+    checksum = record.pop(_CHECKSUM, None)
+    if checksum != _checksum(record):
+        raise SnapshotError(f"{path}: corrupted: checksum is not {shown(checksum)}")
     return record
+
+
+def field(record: dict[str, Any], name: str, kind: type[_Value], source: Path) -> _Value:
+    """Returns one field of a record, which must have exactly this type.
+
+    Raises:
+        SnapshotError: It is missing, of another type, or an integer of more than 64 bits.
+    """
+    value = record.get(name)
+    if type(value) is not kind or (isinstance(value, int) and abs(value) >= _NUM_INT64):
+        raise SnapshotError(
+            f"{source}: corrupted: {name} must be {kind.__name__}, got {shown(value)}"
+        )
+    return cast("_Value", value)
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut short: it may be anything that a damaged file holds."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())
 
 
 def remove_folder(path: Path) -> None:
@@ -146,15 +151,12 @@ class ProcessIdentity:
         Raises:
             SnapshotError: A field is missing or has a wrong type; names ``source``.
         """
-        try:
-            return cls(
-                str(record["host"]),
-                str(record["hostname"]),
-                int(record["pid"]),
-                int(record["start_time"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise SnapshotError(f"{source}: no process in it: {error!r}") from error
+        return cls(
+            field(record, "host", str, source),
+            field(record, "hostname", str, source),
+            field(record, "pid", int, source),
+            field(record, "start_time", int, source),
+        )
 
     def to_record(self) -> dict[str, Any]:
         """The fields as JSON holds them."""

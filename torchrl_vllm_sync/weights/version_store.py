@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.weights.data_file import DATA_FILE, DataFile, DataLayout
 from torchrl_vllm_sync.weights.lease import held_leases, remove_stray_files
+from torchrl_vllm_sync.weights.private_files import fsync_directory, list_folder, new_folder
 from torchrl_vllm_sync.weights.slot_store import require_space
-from torchrl_vllm_sync.weights.storage import fsync_directory, remove_folder
+from torchrl_vllm_sync.weights.storage import remove_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.writer_lock import WriterLock
 
 _BUILDING = ".building-"
-_NAME = re.compile(r"v(\d+)")
+_NAME = re.compile("v([0-9]+)")
 
 
 class VersionStore:
@@ -56,7 +57,7 @@ class VersionStore:
         """
         name = f"{_BUILDING}{head.epoch}-{head.version}"
         require_space(self._directory, layout.num_bytes)
-        os.mkdir(self._directory / name)
+        new_folder(self._directory / name)
         try:
             head.write(self._directory / name, fsync=False)
             self._building = DataFile.create(
@@ -102,7 +103,7 @@ class VersionStore:
                 lease.break_()
             else:
                 held.add(lease.folder)
-        names = [entry.name for entry in os.scandir(self._directory)]
+        names = list_folder(self._directory)
         numbered = {name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
         last = -1 if self._current is None else numbered[self._current]
         older = [name for name in numbered if numbered[name] < last]

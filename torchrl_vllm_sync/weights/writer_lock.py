@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
-from torchrl_vllm_sync.weights.storage import ProcessIdentity, read_json, write_json
+from torchrl_vllm_sync.weights.private_files import new_file, open_file
+from torchrl_vllm_sync.weights.storage import ProcessIdentity, field, read_json, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +52,8 @@ class WriterLock:
             takeover: Whether to replace an owner that is alive; it is fenced from then on.
 
         Raises:
-            SnapshotError: There is a live owner (named), or ``COMMIT`` stays locked.
+            SnapshotError: There is a live owner (named), ``COMMIT`` stays locked, or a file is
+                damaged or can have been written by others.
             OSError: The directory is not writable.
         """
         with self._locked_commit():
@@ -61,7 +63,7 @@ class WriterLock:
             if gone is False and not takeover:
                 raise self._held_error(previous)
             path = self._directory / LOCK
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = open_file(path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -70,7 +72,7 @@ class WriterLock:
                 if (released or not gone) and not takeover:
                     raise self._held_error(previous) from error
                 os.unlink(path)
-                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                handle = new_file(path)
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._handle = handle
             self.inherited = gone is True
@@ -137,10 +139,7 @@ class WriterLock:
             record = read_json(path)
         except FileNotFoundError:
             return None
-        try:
-            epoch, released = int(record["epoch"]), bool(record["released"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise SnapshotError(f"{path}: corrupted: {error!r}") from error
+        epoch, released = field(record, "epoch", int, path), field(record, "released", bool, path)
         return epoch, ProcessIdentity.from_record(record, path), released
 
     def _write_epoch(self, *, released: bool) -> None:
@@ -150,7 +149,7 @@ class WriterLock:
     @contextmanager
     def _locked_commit(self) -> Iterator[None]:
         path = self._directory / COMMIT
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             deadline = time.monotonic() + self._timeout_s
             while True:

@@ -1,0 +1,237 @@
+"""Files that only this user can have written: made with owner-only rights, refused otherwise.
+
+Whoever can write into a snapshot directory decides what weights the engines get. So folders are
+made with mode 0700 and files with 0600, whatever the umask, and one that is opened must
+
+* be what it should be, a folder or a regular file, and no symbolic link;
+* belong to the user who opens it, or to root;
+* be writable by nobody else. Readable is fine: a directory that the user made may have mode 0755.
+
+Each rule is checked on the open handle, so nothing can be put in the place of what was checked.
+Folders above the snapshot directory are the user's business; a sticky one, such as ``/dev/shm``,
+will do.
+
+Some file systems store other owners than those who write: NFS with ``root_squash`` above all. There
+the owner that a new file gets counts as this user too.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from typing import TYPE_CHECKING
+
+from torchrl_vllm_sync.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TEMPORARY_PREFIX = ".tmp-"
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ROOT = 0
+# For each file system (its device number) that was asked: who owns what this process makes there.
+_mapped_owners: dict[int, int] = {}
+
+
+def open_folder(path: Path) -> int:
+    """Opens a folder that nobody else can write into; the caller closes the handle.
+
+    Raises:
+        OSError: It is not there, or no folder.
+        SnapshotError: It is a symbolic link, another user's, or writable by others.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:
+        if path.is_symlink():
+            raise _link_error(path) from None
+        raise
+    try:
+        _check(handle, path, handle, stat.S_ISDIR)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Opens a file that nobody else can have written; the caller closes the handle.
+
+    Args:
+        path: The file. Its folder is checked like itself.
+        flags: As ``os.open`` takes them; with ``O_CREAT``, a new file has mode 0600.
+
+    Raises:
+        OSError: It is not there, or cannot be opened.
+        SnapshotError: File or folder is a symbolic link, another user's or writable by others; or
+            the file is no regular one.
+    """
+    folder = open_folder(path.parent)
+    try:
+        # O_NONBLOCK: a pipe that somebody put there must not keep the reader waiting.
+        special = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            handle = os.open(path.name, flags | special, FILE_MODE, dir_fd=folder)
+        except OSError as error:
+            if path.is_symlink():
+                raise _link_error(path) from error
+            error.filename = str(path)
+            raise
+        try:
+            _check(handle, path, folder, stat.S_ISREG)
+        except BaseException:
+            os.close(handle)
+            raise
+    finally:
+        os.close(folder)
+    return handle
+
+
+def new_file(path: Path) -> int:
+    """Makes a file of mode 0600 and opens it for reading and writing.
+
+    Raises:
+        OSError: There is one already, or the file system refuses.
+        SnapshotError: See :func:`open_folder`.
+    """
+    handle = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    os.fchmod(handle, FILE_MODE)
+    return handle
+
+
+def new_folder(path: Path) -> None:
+    """Makes a folder of mode 0700.
+
+    Raises:
+        OSError: There is one already, or the file system refuses.
+    """
+    os.mkdir(path, FOLDER_MODE)
+    if stat.S_IMODE(os.lstat(path).st_mode) & FOLDER_MODE != FOLDER_MODE:  # such an umask
+        os.chmod(path, FOLDER_MODE)
+
+
+def require_folder(path: Path) -> None:
+    """Makes a folder of mode 0700 unless there is one that will do.
+
+    Raises:
+        OSError: The file system refuses.
+        SnapshotError: See :func:`open_folder`.
+    """
+    try:
+        new_folder(path)
+    except FileExistsError:
+        os.close(open_folder(path))
+
+
+def list_folder(path: Path) -> list[str]:
+    """Returns the names in a folder, sorted.
+
+    Raises:
+        OSError: It is not there, or no folder.
+        SnapshotError: See :func:`open_folder`.
+    """
+    handle = open_folder(path)
+    try:
+        return sorted(os.listdir(handle))
+    finally:
+        os.close(handle)
+
+
+def read_file(path: Path, *, max_bytes: int) -> bytes:
+    """Returns all of a file.
+
+    Raises:
+        OSError: It is not there, or cannot be read.
+        SnapshotError: It is longer than ``max_bytes``, or see :func:`open_file`.
+    """
+    with os.fdopen(open_file(path), "rb") as file:
+        require_length(file.fileno(), path, max_bytes)
+        return file.read()
+
+
+def require_length(handle: int, path: Path, max_bytes: int) -> None:
+    """Refuses a file too long to be what its name says, before any of it is in memory.
+
+    Raises:
+        SnapshotError: It is.
+    """
+    found = os.fstat(handle).st_size
+    if found > max_bytes:
+        raise SnapshotError(f"{path}: corrupted: must have at most {max_bytes} bytes, has {found}")
+
+
+def replace_file(path: Path, content: bytes, *, fsync: bool) -> None:
+    """Replaces ``path`` in one step: temporary file, ``fsync``, rename, ``fsync`` of the folder.
+
+    Reason for the order: the rename is durable only once the folder is, and must never be durable
+    before the content.
+
+    Raises:
+        OSError: The file system refuses.
+        SnapshotError: See :func:`open_folder`.
+    """
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(new_file(temporary), "wb") as file:
+            file.write(content)
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if fsync:
+        fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes the names in ``path`` durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _check(handle: int, path: Path, folder: int, is_right: Callable[[int], bool]) -> None:
+    """Refuses what is of the wrong kind, or what another user owns or may write."""
+    facts = os.fstat(handle)
+    if not is_right(facts.st_mode):
+        raise SnapshotError(f"{path}: must be a regular file, and is none")
+    if facts.st_uid not in {os.geteuid(), _ROOT} and facts.st_uid != _owner_here(folder):
+        raise SnapshotError(
+            f"{path}: belongs to user {facts.st_uid}, and this process runs as user "
+            f"{os.geteuid()}: trainer and engines must run as one user, who made the directory"
+        )
+    if facts.st_mode & _OTHERS_WRITE:
+        raise SnapshotError(
+            f"{path}: others can write it (mode {stat.S_IMODE(facts.st_mode):04o}): whoever can "
+            f"decides what the engines load; mend it with chmod go-w {path}"
+        )
+
+
+def _owner_here(folder: int) -> int:
+    """The owner that the file system gives to what this process makes in ``folder``."""
+    device = os.fstat(folder).st_dev
+    if device not in _mapped_owners:
+        name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        try:
+            probe = os.open(
+                name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE, dir_fd=folder
+            )
+        except OSError:  # nothing of this process's can be there
+            return os.geteuid()
+        try:
+            _mapped_owners[device] = os.fstat(probe).st_uid
+        finally:
+            os.close(probe)
+            os.unlink(name, dir_fd=folder)
+    return _mapped_owners[device]
+
+
+def _link_error(path: Path) -> SnapshotError:
+    return SnapshotError(f"{path}: is a symbolic link, which others may have made: name its target")
