@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -13,6 +12,7 @@ from torchrl_vllm_sync.engine_args import num_workers
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
 from torchrl_vllm_sync.service_versions import ServiceVersions
 from torchrl_vllm_sync.weights.metadata import from_json
+from torchrl_vllm_sync.weights.rendezvous import free_port
 
 if TYPE_CHECKING:
     import os
@@ -241,7 +241,6 @@ class ServiceWeights(ServiceVersions):
 
     def _rendezvous_point(self) -> tuple[str, int]:
         if self._rendezvous is None:
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                self._rendezvous = ray.util.get_node_ip_address(), probe.getsockname()[1]
+            address = ray.util.get_node_ip_address()
+            self._rendezvous = address, free_port(address)
         return self._rendezvous

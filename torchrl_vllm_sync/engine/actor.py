@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import functools
 import os
-import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from torchrl_vllm_sync.replica import (
 )
 from torchrl_vllm_sync.weights.choice import this_node
 from torchrl_vllm_sync.weights.metadata import to_json
+from torchrl_vllm_sync.weights.rendezvous import free_port
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -302,6 +302,4 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
     def free_port(self) -> tuple[str, int]:
         """Returns this node's address and a port that is free on it now."""
         address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return address, probe.getsockname()[1]
+        return address, free_port(address)

@@ -48,7 +48,7 @@ class Announcement:
     """What the sending rank tells the others at the end of a push.
 
     Attributes:
-        outcome: Handed to each ``participate()``; must pickle.
+        outcome: Handed to each ``participate()``: plain values, or this library's dataclasses.
     """
 
     outcome: Any = None

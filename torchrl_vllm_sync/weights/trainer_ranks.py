@@ -9,15 +9,20 @@ Keys of one round, below its number: ``begun``; ``joined/<rank>``; ``ready/<step
 ``next/<step>``, the last of which holds the verdict; ``over``. Beside them ``broken``: who could
 not begin a gather that the others are in. Their process group is out of step from then on, and
 there is no other round.
+
+Everybody who reaches the store can write into it, and torch's listens on all interfaces: so a
+verdict may hold plain values and this library's own dataclasses, and reading it calls nothing else.
 """
 
 from __future__ import annotations
 
 import base64
+import io
 import logging
 import pickle
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +40,19 @@ logger = logging.getLogger(__name__)
 
 FAILED, GATHER, VERDICT = "!", "g", "v"
 BROKEN = "broken"
+# What damaged pickles make of ``pickle.Unpickler``, as its documentation lists it, and base64.
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    IndexError,
+    KeyError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    MemoryError,
+)
 # When something broke off, ranks get as long to show that it was not them.
 GRACE_S = 1.0
 
@@ -194,7 +212,11 @@ class LeadingRound:
         """Tells all ranks that the push succeeded; one that is not there any more is logged.
 
         Args:
-            outcome: Handed to all of them; must pickle.
+            outcome: Handed to all of them: plain values and containers, and dataclasses of this
+                library.
+
+        Raises:
+            TypeError: ``outcome`` holds something else.
         """
         verdict = _written(Verdict(outcome))
         try:
@@ -400,12 +422,48 @@ class FollowingRound:
             self._store.delete_key(self._ready(step))
 
 
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds plain values and this library's dataclasses; every other class or function it refuses.
+
+    Source of the rule: "Restricting Globals" of Python's ``pickle``.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
+        if module.partition(".")[0] == __name__.partition(".")[0] and module in sys.modules:
+            found = vars(sys.modules[module]).get(name)
+            if isinstance(found, type) and is_dataclass(found) and found.__module__ == module:
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no dataclass of this library")
+
+
 def _written(verdict: Verdict) -> str:
-    return VERDICT + base64.b64encode(pickle.dumps(verdict)).decode()
+    """Writes a verdict as text.
+
+    Raises:
+        TypeError: It holds what :func:`_read` would refuse.
+    """
+    pickled = pickle.dumps(verdict)
+    try:
+        _PlainUnpickler(io.BytesIO(pickled)).load()
+    except pickle.UnpicklingError as error:
+        raise TypeError(f"an outcome must be plain values or this library's: {error}") from error
+    return VERDICT + base64.b64encode(pickled).decode()
 
 
 def _read(call: str) -> Verdict:
-    return pickle.loads(base64.b64decode(call.removeprefix(VERDICT)))  # by one of our own ranks
+    """Reads a verdict, of which anybody may have written the text.
+
+    Raises:
+        TrainerRankError: It is none.
+    """
+    try:
+        pickled = base64.b64decode(call.removeprefix(VERDICT), validate=True)
+        verdict = _PlainUnpickler(io.BytesIO(pickled)).load()
+    except _UNREADABLE as error:
+        raise TrainerRankError(None, f"their store holds no verdict: {error}") from error
+    if not isinstance(verdict, Verdict):
+        raise TrainerRankError(None, f"their store holds no verdict: {type(verdict).__name__}")
+    return verdict
 
 
 def _await(store: Store, key: str, timeout_s: float, leader: int, what: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.weights import vllm_nccl_api
 from torchrl_vllm_sync.weights.packer import check_device
 from torchrl_vllm_sync.weights.reachable import describe_replicas
+from torchrl_vllm_sync.weights.rendezvous import free_port
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
 from torchrl_vllm_sync.weights.vllm_nccl_api import DEFAULT_BUFFER_BYTES, Packing
@@ -127,7 +127,7 @@ class VLLMNCCLTransport:
             )
         )
         address, port = client.rendezvous
-        port = _free_port() if port is None else port
+        port = free_port(address) if port is None else port
         world_size = 1 + sum(one.num_workers for one in alive.values())
         info = vllm_nccl_api.init_info(
             self._vllm_version, self._packing, address=address, port=port, world_size=world_size
@@ -320,9 +320,3 @@ def _one_version(engines: Mapping[str, EngineDescription]) -> str:
             f"the engines must run one version of vLLM, these run {sorted(versions)}"
         )
     return versions.pop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
