@@ -28,7 +28,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
-.PHONY: help setup grpo test chaos lint format bench-smoke bench-table sync-table routing-table tutorial-smoke upstream-tests public-api lock clean
+.PHONY: help setup grpo test fuzz chaos lint format bench-smoke bench-table sync-table routing-table tutorial-smoke upstream-tests public-api lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -56,6 +56,11 @@ test: $(STAMP)  ## Run the tests (PYTEST_ARGS="-k memmap" selects)
 # CHAOS_ARGS=--list names them.
 chaos: $(STAMP)  ## Kill and stop every process at every point of a push, and print the matrix
 	$(BIN)/python -m tests.chaos.matrix --cells "$(CELLS)" $(CHAOS_ARGS)
+
+# A few minutes and another seed each time; make test runs the same properties on fixed examples.
+fuzz: $(STAMP)  ## Search longer for damage and prompts that get past the checks
+	$(BIN)/python -m pytest tests/unit/test_fuzz_snapshots.py tests/unit/test_fuzz_prompts.py \
+	    --hypothesis-profile=fuzz --timeout=900 $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## Check style, format, types and spelling
 	$(BIN)/ruff check .

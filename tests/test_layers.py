@@ -9,7 +9,7 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 # A new module goes into the first row that lies below everything it imports, in its own section.
 LAYERS = """
 # words that everything else uses
-replica wire background weights.metadata keys silence
+replica wire background weights.metadata keys silence shown
 errors load_snapshot
 settings reaping
 load

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torchrl_vllm_sync.errors import InvalidPromptError
+from torchrl_vllm_sync.shown import shown
 
 __all__ = [
     "NormalisedPrompts",
@@ -34,6 +35,19 @@ _KNOWN_KEYS = ("prompt", "prompt_token_ids", *_EXTRA_KEYS)
 # Engines keep ids in 32 bits. One that started without a tokenizer checks no id, and an id outside
 # the embedding table ends it.
 _NUM_INT32_IDS = 2**31
+
+_INTEGER_DTYPES = frozenset(
+    {
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    }
+)
 
 _FORMS = "text, token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 
@@ -186,40 +200,51 @@ class _Door:
         unknown = [key for key in prompt if key not in _KNOWN_KEYS]
         if unknown:
             raise InvalidPromptError(
-                f"{where} may have the keys {', '.join(_KNOWN_KEYS)}, got {unknown}"
+                f"{where} may have the keys {', '.join(_KNOWN_KEYS)}, got {shown(unknown)}"
             )
         extras = {key: prompt[key] for key in _EXTRA_KEYS if prompt.get(key) is not None}
         if not isinstance(salt := extras.get("cache_salt", ""), str):
-            raise InvalidPromptError(f"{where}['cache_salt'] must be text, got {_shown(salt)}")
+            raise InvalidPromptError(
+                f"{where}['cache_salt'] must be text, got {type(salt).__name__} {shown(salt)}"
+            )
+
+        _check_is_unicode(salt, f"{where}['cache_salt']")
 
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
-            raise InvalidPromptError(f"{where}['prompt'] must be text, got {_shown(text)}")
+            raise InvalidPromptError(
+                f"{where}['prompt'] must be text, got {type(text).__name__} {shown(text)}"
+            )
+        if text is not None:
+            _check_is_unicode(text, f"{where}['prompt']")
         if ids is not None:
             checked = self._checked(ids, f"{where}['prompt_token_ids']", expected="token ids")
         elif text is not None:
             checked = self._encoded(text, f"{where}['prompt']")
         else:
             raise InvalidPromptError(
-                f"{where} must have 'prompt' or 'prompt_token_ids', got {list(prompt)}"
+                f"{where} must have 'prompt' or 'prompt_token_ids', got {shown(list(prompt))}"
             )
         return PromptRecord(checked, text, extras)
 
     def _encoded(self, text: str, where: str) -> tuple[int, ...]:
         if not text:
             raise InvalidPromptError(f"{where} must not be empty, got ''")
+        _check_is_unicode(text, where)
         if self.encode is None:
             raise InvalidPromptError(
                 f"{where} is text and there is no tokenizer to encode it: pass token ids, "
-                f"got {_shown(text)}"
+                f"got {type(text).__name__} {shown(text)}"
             )
         return self._checked(self.encode(text), f"encode({where})", expected="token ids")
 
     def _checked(self, ids: object, where: str, *, expected: str) -> tuple[int, ...]:
         if isinstance(ids, (torch.Tensor, np.ndarray)):
-            ids = _from_array(ids, where)
+            ids = self._from_array(ids, where)
         elif not isinstance(ids, (list, tuple)):
-            raise InvalidPromptError(f"{where} must be {expected}, got {_shown(ids)}")
+            raise InvalidPromptError(
+                f"{where} must be {expected}, got {type(ids).__name__} {shown(ids)}"
+            )
         if not ids:
             raise InvalidPromptError(f"{where} must have at least 1 token, got 0")
         if set(map(type, ids)) == {int}:
@@ -232,14 +257,38 @@ class _Door:
             rule = "2**31" if self.vocab_size is None else f"vocab_size={limit}"
             at, bad = next((at, x) for at, x in enumerate(checked) if not 0 <= x < limit)
             raise InvalidPromptError(
-                f"{where} must have ids of at least 0 and below {rule}, got {bad} at token {at}"
+                f"{where} must have ids of at least 0 and below {rule}, got {shown(bad)} "
+                f"at token {at}"
             )
-        if self.max_model_len is not None and len(checked) >= self.max_model_len:
+        self._check_length(len(checked), where)
+        return checked
+
+    def _check_length(self, length: int, where: str) -> None:
+        if self.max_model_len is not None and length >= self.max_model_len:
             raise InvalidPromptError(
                 f"{where} must have fewer tokens than max_model_len={self.max_model_len}, so that "
-                f"one more fits, got {len(checked)}"
+                f"one more fits, got {length}"
             )
-        return checked
+
+    def _from_array(self, ids: torch.Tensor | np.ndarray, where: str) -> list[int]:
+        if isinstance(ids, torch.Tensor):
+            integral = ids.dtype in _INTEGER_DTYPES
+        else:
+            integral = ids.dtype.kind in "iu"
+        if not integral:
+            raise InvalidPromptError(f"{where} must have an integer dtype, got {ids.dtype}")
+        if ids.ndim != 1:
+            raise InvalidPromptError(
+                f"{where} must have 1 dimension, got shape {tuple(ids.shape)}: pass a list of 1-D "
+                "ones for a batch, as padding would be read as tokens"
+            )
+        if isinstance(ids, torch.Tensor) and (ids.layout != torch.strided or ids.is_meta):
+            raise InvalidPromptError(
+                f"{where} must be a dense tensor with values, got {ids.layout} on {ids.device}"
+            )
+        # Before it is a list: a tensor may be expanded to any length at no cost.
+        self._check_length(ids.shape[0], where)
+        return ids.tolist()
 
 
 def _is_flat(given: list[object] | tuple[object, ...]) -> bool:
@@ -247,32 +296,26 @@ def _is_flat(given: list[object] | tuple[object, ...]) -> bool:
     return bool(given) and isinstance(given[0], (int, float, np.number, np.bool_))
 
 
-def _from_array(ids: torch.Tensor | np.ndarray, where: str) -> list[int]:
-    if isinstance(ids, torch.Tensor):
-        integral = not (ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex())
-    else:
-        integral = ids.dtype.kind in "iu"
-    if not integral:
-        raise InvalidPromptError(f"{where} must have an integer dtype, got {ids.dtype}")
-    if ids.ndim != 1:
+def _check_is_unicode(text: str, where: str) -> None:
+    """Refuses half of a surrogate pair, which neither tokenizers nor engines can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
         raise InvalidPromptError(
-            f"{where} must have 1 dimension, got shape {tuple(ids.shape)}: pass a list of 1-D ones "
-            "for a batch, as padding would be read as tokens"
-        )
-    return ids.tolist()
+            f"{where} must be Unicode text, got {text[error.start]!r} at character {error.start}"
+        ) from error
 
 
 def _as_id(value: object, where: str, at: int) -> int:
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
-    raise InvalidPromptError(f"{where} must have integer ids, got {_shown(value)} at token {at}")
+    raise InvalidPromptError(
+        f"{where} must have integer ids, got {type(value).__name__} {shown(value)} at token {at}"
+    )
 
 
 def _check_is_sampling_params(value: object, where: str) -> None:
     if not isinstance(value, SamplingParamsLike):
-        raise InvalidPromptError(f"{where} must be a SamplingParams, got {_shown(value)}")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+        raise InvalidPromptError(
+            f"{where} must be a SamplingParams, got {type(value).__name__} {shown(value)}"
+        )

@@ -11,6 +11,7 @@ import numpy as np
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.settings import check_integer
+from torchrl_vllm_sync.shown import shown
 
 __all__ = ["Home", "RequestKey", "SessionLedger", "as_key", "as_keys", "key_per_prompt"]
 
@@ -53,7 +54,8 @@ def as_keys(name: str, given: RequestKey | Iterable[RequestKey]) -> list[Request
     Raises:
         UnsupportedArgumentError: A key is neither an integer nor text with at least one character.
     """
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+    no_sequence = (str, bytes, bytearray, memoryview)
+    if isinstance(given, no_sequence) or not isinstance(given, Iterable):
         return [as_key(name, given)]
     return [as_key(name, one) for one in given]
 
@@ -69,7 +71,7 @@ def as_key(name: str, key: object) -> RequestKey:
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         return int(key)
     raise UnsupportedArgumentError(
-        f"{name} must be an integer or text that is not empty, got {key!r}"
+        f"{name} must be an integer or text that is not empty, got {shown(key)}"
     )
 
 

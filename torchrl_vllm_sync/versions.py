@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
+from torchrl_vllm_sync.shown import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -113,14 +114,15 @@ def check_version(name: str, version: object) -> None:
 
     Args:
         name: What the argument is called.
-        version: Must be an ``int`` from 0 on, and no truth value.
+        version: Must be an ``int`` from 0 on that fits int64, and no truth value.
 
     Raises:
         UnsupportedArgumentError: It is not.
     """
-    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+    if type(version) is bool or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
         raise UnsupportedArgumentError(
-            f"{name} must be a policy version, an integer from 0 on, got {version!r}"
+            f"{name} must be a policy version, an integer from 0 on below 2**63, "
+            f"got {shown(version)}"
         )
 
 

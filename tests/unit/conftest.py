@@ -1,6 +1,14 @@
 """How property tests search: for as long as a slow machine needs, and they say how to repeat."""
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 settings.register_profile("unit", deadline=None, print_blob=True)
+# What fuzz_examples.py bounds takes the number of its examples from this profile: make fuzz.
+settings.register_profile(
+    "fuzz",
+    deadline=None,
+    print_blob=True,
+    max_examples=5000,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 settings.load_profile("unit")

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
+from torchrl_vllm_sync.shown import shown
 from torchrl_vllm_sync.weights.data_file import DataLayout
 from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json, metadata_digest, to_json
 from torchrl_vllm_sync.weights.private_files import open_file, replace_file, require_length
-from torchrl_vllm_sync.weights.storage import field, shown
+from torchrl_vllm_sync.weights.storage import field
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -169,7 +170,7 @@ def decode(content: bytes, path: Path, known: Manifest | None = None) -> Manifes
         offsets=tuple(_list(record, "offsets", path)),
         checksums=_checksums(record, path),
     )
-    if len(manifest.checksums or metadata) != len(metadata):
+    if manifest.checksums is not None and len(manifest.checksums) != len(metadata):
         raise SnapshotError(f"{path}: corrupted: parameters and checksums differ in number")
     _check_layout(manifest, path, known)
     return manifest

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torchrl_vllm_sync.errors import SnapshotError
+from torchrl_vllm_sync.shown import shown
 from torchrl_vllm_sync.weights.lease import READERS
 from torchrl_vllm_sync.weights.private_files import TEMPORARY_PREFIX, list_folder
-from torchrl_vllm_sync.weights.storage import field, read_json, shown, write_json
+from torchrl_vllm_sync.weights.storage import field, read_json, write_json
 from torchrl_vllm_sync.weights.writer_lock import COMMIT, EPOCH, LOCK
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
+from torchrl_vllm_sync.weights.private_files import open_file
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
 from torchrl_vllm_sync.weights.writer_lock import LOCK
@@ -225,9 +226,10 @@ def _new_directory(service_name: str) -> Path:
 def _remove_orphans(root: Path) -> None:
     """Frees the memory of trainers of this user that were killed before they could do it."""
     for directory in root.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # somebody else's, locked by its writer, or gone by now
-            if directory.stat().st_uid != os.getuid():
-                continue
-            with (directory / LOCK).open("rb+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory)
+        # Locked by its writer, or gone by now; or somebody else's.
+        with (
+            contextlib.suppress(OSError, SnapshotError),
+            os.fdopen(open_file(directory / LOCK, os.O_RDWR), "rb+") as lock,
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory)

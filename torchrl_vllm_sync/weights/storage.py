@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import xxhash
 
 from torchrl_vllm_sync.errors import SnapshotError
+from torchrl_vllm_sync.shown import shown
 from torchrl_vllm_sync.weights.private_files import read_file, replace_file
 
 if TYPE_CHECKING:
@@ -79,12 +80,6 @@ def field(record: dict[str, Any], name: str, kind: type[_Value], source: Path) -
             f"{source}: corrupted: {name} must be {kind.__name__}, got {shown(value)}"
         )
     return cast("_Value", value)
-
-
-def shown(value: object) -> str:
-    """A value for a message, cut short: it may be anything that a damaged file holds."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _checksum(record: dict[str, Any]) -> str:
