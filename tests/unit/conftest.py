@@ -8,7 +8,7 @@ settings.register_profile(
     "fuzz",
     deadline=None,
     print_blob=True,
-    max_examples=5000,
+    max_examples=1500,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("unit")
