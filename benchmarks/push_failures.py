@@ -51,6 +51,8 @@ NUM_REPLICAS = 3
 VICTIM = NUM_REPLICAS - 1
 REPAIR_TIMEOUT_S = 120.0
 RESTART_TIMEOUT_S = 300.0
+# Seconds from one push to the next while a replica restarts.
+STEP_S = 5.0
 SYSTEM = "broadcast"
 
 
@@ -172,9 +174,8 @@ def launch(args: argparse.Namespace, checkpoint: Path, dtype: str) -> AsyncVLLM:
         "worker_extension_cls": "benchmarks.failing_worker.FailingWorker",
         "verbose": False,
         "num_cpus_per_replica": 0,
+        "max_restarts": args.restarts,
     }
-    if args.restarts:
-        engine["max_restarts"] = args.restarts
     if torch.cuda.is_available():
         engine |= {"kv_cache_memory_bytes": 4 * 2**30}
     else:
@@ -250,11 +251,15 @@ class Run:
         self.add("push that takes it back", [found["seconds"]], ", after SIGCONT")
 
     def restart(self) -> None:
-        """Waits until the victim serves the newest version again."""
+        """Waits until the victim serves the newest version again; training goes on meanwhile."""
         deadline = time.monotonic() + RESTART_TIMEOUT_S
+        next_push = time.monotonic() + STEP_S
         while not self._is_back():
             if time.monotonic() > deadline:
                 raise SyncError("the replica was not restarted")
+            if time.monotonic() > next_push:
+                self.push()
+                next_push = time.monotonic() + STEP_S
             time.sleep(0.05)
         self.add("restart", [time.time() - self.killed_at], ", after SIGKILL")
 

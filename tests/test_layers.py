@@ -38,7 +38,7 @@ weights.version_store
 weights.snapshot_writer
 weights.packer
 weights.vllm_nccl_api weights.watched weights.choice weights.reachable weights.push_deadlines
-weights.silent_replicas
+weights.silent_replicas weights.peer_catch_up
 weights.broadcast_members
 weights.memmap_transport weights.broadcast_transport
 weights.vllm_nccl_transport weights.ipc_transport
@@ -55,14 +55,14 @@ engine.admission
 engine.health engine.plan_recorder
 engine.load_plan
 engine.checksums engine.staging engine.broadcast_info
-engine.load_path
+engine.load_path engine.peer_copy
 engine.broadcast_receiver
 engine.native_worker engine.updates
 engine.pausable_updates engine.worker
 engine.native_updates
 engine.chunked_loads
 engine.native
-engine.snapshot_loads engine.broadcast_loads
+engine.snapshot_loads engine.broadcast_loads engine.peer_loads
 prompts
 engine.answers
 engine.actor

@@ -21,6 +21,7 @@ from torchrl_vllm_sync.engine.checkpoint import checkpoint_metadata
 from torchrl_vllm_sync.engine.health import EngineHealth
 from torchrl_vllm_sync.engine.native import NativeWeightTransfer
 from torchrl_vllm_sync.engine.native_updates import NativeUpdates
+from torchrl_vllm_sync.engine.peer_loads import PeerLoads
 from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
 from torchrl_vllm_sync.engine_args import num_workers
 from torchrl_vllm_sync.errors import TransferError
@@ -108,6 +109,7 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
             functools.partial(checkpoint_metadata, self.engine.vllm_config.model_config),
         )
         self._broadcasts = BroadcastLoads(self._updates)
+        self._peers = PeerLoads(self._updates)
         self._started = True
         if not self._joins_later:
             self._gate.set(ReplicaState.SERVING)
@@ -243,6 +245,26 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
     async def leave_broadcast(self) -> None:
         """Leaves the trainer's group."""
         await self._broadcasts.leave()
+
+    async def offer_weights(self, *, timeout_s: float) -> dict[str, Any]:
+        """Offers its weights to another replica; see ``PeerLoads``."""
+        return await self._peers.offer(timeout_s=timeout_s)
+
+    async def give_weights(self, token: str, index: int, by_value: bool) -> list[Any]:
+        """Gives one chunk of what it offered; see ``PeerLoads``."""
+        return await self._peers.give(token, index, by_value)
+
+    async def weight_checksums(self, token: str) -> list[dict[str, int]]:
+        """Returns checksums of what it offered; see ``PeerLoads``."""
+        return await self._peers.checksums(token)
+
+    async def withdraw_weights(self, token: str) -> None:
+        """Ends an offer; see ``PeerLoads``."""
+        await self._peers.withdraw(token)
+
+    async def take_weights(self, offer: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Takes what another replica offers; see ``PeerLoads``."""
+        return dataclasses.asdict(await self._peers.take(offer, timeout_s=timeout_s))
 
     async def probe_workers(self) -> None:
         """Returns when every worker has answered: a sign of life of the whole replica.

@@ -122,6 +122,11 @@ class WeightUpdates:
         self.whole, self._run_id = True, run_id
 
     @property
+    def run_id(self) -> str | None:
+        """Run that the version belongs to; ``None`` if nobody said."""
+        return self._run_id
+
+    @property
     def replica_id(self) -> str:
         """Id of the replica."""
         return self._gate.replica_id

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from torchrl_vllm_sync.engine import broadcast_receiver
 from torchrl_vllm_sync.engine.broadcast_info import BroadcastInitInfo
 from torchrl_vllm_sync.engine.broadcast_receiver import BroadcastReceiver
+from torchrl_vllm_sync.engine.load_path import why_not_a_plan
 from torchrl_vllm_sync.engine.native_worker import NativeTransferWorker
+from torchrl_vllm_sync.engine.peer_copy import PeerCopy, remove_file
 from torchrl_vllm_sync.engine.reload import reload_model
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.data_file import open_tensordict
@@ -35,6 +37,9 @@ __all__ = ["SyncWorkerExtension"]
 
 # The second attempt repairs what the first left behind; a third would not fare better.
 MAX_ATTEMPTS = 2
+# Where a worker leaves a chunk for one on the same node.
+PEER_DIRECTORY = Path("/dev/shm")
+PEER_PREFIX = "torchrl_vllm_sync_peer-"
 
 broadcast_receiver.register()
 
@@ -45,6 +50,8 @@ class SyncWorkerExtension(NativeTransferWorker):
     A ``worker_extension_cls`` of your own must subclass this one.
     """
 
+    _sync_peer: PeerCopy
+    _sync_peer_file: str
     _sync_staged: concurrent.futures.Future[dict[str, Any]]
 
     def sync_load_snapshot(
@@ -211,6 +218,59 @@ class SyncWorkerExtension(NativeTransferWorker):
     def sync_leave(self) -> None:
         """Leaves the trainer's group, if there is one."""
         self._sync_receiver().shutdown()
+
+    def sync_peer_open(self, token: str) -> dict[str, Any]:
+        """Prepares to give this worker's tensors to a peer, or to take a peer's.
+
+        Args:
+            token: Names the copy.
+
+        Returns:
+            ``layout`` and ``num_chunks``, and ``error``: among others why bytes are not enough.
+        """
+
+        def open_copy() -> dict[str, Any]:
+            if reason := self._sync_uncopyable():
+                raise TransferError(f"weights cannot be copied as they are: {reason}")
+            self._sync_peer = PeerCopy(self._sync_model())
+            rank = self._sync_receiver().rank_in_replica
+            self._sync_peer_file = str(PEER_DIRECTORY / f"{PEER_PREFIX}{token}-{rank}")
+            return {"layout": self._sync_peer.layout, "num_chunks": self._sync_peer.num_chunks}
+
+        return _answer(open_copy)
+
+    def sync_peer_give(self, index: int, by_value: bool) -> dict[str, Any]:
+        """Returns one chunk as ``source``: its bytes, or the path of a file that holds it now."""
+
+        def give() -> dict[str, Any]:
+            if by_value:
+                return {"source": self._sync_peer.give(index)}
+            self._sync_peer.give_file(index, self._sync_peer_file)
+            return {"source": self._sync_peer_file}
+
+        return _answer(give)
+
+    def sync_peer_take(self, index: int, sources: list[Any]) -> dict[str, Any]:
+        """Overwrites one chunk with that of the peer of this worker's rank; no step may run."""
+        rank = self._sync_receiver().rank_in_replica
+        return _answer(lambda: self._sync_peer.take(index, sources[rank]))
+
+    def sync_peer_checksums(self) -> dict[str, Any]:
+        """Returns ``checksums`` of what was given or taken."""
+        return _answer(lambda: {"checksums": self._sync_peer.checksums()})
+
+    def sync_peer_close(self) -> dict[str, Any]:
+        """Removes what :meth:`sync_peer_give` left behind."""
+
+        def close() -> None:
+            remove_file(self._sync_peer_file)
+            self._sync_forget_encodings()
+
+        return _answer(close)
+
+    def _sync_uncopyable(self) -> str:
+        """Why the tensors are not all that the model computes with; empty if they are."""
+        return why_not_a_plan(self.vllm_config)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _sync_receiver(self) -> BroadcastReceiver:
         """Returns the worker's end of the broadcast transport.

@@ -9,10 +9,11 @@ import time
 from typing import TYPE_CHECKING, Any, get_args
 
 from torchrl_vllm_sync.errors import StaleVersionError, SyncError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import EngineReport
+from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.auto_transport import AutoTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.peer_catch_up import catch_up_from_peer
 from torchrl_vllm_sync.weights.push_deadlines import PushDeadlines, PushKind
 from torchrl_vllm_sync.weights.sharded import leading
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
@@ -361,7 +362,8 @@ class WeightPusher:
     def catch_up(self, replica_ids: Collection[str], timeout_s: float) -> dict[str, str]:
         """Brings single replicas to the newest version that others serve, without a push.
 
-        From the snapshots of the memmap transport, if that stored the version.
+        From the snapshots of the memmap transport if that stored the version, and otherwise from
+        another replica that serves it, where weights can be copied as they are.
 
         Args:
             replica_ids: The replicas, which may serve nobody yet.
@@ -377,25 +379,24 @@ class WeightPusher:
         deadline = time.monotonic() + timeout_s
         with self.exclusive(timeout_s):
             others = self._reports(without=replica_ids)
-            served = [
-                one.weight_version or 0
-                for one in others.values()
-                if isinstance(one, EngineReport) and one.state.admits_requests
-            ]
-            version = max([self._newest[0], *served])
+            served = {
+                name: one.weight_version or 0
+                for name, one in others.items()
+                if isinstance(one, EngineReport) and one.state is ReplicaState.SERVING
+            }
+            version = max([self._newest[0], *served.values()])
             if version == 0:
                 return {}
             transport = self.transport
-            if version != self._newest[0] or not isinstance(transport, MemmapTransport):
-                return dict.fromkeys(
-                    replica_ids, f"version {version} is not stored: it comes with the next push"
+            left_s = max(deadline - time.monotonic(), 1.0)
+            stored = version == self._newest[0] and isinstance(transport, MemmapTransport)
+            if stored and transport.last_version == version:
+                answers = transport.catch_up(self._client, replica_ids, version, timeout_s=left_s)
+            else:
+                givers = [name for name, held in served.items() if held == version]
+                answers = catch_up_from_peer(
+                    self._client, replica_ids, givers, version, timeout_s=left_s
                 )
-            answers = transport.catch_up(
-                self._client,
-                replica_ids,
-                version,
-                timeout_s=max(deadline - time.monotonic(), 1.0),
-            )
             self._ledger, self._committed = None, self.committed
         return {
             name: str(one) or type(one).__name__
