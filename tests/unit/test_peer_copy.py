@@ -20,7 +20,7 @@ def model(seed, width=5):
     made = torch.nn.Module()
     for name, tensor in {
         "plain": random(3, width),
-        "half": random(7, dtype=torch.bfloat16),
+        "brief": random(7, dtype=torch.bfloat16),
         "turned": random(4, 3).t(),
         "permuted": random(2, 3, 4).permute(2, 0, 1),
         "empty": torch.empty(0),
