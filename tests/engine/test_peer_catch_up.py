@@ -33,8 +33,8 @@ class PlainWorker(FaultyWorker):
     def sync_peer_fault(self, **faults):
         vars(self).update(faults)
 
-    def _sync_uncopyable(self):
-        return super()._sync_uncopyable() if self.packs else ""
+    def _sync_uncopyable(self, gives):
+        return super()._sync_uncopyable(gives) if self.packs else ""
 
     def sync_peer_take(self, index, sources):
         answer = super().sync_peer_take(index, sources)

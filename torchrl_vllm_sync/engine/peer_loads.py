@@ -58,7 +58,7 @@ class PeerLoads:
             if not updates.whole:
                 raise TransferError(f"replica {updates.replica_id} holds no whole version")
             token = uuid.uuid4().hex
-            answers = await self._ask("sync_peer_open", token)
+            answers = await self._ask("sync_peer_open", token, True)
             self._token, self._offered = token, stack.pop_all()
         loop = asyncio.get_running_loop()
         self._expiry = loop.call_later(
@@ -119,7 +119,7 @@ class PeerLoads:
         deadline = time.monotonic() + timeout_s
         async with updates.exclusive(timeout_s):
             try:
-                own = await self._ask("sync_peer_open", offer["token"])
+                own = await self._ask("sync_peer_open", offer["token"], False)
                 if [a["layout"] for a in own] != [a["layout"] for a in offer["workers"]]:
                     raise TransferError("the two replicas' tensors are not alike")
                 return await updates.apply(

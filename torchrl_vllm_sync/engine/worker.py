@@ -219,18 +219,19 @@ class SyncWorkerExtension(NativeTransferWorker):
         """Leaves the trainer's group, if there is one."""
         self._sync_receiver().shutdown()
 
-    def sync_peer_open(self, token: str) -> dict[str, Any]:
+    def sync_peer_open(self, token: str, gives: bool) -> dict[str, Any]:
         """Prepares to give this worker's tensors to a peer, or to take a peer's.
 
         Args:
             token: Names the copy.
+            gives: Whether this worker gives, and does not take.
 
         Returns:
             ``layout`` and ``num_chunks``, and ``error``: among others why bytes are not enough.
         """
 
         def open_copy() -> dict[str, Any]:
-            if reason := self._sync_uncopyable():
+            if reason := self._sync_uncopyable(gives):
                 raise TransferError(f"weights cannot be copied as they are: {reason}")
             self._sync_peer = PeerCopy(self._sync_model())
             rank = self._sync_receiver().rank_in_replica
@@ -268,9 +269,15 @@ class SyncWorkerExtension(NativeTransferWorker):
 
         return _answer(close)
 
-    def _sync_uncopyable(self) -> str:
-        """Why the tensors are not all that the model computes with; empty if they are."""
-        return why_not_a_plan(self.vllm_config)  # pyright: ignore[reportAttributeAccessIssue]
+    def _sync_uncopyable(self, gives: bool) -> str:
+        """Why the tensors are not all that the model computes with; empty if they are.
+
+        Pushes through a load plan prove it; who has had none yet trusts a peer with equal settings.
+        """
+        if reason := why_not_a_plan(self.vllm_config):  # pyright: ignore[reportAttributeAccessIssue]
+            return reason
+        receiver = self._sync_receiver()
+        return receiver.path_reason if gives and receiver.path != "plan" else ""
 
     def _sync_receiver(self) -> BroadcastReceiver:
         """Returns the worker's end of the broadcast transport.
