@@ -9,7 +9,6 @@ from vllm import SamplingParams
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.conftest import ENGINE
-from tests.engine.faults import FaultyWorker
 from tests.engine.trainers import broadcast
 from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.errors import WeightSyncError
@@ -19,36 +18,12 @@ from torchrl_vllm_sync.testing import load_tiny_model
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-class PlainWorker(FaultyWorker):
-    """A worker on a CPU that computes with its parameters as they are, as one on a GPU does."""
-
-    packs, damages = False, False
-
-    def load_model(self, *args, **kwargs):
-        import vllm._custom_ops as ops
-
-        ops._supports_onednn = False  # whose packed copies nobody can read
-        return super().load_model(*args, **kwargs)
-
-    def sync_peer_fault(self, **faults):
-        vars(self).update(faults)
-
-    def _sync_uncopyable(self, gives):
-        return super()._sync_uncopyable(gives) if self.packs else ""
-
-    def sync_peer_take(self, index, sources):
-        answer = super().sync_peer_take(index, sources)
-        if self.damages:
-            next(iter(self._sync_model().parameters())).view(-1)[0] += 1
-        return answer
-
-
 @pytest.fixture(scope="module")
 def plain(cluster, checkpoint):
     with AsyncVLLM.from_pretrained(
         str(checkpoint),
         num_replicas=2,
-        worker_extension_cls="tests.engine.test_peer_catch_up.PlainWorker",
+        worker_extension_cls="tests.engine.plain_worker.PlainWorker",
         **ENGINE,
     ) as service:
         service.use_transport(broadcast())
