@@ -70,6 +70,8 @@ class NotingTransport(BroadcastTransport):
 class FailureTrainer(Trainer):
     """The trainer, which pushes without strictness and asks for an answer afterwards."""
 
+    _service: AsyncVLLM | None = None
+
     def push_and_ask(
         self,
         service: AsyncVLLM,
@@ -89,6 +91,8 @@ class FailureTrainer(Trainer):
         """
         from vllm import SamplingParams
 
+        # Each call brings another copy of the service, of which only the first has pushed.
+        service = self._service = self._service or service
         transport = self._transports.setdefault(SYSTEM, NotingTransport(**options))
         self.train(1)
         begin = time.perf_counter()
