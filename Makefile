@@ -28,7 +28,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
-.PHONY: help setup grpo test fuzz chaos lint format bench-smoke bench-table sync-table routing-table tutorial-smoke upstream-tests public-api lock clean
+.PHONY: help setup grpo test fuzz chaos soak lint format bench-smoke bench-table sync-table routing-table tutorial-smoke upstream-tests public-api lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -56,6 +56,10 @@ test: $(STAMP)  ## Run the tests (PYTEST_ARGS="-k memmap" selects)
 # CHAOS_ARGS=--list names them.
 chaos: $(STAMP)  ## Kill and stop every process at every point of a push, and print the matrix
 	$(BIN)/python -m tests.chaos.matrix --cells "$(CELLS)" $(CHAOS_ARGS)
+
+# SOAK_ARGS="--requests 20000 --events 40 --seed 7" runs another one.
+soak: $(STAMP)  ## Run 10,000 requests while replicas are killed, join, leave and get new weights
+	$(BIN)/python -m tests.soak.soak $(SOAK_ARGS)
 
 # A few minutes and another seed each time; make test runs the same properties on fixed examples.
 fuzz: $(STAMP)  ## Search longer for damage and prompts that get past the checks

@@ -1,1 +1,1 @@
-"""A service that loses, gains and updates replicas for a long time, and what it holds at the end."""
+"""A service that loses, gains and updates replicas for long, and what it holds at the end."""

@@ -9,7 +9,7 @@ import argparse
 import itertools
 import logging
 import os
-import random
+import random  # noqa: TID251  seeded below
 import signal
 import sys
 import tempfile
@@ -22,11 +22,11 @@ from pathlib import Path
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 import ray
-from vllm import SamplingParams
 
 from tests.engine.checks import assert_holds, perturbed
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
+from tests.engine.requests import sampling
 from tests.soak.holdings import growth, of_service
 from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
@@ -37,6 +37,12 @@ NUM_CALLERS = 4
 REPAIR_S = 240.0
 PUSH_PAUSE_S = 1.0
 KINDS = ("kill actor", "kill core", "join", "leave")
+
+
+def say(text):
+    """Prints a line at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 class Soak:
@@ -101,7 +107,8 @@ class Soak:
         while not stop():
             numbers = [next(self.numbers) for _ in range(generator.choice([1, 4, 16]))]
             prompts = [[5 + one // 200 % 200, 5 + one % 200, 5 + one // 40_000] for one in numbers]
-            params = SamplingParams(max_tokens=generator.choice([2, 16, 40]), ignore_eos=True)
+            length = generator.choice([2, 16, 40])
+            params = sampling(max_tokens=length, temperature=1.0, ignore_eos=True)
             outputs = self.service.generate(
                 prompts, params, timeout_seconds=REPAIR_S, return_exceptions=True, use_tqdm=False
             )
@@ -110,7 +117,7 @@ class Soak:
                     self.errors.append(f"request {number}: {type(output).__name__}: {output}")
                     continue
                 assert output.prompt_token_ids == prompt
-                assert len(output.outputs[0].token_ids) == params.max_tokens
+                assert len(output.outputs[0].token_ids) == length
                 used = {one.version for one in output.version_spans[0]}
                 if not used <= self.versions:
                     self.errors.append(f"request {number}: sampled by {used - self.versions}")
@@ -178,9 +185,9 @@ def soak(checkpoint, *, num_requests, num_events, seed):
         one.run(num_requests, [one.random.choice(KINDS) for _ in range(num_events)])
         after = one.rest()
     for name, value in before.items():
-        print(f"{name:24s} {value:8.0f} {after[name]:8.0f}")
+        say(f"{name:24s} {value:8.0f} {after[name]:8.0f}")
     total, happened = sum(one.answers.values()), dict(one.happened)
-    print(f"{total} requests, {happened}, {time.monotonic() - begin:.0f} s", flush=True)
+    say(f"{total} requests, {happened}, {time.monotonic() - begin:.0f} s")
     return one.shortcomings(before, after)
 
 
@@ -196,7 +203,7 @@ def main():
         checkpoint = make_tiny_checkpoint(Path(directory) / "model", seed=0)
         found = soak(checkpoint, num_requests=args.requests, num_events=args.events, seed=args.seed)
     ray.shutdown()
-    print("\n".join(found) if found else "PASS")
+    say("\n".join(found) if found else "PASS")
     return bool(found)
 
 
