@@ -134,18 +134,16 @@ class Arena:
         struck_at = time.monotonic()
         strike(victim, cell.signal)
         marker.unlink(missing_ok=True)
-        if not cell.is_during_push:
-            noticed_at = self._await_out_of_service(name, struck_at, NOTICED_S[cell.signal])
-            if cell.phase == "idle":
-                self.traffic.start()
-            begin = time.monotonic()
-            self._end_push(self._begin_push(cell), verdict, begin)
-        else:
-            self._end_push(version, verdict, struck_at)
-            noticed_at = self._await_out_of_service(name, struck_at, NOTICED_IN_PUSH_S)
+        limit_s = NOTICED_IN_PUSH_S if cell.is_during_push else NOTICED_S[cell.signal]
+        noticed_at = self._await_out_of_service(name, struck_at, limit_s)
         verdict.noticed_s = noticed_at - struck_at
-        if cell.signal == "stop" and wake(victim):
-            verdict.notes.append(f"awake it is {self._fenced(replica.actor)}")
+        is_awake = cell.signal == "stop" and wake(victim)  # before the supervisor ends it
+        if cell.phase == "idle":
+            self.traffic.start()
+        begin = struck_at if cell.is_during_push else time.monotonic()
+        self._end_push(version or self._begin_push(cell), verdict, begin)
+        if is_awake:
+            verdict.notes.append(f"awake: {self._fenced(replica.actor)}")
         self._await_repair(cell, struck_at, verdict)
         left = [kind for kind, pid in pids.items() if is_alive(pid)]
         assert not left, f"replica {name} was restarted, and its old processes live: {left}"

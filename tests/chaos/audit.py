@@ -39,7 +39,7 @@ class Auditor:
         errors = 0
         spans = []
         for one in asked:
-            told = f"prompt {one.prompt}: "
+            told = f"{one.kind} prompt {one.prompt}: "
             assert len(one.outputs) + len(one.errors) == 1, f"{told}answered {one}"
             if one.errors:
                 errors += 1

@@ -47,7 +47,7 @@ def output(checkpoint):
 
 
 def asked(*answers, floor=1, prompt=PROMPT):
-    one = Asked(prompt, floor, began_at=100.0)
+    one = Asked("single", prompt, floor, began_at=100.0)
     for answer in answers:
         one.take(answer)
     one.ended_at = 101.0

@@ -19,6 +19,7 @@ class Asked:
     """One prompt and what came back for it.
 
     Attributes:
+        kind: How it was asked: ``batch``, ``single`` or ``stream``.
         prompt: Token ids, unlike any other's.
         floor: Newest version that every push before it had committed.
         began_at: ``time.monotonic()`` when it was asked.
@@ -27,6 +28,7 @@ class Asked:
         errors: Errors instead.
     """
 
+    kind: str
     prompt: list[int]
     floor: int
     began_at: float
@@ -88,12 +90,12 @@ class Traffic:
                 return
             self._stop.wait(PAUSE_S)
 
-    def _ask(self):
+    def _ask(self, kind):
         with self._lock:
             number = next(self._numbers)
             head = [5 + number // 400**place % 400 for place in range(3)]
             prompt = head + [7 + number % 13] * (PROMPT_TOKENS - len(head))
-            asked = Asked(prompt, self._floor(), time.monotonic())
+            asked = Asked(kind, prompt, self._floor(), time.monotonic())
             self.asked.append(asked)
         return asked
 
@@ -105,7 +107,7 @@ class Traffic:
         )
 
     def _batch(self):
-        batch = [self._ask() for _ in range(BATCH)]
+        batch = [self._ask("batch") for _ in range(BATCH)]
         try:
             answers = self._service.generate(
                 prompt_token_ids=[one.prompt for one in batch],
@@ -119,7 +121,7 @@ class Traffic:
             one.take(answer)
 
     def _single(self):
-        one = self._ask()
+        one = self._ask("single")
         try:
             one.take(
                 self._service.generate(
@@ -132,7 +134,7 @@ class Traffic:
             one.take(error)
 
     def _stream(self):
-        one = self._ask()
+        one = self._ask("stream")
         try:
             for output in self._service.generate(
                 prompt_token_ids=one.prompt,
