@@ -176,13 +176,17 @@ class Fleet:
         return failures
 
     def _newest_version(self, but: Sequence[str]) -> int:
-        """Newest version that a serving replica holds, or that this process committed."""
-        held = [
+        """Newest version that another replica serves with, or that this process committed.
+
+        While none serves, it is the newest that any ever held: trainers of other processes have
+        committed up to that, and the launched weights must not come back.
+        """
+        served = [
             one.weight_version or 0
             for one in self._load.snapshots()
             if one.replica_id not in but and one.state.admits_requests
         ]
-        return max([self._pusher.committed, *held])
+        return max([self._pusher.committed, *(served or [self._load.newest_version])])
 
     # ---------------------------------------------------------------- leaving
 

@@ -103,6 +103,8 @@ class LoadTracker:
     Attributes:
         lock: Guards the ledger.
         clock: As given.
+        newest_version: Newest policy version that a replica ever reported, one that is dead or gone
+            now too; 0 before the first.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class LoadTracker:
     ) -> None:
         self.lock = threading.RLock()
         self.clock = clock
+        self.newest_version = 0
         self._snapshots: dict[str, LoadSnapshot] = {}
         self._removed: dict[str, LoadSnapshot] = {}  # whose requests are still in flight
         self._candidates: Candidates | None = None
@@ -376,6 +379,7 @@ class LoadTracker:
             known.num_waiting = _figure(report.num_waiting)
             known.kv_cache_usage = _figure(report.kv_cache_usage)
             known.weight_version = report.weight_version
+            self.newest_version = max(self.newest_version, report.weight_version or 0)
             known.membership_epoch = report.membership_epoch
             known.measured_at = now
             known.held_when_measured = known.held_tokens

@@ -254,6 +254,20 @@ def test_ids_must_differ():
         LoadTracker(["0", "0"])
 
 
+def test_the_newest_version_outlives_the_replica_that_held_it():
+    tracker = LoadTracker(["0", "1"])
+    assert tracker.newest_version == 0
+    tracker.observe(report("0", weight_version=7))
+    tracker.observe(report("1", weight_version=5))
+    tracker.mark("0", FAILED)
+    tracker.renew("0", ReplicaState.STARTING)
+    tracker.observe(report("0", ReplicaState.STARTING))
+    tracker.observe(report("0", ReplicaState.STALE, weight_version=0))
+    assert tracker.newest_version == 7
+    tracker.remove("0")
+    assert tracker.newest_version == 7
+
+
 def test_pickled_copy_keeps_states_and_starts_an_empty_ledger():
     tracker = LoadTracker(["a", "b"], state=SERVING)
     tracker.reserve("a")
