@@ -17,8 +17,9 @@ from tests.engine.faults import HeldActor
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
-# Seconds after which an engine or an actor that is silent counts as failed.
-UNRESPONSIVE_S = 5.0
+# Seconds after which an engine or an actor that is silent counts as failed. With 5 s two replicas
+# that were well were taken for failed, once, on two cores with forty processes that wanted to run.
+UNRESPONSIVE_S = 12.0
 # Seconds that each of the two attempts of a push is given.
 PUSH_TIMEOUT_S = 20.0
 
