@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["PeerLoads"]
 
 CALL_TIMEOUT_S = 60.0
+# An offer of which nothing is taken for so long has no taker, and must not keep updates out.
+IDLE_TIMEOUT_S = 15.0
 
 
 class PeerLoads:
@@ -26,7 +28,8 @@ class PeerLoads:
 
     Giving: :meth:`offer`, then :meth:`give` for each chunk and :meth:`checksums`, from the replica
     that takes; then :meth:`withdraw`. The engine goes on generating meanwhile; updates wait, so
-    that what is given is one version. An offer ends by itself when its time is up.
+    that what is given is one version. An offer ends by itself when nothing was taken for 15 s, and
+    at the next chunk when an update waits: that is newer.
 
     Args:
         updates: The engine's weights.
@@ -42,7 +45,7 @@ class PeerLoads:
         """Keeps updates out and says what there is to take.
 
         Args:
-            timeout_s: Seconds for which it stands.
+            timeout_s: Seconds to wait for an update that is under way.
 
         Returns:
             What :meth:`take` needs.
@@ -60,10 +63,7 @@ class PeerLoads:
             token = uuid.uuid4().hex
             answers = await self._ask("sync_peer_open", token, True)
             self._token, self._offered = token, stack.pop_all()
-        loop = asyncio.get_running_loop()
-        self._expiry = loop.call_later(
-            timeout_s, lambda: asyncio.ensure_future(self.withdraw(token))
-        )
+        self._stand(token)
         return {
             "actor": ray.get_runtime_context().current_actor,
             "token": token,
@@ -77,9 +77,13 @@ class PeerLoads:
         """Returns chunk ``index`` of each worker: its bytes, or the file that holds it now.
 
         Raises:
-            TransferError: The offer does not stand any more.
+            TransferError: The offer does not stand any more, or an update waits for it.
         """
         self._require(token)
+        if self._updates.num_waiting:
+            await self.withdraw(token)
+            raise TransferError("an update came in between, which brings newer weights")
+        self._stand(token)
         return [one["source"] for one in await self._ask("sync_peer_give", index, by_value)]
 
     async def checksums(self, token: str) -> list[dict[str, int]]:
@@ -153,6 +157,14 @@ class PeerLoads:
             }
             for one, wanted in zip(answers, theirs, strict=True)
         ]
+
+    def _stand(self, token: str) -> None:
+        """Has an offer stand for a while from now on."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = asyncio.get_running_loop().call_later(
+            IDLE_TIMEOUT_S, lambda: asyncio.ensure_future(self.withdraw(token))
+        )
 
     def _require(self, token: str) -> None:
         if token != self._token or self._offered is None:

@@ -82,6 +82,7 @@ class WeightUpdates:
 
     Attributes:
         whole: Whether the weights are known to be all of :attr:`version`.
+        num_waiting: Updates that wait for the one under way.
 
     Args:
         engine: The replica's engine.
@@ -89,7 +90,7 @@ class WeightUpdates:
     """
 
     def __init__(self, engine: AsyncLLM, gate: AdmissionGate) -> None:
-        self.whole = True
+        self.whole, self.num_waiting = True, 0
         self._engine, self._gate = engine, gate
         self._lock = asyncio.Lock()
         self._floor = 0
@@ -147,11 +148,14 @@ class WeightUpdates:
             ReplicaUnavailableError: The engine is dead or closed.
             SyncError: Another update was under way all the time.
         """
+        self.num_waiting += 1
         try:
             async with asyncio.timeout(timeout_s):
                 await self._lock.acquire()
         except TimeoutError:
             raise SyncError(f"another update was under way for {timeout_s:g} s") from None
+        finally:
+            self.num_waiting -= 1
         try:
             self._require_alive()
             yield

@@ -14,6 +14,8 @@ __all__ = ["catch_up_from_peer"]
 
 # A replica keeps to the time limit itself. One silent for this much longer has hung.
 GRACE_S = 10.0
+# Seconds within which a replica must show that all of it is alive before another gives it anything.
+PROBE_TIMEOUT_S = 10.0
 
 
 def catch_up_from_peer(
@@ -26,6 +28,8 @@ def catch_up_from_peer(
 ) -> dict[str, Any]:
     """Has replicas copy the weights of one that serves, which goes on serving.
 
+    Pushes to the giving replica wait for a chunk at most; a replica that is silent is given nothing.
+
     Args:
         client: The replicas.
         replica_ids: Those that take, one after the other.
@@ -37,8 +41,15 @@ def catch_up_from_peer(
         Replica id to its answer, or to the exception that came instead.
     """
     deadline = time.monotonic() + timeout_s
-    answers: dict[str, Any] = {}
-    left = list(replica_ids)
+    probes = client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
+    answers = {
+        name: one
+        for name, one in probes.answers(min(PROBE_TIMEOUT_S, timeout_s)).items()
+        if isinstance(one, BaseException)
+    }
+    left = [one for one in replica_ids if one not in answers]
+    if not left:
+        return answers
     reason: BaseException = RuntimeError(f"no replica is there that serves version {version}")
     for giver in givers:
         left_s = max(deadline - time.monotonic(), 1.0)

@@ -389,8 +389,10 @@ class WeightPusher:
                 return {}
             transport = self.transport
             left_s = max(deadline - time.monotonic(), 1.0)
-            stored = version == self._newest[0] and isinstance(transport, MemmapTransport)
-            if stored and transport.last_version == version:
+            if (
+                isinstance(transport, MemmapTransport)
+                and version == self._newest[0] == transport.last_version
+            ):
                 answers = transport.catch_up(self._client, replica_ids, version, timeout_s=left_s)
             else:
                 givers = [name for name, held in served.items() if held == version]
