@@ -28,7 +28,7 @@ def catch_up_from_peer(
 ) -> dict[str, Any]:
     """Has replicas copy the weights of one that serves, which goes on serving.
 
-    Pushes to the giving replica wait for a chunk at most; a replica that is silent is given nothing.
+    Pushes to the giving replica wait for a chunk at most. A replica that is silent gets nothing.
 
     Args:
         client: The replicas.
