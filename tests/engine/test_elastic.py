@@ -127,7 +127,7 @@ def test_a_killed_actor_is_back_with_the_committed_version(elastic, trained, che
 
 
 def test_a_killed_engine_core_is_replaced_during_pushes(elastic, trained):
-    """By broadcast, which stores nothing: where peers cannot give, the next push brings it along."""
+    """By broadcast, which stores nothing: where peers cannot give, the next push does."""
     elastic.use_transport(broadcast(join_timeout_s=20))
     elastic.push_weights(perturbed(trained, seed=11))
     before = started(elastic, "1")
