@@ -32,7 +32,7 @@ PUSHED_S = 2 * PUSH_TIMEOUT_S + 30.0
 REPAIRED_S = 240.0
 DRAINED_S = 60.0
 # Seconds that a replica gets to find the newest version by itself, before the next push brings it.
-CATCH_UP_S = 10.0
+CATCH_UP_S = 4.0
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from torchrl_vllm_sync.errors import SyncError
 PROMPT_TOKENS, ANSWER_TOKENS = 6, 24
 BATCH = 4
 # Seconds between requests of one client: the engines' processes must get to start, too.
-PAUSE_S = 0.1
+PAUSE_S = 0.3
 REQUEST_TIMEOUT_S = 120.0
 
 
