@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.balancer import LoadBalancer
     from torchrl_vllm_sync.policy import vLLMWrapper
     from torchrl_vllm_sync.ray_buffer import RayReplayBuffer
+    from torchrl_vllm_sync.scaling import QueueLengthScaling
     from torchrl_vllm_sync.service import AsyncVLLM, attach, make_async_vllm_engine
     from torchrl_vllm_sync.sync_scheme import (
         VLLMDoubleBufferSyncScheme,
@@ -34,6 +35,7 @@ __all__ = [
     "AsyncVLLM",
     "GenerationStatistics",
     "LoadBalancer",
+    "QueueLengthScaling",
     "RayReplayBuffer",
     "StalenessFilter",
     "StalenessWeight",
@@ -53,6 +55,7 @@ _HOMES = {
     "AsyncVLLM": "torchrl_vllm_sync.service",
     "GenerationStatistics": "torchrl_vllm_sync.transforms",
     "LoadBalancer": "torchrl_vllm_sync.balancer",
+    "QueueLengthScaling": "torchrl_vllm_sync.scaling",
     "RayReplayBuffer": "torchrl_vllm_sync.ray_buffer",
     "StalenessFilter": "torchrl_vllm_sync.transforms",
     "StalenessWeight": "torchrl_vllm_sync.transforms",

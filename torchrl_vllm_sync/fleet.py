@@ -129,6 +129,9 @@ class Fleet:
             with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
                 self._require_open()
                 for one in members:
+                    if one.num_restarts:
+                        self._member(one.replica_id)  # it may have been removed meanwhile
+                for one in members:
                     self._membership.put(one)
                 self._load.follow([one.replica_id for one in self._membership.members])
                 for one in members:  # pushes wait for it from now on, requests do not go there yet

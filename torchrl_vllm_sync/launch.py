@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 LAUNCH_TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
 CLOSE_TIMEOUT_S = 20.0
+# Other processes ask each actor once a second. One that restarts replicas must hear that they were
+# closed before it sees them dead.
+CLOSE_LINGER_S = 2.0
 # Replicas often fail for the same reason at about the same time: all of them are named.
 FAILURE_GRACE_S = 2.0
 # Questions about an actor must not queue behind its requests: it would be taken for silent.
@@ -198,10 +201,18 @@ def _await_start(replicas: Sequence[Replica], timeout_s: float) -> list[EngineDe
     return [started[replica.replica_id] for replica in replicas]
 
 
-def close_replicas(replicas: Sequence[Replica], groups: Sequence[Any], *, timeout_s: float) -> None:
-    """Ends replicas, giving engines ``timeout_s`` to end by themselves, and frees their resources.
+def close_replicas(
+    replicas: Sequence[Replica], groups: Sequence[Any], *, timeout_s: float, linger_s: float = 0.0
+) -> None:
+    """Ends replicas and frees their resources.
 
     A replica that is dead already, or does not answer, is ended all the same.
+
+    Args:
+        replicas: The replicas.
+        groups: Their placement groups.
+        timeout_s: Seconds for engines to end by themselves.
+        linger_s: Seconds for which the actors then go on to say that they are closed.
     """
     deadline = time.monotonic() + timeout_s
     if timeout_s > 0:
@@ -210,6 +221,7 @@ def close_replicas(replicas: Sequence[Replica], groups: Sequence[Any], *, timeou
             ray.wait(
                 closing, num_returns=len(closing), timeout=max(0.0, deadline - time.monotonic())
             )
+    time.sleep(linger_s)
     for replica in replicas:
         ray.kill(replica.actor)
     placement.remove(groups)

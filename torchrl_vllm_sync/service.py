@@ -23,6 +23,7 @@ from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.fleet import Fleet, describe
 from torchrl_vllm_sync.generation import Generation
 from torchrl_vllm_sync.launch import (
+    CLOSE_LINGER_S,
     CLOSE_TIMEOUT_S,
     LaunchPlan,
     close_replicas,
@@ -329,7 +330,12 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
         if membership is not None and ray.is_initialized():
             members = membership.members
             groups = [one.group for one in members if one.group is not None]
-            close_replicas([one.replica for one in members], groups, timeout_s=CLOSE_TIMEOUT_S)
+            close_replicas(
+                [one.replica for one in members],
+                groups,
+                timeout_s=CLOSE_TIMEOUT_S,
+                linger_s=0.0 if self._supervises else CLOSE_LINGER_S,
+            )
             for actor in named_actors(self.name).values():  # such as one that was just starting
                 ray.kill(actor)
         self._let_go()  # after the replicas: that also ends a push which waits for them

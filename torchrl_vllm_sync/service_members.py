@@ -226,8 +226,15 @@ class ServiceMembers(ServiceReplicas):
             self._supervisor.start()
 
     def _recovers(self) -> bool:
-        """Whether a replica is on its way, as far as the process that restarts them knows."""
-        return self._supervisor is not None and self._supervisor.is_at_work
+        """Whether a replica is on its way, as far as this process knows.
+
+        Another process than the one that restarts replicas cannot know whether that goes on.
+        """
+        if self._supervisor is not None:
+            return self._supervisor.is_at_work
+        coming = (ReplicaState.STARTING, ReplicaState.FAILED)
+        followed = not self._supervises and self.max_restarts > 0
+        return followed and any(one.state in coming for one in self.load.snapshots())
 
     def _end_supervision(self) -> None:
         """Lets nothing join or be restarted any more; idempotent."""

@@ -219,6 +219,10 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         report = await self._snapshots.load(directory, run_id, **options)
         return dataclasses.asdict(report)
 
+    def snapshot_source(self) -> dict[str, Any] | None:
+        """Says where the weights were loaded from; see ``SnapshotLoads.source``."""
+        return self._snapshots.source
+
     async def follow_snapshots(self, directory: str, run_id: str | None, **options: Any) -> None:
         """Loads new versions of ``directory`` as they appear, without being told."""
         self._snapshots.follow(directory, run_id, **options)

@@ -46,6 +46,16 @@ class SnapshotLoads:
         self._load: asyncio.Future[LoadReport] | None = None
         self._readers: dict[tuple[str, str | None, bool], SnapshotReader] = {}
         self._reader_id = f"{service_name}-{updates.replica_id}"
+        self._source: dict[str, Any] | None = None
+
+    @property
+    def source(self) -> dict[str, Any] | None:
+        """``directory``, ``run_id`` and ``version`` of what the engine loaded last.
+
+        ``None`` if its weights came another way since.
+        """
+        source = self._source
+        return source if source and source["version"] == self._updates.version else None
 
     async def load(
         self,
@@ -102,7 +112,7 @@ class SnapshotLoads:
                     await asyncio.to_thread(self._check_fits, snapshot)
                 if verified >= deadline:
                     raise SyncError(f"reading {directory} took longer than {timeout_s:g} s")
-                return await updates.apply(
+                report = await updates.apply(
                     lambda timeout_s: self._load_in_workers(reader, snapshot, timeout_s),
                     version=snapshot.version,
                     run_id=snapshot.manifest.run_id,
@@ -111,6 +121,9 @@ class SnapshotLoads:
                     timeout_s=deadline - verified,
                     verify_s=verified - begin,
                 )
+                run = snapshot.manifest.run_id
+                self._source = {"directory": directory, "run_id": run, "version": report.version}
+                return report
             finally:
                 await asyncio.to_thread(lease.__exit__, None, None, None)
 

@@ -1,4 +1,4 @@
-"""Single replicas brought to the version of another, which gives them its weights."""
+"""Single replicas brought to the version of another: from its snapshot, or by its weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,48 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.weights.transport import ReplicaClient
 
-__all__ = ["catch_up_from_peer"]
+__all__ = ["catch_up_from_peer", "catch_up_from_snapshot"]
 
 # A replica keeps to the time limit itself. One silent for this much longer has hung.
 GRACE_S = 10.0
 # Seconds within which a replica must show that all of it is alive before another gives it anything.
 PROBE_TIMEOUT_S = 10.0
+
+
+def catch_up_from_snapshot(
+    client: ReplicaClient,
+    replica_ids: Collection[str],
+    givers: Sequence[str],
+    version: int,
+    *,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Has replicas load the snapshot that others loaded, whichever process stored it.
+
+    Args:
+        client: The replicas.
+        replica_ids: Those that load.
+        givers: Ids of replicas that hold ``version``.
+        version: Oldest version to load.
+        timeout_s: Seconds for all of it.
+
+    Returns:
+        Replica id to its answer, or to the exception that came instead; empty if no giver has
+        its weights from a snapshot.
+    """
+    deadline = time.monotonic() + timeout_s
+    calls = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
+    told = calls.answers(min(PROBE_TIMEOUT_S, timeout_s)).values()
+    source = next((one for one in told if isinstance(one, dict)), None)
+    if source is None:
+        return {}
+    left_s = max(deadline - time.monotonic(), 1.0)
+    return client.start_calls(
+        "load_snapshot",
+        dict.fromkeys(replica_ids, (source["directory"], source["run_id"])),
+        at_least=version,
+        timeout_s=left_s,
+    ).answers(left_s + GRACE_S)
 
 
 def catch_up_from_peer(

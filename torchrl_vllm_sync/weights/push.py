@@ -13,7 +13,7 @@ from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.auto_transport import AutoTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
-from torchrl_vllm_sync.weights.peer_catch_up import catch_up_from_peer
+from torchrl_vllm_sync.weights.peer_catch_up import catch_up_from_peer, catch_up_from_snapshot
 from torchrl_vllm_sync.weights.push_deadlines import PushDeadlines, PushKind
 from torchrl_vllm_sync.weights.sharded import leading
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
@@ -25,7 +25,7 @@ from torchrl_vllm_sync.weights.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
@@ -362,8 +362,9 @@ class WeightPusher:
     def catch_up(self, replica_ids: Collection[str], timeout_s: float) -> dict[str, str]:
         """Brings single replicas to the newest version that others serve, without a push.
 
-        From the snapshots of the memmap transport if that stored the version, and otherwise from
-        another replica that serves it, where weights can be copied as they are.
+        From the snapshots of the memmap transport if that stored the version, here or in another
+        process, and otherwise from another replica that serves it, where weights can be copied as
+        they are.
 
         Args:
             replica_ids: The replicas, which may serve nobody yet.
@@ -396,15 +397,31 @@ class WeightPusher:
                 answers = transport.catch_up(self._client, replica_ids, version, timeout_s=left_s)
             else:
                 givers = [name for name, held in served.items() if held == version]
-                answers = catch_up_from_peer(
-                    self._client, replica_ids, givers, version, timeout_s=left_s
-                )
+                answers = self._learn_from(givers, replica_ids, version, deadline)
             self._ledger, self._committed = None, self.committed
         return {
             name: str(one) or type(one).__name__
             for name, one in answers.items()
             if isinstance(one, BaseException)
         }
+
+    def _learn_from(
+        self, givers: Sequence[str], replica_ids: Collection[str], version: int, deadline: float
+    ) -> dict[str, Any]:
+        """Has replicas take over what others hold: from their snapshot, or else from themselves."""
+        loaded = catch_up_from_snapshot(
+            self._client,
+            replica_ids,
+            givers,
+            version,
+            timeout_s=max(deadline - time.monotonic(), 1.0),
+        )
+        left = [name for name in replica_ids if not isinstance(loaded.get(name), dict)]
+        if not left:
+            return loaded
+        return loaded | catch_up_from_peer(
+            self._client, left, givers, version, timeout_s=max(deadline - time.monotonic(), 1.0)
+        )
 
     def close(self) -> None:
         """Closes the transport; idempotent."""
