@@ -12,7 +12,7 @@ from torchrl_vllm_sync import placement
 from torchrl_vllm_sync.errors import ReplicaUnavailableError, ServiceClosedError
 from torchrl_vllm_sync.launch import close_replicas, launch_replicas
 from torchrl_vllm_sync.reaping import end_replica
-from torchrl_vllm_sync.registry import find_service, named_actors
+from torchrl_vllm_sync.registry import find_service, living_ids
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.replica_calls import ReplicaCalls
 
@@ -242,7 +242,7 @@ class Fleet:
         if member.group is not None:
             placement.remove([member.group])
         deadline = time.monotonic() + END_TIMEOUT_S
-        while member.replica_id in named_actors(self._name):
+        while member.replica_id in living_ids(self._name):
             if time.monotonic() > deadline:
                 raise ReplicaUnavailableError(
                     member.replica_id,

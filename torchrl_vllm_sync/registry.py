@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.membership import Membership
 
-__all__ = ["NAMESPACE", "actor_name", "ensure_ray", "find_service", "named_actors"]
+__all__ = [
+    "NAMESPACE",
+    "actor_name",
+    "ensure_ray",
+    "find_service",
+    "living_ids",
+    "named_actors",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +40,11 @@ def actor_name(service_name: str, replica_id: str) -> str:
     return f"async-vllm-replica-{service_name}-{replica_id}"
 
 
-def named_actors(service_name: str) -> dict[str, Any]:
-    """Returns the actors of a service that are alive, by replica id."""
+def living_ids(service_name: str) -> list[str]:
+    """Returns the ids of a service's replicas whose actors are alive."""
     prefix = actor_name(service_name, "")
     named: Any = ray.util.list_named_actors(all_namespaces=True)  # dicts, whatever its type says
-    ids = sorted(
+    return sorted(
         (
             one["name"].removeprefix(prefix)
             for one in named
@@ -47,8 +54,12 @@ def named_actors(service_name: str) -> dict[str, Any]:
         ),
         key=int,
     )
+
+
+def named_actors(service_name: str) -> dict[str, Any]:
+    """Returns the actors of a service that are alive, by replica id."""
     actors: dict[str, Any] = {}
-    for replica_id in ids:
+    for replica_id in living_ids(service_name):
         try:
             actors[replica_id] = ray.get_actor(actor_name(service_name, replica_id), NAMESPACE)
         except ValueError:  # it ended since it was listed

@@ -1,5 +1,6 @@
 """Replicas that die are back by themselves; others join and leave while requests and pushes run."""
 
+import gc
 import itertools
 import os
 import signal
@@ -90,7 +91,12 @@ def ids(service):
 
 @pytest.fixture(scope="module")
 def elastic(cluster, checkpoint):
-    """A service that starts with two replicas; tests leave it serving, with at least two."""
+    """A service that starts with two replicas; tests leave it serving, with at least two.
+
+    TorchRL's ``RayLLMCollector`` calls its actor when it is collected as garbage, and waits for the
+    answer: in a thread of the service, inside Ray, that would be for ever.
+    """
+    gc.collect()
     with AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=2, **OWN) as service:
         yield service
 
