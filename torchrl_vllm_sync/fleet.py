@@ -172,10 +172,15 @@ class Fleet:
         Returns:
             Replica id to the reason, for those that have to wait for the next push.
         """
-        failures = self._pusher.catch_up(replica_ids, timeout_s=CATCH_UP_TIMEOUT_S)
+        self.learn(replica_ids)
+        serving = {one.replica_id for one in self._load.snapshots() if one.state.admits_requests}
+        behind = [one for one in replica_ids if one not in serving]
+        if not behind:
+            return {}
+        failures = self._pusher.catch_up(behind, timeout_s=CATCH_UP_TIMEOUT_S)
         for replica_id, reason in failures.items():
             logger.info("replica %s waits for the next push: %s", replica_id, reason)
-        self.learn(replica_ids)
+        self.learn(behind)
         return failures
 
     def _newest_version(self, but: Sequence[str]) -> int:

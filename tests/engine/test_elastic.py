@@ -266,18 +266,17 @@ LAUNCH = """
 
 def test_a_trainer_is_killed_and_its_successor_goes_on(cluster, checkpoint, other_checkpoint):
     """The detached replicas serve the last committed version; the new one supervises them."""
-    trainer = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(LAUNCH), str(checkpoint), str(other_checkpoint)],
         env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,
-    )
-    try:
-        assert trainer.stdout.readline() == "serving\n"
-    finally:
-        trainer.kill()
-        trainer.wait(30)
+    ) as trainer:
+        try:
+            assert trainer.stdout.readline() == "serving\n"
+        finally:
+            trainer.kill()
     service = attach("orphan", supervise=True)
     try:
         assert service.weight_version == 7
