@@ -312,9 +312,15 @@ class Fleet:
         refs = {one.replica_id: getattr(one.replica.actor, method).remote(*args) for one in members}
         if not refs:
             return {}
-        return ReplicaCalls(refs, self._note_death).answers(CALL_TIMEOUT_S)
+        called = {one.replica_id: one.replica.actor for one in members}
+        return ReplicaCalls(
+            refs, lambda death: self._note_death(death, called[death.replica_id])
+        ).answers(CALL_TIMEOUT_S)
 
-    def _note_death(self, death: ReplicaUnavailableError) -> None:
+    def _note_death(self, death: ReplicaUnavailableError, actor: Any) -> None:  # noqa: ANN401
+        now = self._membership.find(death.replica_id)
+        if now is None or not now.joined or now.replica.actor != actor:
+            return  # told late, when another actor has taken its place
         with self._load.lock:
             if death.replica_id in self._load.replica_ids:
                 self._load.mark(death.replica_id, death.state, death.reason)

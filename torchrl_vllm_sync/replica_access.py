@@ -101,6 +101,8 @@ class ReplicaAccess:
                 except VersionNotReachedError as error:
                     if left_s <= 0:
                         raise VersionNotReachedError(error.version, error.held, limit_s) from None
+                    if not self._replicas():  # of whom the ledger hears no more
+                        raise NoReplicaAvailableError("the service was shut down") from None
                 except NoReplicaAvailableError:
                     if left_s <= 0 or not self._recovers():
                         raise

@@ -73,7 +73,7 @@ class ReplicaWatch:
                 return
             self._note_absence()
             last = timer.when()
-            if self.loss is not None and last is not None:
+            if self.loss is not None and last is not None and not timer.expired():
                 timer.reschedule(min(last, loop.time() + LINGER_S))
 
         try:

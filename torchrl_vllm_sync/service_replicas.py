@@ -96,12 +96,14 @@ class ServiceReplicas:
             ServiceClosedError: The service is not launched, or was shut down.
         """
         self._require_launched()
-        refs = {
-            one.replica_id: getattr(one.actor, method).remote(*calls[one.replica_id], **kwargs)
-            for one in self._current_replicas()
-            if one.replica_id in calls
+        called = {
+            one.replica_id: one.actor for one in self._current_replicas() if one.replica_id in calls
         }
-        return ReplicaCalls(refs, self._note_death)
+        refs = {
+            name: getattr(actor, method).remote(*calls[name], **kwargs)
+            for name, actor in called.items()
+        }
+        return ReplicaCalls(refs, lambda death: self._note_death(death, called[death.replica_id]))
 
     def standings(self) -> dict[str, Standing]:
         """Returns what this process knows of every current replica, by id; asks nobody.
@@ -126,7 +128,10 @@ class ServiceReplicas:
             for replica_id in set(replica_ids).intersection(self.load.replica_ids):
                 self.load.set_floor(replica_id, version)
 
-    def _note_death(self, death: ReplicaUnavailableError) -> None:
+    def _note_death(self, death: ReplicaUnavailableError, actor: Any) -> None:  # noqa: ANN401
+        now = {one.replica_id: one.actor for one in self._current_replicas()}
+        if now.get(death.replica_id) != actor:
+            return  # told late, when another actor has taken its place
         with self.load.lock:
             if death.replica_id in self.load.replica_ids:  # it may have been removed meanwhile
                 self.load.mark(death.replica_id, death.state, death.reason)

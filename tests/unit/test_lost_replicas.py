@@ -20,6 +20,7 @@ from torchrl_vllm_sync.errors import (
     SyncError,
 )
 from torchrl_vllm_sync.replica import Replica, ReplicaState
+from torchrl_vllm_sync.replica_watch import ReplicaWatch
 
 FAILED, SERVING = ReplicaState.FAILED, ReplicaState.SERVING
 
@@ -262,6 +263,40 @@ async def test_nobody_waits_longer_than_its_time_limit_or_than_there_is_hope():
         with pytest.raises(NoReplicaAvailableError, match="burnt"):
             await task
     assert not rig.load.is_watched
+
+
+async def test_who_waits_for_a_version_does_not_outlive_the_service():
+    rig = Rig(FakeActor("a"))
+    waiting = rig.dispatcher.run(
+        make_requests(1), lambda _, avoid: rig.load.candidates_for(avoid, min_version=5)
+    )
+    task = asyncio.create_task(waiting)
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    rig.replicas.clear()  # which the ledger does not tell
+    async with asyncio.timeout(replica_access.RECOVERY_POLL_S * 10):
+        with pytest.raises(NoReplicaAvailableError, match="shut down"):
+            await task
+    assert not rig.load.is_watched
+
+
+async def test_a_replica_that_fails_while_a_wait_for_it_runs_out_breaks_nothing():
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+    rig = Rig(FakeActor("a"))
+    watch = ReplicaWatch(lambda: rig.replicas, rig.load, rig.replicas[0])
+
+    async def wait():
+        async with watch.limited(0.01):
+            try:
+                await hang()
+            finally:
+                rig.load.mark("a", FAILED)
+                await asyncio.sleep(0.01)
+
+    with pytest.raises(ReplicaUnavailableError):
+        await wait()
+    assert not complaints
 
 
 async def test_time_limits_count_from_the_first_start():

@@ -62,7 +62,7 @@ class Transport:
 
     def __init__(self, replicas):
         self.replicas, self.failing, self.sent, self.closed = replicas, set(), [], 0
-        self.silent, self.limits = set(), []
+        self.silent, self.limits, self.phases = set(), [], {}
 
     def open(self, client):
         pass
@@ -86,7 +86,9 @@ class Transport:
             else:
                 self.replicas.states[name] = ReplicaState.SERVING
                 self.replicas.held[name] = version
-                outcomes.append(ReplicaOutcome(replica_id=name, version=version))
+                outcomes.append(
+                    ReplicaOutcome(replica_id=name, version=version, phases=self.phases)
+                )
         return SendOutcome(num_bytes=8, phases={}, replicas=outcomes, run_id="run")
 
     def close(self):
@@ -323,6 +325,35 @@ def test_the_time_limit_follows_what_pushes_took(pusher, replicas, transport):
     replicas.known = {"b": Standing(state=ReplicaState.SERVING, incarnation="another")}
     push(pusher, timeout_s=None)
     assert transport.limits[3] == 300
+
+
+def test_pushes_that_load_nothing_do_not_tell_how_long_pushes_take(pusher, transport):
+    transport.phases = {"loaded": 0.0}
+    push(pusher, timeout_s=None)
+    transport.phases = {"loaded": 1.0}
+    push(pusher, timeout_s=None)
+    push(pusher, timeout_s=None)
+    assert transport.limits[:2] == [300, 300]
+    assert transport.limits[2] < 40
+
+
+def test_who_was_silent_and_has_caught_up_can_give_to_others(
+    pusher, replicas, transport, monkeypatch
+):
+    asked = []
+
+    def catch_up(client, replica_ids, givers, version, *, timeout_s):
+        asked.append((list(replica_ids), list(givers), version))
+        replicas.states |= dict.fromkeys(replica_ids, ReplicaState.SERVING)
+        replicas.held |= dict.fromkeys(replica_ids, version)
+        return {name: {} for name in replica_ids}
+
+    monkeypatch.setattr("torchrl_vllm_sync.weights.push.catch_up_from_snapshot", catch_up)
+    transport.failing = transport.silent = {"b"}
+    push(pusher, strict=False)
+    assert pusher.catch_up(["b"], 1.0) == {}
+    assert pusher.catch_up(["a"], 1.0) == {}
+    assert asked == [(["b"], ["a"], 1), (["a"], ["b"], 1)]
 
 
 def test_only_one_thread_at_a_time_has_the_turn(pusher):

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from torchrl_vllm_sync.errors import SilentEngineError, SyncError, TransferError
+from torchrl_vllm_sync.engine.updates import LoadReport
+from torchrl_vllm_sync.errors import SilentEngineError, StaleVersionError, SyncError, TransferError
 from torchrl_vllm_sync.weights.choice import this_node
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.engine.updates import LoadReport, WeightUpdates
+    from torchrl_vllm_sync.engine.updates import WeightUpdates
 
 __all__ = ["PeerLoads"]
 
@@ -108,7 +109,7 @@ class PeerLoads:
             await offered.aclose()
 
     async def take(self, offer: dict[str, Any], *, timeout_s: float) -> LoadReport:
-        """Takes the weights that another replica offers.
+        """Takes the weights that another replica offers, unless it holds them by now.
 
         Args:
             offer: What its :meth:`offer` returned.
@@ -116,12 +117,21 @@ class PeerLoads:
 
         Raises:
             ReplicaUnavailableError: The engine is dead or closed.
+            StaleVersionError: The engine holds a newer version. It is as it was.
             TransferError: The two engines' tensors are not alike. The engine is as it was.
             SyncError: The copy broke off. The replica is stale until a later load succeeds.
         """
         updates = self._updates
         deadline = time.monotonic() + timeout_s
         async with updates.exclusive(timeout_s):
+            if updates.whole and updates.version > offer["version"]:
+                raise StaleVersionError(
+                    f"version must be at least {updates.version}, which replica "
+                    f"{updates.replica_id} holds, got {offer['version']}"
+                )
+            offered = offer["version"], offer["run_id"]
+            if updates.whole and (updates.version, updates.run_id) == offered:
+                return LoadReport(version=updates.version, loaded=False)
             try:
                 own = await self._ask("sync_peer_open", offer["token"], False)
                 if [a["layout"] for a in own] != [a["layout"] for a in offer["workers"]]:

@@ -231,11 +231,11 @@ class SyncWorkerExtension(NativeTransferWorker):
         """
 
         def open_copy() -> dict[str, Any]:
+            rank = self._sync_receiver().rank_in_replica
+            self._sync_peer_file = str(PEER_DIRECTORY / f"{PEER_PREFIX}{token}-{rank}")
             if reason := self._sync_uncopyable(gives):
                 raise TransferError(f"weights cannot be copied as they are: {reason}")
             self._sync_peer = PeerCopy(self._sync_model())
-            rank = self._sync_receiver().rank_in_replica
-            self._sync_peer_file = str(PEER_DIRECTORY / f"{PEER_PREFIX}{token}-{rank}")
             return {"layout": self._sync_peer.layout, "num_chunks": self._sync_peer.num_chunks}
 
         return _answer(open_copy)

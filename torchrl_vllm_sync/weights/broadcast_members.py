@@ -98,6 +98,9 @@ class BroadcastMembers:
         self._silent.look(client)
         if self._group is not None:
             if self._stands(client, self._group):
+                standings = client.standings()
+                absent = {n: one.absence for n, one in standings.items() if one.absence}
+                self.missing = absent | self.silent  # others than when it was formed, perhaps
                 return False
             self.close()
         left_out = {**self.silent, **without}

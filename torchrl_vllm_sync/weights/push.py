@@ -293,7 +293,7 @@ class WeightPusher:
                 self._committed_run = chosen, outcome.run_id
             if outcome.reached_some:
                 self._newest = chosen, outcome.run_id
-            if not crew.keys() & outcome.failures.keys():
+            if outcome.was_loaded and not crew.keys() & outcome.failures.keys():
                 self._deadlines.record(kind, time.perf_counter() - begin)
             if not outcome.failures:
                 break
@@ -398,6 +398,7 @@ class WeightPusher:
             else:
                 givers = [name for name, held in served.items() if held == version]
                 answers = self._learn_from(givers, replica_ids, version, deadline)
+            self._silent -= {n for n, one in answers.items() if not isinstance(one, BaseException)}
             self._ledger, self._committed = None, self.committed
         return {
             name: str(one) or type(one).__name__

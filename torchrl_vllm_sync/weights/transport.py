@@ -165,6 +165,11 @@ class SendOutcome:
         """Whether at least one replica reached the version."""
         return any(not one.error for one in self.replicas) or not self.replicas
 
+    @property
+    def was_loaded(self) -> bool:
+        """Whether every replica that reached the version loaded it, and none held it before."""
+        return all(one.phases.get("loaded", 1.0) for one in self.replicas if not one.error)
+
     def commits(self, *, strict: bool) -> bool:
         """Whether the version counts as committed: on all replicas, or at least on one."""
         return self.reached_some and (self.is_complete or not strict)
