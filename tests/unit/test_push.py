@@ -13,6 +13,7 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.weights.auto_transport import AutoTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.push import WeightPusher
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, Standing
@@ -354,6 +355,15 @@ def test_who_was_silent_and_has_caught_up_can_give_to_others(
     assert pusher.catch_up(["b"], 1.0) == {}
     assert pusher.catch_up(["a"], 1.0) == {}
     assert asked == [(["b"], ["a"], 1), (["a"], ["b"], 1)]
+
+
+def test_every_push_looks_where_the_weights_are(pusher, transport, monkeypatch):
+    auto, looks = AutoTransport(), []
+    auto._chosen = transport
+    monkeypatch.setattr(auto, "_choose", lambda client, source: looks.append(source) or transport)
+    pusher.use(auto)
+    assert [push(pusher).transport for _ in range(2)] == ["fake", "fake"]
+    assert len(looks) == 2
 
 
 def test_only_one_thread_at_a_time_has_the_turn(pusher):

@@ -263,7 +263,7 @@ class WeightPusher:
             The outcome, the version chosen, and whether that was committed now.
         """
         source = fit_to_model(source, self._expected())
-        transport = self.transport
+        transport = self._used()  # which may choose anew
         transport.open(self._client)
         num_bytes = sum(meta.num_bytes for meta in source.metadata())
         crew = awaited_replicas(self._client.standings())
