@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
 
 from torchrl_vllm_sync import placement
 from torchrl_vllm_sync.errors import ReplicaUnavailableError, ServiceClosedError
@@ -57,7 +60,8 @@ class Fleet:
         plan: Returns what to start.
         membership: The replicas; changed in place.
         load: Ledger of the replicas, which follows the membership.
-        pusher: Pushes weights to them, and brings along the ones that join.
+        pusher: Pushes weights to them, and brings along the ones that join. It knows the service,
+            which nobody else has any more once it is gone.
         card: Returns what a process needs to attach to the service.
     """
 
@@ -71,10 +75,22 @@ class Fleet:
         card: Callable[[], dict[str, Any]],
     ) -> None:
         self._name, self._plan, self._membership, self._load = name, plan, membership, load
-        self._pusher, self._card = pusher, card
+        self._pusher_of_service, self._card = weakref.ref(pusher), card
         self._lock = threading.Lock()
         self._closed = False
         self._looked_at = 0.0
+
+    @property
+    def _pusher(self) -> WeightPusher:
+        """The pusher.
+
+        Raises:
+            ServiceClosedError: It is gone, and the service with it.
+        """
+        pusher = self._pusher_of_service()
+        if pusher is None:
+            raise ServiceClosedError(f"service {self._name} is gone")
+        return pusher
 
     def close(self) -> None:
         """Lets nothing join any more; what is being started ends as soon as it would join."""
@@ -111,6 +127,9 @@ class Fleet:
         member = self._membership.suspend(replica_id)
         self._load.mark(replica_id, ReplicaState.STARTING, "it is being restarted")
         self._end(member)
+        with self._lock:
+            self._require_open()
+            self._member(replica_id)  # it may have been removed meanwhile
         beside = [one for one in self._membership.members if one.replica_id != replica_id]
         self._join(
             launch_replicas(
@@ -154,6 +173,8 @@ class Fleet:
             self._call(members, "admit", newest, run_id)
             if newest:
                 self.catch_up(ids)
+            else:
+                self.learn(ids)
             if self._newest_version(ids) == newest:
                 return
 
@@ -205,6 +226,8 @@ class Fleet:
 
         Raises:
             KeyError: One is no member.
+            ServiceClosedError: The service was shut down meanwhile.
+            SyncError: Pushes kept them from leaving.
         """
         members = [self._member(one) for one in replica_ids]
         for one in members:
@@ -212,13 +235,18 @@ class Fleet:
         self._call(members, "drain")
         self._await_idle(members, drain_timeout_s)
         with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
-            for one in members:
+            self._require_open()  # who shut the service down has ended them all
+            # One may have been restarted meanwhile, or removed by somebody else.
+            gone = [
                 self._membership.remove(one.replica_id)
+                for one in members
+                if self._membership.find(one.replica_id) is not None
+            ]
             self._load.follow([one.replica_id for one in self._membership.members])
             self.share_card()
         close_replicas(
-            [one.replica for one in members],
-            [one.group for one in members if one.group is not None],
+            [one.replica for one in gone],
+            [one.group for one in gone if one.group is not None],
             timeout_s=CLOSE_TIMEOUT_S,
         )
 
@@ -266,15 +294,19 @@ class Fleet:
     def learn(self, replica_ids: Sequence[str]) -> None:
         """Asks replicas what they are and hold now, ahead of the monitor's next look."""
         members = [one for one in map(self._membership.find, replica_ids) if one is not None]
+        asked_at = self._load.clock()
         for report in self._call(members, "report").values():
             if isinstance(report, EngineReport):
-                self._load.observe(report)
+                self._load.observe(report, asked_at=asked_at)
 
     def look(self) -> None:
         """Follows changes that another process made, if the replicas' reports tell of any.
 
-        Asks nobody as long as all is as it was; while a replica is dead, once a second.
+        Asks nobody as long as all is as it was; while a replica is dead, once a second. What fails
+        for the moment is tried again a second later.
         """
+        if not ray.is_initialized():
+            return  # looking would join a cluster again that was left
         snapshots = self._load.snapshots()
         told = max((one.membership_epoch for one in snapshots), default=0)
         lost = any(one.state in (ReplicaState.FAILED, ReplicaState.CLOSED) for one in snapshots)
@@ -284,9 +316,14 @@ class Fleet:
         if now < self._looked_at + LOOK_INTERVAL_S:
             return
         self._looked_at = now
-        with contextlib.suppress(ServiceClosedError):  # nobody is there to tell
+        try:
             found = find_service(self._name, timeout_s=LOOK_TIMEOUT_S)["_membership"]
-            self._follow(found)
+        except ServiceClosedError:
+            return  # nobody is there to tell
+        except RayError as error:
+            logger.debug("could not ask who is in service %s: %s", self._name, error)
+            return
+        self._follow(found)
 
     def _follow(self, newer: Membership) -> None:
         if newer.epoch <= self._membership.epoch:
@@ -300,6 +337,8 @@ class Fleet:
             if before is None or before.num_restarts != one.num_restarts:
                 self._load.renew(one.replica_id, ReplicaState.STARTING)
                 describe(self._load, one)
+            elif not one.joined:
+                self._load.mark(one.replica_id, ReplicaState.STARTING, "it is being restarted")
 
     def _member(self, replica_id: str) -> Member:
         member = self._membership.find(replica_id)

@@ -394,11 +394,15 @@ class LoadTracker:
     def mark(self, replica_id: str, state: ReplicaState, reason: str = "") -> None:
         """Records a state seen from outside, such as ``FAILED`` when a call to the actor died.
 
+        One that was ``CLOSED`` before its actor died has not failed, and stays so.
+
         Raises:
             KeyError: No such replica.
         """
         with self.lock:
             known = self._tracked(replica_id)
+            if known.state is ReplicaState.CLOSED and state is ReplicaState.FAILED:
+                return
             before = known.state, known.weight_version
             known.state, known.reason = state, reason
             self._marked_at[replica_id] = self.clock()

@@ -202,6 +202,7 @@ class LoadMonitor:
 
     def _run(self, stop: Future[None]) -> None:
         import ray
+        from ray.exceptions import RayError
 
         if not ray.is_initialized():
             return
@@ -212,6 +213,8 @@ class LoadMonitor:
             if provider is None:
                 return
             try:
+                if not ray.is_initialized():
+                    return
                 replicas = provider()
                 del provider  # a bound method keeps its object alive
                 # A handle of an earlier connection must not be used in a later one.
@@ -219,6 +222,11 @@ class LoadMonitor:
                     return
                 self._ask_all(replicas, asks)
                 del replicas
+            except RayError as error:  # such as a head that is too busy to answer
+                provider = replicas = None
+                if not ray.is_initialized():
+                    return
+                logger.warning("replicas were not asked for their load this time: %s", error)
             except Exception:
                 if ray.is_initialized():
                     raise

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.util
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 
 from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.replica import Replica
@@ -119,8 +119,8 @@ def _newest_card(refs: list[Any], timeout_s: float) -> dict[str, Any] | None:
             break
         try:
             card = ray.get(ready[0])
-        except RayActorError as error:
-            logger.warning("a replica is dead: %s", error)
+        except RayError as error:
+            logger.warning("a replica is dead, or cannot say who is in its service: %s", error)
             continue
         if card and (best is None or card["_membership"].epoch > best["_membership"].epoch):
             best = card

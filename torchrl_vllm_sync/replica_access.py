@@ -130,8 +130,10 @@ class ReplicaAccess:
         if (None if now is None else now.actor) != actor:
             return
         with self._load.lock:
-            if error.replica_id in self._load.replica_ids:
-                self._load.mark(error.replica_id, error.state, error.reason)
+            known = self._load.snapshot(error.replica_id)
+            if known is None or (now is None and not known.state.admits_requests):
+                return  # one that is being restarted is known not to take any
+            self._load.mark(error.replica_id, error.state, error.reason)
 
     async def abort(self, actor: Any, request_ids: list[str]) -> None:  # noqa: ANN401
         """Has the engine drop requests; one that is dead or hung has nothing to drop."""

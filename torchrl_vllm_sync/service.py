@@ -293,6 +293,8 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
         self.load = LoadTracker([one.replica_id for one in members], state=ReplicaState.SERVING)
         for one in members:
             describe(self.load, one)
+            if not one.joined:
+                self.load.mark(one.replica_id, ReplicaState.STARTING, "it is being restarted")
         self._metadata: list[ParamMeta] | None = None
         self._last_served, self._has_asked = 0, False
         self._version_hooks = VersionHooks()

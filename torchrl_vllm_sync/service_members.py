@@ -8,6 +8,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import ray
+
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     ServiceClosedError,
@@ -221,7 +223,7 @@ class ServiceMembers(ServiceReplicas):
                 self.load,
                 max_restarts=self.max_restarts,
                 scaling=self.scaling,
-                is_wanted=lambda: me() is not None,
+                is_wanted=lambda: me() is not None and ray.is_initialized(),
             )
             self._supervisor.start()
 

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.settings import check_integer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -123,6 +124,8 @@ class Supervisor:
     ) -> None:
         self._fleet, self._load, self._scaling = fleet, load, scaling
         self._restarts, self._catch_ups = RestartBudget(max_restarts), RestartBudget(None)
+        self._scalings = RestartBudget(None)
+        self._complained = False
         self._is_wanted = is_wanted
         self._lock = threading.Lock()
         self._busy: set[str] = set()
@@ -150,10 +153,14 @@ class Supervisor:
             return False
         now = self._load.clock()
         with self._lock:
-            return bool(self._busy) or any(
-                one.state is ReplicaState.FAILED
-                and not self._restarts.is_spent(one.replica_id, now)
-                for one in self._load.snapshots()
+            snapshots = self._load.snapshots()
+            return bool(self._busy) or (
+                not _is_over(snapshots)
+                and any(
+                    one.state is ReplicaState.FAILED
+                    and not self._restarts.is_spent(one.replica_id, now)
+                    for one in snapshots
+                )
             )
 
     def _run(self) -> None:
@@ -167,6 +174,8 @@ class Supervisor:
         """Begins whatever is due."""
         now = self._load.clock()
         snapshots = self._load.snapshots()
+        if _is_over(snapshots):
+            return
         for one in snapshots:
             name = one.replica_id
             if one.state is ReplicaState.FAILED:
@@ -179,6 +188,7 @@ class Supervisor:
                     self._begin(name, self._catch_ups, lambda name=name: self._bring_along(name))
             elif one.state is ReplicaState.SERVING:
                 self._catch_ups.refund(name)
+                self._given_up.discard(name)
         if self._scaling is not None and now >= self._scaled_at + SCALING_INTERVAL_S:
             self._scaled_at = now
             self._scale(self._scaling, snapshots, now)
@@ -198,26 +208,37 @@ class Supervisor:
     def _scale(self, scaling: ScalingPolicy, snapshots: Sequence[LoadSnapshot], now: float) -> None:
         """Brings the number of replicas nearer to what the policy wants."""
         there = [one for one in snapshots if one.state is not ReplicaState.DRAINING]
-        wanted = scaling(there, now)
+        try:
+            wanted = scaling(there, now)
+            check_integer("the number of replicas wanted", wanted, 1)
+        except Exception:  # whatever the user's own code raises must not end the restarts
+            if not self._complained:
+                logger.exception("the scaling policy failed; the replicas stay as many as they are")
+            self._complained = True
+            return
+        self._complained = False
+        if wanted == len(there):
+            return
+        if not self._scalings.is_due(SCALING, now):
+            return
         if wanted > len(there):
-            self._begin(SCALING, None, lambda: self._fleet.add(wanted - len(there)))
-        elif wanted < len(there):
+            self._begin(SCALING, self._scalings, lambda: self._fleet.add(wanted - len(there)))
+        else:
             idlest = sorted(there, key=lambda one: (one.state.admits_requests, one.in_flight))
             leaving = [one.replica_id for one in idlest[: len(there) - wanted]]
             self._begin(
                 SCALING,
-                None,
+                self._scalings,
                 lambda: self._fleet.remove(leaving, drain_timeout_s=scaling.drain_timeout_s),
             )
 
-    def _begin(self, name: str, budget: RestartBudget | None, work: Callable[[], object]) -> None:
+    def _begin(self, name: str, budget: RestartBudget, work: Callable[[], object]) -> None:
         """Runs ``work`` in a thread, unless something is under way for this name."""
         with self._lock:
             if name in self._busy:
                 return
             self._busy.add(name)
-        if budget is not None:
-            budget.spend(name, self._load.clock())
+        budget.spend(name, self._load.clock())
         threading.Thread(
             target=self._work, args=(name, work), name=f"supervisor-{name}", daemon=True
         ).start()
@@ -226,6 +247,8 @@ class Supervisor:
         begin = time.monotonic()
         try:
             work()
+            if name == SCALING:
+                self._scalings.refund(name)
             logger.info("replica %s: done in %.1f s", name, time.monotonic() - begin)
         except ServiceClosedError:
             logger.debug("replica %s was not needed any more", name)
@@ -248,3 +271,8 @@ class Supervisor:
             known = {one.replica_id: one.state for one in self._load.snapshots()}
             if known.get(name) is ReplicaState.STARTING:
                 self._load.mark(name, ReplicaState.FAILED, reason)
+
+
+def _is_over(snapshots: Sequence[LoadSnapshot]) -> bool:
+    """Whether another process ended the service: a replica that leaves alone is not listed."""
+    return any(one.state is ReplicaState.CLOSED for one in snapshots)

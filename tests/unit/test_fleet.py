@@ -1,14 +1,36 @@
-"""Which version a replica that joins must hold before it serves."""
+"""Which version a replica that joins must hold, and that coming and going loses nobody."""
 
-from types import SimpleNamespace
+import contextlib
+import gc
+import threading
+import weakref
 
 import pytest
+from ray.exceptions import RpcError
 
+from tests.unit.test_membership import member
+from torchrl_vllm_sync import fleet as fleet_module
+from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.fleet import Fleet
 from torchrl_vllm_sync.load import LoadTracker
+from torchrl_vllm_sync.membership import Membership
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.supervisor import Supervisor
 
 SERVING, STALE, STARTING = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.STARTING
+
+
+class Pusher:
+    """Pushes nothing."""
+
+    committed_run_id = None
+
+    def __init__(self, committed=0):
+        self.committed = committed
+
+    def exclusive(self, timeout_s):
+        del timeout_s
+        return contextlib.nullcontext()
 
 
 @pytest.fixture
@@ -17,7 +39,7 @@ def load():
 
 
 def newest_for_0(load, committed=0):
-    pusher = SimpleNamespace(committed=committed)
+    pusher = Pusher(committed)
     fleet = Fleet("service", lambda: None, None, load, pusher, dict)
     return fleet._newest_version(["0"])
 
@@ -47,3 +69,142 @@ def test_launched_weights_do_not_come_back_while_nobody_serves(load):
 def test_nothing_was_pushed_yet(load):
     told(load, "1", SERVING, 0)
     assert newest_for_0(load) == 0
+
+
+# ---------------------------------------------------------------- leaving and restarting
+
+
+class Rig:
+    """Two replicas whose actors' calls are noted; ``during`` runs in the first one of a method."""
+
+    def __init__(self, monkeypatch):
+        self.load, self.pusher = LoadTracker(["0", "1"], state=SERVING), Pusher()
+        self.membership = Membership(member(one, f"actor {one}") for one in "01")
+        self.fleet = Fleet("service", lambda: None, self.membership, self.load, self.pusher, dict)
+        self.calls, self.during, self.closed, self.ended = [], {}, [], []
+        monkeypatch.setattr(self.fleet, "_call", self.call)
+        monkeypatch.setattr(fleet_module, "close_replicas", self.close)
+        monkeypatch.setattr(self.fleet, "_end", lambda one: self.ended.append(one.replica.actor))
+        monkeypatch.setattr(fleet_module, "launch_replicas", self.launch)
+
+    def call(self, members, method, *args):
+        del args
+        self.calls.append((method, *(one.replica.actor for one in members)))
+        self.during.pop(method, lambda: None)()
+        return {
+            one.replica_id: EngineReport(replica_id=one.replica_id, state=SERVING)
+            for one in members
+        }
+
+    def close(self, replicas, groups, **_):
+        del groups
+        self.closed += [one.actor for one in replicas]
+
+    def launch(self, plan, ids, *, num_restarts=0, **_):
+        del plan
+        self.during.pop("launch", lambda: None)()
+        return [member(one, f"new {one}", num_restarts=num_restarts) for one in ids]
+
+
+@pytest.fixture
+def rig(monkeypatch):
+    return Rig(monkeypatch)
+
+
+def test_who_is_restarted_while_it_is_removed_is_ended_as_what_it_is_then(rig):
+    rig.during["drain"] = lambda: rig.fleet.restart("1")
+    rig.fleet.remove(["1"], drain_timeout_s=0)
+    assert rig.closed == ["new 1"]
+    assert rig.load.replica_ids == ["0"]
+
+
+def test_who_is_removed_twice_at_once_is_ended_once_and_with_it_the_others(rig):
+    rig.membership.put(member("2", "actor 2"))
+    rig.load.add("2", SERVING)
+    rig.during["drain"] = lambda: rig.fleet.remove(["2"], drain_timeout_s=0)
+    rig.fleet.remove(["1", "2"], drain_timeout_s=0)
+    assert rig.closed == ["actor 2", "actor 1"]
+    assert rig.load.replica_ids == ["0"]
+
+
+def test_nothing_is_started_for_who_was_removed_or_for_a_service_that_is_over(rig, monkeypatch):
+    launched = []
+    monkeypatch.setattr(fleet_module, "launch_replicas", lambda *_, **__: launched.append(1))
+    monkeypatch.setattr(rig.fleet, "_end", lambda _: rig.membership.remove("1"))
+    with pytest.raises(KeyError):
+        rig.fleet.restart("1")
+    monkeypatch.setattr(rig.fleet, "_end", lambda _: rig.fleet.close())
+    with pytest.raises(ServiceClosedError):
+        rig.fleet.restart("0")
+    assert launched == []
+
+
+def test_who_was_removed_while_it_started_does_not_join(rig):
+    rig.during["launch"] = lambda: rig.fleet.remove(["1"], drain_timeout_s=0)
+    with pytest.raises(KeyError):
+        rig.fleet.restart("1")
+    assert "new 1" in rig.closed
+    assert rig.load.replica_ids == ["0"]
+
+
+def test_a_restarted_replica_is_known_to_serve_when_its_restart_is_over(rig):
+    """Requests wait as long as a restart is under way; they must find the replica at its end."""
+    rig.fleet.restart("1")
+    assert rig.load.snapshot("1").state is SERVING
+
+
+def test_after_a_shutdown_nobody_is_removed_any_more(rig):
+    rig.fleet.close()
+    with pytest.raises(ServiceClosedError):
+        rig.fleet.remove(["1"], drain_timeout_s=0)
+
+
+def test_what_others_restart_takes_no_requests_meanwhile(rig):
+    newer = Membership([member("0", "actor 0"), member("1", "x", joined=False)], epoch=9)
+    rig.fleet._follow(newer)
+    assert [one.state for one in rig.load.snapshots()] == [SERVING, STARTING]
+
+
+# ---------------------------------------------------------------- hearing, and the end
+
+
+def test_looking_outlives_errors_of_the_cluster_and_never_joins_one(rig, monkeypatch):
+    asked = []
+
+    def find_service(*_, **__):
+        asked.append(1)
+        raise RpcError("the head is busy")
+
+    monkeypatch.setattr(fleet_module, "find_service", find_service)
+    rig.load.mark("1", ReplicaState.FAILED)
+    monkeypatch.setattr(fleet_module.ray, "is_initialized", lambda: False)
+    rig.fleet.look()
+    assert asked == []
+    monkeypatch.setattr(fleet_module.ray, "is_initialized", lambda: True)
+    rig.fleet.look()
+    assert asked == [1]
+
+
+def test_supervision_keeps_no_service_alive(load):
+    class Service:
+        def __init__(self):
+            self.pusher = Pusher()
+            self.pusher.client = self
+
+    service = Service()
+    me = weakref.ref(service)
+    fleet = Fleet("service", lambda: None, Membership(), load, service.pusher, dict)
+    ended = threading.Event()
+
+    def is_wanted():
+        if me() is None:
+            ended.set()
+        return me() is not None
+
+    supervisor = Supervisor(fleet, load, max_restarts=1, is_wanted=is_wanted)
+    supervisor.start()
+    del service
+    gc.collect()
+    assert ended.wait(10)
+    with pytest.raises(ServiceClosedError):
+        fleet.catch_up(["0"])

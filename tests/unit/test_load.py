@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RpcError
 
 from torchrl_vllm_sync.errors import LaunchError, UnsupportedArgumentError
 from torchrl_vllm_sync.launch import _check_block_sizes
@@ -393,3 +394,21 @@ def test_readers_tell_an_answer_from_a_failure():
         own.read("0", [7])
     assert bare.read("0", [3, RuntimeError()]) == report(num_unfinished=3)
     assert bare.read("0", [RuntimeError(), 0.5]) == report(kv_cache_usage=0.5)
+
+
+def test_the_monitor_outlives_an_error_of_the_cluster(monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("torchrl_vllm_sync.load_monitor._connection", lambda: ("node", "job"))
+    rounds, again = [], threading.Event()
+
+    def replicas():
+        rounds.append(1)
+        if len(rounds) == 1:
+            raise RpcError("the head is busy")
+        again.set()
+        return []
+
+    monitor = LoadMonitor(LoadTracker([]), replicas, interval_s=0.01)
+    monitor.start()
+    assert again.wait(10)
+    monitor.stop()

@@ -506,3 +506,14 @@ async def test_a_stream_that_is_dropped_between_two_replicas_leaves_nothing():
     await stream.aclose()
     assert rig.load.total_in_flight == 0
     assert not rig.load.is_watched
+
+
+def test_a_replica_that_is_being_restarted_is_not_taken_for_one_that_left():
+    rig = Rig(FakeActor("a"), FakeActor("b"))
+    access = replica_access.ReplicaAccess(lambda: rig.replicas[1:], rig.load, lambda: False)
+    rig.load.mark("a", ReplicaState.STARTING, "it is being restarted")
+    access.mark(replica_access.gone("a"), None)
+    assert rig.load.snapshot("a").state is ReplicaState.STARTING
+    rig.load.mark("a", SERVING)
+    access.mark(replica_access.gone("a"), None)
+    assert rig.load.snapshot("a").state is ReplicaState.CLOSED

@@ -374,3 +374,22 @@ def test_only_one_thread_at_a_time_has_the_turn(pusher):
                 refused.result()
             push(pusher)
         assert pool.submit(lambda: push(pusher).version).result() == 2
+
+
+def test_who_joined_during_a_push_is_kept_out_until_it_has_that_version(
+    pusher, replicas, transport, monkeypatch
+):
+    send = transport.send
+
+    def send_while_one_joins(*args, **kwargs):
+        outcome = send(*args, **kwargs)
+        replicas.held.setdefault("c", 0)
+        return outcome
+
+    monkeypatch.setattr(transport, "send", send_while_one_joins)
+    options = {"version": None, "timeout_s": 5.0, "clear_cache": False}
+    pusher.push(WEIGHTS, **options)
+    assert replicas.held_back == [("c", 1, "run")]
+    assert replicas.left_behind == {"c": 1}
+    pusher.push(WEIGHTS, **options)  # this one reaches it
+    assert replicas.held_back == [("c", 1, "run")]

@@ -6,7 +6,12 @@ import time
 
 import pytest
 
-from torchrl_vllm_sync.errors import LaunchError, ServiceClosedError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import (
+    LaunchError,
+    PlacementError,
+    ServiceClosedError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.scaling import QueueLengthScaling
@@ -29,7 +34,7 @@ class Fleet:
 
     def __init__(self, load):
         self.load, self.done = load, []
-        self.failures, self.gate = [], threading.Event()
+        self.failures, self.add_failures, self.gate = [], [], threading.Event()
         self.gate.set()
 
     def restart(self, replica_id):
@@ -46,6 +51,8 @@ class Fleet:
 
     def add(self, num_replicas):
         self.done.append(("add", num_replicas))
+        if self.add_failures:
+            raise self.add_failures.pop(0)
         for _ in range(num_replicas):
             self.load.add(str(len(self.load.replica_ids)), SERVING)
 
@@ -140,6 +147,16 @@ def test_what_was_removed_or_is_over_meanwhile_is_no_failure():
         rig.load.mark("1", FAILED)
         rig.look(after_s=100.0)
     assert rig.state("1") is STARTING
+
+
+def test_a_service_that_another_process_ended_does_not_come_back():
+    rig = Rig()
+    rig.load.mark("0", ReplicaState.CLOSED, "the service was shut down")
+    rig.load.mark("0", FAILED, "its actor died")
+    rig.load.mark("1", FAILED, "it was starting when it was ended")
+    assert not rig.supervisor.is_at_work
+    rig.look()
+    assert rig.fleet.done == []
 
 
 def test_no_restarts_at_all():
@@ -258,6 +275,36 @@ def test_one_busy_replica_does_not_lose_another():
     for _ in range(5):
         rig.look(after_s=2.0)
     assert rig.fleet.done == []
+
+
+@pytest.mark.parametrize("wish", [ZeroDivisionError(), 0, None, 2.5])
+def test_a_policy_that_fails_does_not_end_the_restarts(wish, caplog):
+    def scaling(snapshots, now):
+        del snapshots, now
+        if isinstance(wish, Exception):
+            raise wish
+        return wish
+
+    scaling.drain_timeout_s = 1.0
+    rig = Rig(2, scaling=scaling)
+    rig.look()
+    rig.load.mark("1", FAILED)
+    rig.look(after_s=5.0)
+    assert rig.fleet.done == [("restart", "1")]
+    assert [one.levelname for one in caplog.records].count("ERROR") == 1
+
+
+def test_what_the_cluster_cannot_hold_is_asked_for_after_growing_pauses():
+    rig = Rig(1, scaling=QueueLengthScaling(2, 2))
+    full = PlacementError("no room")
+    rig.fleet.add_failures = [full] * 4
+    tries = []
+    for _ in range(100):
+        before = len(rig.fleet.done)
+        rig.look(after_s=1.0)
+        tries += [rig.clock.now] * (len(rig.fleet.done) - before)
+    assert [after - before for before, after in itertools.pairwise(tries)] == [1, 2, 4, 8]
+    assert len(rig.load.replica_ids) == 2
 
 
 @pytest.mark.parametrize(

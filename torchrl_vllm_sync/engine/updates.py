@@ -94,7 +94,7 @@ class WeightUpdates:
         self._engine, self._gate = engine, gate
         self._lock = asyncio.Lock()
         self._floor = 0
-        self._drains = False
+        self._drains = self._was_admitted = False
         self._run_id: str | None = None
         self._repeats = 0
 
@@ -310,8 +310,10 @@ class WeightUpdates:
         """Freezes the engine, and on every way out leaves it whole and serving, or out of service.
 
         Requests in flight outlive a failure before the load began; a failure after that leaves
-        weights nobody knows, so the requests are ended and the engine stays paused.
+        weights nobody knows, so the requests are ended and the engine stays paused. A replica that
+        has not joined yet does not begin to serve by an update that failed.
         """
+        before = self._gate.state
         self._set(ReplicaState.UPDATING)
         try:
             await self.ask(
@@ -323,15 +325,19 @@ class WeightUpdates:
             yield num_restarted
         except BaseException as error:
             if self.whole:
-                await self._resume()
+                await self._resume(before)
             else:
                 reason = (str(error) or type(error).__name__).partition("\n")[0]
                 self._set(ReplicaState.STALE, f"weight update failed: {reason}")
             raise
         await self._resume()
 
-    async def _resume(self) -> None:
+    async def _resume(self, before: ReplicaState = ReplicaState.SERVING) -> None:
         """Lets the engine step again and requests enter.
+
+        Args:
+            before: State before an update that failed; what was ``STARTING`` goes on to be that,
+                until it is admitted.
 
         Raises:
             ReplicaUnavailableError: The engine core is dead.
@@ -343,7 +349,9 @@ class WeightUpdates:
             self.whole = False  # it may be frozen: only a load that ends well makes it serve again
             self._set(ReplicaState.STALE, f"the engine did not resume: {error}")
             raise
-        if self.version >= self._floor:
+        if before is ReplicaState.STARTING and not self._was_admitted:
+            self._set(before)
+        elif self.version >= self._floor:
             self._set(ReplicaState.DRAINING if self._drains else ReplicaState.SERVING)
         else:
             self._set(ReplicaState.STALE, f"it did not reach version {self._floor}")
@@ -373,10 +381,10 @@ class WeightUpdates:
 
     def admit(self, version: int, run_id: str | None) -> None:
         """Ends the time in which the replica had not joined its service; see ``EngineActor``."""
-        starting = self._gate.state is ReplicaState.STARTING
+        starting, self._was_admitted = self._gate.state is ReplicaState.STARTING, True
         self.hold_back(version, run_id)
         if starting and self.whole and self.version >= self._floor:
-            self._set(ReplicaState.SERVING)
+            self._set(ReplicaState.DRAINING if self._drains else ReplicaState.SERVING)
         elif starting:
             self._set(ReplicaState.STALE, f"it has not reached version {self._floor} yet")
 

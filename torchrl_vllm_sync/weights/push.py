@@ -293,6 +293,7 @@ class WeightPusher:
                 self._committed_run = chosen, outcome.run_id
             if outcome.reached_some:
                 self._newest = chosen, outcome.run_id
+                self._hold_back_late(outcome, chosen)
             if outcome.was_loaded and not crew.keys() & outcome.failures.keys():
                 self._deadlines.record(kind, time.perf_counter() - begin)
             if not outcome.failures:
@@ -325,6 +326,17 @@ class WeightPusher:
             return False
         self._ledger = self._take_stock()
         return self._ledger.newest >= version
+
+    def _hold_back_late(self, outcome: SendOutcome, version: int) -> None:
+        """Keeps out replicas that joined while ``version`` was on its way to the others only.
+
+        While this process pushes none joins here, but in the process that supervises the service.
+        """
+        late = self._client.standings().keys() - {one.replica_id for one in outcome.replicas}
+        if late:
+            self._client.note_left_behind(version, late)
+            calls = dict.fromkeys(late, (version, outcome.run_id))
+            self._client.start_calls("hold_back", calls)  # pushes need not wait for that
 
     def _settle(self, ledger: VersionLedger, outcome: SendOutcome, version: int) -> None:
         """After a push that left replicas behind: those take no requests until repaired.
