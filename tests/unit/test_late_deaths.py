@@ -43,7 +43,7 @@ def test_only_the_actor_that_was_called_counts_as_failed(monkeypatch, of):
         service.name, service.load, service._membership = "s", load, membership
         service.start_calls("report", {"0": ()})
     else:
-        Fleet("s", None, membership, load, None, None)._call([first], "report")
+        Fleet("s", None, membership, load, object, None)._call([first], "report")
     death = ReplicaUnavailableError("0", ReplicaState.FAILED, "its actor died")
     membership.suspend("0")
     Calls.on_death(death)
