@@ -366,12 +366,12 @@ def test_one_call_a_replica_and_batch(service, monkeypatch):
             calls.append((name, self._index))
             return getattr(self._actor, name)
 
-    generation_side, _ = service._serving()
-    replicas = generation_side._dispatcher._replicas()
+    access = service._serving()[0]._dispatcher._access
+    replicas = access._replicas()
     counted = [
         type(one)(one.replica_id, Counting(one.actor, index)) for index, one in enumerate(replicas)
     ]
-    monkeypatch.setattr(generation_side._dispatcher, "_replicas", lambda: counted)
+    monkeypatch.setattr(access, "_replicas", lambda: counted)
     service.generate([[i, i + 1] for i in range(5, 105)], sampling(max_tokens=1))
     assert sorted(calls) == [("run_batch", 0), ("run_batch", 1)]
 
@@ -389,7 +389,7 @@ def test_a_progress_bar_for_large_batches(service, monkeypatch, capfd, num, use_
 
 def test_the_first_text_does_not_block_the_event_loop(service, monkeypatch):
     """The tokenizer comes from a replica; meanwhile other coroutines go on."""
-    generation_side, _ = service._serving()
+    access = service._serving()[0]._dispatcher._access
     fetch, gate = generation_side._fetch_tokenizer, threading.Event()
 
     def slow_fetch():
