@@ -78,6 +78,7 @@ class Fleet:
         self._pusher_of_service, self._card = weakref.ref(pusher), card
         self._lock = threading.Lock()
         self._closed = False
+        self._job_id = _job_id()
         self._looked_at = 0.0
 
     @property
@@ -91,6 +92,14 @@ class Fleet:
         if pusher is None:
             raise ServiceClosedError(f"service {self._name} is gone")
         return pusher
+
+    @property
+    def is_open(self) -> bool:
+        """Whether replicas may be started: neither :meth:`close` nor Ray's end came before.
+
+        Ray's functions would start another Ray, for which these replicas never were.
+        """
+        return not self._closed and self._job_id is not None and self._job_id == _job_id()
 
     def close(self) -> None:
         """Lets nothing join any more; what is being started ends as soon as it would join."""
@@ -110,6 +119,7 @@ class Fleet:
             LaunchError: Some did not start. Nothing is left behind.
             ServiceClosedError: The service was shut down meanwhile. Nothing is left behind.
         """
+        self._require_open()
         ids = [self._membership.new_id() for _ in range(num_replicas)]
         beside = self._membership.members
         self._join(launch_replicas(self._plan(), ids, beside=beside, join_later=True))
@@ -124,6 +134,7 @@ class Fleet:
             LaunchError: It did not start. Nothing is left behind.
             ServiceClosedError: The service was shut down meanwhile. Nothing is left behind.
         """
+        self._require_open()
         member = self._membership.suspend(replica_id)
         self._load.mark(replica_id, ReplicaState.STARTING, "it is being restarted")
         self._end(member)
@@ -184,7 +195,7 @@ class Fleet:
         Raises:
             ServiceClosedError: It was.
         """
-        if self._closed:
+        if not self.is_open:
             raise ServiceClosedError(f"service {self._name} was shut down")
 
     def catch_up(self, replica_ids: Sequence[str]) -> dict[str, str]:
@@ -363,6 +374,11 @@ class Fleet:
         with self._load.lock:
             if death.replica_id in self._load.replica_ids:
                 self._load.mark(death.replica_id, death.state, death.reason)
+
+
+def _job_id() -> str | None:
+    """Tells this process's connection to Ray from an earlier one; ``None`` if there is none."""
+    return ray.get_runtime_context().get_job_id() if ray.is_initialized() else None
 
 
 def describe(load: LoadTracker, member: Member) -> None:

@@ -8,8 +8,6 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     ServiceClosedError,
@@ -209,7 +207,7 @@ class ServiceMembers(ServiceReplicas):
         """Makes what changes the replicas, and has it watch over them if that is our part."""
         assert self._membership is not None, "there are replicas"
         me: weakref.ref[ServiceMembers] = weakref.ref(self)
-        self._fleet = Fleet(
+        fleet = self._fleet = Fleet(
             self.name,
             lambda: _alive(me)._plan(),
             self._membership,
@@ -223,7 +221,7 @@ class ServiceMembers(ServiceReplicas):
                 self.load,
                 max_restarts=self.max_restarts,
                 scaling=self.scaling,
-                is_wanted=lambda: me() is not None and ray.is_initialized(),
+                is_wanted=lambda: me() is not None and fleet.is_open,
             )
             self._supervisor.start()
 
