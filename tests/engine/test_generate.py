@@ -389,7 +389,7 @@ def test_a_progress_bar_for_large_batches(service, monkeypatch, capfd, num, use_
 
 def test_the_first_text_does_not_block_the_event_loop(service, monkeypatch):
     """The tokenizer comes from a replica; meanwhile other coroutines go on."""
-    service._serving()[0]._dispatcher._access
+    generation_side, _ = service._serving()
     fetch, gate = generation_side._fetch_tokenizer, threading.Event()
 
     def slow_fetch():
