@@ -99,7 +99,7 @@ class Fleet:
 
         Ray's functions would start another Ray, for which these replicas never were.
         """
-        return not self._closed and self._job_id is not None and self._job_id == _job_id()
+        return not self._closed and self._job_id == _job_id()
 
     def close(self) -> None:
         """Lets nothing join any more; what is being started ends as soon as it would join."""
