@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -15,11 +14,7 @@ from torchrl_vllm_sync.background import run_blocking
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.admission import AdmissionGate
-from torchrl_vllm_sync.engine.broadcast_loads import BroadcastLoads
-from torchrl_vllm_sync.engine.checkpoint import checkpoint_metadata
-from torchrl_vllm_sync.engine.native_updates import NativeUpdates
 from torchrl_vllm_sync.engine.samples import SampleVersions
-from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, ReplicaState
@@ -251,13 +246,7 @@ class _LocalReplica(EngineActor):
         """Begins to take pushes; the engine runs already."""
         internals.watch_samples(self.engine, self._gate.register)
         self._stamp_outputs()
-        self._updates = NativeUpdates(self.engine, self._gate)
-        self._snapshots = SnapshotLoads(
-            self._updates,
-            f"llm-{os.getpid()}",
-            functools.partial(checkpoint_metadata, self.engine.vllm_config.model_config),
-        )
-        self._broadcasts = BroadcastLoads(self._updates)
+        self._take_weights(f"llm-{os.getpid()}")
         self._gate.set(ReplicaState.SERVING)
         found = await internals.call_workers(self.engine, "native_device_uuid", ())
         self._device_uuids = tuple(uuid for uuid in found if uuid)

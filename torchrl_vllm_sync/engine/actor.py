@@ -102,27 +102,31 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
                 await asyncio.to_thread(self.engine.shutdown)
                 raise TransferError(refusal)
         internals.watch_samples(self.engine, self._gate.register)
+        self._take_weights(self._service_name)
+        if not self._joins_later:
+            self._gate.set(ReplicaState.SERVING)
+        self._health.start()
+        found = await internals.call_workers(self.engine, "native_device_uuid", ())
+        self._device_uuids = tuple(uuid for uuid in found if uuid)
+        return self.describe()
+
+    def _take_weights(self, service_name: str) -> None:
+        """Makes what brings weights to the engine, and what tells whether it is alive."""
         self._updates = NativeUpdates(self.engine, self._gate)
         self._snapshots = SnapshotLoads(
             self._updates,
-            self._service_name,
+            service_name,
             functools.partial(checkpoint_metadata, self.engine.vllm_config.model_config),
         )
         self._broadcasts = BroadcastLoads(self._updates)
         self._peers = PeerLoads(self._updates)
-        self._started = True
-        if not self._joins_later:
-            self._gate.set(ReplicaState.SERVING)
         self._health = EngineHealth(
             self.engine,
             self._gate,
             unresponsive_after_s=self._unresponsive_after_s,
             is_updating=lambda: self._updates.is_busy,
         )
-        self._health.start()
-        found = await internals.call_workers(self.engine, "native_device_uuid", ())
-        self._device_uuids = tuple(uuid for uuid in found if uuid)
-        return self.describe()
+        self._started = True
 
     def join_later(self) -> None:
         """Has :meth:`start` leave the replica ``STARTING``: it serves once it is admitted."""

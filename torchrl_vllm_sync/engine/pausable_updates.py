@@ -175,9 +175,9 @@ class PausableUpdates(WeightUpdates):
         self.held = False
         await self._resume()
 
-    async def _resume(self) -> None:
+    async def _resume(self, before: ReplicaState = ReplicaState.SERVING) -> None:
         if not self.held:
-            await super()._resume()
+            await super()._resume(before)
 
     async def apply(self, *args: Any, **options: Any) -> LoadReport:
         """See ``WeightUpdates.apply``; weights that sleep are not to be written to.
