@@ -76,7 +76,7 @@ class Fleet:
     ) -> None:
         self._name, self._plan, self._membership, self._load = name, plan, membership, load
         self._pusher_of_service, self._card = weakref.ref(pusher), card
-        self._lock = threading.Lock()
+        self._lock, self._following = threading.Lock(), threading.Lock()
         self._closed = False
         self._job_id = _job_id()
         self._looked_at = 0.0
@@ -327,6 +327,24 @@ class Fleet:
         if now < self._looked_at + LOOK_INTERVAL_S:
             return
         self._looked_at = now
+        self._ask_who_is_there()
+
+    def refresh(self) -> None:
+        """Follows all changes that another process has made by now, if any replica knows of them.
+
+        One that joins is known to all others before it serves. So a push that begins with this
+        reaches whoever serves, however late this process's monitor is.
+        """
+        refs = {
+            one.replica_id: one.replica.actor.report.remote()
+            for one in self._membership.members
+            if one.joined
+        }
+        report = ReplicaCalls(refs, lambda _: None).first_answer(LOOK_TIMEOUT_S)
+        if report is None or report.membership_epoch > self._membership.epoch:
+            self._ask_who_is_there()
+
+    def _ask_who_is_there(self) -> None:
         try:
             found = find_service(self._name, timeout_s=LOOK_TIMEOUT_S)["_membership"]
         except ServiceClosedError:
@@ -334,7 +352,8 @@ class Fleet:
         except RayError as error:
             logger.debug("could not ask who is in service %s: %s", self._name, error)
             return
-        self._follow(found)
+        with self._following:
+            self._follow(found)
 
     def _follow(self, newer: Membership) -> None:
         if newer.epoch <= self._membership.epoch:

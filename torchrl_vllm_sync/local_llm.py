@@ -149,6 +149,9 @@ class LocalLLM:
         """Closes the transport; the ``LLM`` lives on. Idempotent."""
         self._pusher.close()
 
+    def refresh_members(self) -> None:
+        """Does nothing: there is one; see ``ReplicaClient``."""
+
     def standings(self) -> dict[str, Standing]:
         """The ``LLM`` is there as long as its process is; see ``ReplicaClient``."""
         return {REPLICA_ID: Standing(state=ReplicaState.SERVING)}

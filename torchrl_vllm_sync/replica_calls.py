@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -57,6 +58,27 @@ class ReplicaCalls:
             else TimeoutError(f"no answer within {deadline_s:g} s")
             for name, ref in self._refs.items()
         }
+
+    def first_answer(self, deadline_s: float) -> Any:  # noqa: ANN401  whatever was called
+        """Waits for one of them to succeed.
+
+        Args:
+            deadline_s: Seconds to wait.
+
+        Returns:
+            Its answer; ``None`` if all failed, or none came in time.
+        """
+        deadline = time.monotonic() + deadline_s
+        names = {ref: name for name, ref in self._refs.items()}
+        left = list(names)
+        while left:
+            ready, left = ray.wait(left, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            answer = self._answer(names[ready[0]])
+            if not isinstance(answer, BaseException):
+                return answer
+        return None
 
     def _answer(self, replica_id: str) -> Any:  # noqa: ANN401  whatever was called
         try:

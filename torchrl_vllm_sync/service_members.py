@@ -245,10 +245,19 @@ class ServiceMembers(ServiceReplicas):
 
     def _replicas_to_ask(self) -> Sequence[Replica]:
         """Whom the monitor asks; it also is when this process hears of changes by others."""
-        fleet = self._fleet
-        if fleet is not None and (not self._supervises or self._detached):
-            fleet.look()
+        if self._follows is not None:
+            self._follows.look()
         return self._current_replicas()
+
+    def refresh_members(self) -> None:
+        """Follows changes that another process has made by now; see ``ReplicaClient``."""
+        if self._follows is not None:
+            self._follows.refresh()
+
+    @property
+    def _follows(self) -> Fleet | None:
+        """The fleet, if another process may change it."""
+        return self._fleet if self._detached or not self._supervises else None
 
     def _card(self) -> dict[str, Any]:
         """What a process needs to attach, and an actor may keep: without actor handles."""

@@ -229,6 +229,20 @@ def test_another_process_follows(elastic, trained):
     assert told.split() == [before[0], new]
 
 
+def test_a_push_of_a_process_that_hears_late_reaches_who_has_joined(elastic, trained):
+    """Its monitor, which hears of changes, was last awake before one replica came and one went."""
+    before = ids(elastic)
+    with attach(elastic.name) as other:
+        other._monitor.stop()
+        (new,) = elastic.add_replicas()
+        elastic.remove_replicas(before[:1])
+        assert other.load.replica_ids == before
+        report = other.push_weights(perturbed(trained, seed=21), version=elastic.weight_version + 1)
+    assert [one.replica_id for one in report.replicas] == [*before[1:], new]
+    assert not any(one.error for one in report.replicas)
+    assert_holds(elastic, trained)
+
+
 def test_what_cannot_be_is_refused_and_changes_nothing(elastic):
     before = ids(elastic)
     for call, words in (

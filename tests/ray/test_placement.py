@@ -116,7 +116,7 @@ def fake_engine():
     class FakeEngine:
         """Stands for ``EngineActor``: replica 1 fails, the others never finish starting."""
 
-        def __init__(self, *, replica_id, engine_args, environment, service_name):
+        def __init__(self, *, replica_id, **_):
             self.replica_id = replica_id
 
         async def start(self):

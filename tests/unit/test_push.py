@@ -34,6 +34,9 @@ class Replicas:
     def standings(self):
         return {name: self.known.get(name, SERVING) for name in self.held}
 
+    def refresh_members(self):
+        pass
+
     def note_left_behind(self, version, replica_ids):
         self.left_behind |= dict.fromkeys(replica_ids, version)
 

@@ -16,7 +16,7 @@ from torchrl_vllm_sync.dispatch import Dispatcher
 from torchrl_vllm_sync.errors import InvalidPromptError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.load_monitor import BareActorReader
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
 from torchrl_vllm_sync.requests import EngineRequest
 from torchrl_vllm_sync.routing import (
     PrefixIndex,
@@ -183,7 +183,7 @@ def test_a_loop_that_is_closed_under_a_waiting_request_stops_no_reports(service)
         request_id="1", prompt={"prompt_token_ids": [1]}, sampling_params=None, timeout_s=60.0,
         min_version=3,
     )  # fmt: skip
-    dispatcher = Dispatcher(list, service.load)
+    dispatcher = Dispatcher(lambda: [Replica("r0", None)], service.load)
 
     def reserve(requests, avoid):
         return balancer.reserve_batch([[1]], exclude=avoid, min_version=3)

@@ -263,6 +263,7 @@ class WeightPusher:
             The outcome, the version chosen, and whether that was committed now.
         """
         source = fit_to_model(source, self._expected())
+        self._client.refresh_members()
         transport = self._used()  # which may choose anew
         transport.open(self._client)
         num_bytes = sum(meta.num_bytes for meta in source.metadata())

@@ -29,7 +29,8 @@ __all__ = [
 # What becomes of requests in flight: they freeze and go on, are waited for, or end as they are.
 PauseMode = Literal["keep", "wait", "abort"]
 
-_NOT_AWAITED = (ReplicaState.STARTING, ReplicaState.FAILED, ReplicaState.CLOSED)
+# One that joins is ``STARTING`` and has an engine: it takes pushes before it takes requests.
+_NOT_AWAITED = (ReplicaState.FAILED, ReplicaState.CLOSED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +263,10 @@ class ReplicaClient(Protocol):
     @property
     def rendezvous(self) -> tuple[str, int | None]:
         """This host's address as the replicas reach it, and a port if one was asked for."""
+        ...
+
+    def refresh_members(self) -> None:
+        """Follows replicas that have come or gone by now; asks one of them if others change it."""
         ...
 
     def standings(self) -> dict[str, Standing]:
