@@ -61,7 +61,7 @@ class PeerCopy:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
             for piece in self._pieces(index):
-                file.write(memoryview(piece.cpu().numpy()))
+                file.write(piece.cpu().numpy().data)
 
     def take(self, index: int, source: bytes | str) -> None:
         """Overwrites one chunk.
