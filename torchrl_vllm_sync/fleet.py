@@ -12,7 +12,12 @@ import ray
 from ray.exceptions import RayError
 
 from torchrl_vllm_sync import placement
-from torchrl_vllm_sync.errors import ReplicaUnavailableError, ServiceClosedError
+from torchrl_vllm_sync.errors import (
+    ReplicaUnavailableError,
+    ServiceClosedError,
+    SyncError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.launch import close_replicas, launch_replicas
 from torchrl_vllm_sync.reaping import end_replica
 from torchrl_vllm_sync.registry import find_service, living_ids
@@ -77,6 +82,7 @@ class Fleet:
         self._name, self._plan, self._membership, self._load = name, plan, membership, load
         self._pusher_of_service, self._card = weakref.ref(pusher), card
         self._lock, self._following = threading.Lock(), threading.Lock()
+        self._leaving: set[str] = set()
         self._closed = False
         self._job_id = _job_id()
         self._looked_at = 0.0
@@ -237,29 +243,52 @@ class Fleet:
 
         Raises:
             KeyError: One is no member.
+            UnsupportedArgumentError: None would be left.
             ServiceClosedError: The service was shut down meanwhile.
-            SyncError: Pushes kept them from leaving.
+            SyncError: Pushes kept them from leaving; they stay.
         """
-        members = [self._member(one) for one in replica_ids]
-        for one in members:
-            self._load.mark(one.replica_id, ReplicaState.DRAINING, "it is being removed")
-        self._call(members, "drain")
-        self._await_idle(members, drain_timeout_s)
-        with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
-            self._require_open()  # who shut the service down has ended them all
-            # One may have been restarted meanwhile, or removed by somebody else.
-            gone = [
-                self._membership.remove(one.replica_id)
-                for one in members
-                if self._membership.find(one.replica_id) is not None
-            ]
-            self._load.follow([one.replica_id for one in self._membership.members])
-            self.share_card()
+        with self._lock:
+            members = [self._member(one) for one in replica_ids]
+            known = {one.replica_id for one in self._membership.members}
+            if not known - self._leaving - set(replica_ids):
+                raise UnsupportedArgumentError(
+                    f"replicas must leave at least 1 of {sorted(known)}, got {list(replica_ids)}, "
+                    f"while {sorted(self._leaving)} are leaving; shutdown() ends them all"
+                )
+            self._leaving |= set(replica_ids)
+        try:
+            gone = self._leave(members, drain_timeout_s)
+        finally:
+            with self._lock:
+                self._leaving -= set(replica_ids)
         close_replicas(
             [one.replica for one in gone],
             [one.group for one in gone if one.group is not None],
             timeout_s=CLOSE_TIMEOUT_S,
         )
+
+    def _leave(self, members: Sequence[Member], drain_timeout_s: float) -> list[Member]:
+        """Drains replicas and takes them out of the service; returns what they were at last."""
+        for one in members:
+            self._load.mark(one.replica_id, ReplicaState.DRAINING, "it is being removed")
+        self._call(members, "drain")
+        try:
+            self._await_idle(members, drain_timeout_s)
+            with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
+                self._require_open()  # who shut the service down has ended them all
+                # One may have been restarted meanwhile, or removed by somebody else.
+                gone = [
+                    self._membership.remove(one.replica_id)
+                    for one in members
+                    if self._membership.find(one.replica_id) is not None
+                ]
+                self._load.follow([one.replica_id for one in self._membership.members])
+                self.share_card()
+        except SyncError:
+            if self.is_open:
+                self._call(members, "undrain")
+            raise
+        return gone
 
     def _await_idle(self, members: Sequence[Member], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -10,7 +10,7 @@ from ray.exceptions import RpcError
 
 from tests.unit.test_membership import member
 from torchrl_vllm_sync import fleet as fleet_module
-from torchrl_vllm_sync.errors import ServiceClosedError
+from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.fleet import Fleet
 from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.membership import Membership
@@ -125,6 +125,29 @@ def test_who_is_removed_twice_at_once_is_ended_once_and_with_it_the_others(rig):
     rig.fleet.remove(["1", "2"], drain_timeout_s=0)
     assert rig.closed == ["actor 2", "actor 1"]
     assert rig.load.replica_ids == ["0"]
+
+
+def test_those_who_leave_at_once_leave_one_behind(rig):
+    def other():
+        with pytest.raises(UnsupportedArgumentError, match="must leave at least 1"):
+            rig.fleet.remove(["0"], drain_timeout_s=0)
+
+    rig.during["drain"] = other
+    rig.fleet.remove(["1"], drain_timeout_s=0)
+    assert rig.load.replica_ids == ["0"]
+
+
+def test_who_cannot_leave_for_a_push_that_never_ends_stays(rig, monkeypatch):
+    @contextlib.contextmanager
+    def never(timeout_s):
+        raise SyncError(f"a push was under way for {timeout_s:g} s")
+        yield
+
+    monkeypatch.setattr(rig.pusher, "exclusive", never)
+    with pytest.raises(SyncError, match="a push was under way"):
+        rig.fleet.remove(["1"], drain_timeout_s=0)
+    assert rig.calls[-1] == ("undrain", "actor 1")
+    assert (rig.load.replica_ids, rig.closed) == (["0", "1"], [])
 
 
 def test_nothing_is_started_for_who_was_removed_or_for_a_service_that_is_over(rig, monkeypatch):

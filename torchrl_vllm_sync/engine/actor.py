@@ -145,6 +145,10 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         """Takes no more requests; those inside go on to their end."""
         self._updates.drain()
 
+    def undrain(self) -> None:
+        """Takes :meth:`drain` back: the replica stays after all."""
+        self._updates.undrain()
+
     def describe(self) -> EngineDescription:
         """Returns the facts about the engine that do not change while it lives."""
         config = self.engine.vllm_config

@@ -389,10 +389,16 @@ class WeightUpdates:
             self._set(ReplicaState.STALE, f"it has not reached version {self._floor} yet")
 
     def drain(self) -> None:
-        """Has the replica take no more requests, for good."""
+        """Has the replica take no more requests, unless :meth:`undrain` follows."""
         self._drains = True
         if self._gate.state is ReplicaState.SERVING:
             self._set(ReplicaState.DRAINING)
+
+    def undrain(self) -> None:
+        """Takes :meth:`drain` back."""
+        self._drains = False
+        if self._gate.state is ReplicaState.DRAINING:
+            self._set(ReplicaState.SERVING)
 
     def _set(self, state: ReplicaState, reason: str = "") -> None:
         """Changes the replica's state; what is dead or closed stays so."""
