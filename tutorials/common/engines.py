@@ -21,6 +21,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+@contextlib.contextmanager
+def ray_running(num_gpus: int) -> Iterator[None]:
+    """Starts Ray on this machine, with as many GPUs for engines, and ends it."""
+    ray.init(
+        address="local",
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    # Ray lets SIGTERM abort this process; here it ends like Ctrl-C, which cleans up.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 def make_service(args: argparse.Namespace, checkpoint: str, **engine: Any) -> AsyncVLLM:
     """Starts the engines; leaving the service's ``with`` block ends them.
 
@@ -81,16 +99,7 @@ def started(
 
         where = "GPUs" if args.engine_gpus else "the CPU"
         print(f"Starting Ray and {args.replicas} engines on {where}, a minute or so", flush=True)
-        cleanup.callback(ray.shutdown)
-        ray.init(
-            address="local",
-            num_gpus=args.engine_gpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-        # Ray lets SIGTERM abort this process; here it ends like Ctrl-C, which cleans up.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        cleanup.enter_context(ray_running(args.engine_gpus))
         service = cleanup.enter_context(make_service(args, checkpoint, **engine))
         print(f"Set up in {time.perf_counter() - began:.1f} s", flush=True)
         yield service, tokenizer, checkpoint
