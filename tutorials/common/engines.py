@@ -19,6 +19,9 @@ from torchrl_vllm_sync.testing import make_tiny_checkpoint
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
 
 
 @contextlib.contextmanager
@@ -31,12 +34,33 @@ def ray_running(num_gpus: int) -> Iterator[None]:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    # Ray lets SIGTERM abort this process; here it ends like Ctrl-C, which cleans up.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_on_sigterm()
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def end_on_sigterm() -> None:
+    """Has SIGTERM end this process as Ctrl-C does, which cleans up; Ray lets it abort."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def small_service(checkpoint: str | Path, dtype: torch.dtype, **engine: Any) -> AsyncVLLM:
+    """Starts engines for some short answers; leaving the service's ``with`` block ends them.
+
+    ``engine`` has more arguments of ``AsyncVLLM.from_pretrained``.
+    """
+    return AsyncVLLM.from_pretrained(
+        str(checkpoint),
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=2048,
+        max_num_seqs=64,
+        compile=False,
+        enforce_eager=True,
+        verbose=False,
+        **({"num_cpus_per_replica": 0} | engine),
+    )
 
 
 def make_service(args: argparse.Namespace, checkpoint: str, **engine: Any) -> AsyncVLLM:
