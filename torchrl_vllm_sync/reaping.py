@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.replica import ProcessId, ReplicaProcesses
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["end_replica", "own_processes"]
 
@@ -21,6 +19,8 @@ END_TIMEOUT_S = 30.0
 # The part of that for which the task on the replica's node waits; the rest is for starting it.
 WAIT_SHARE = 0.5
 _POLL_S = 0.05
+# ``multiprocessing.shared_memory`` and ``multiprocessing.synchronize`` name theirs so.
+_SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-)\w+")
 
 
 def own_processes() -> ReplicaProcesses:
@@ -33,7 +33,8 @@ def own_processes() -> ReplicaProcesses:
     found = [
         ProcessId(one.pid, began) for one in everyone if (began := _began(one.pid)) is not None
     ]
-    return ReplicaProcesses(ray.get_runtime_context().get_node_id(), tuple(found))
+    shared = sorted({path for one in found for path in _shared_memory(one.pid)})
+    return ReplicaProcesses(ray.get_runtime_context().get_node_id(), tuple(found), tuple(shared))
 
 
 def end_replica(
@@ -47,6 +48,8 @@ def end_replica(
     ``ray.kill`` alone returns at once, and Ray (2.60) takes up to ten seconds over an actor that
     is stopped, whose children keep the memory of their GPUs meanwhile. So all of them are killed
     by number too, by a task on the same node. A node that is gone has taken its processes with it.
+    Their shared memory, such as what vLLM speaks to its workers through, is removed: Python's
+    ``resource_tracker`` would do that, but Ray kills it with its process group.
 
     Args:
         actor: Its actor, dead or alive.
@@ -65,7 +68,7 @@ def end_replica(
         return
     on_node = NodeAffinitySchedulingStrategy(processes.node_id, soft=False)
     task = ray.remote(_end_all).options(num_cpus=0, scheduling_strategy=on_node, max_retries=3)
-    call = task.remote(processes.processes, timeout_s * WAIT_SHARE)
+    call = task.remote(processes, timeout_s * WAIT_SHARE)
     try:
         left = ray.get(call, timeout=timeout_s)
     except (GetTimeoutError, WorkerCrashedError) as error:
@@ -94,11 +97,19 @@ def _began(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _end_all(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
+def _shared_memory(pid: int) -> set[str]:
+    """What Python's ``multiprocessing`` shares and a process has mapped (``proc(5)``)."""
+    try:
+        return set(_SHARED.findall(Path(f"/proc/{pid}/maps").read_text()))
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+
+
+def _end_all(replica: ReplicaProcesses, timeout_s: float) -> list[int]:
     """Kills processes and all that they started; returns the numbers of those that are left."""
     import psutil
 
-    found: set[ProcessId] = {one for one in processes if _began(one.pid) == one.began}
+    found: set[ProcessId] = {one for one in replica.processes if _began(one.pid) == one.began}
     for one in list(found):
         with contextlib.suppress(psutil.NoSuchProcess):
             children = [child.pid for child in psutil.Process(one.pid).children(recursive=True)]
@@ -112,4 +123,6 @@ def _end_all(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
         if time.monotonic() > deadline:
             return left
         time.sleep(_POLL_S)
+    for path in replica.shared_memory:
+        Path(path).unlink(missing_ok=True)
     return []

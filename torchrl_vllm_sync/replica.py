@@ -94,10 +94,13 @@ class ReplicaProcesses:
     Attributes:
         node_id: Ray's id of their node.
         processes: The actor first, then whatever it started.
+        shared_memory: Paths of the shared memory and semaphores that they have among them, and that
+            stay behind if they are killed.
     """
 
     node_id: str
     processes: tuple[ProcessId, ...]
+    shared_memory: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

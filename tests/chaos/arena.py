@@ -241,11 +241,20 @@ class Arena:
         )
 
     def _fenced(self, actor):
-        """Raises if a replica that missed a push would serve again as it is; says what it does."""
-        try:
-            report = ray.get(actor.report.remote(), timeout=5)
-        except (RayActorError, GetTimeoutError) as error:
-            return type(error).__name__
+        """Raises if a replica that missed a push would serve again as it is; says what it does.
+
+        One that is still in the update may serve when that has ended, if it has the version then.
+        """
+        deadline = time.monotonic() + PUSH_TIMEOUT_S
+        while True:
+            try:
+                report = ray.get(actor.report.remote(), timeout=5)
+            except (RayActorError, GetTimeoutError) as error:
+                return type(error).__name__
+            if report.state is not ReplicaState.UPDATING:
+                break
+            assert time.monotonic() < deadline, f"the update does not end: {report}"
+            time.sleep(0.1)
         late = report.weight_version is None or report.weight_version < self._committed
         assert not (late and report.state.admits_requests), f"it is not fenced: {report}"
         return str(report.state)

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 import psutil
 import pytest
@@ -40,9 +42,10 @@ def cluster():
 
 
 class Reporting:
-    """Reports, and has a child and a grandchild."""
+    """Reports, and has a child, a grandchild and shared memory."""
 
     def __init__(self):
+        self.memory = SharedMemory(create=True, size=4096)
         script = "import subprocess; subprocess.run(['sleep', '1000'])"
         self.child = subprocess.Popen([sys.executable, "-c", script])
 
@@ -51,6 +54,9 @@ class Reporting:
 
     def processes(self):
         return own_processes()
+
+    def memory_name(self):
+        return self.memory.name
 
     async def serve(self):
         await asyncio.sleep(1000)
@@ -62,7 +68,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers canno
 @pytest.fixture
 def actor(cluster):
     actor = ray.remote(num_cpus=0)(Reporting).remote()
-    eventually(lambda: len(ray.get(actor.processes.remote()).processes) == 3)
+    eventually(lambda: len(ray.get(actor.processes.remote()).processes) == 4)
     yield actor
     ray.kill(actor)
 
@@ -179,13 +185,16 @@ def gone(processes):
     return not any(is_running(one.pid) for one in processes.processes)
 
 
-@pytest.mark.parametrize("stopped", [(), (0,), (0, 1, 2), (1,)])
+@pytest.mark.parametrize("stopped", [(), (0,), (0, 1, 2, 3), (1,)])
 def test_everything_of_a_replica_is_ended(actor, stopped):
     processes = ray.get(actor.processes.remote())
+    memory = Path("/dev/shm") / ray.get(actor.memory_name.remote())
+    assert memory.exists()
     for index in stopped:
         os.kill(processes.processes[index].pid, signal.SIGSTOP)
     end_replica(actor, processes)
     assert gone(processes)
+    assert not memory.exists()  # which nobody else would remove
 
 
 def test_what_outlived_its_actor_is_ended(actor):
