@@ -360,6 +360,28 @@ def test_who_was_silent_and_has_caught_up_can_give_to_others(
     assert asked == [(["b"], ["a"], 1), (["a"], ["b"], 1)]
 
 
+def test_who_cannot_read_the_store_gets_the_weights_from_another(
+    pusher, replicas, transport, monkeypatch
+):
+    """Such as one that was restarted on another node."""
+    asked = []
+
+    def from_store(client, replica_ids, version, *, timeout_s):
+        return {name: OSError("no such directory") for name in replica_ids}
+
+    def from_others(client, replica_ids, givers, version, *, timeout_s):
+        asked.append((list(replica_ids), list(givers), version))
+        return {name: {} for name in replica_ids}
+
+    monkeypatch.setattr("torchrl_vllm_sync.weights.push.MemmapTransport", type(transport))
+    monkeypatch.setattr(transport, "catch_up", from_store, raising=False)
+    monkeypatch.setattr("torchrl_vllm_sync.weights.push.catch_up_from_snapshot", from_others)
+    push(pusher)
+    transport.last_version = 1
+    assert pusher.catch_up(["b"], 1.0) == {}
+    assert asked == [(["b"], ["a"], 1)]
+
+
 def test_every_push_looks_where_the_weights_are(pusher, transport, monkeypatch):
     auto, looks = AutoTransport(), []
     auto._chosen = transport

@@ -401,16 +401,17 @@ class WeightPusher:
             version = max([self._newest[0], *served.values()])
             if version == 0:
                 return {}
-            transport = self.transport
-            left_s = max(deadline - time.monotonic(), 1.0)
+            transport, answers = self.transport, {}
             if (
                 isinstance(transport, MemmapTransport)
                 and version == self._newest[0] == transport.last_version
             ):
+                left_s = max(deadline - time.monotonic(), 1.0)
                 answers = transport.catch_up(self._client, replica_ids, version, timeout_s=left_s)
-            else:
-                givers = [name for name, held in served.items() if held == version]
-                answers = self._learn_from(givers, replica_ids, version, deadline)
+            left = [name for name in replica_ids if not isinstance(answers.get(name), dict)]
+            givers = [name for name, held in served.items() if held == version]
+            if left and (givers or not answers):  # such as on a node that the store is not on
+                answers |= self._learn_from(givers, left, version, deadline)
             self._silent -= {n for n, one in answers.items() if not isinstance(one, BaseException)}
             self._ledger, self._committed = None, self.committed
         return {
