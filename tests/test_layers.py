@@ -68,6 +68,7 @@ engine.answers
 engine.actor
 
 # requests on their way
+ray_connection
 routing.prompt routing.blocks load_monitor
 routing.prefix_index
 routing.request

@@ -13,6 +13,7 @@ from inspect import ismethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.ray_connection import staying_connected
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
 from torchrl_vllm_sync.silence import Silence
 
@@ -204,24 +205,24 @@ class LoadMonitor:
         import ray
         from ray.exceptions import RayError
 
-        if not ray.is_initialized():
-            return
-        connection = _connection()
+        with staying_connected() as is_connected:
+            if not is_connected:
+                return
+            connection = _connection()
         asks: dict[str, _Ask] = {}
         while not stop.done():
             provider = self._replicas()
             if provider is None:
                 return
             try:
-                if not ray.is_initialized():
-                    return
-                replicas = provider()
-                del provider  # a bound method keeps its object alive
-                # A handle of an earlier connection must not be used in a later one.
-                if not ray.is_initialized() or _connection() != connection:
-                    return
-                self._ask_all(replicas, asks)
-                del replicas
+                with staying_connected() as is_connected:
+                    # A handle of an earlier connection must not be used in a later one.
+                    if not is_connected or _connection() != connection:
+                        return
+                    replicas = provider()
+                    del provider  # a bound method keeps its object alive
+                    self._ask_all(replicas, asks)
+                    del replicas
             except RayError as error:  # such as a head that is too busy to answer
                 provider = replicas = None
                 if not ray.is_initialized():

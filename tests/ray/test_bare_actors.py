@@ -14,6 +14,7 @@ ray = pytest.importorskip("ray")
 from torchrl_vllm_sync.balancer import LoadBalancer  # noqa: E402
 from torchrl_vllm_sync.load import LoadTracker  # noqa: E402
 from torchrl_vllm_sync.load_monitor import BareActorReader, LoadMonitor  # noqa: E402
+from torchrl_vllm_sync.ray_connection import staying_connected  # noqa: E402
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState  # noqa: E402
 
 pytestmark = pytest.mark.ray
@@ -236,3 +237,30 @@ def test_monitor_survives_the_end_of_ray_and_leaves_a_new_cluster_alone(fake_eng
     eventually(lambda: not monitor_threads())
     assert not ray.is_initialized()
     assert balancer.select_actor() == 0
+
+
+def test_ray_is_not_shut_down_in_the_middle_of_a_question():
+    """Ray ends the process of a thread that calls it after that."""
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level=logging.ERROR)
+    begun, connected = threading.Event(), []
+
+    class Slow:
+        def ask(self, replica):
+            begun.set()
+            time.sleep(1.0)
+            connected.append(ray.is_initialized())
+            return [ray.put(replica.replica_id)]
+
+        def read(self, replica_id, answers):
+            raise TypeError("no report")
+
+    monitor = LoadMonitor(
+        LoadTracker(["0"]), lambda: [Replica("0", None)], interval_s=INTERVAL_S, read=Slow()
+    )
+    monitor.start()
+    assert begun.wait(10)
+    ray.shutdown()
+    assert connected == [True]
+    eventually(lambda: not monitor.is_running)
+    with staying_connected() as is_connected:
+        assert not is_connected
