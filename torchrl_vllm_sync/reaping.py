@@ -49,7 +49,7 @@ def end_replica(
     is stopped, whose children keep the memory of their GPUs meanwhile. So all of them are killed
     by number too, by a task on the same node. A node that is gone has taken its processes with it.
     Their shared memory, such as what vLLM speaks to its workers through, is removed: Python's
-    ``resource_tracker`` would do that, but Ray kills it with its process group.
+    ``resource_tracker``, which would do that, is one of the processes that are killed.
 
     Args:
         actor: Its actor, dead or alive.

@@ -220,7 +220,7 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
             for seed in (args.seed, args.seed + 1)
         )
     trained = load_trainer(new, dtype=args.dtype, device=args.device)
-    launched = load_trainer(old, dtype=args.dtype, device="cpu")
+    launched = load_trainer(old, dtype=args.dtype, device=args.device)
     prompts = random_prompts(args.prompts, args.seed)
     answers, phases = {}, {}
     print("Starting an engine with the old weights", flush=True)

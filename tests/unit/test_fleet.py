@@ -4,6 +4,7 @@ import contextlib
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RpcError
@@ -189,6 +190,26 @@ def test_what_others_restart_takes_no_requests_meanwhile(rig):
 
 
 # ---------------------------------------------------------------- hearing, and the end
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [(0, ["0", "1"]), (5, ["1", "2"]), (None, ["1", "2"])],  # None: nobody answers
+)
+def test_before_a_push_it_follows_whoever_knows_more(rig, monkeypatch, told, expected):
+    actor = SimpleNamespace(report=SimpleNamespace(remote=lambda: "ref"))
+    for one in ("0", "1"):
+        rig.membership.put(member(one, actor))
+    epoch = rig.membership.epoch
+    newer = Membership([member("1", actor), member("2", actor)], epoch=epoch + 5)
+    answer = None
+    if told is not None:
+        answer = EngineReport(replica_id="1", state=SERVING, membership_epoch=epoch + told)
+    calls = SimpleNamespace(first_answer=lambda deadline_s: answer)
+    monkeypatch.setattr(fleet_module, "ReplicaCalls", lambda refs, on_death: calls)
+    monkeypatch.setattr(fleet_module, "find_service", lambda *_, **__: {"_membership": newer})
+    rig.fleet.refresh()
+    assert rig.load.replica_ids == expected
 
 
 def test_looking_outlives_errors_of_the_cluster_and_never_joins_one(rig, monkeypatch):

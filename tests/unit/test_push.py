@@ -16,7 +16,12 @@ from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.weights.auto_transport import AutoTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.push import WeightPusher
-from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, Standing
+from torchrl_vllm_sync.weights.transport import (
+    ReplicaOutcome,
+    SendOutcome,
+    Standing,
+    awaited_replicas,
+)
 
 WEIGHTS = {"w": torch.ones(2)}
 SERVING = Standing(state=ReplicaState.SERVING)
@@ -305,6 +310,12 @@ def test_a_replica_that_starts_is_left_behind_even_by_a_strict_push(pusher, repl
     replicas.known = {"b": Standing(state=ReplicaState.FAILED)}
     with pytest.raises(WeightSyncError):
         push(pusher, strict=True)
+
+
+def test_pushes_wait_for_who_joins_and_not_for_who_is_gone():
+    known = {one: Standing(state=one, incarnation=one.value) for one in ReplicaState}
+    missing = {ReplicaState.FAILED, ReplicaState.CLOSED}
+    assert awaited_replicas(known).keys() == known.keys() - missing
 
 
 def test_who_was_silent_is_told_to_hold_back_and_not_waited_for(pusher, replicas, transport):

@@ -65,3 +65,15 @@ async def test_one_that_is_being_removed_is_not_admitted(updates):
     updates.drain()
     updates.admit(0, None)
     assert updates._gate.state is ReplicaState.DRAINING
+
+
+async def test_one_that_was_not_removed_after_all_serves_again(updates):
+    updates._gate.set(SERVING)
+    updates.drain()
+    assert updates._gate.state is ReplicaState.DRAINING
+    updates.undrain()
+    assert updates._gate.state is SERVING
+    updates._gate.set(STALE, "it missed a version")
+    updates.drain()
+    updates.undrain()
+    assert updates._gate.state is STALE

@@ -13,8 +13,6 @@ from benchmarks.record import Recorder, RecordError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torchrl_vllm_sync import AsyncVLLM
-
 
 def random_prompts(num_prompts: int, seed: int) -> list[list[int]]:
     """Prompts of twelve token ids each, which every tokenizer has."""
@@ -27,15 +25,6 @@ def greedy(num_tokens: int) -> Any:  # noqa: ANN401  vLLM's SamplingParams
     from vllm import SamplingParams  # reads the environment, which tutorials set in ``main``
 
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-
-
-def greedy_answers(
-    service: AsyncVLLM, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
-) -> list[list[int]]:
-    """The likeliest continuation of each prompt, ``num_tokens`` long."""
-    sampling = greedy(num_tokens)
-    outputs = service.generate(list(prompts), sampling, use_tqdm=False, **options)
-    return [list(one.outputs[0].token_ids) for one in outputs]
 
 
 @dataclass(frozen=True)
@@ -96,7 +85,6 @@ def write_record(
     phases: Mapping[str, Mapping[str, float]],
     *,
     smoke: bool,
-    **extra: Any,
 ) -> str:
     """Writes a run down as benchmarks do.
 
@@ -106,7 +94,6 @@ def write_record(
         comparisons: What was compared, by the system's or the setting's name.
         phases: Milliseconds by phase of each of those; may be empty.
         smoke: Write it to a temporary directory.
-        **extra: Further fields of each record.
 
     Returns:
         Where it lies, or why there is none.
@@ -121,12 +108,9 @@ def write_record(
             samples=[compared.fraction],
             prompts=compared.total,
             first_difference=compared.first,
-            **extra,
         )
         for phase, milliseconds in phases.get(system, {}).items():
-            recorder.add(
-                case=case, system=system, metric=phase, unit="ms", samples=[milliseconds], **extra
-            )
+            recorder.add(case=case, system=system, metric=phase, unit="ms", samples=[milliseconds])
     try:
         return str(recorder.write(smoke=smoke))
     except RecordError as error:
