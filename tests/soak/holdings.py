@@ -40,7 +40,7 @@ def of_service(service, steady_id):
         service.name in one["name"] for one in ray.util.list_named_actors(all_namespaces=True)
     )
     found["groups"] = sum(one["state"] != "REMOVED" for one in placement_group_table().values())
-    found["shared memory"] = len(list(SHARED_MEMORY.iterdir()))
+    found["shared memory files"] = len(list(SHARED_MEMORY.iterdir()))
     return found
 
 
