@@ -9,6 +9,7 @@ import psutil
 import pytest
 import ray
 import torch
+from tokenizers.decoders import DecodeStream
 
 from tests.engine.checks import TOLERANCE, assert_labelled
 from tests.engine.conftest import ENGINE
@@ -57,6 +58,12 @@ def asked(service, replica_id):
 def forget(service):
     for one in alive(service):
         asked(service, one.replica_id)
+
+
+def shown_text(tokenizer, tokens):
+    """What vLLM shows of an answer: it holds back a character whose bytes have not all come."""
+    stream = DecodeStream(ids=PROMPT, skip_special_tokens=True)
+    return "".join(stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens)
 
 
 def taken(actor):
@@ -265,7 +272,7 @@ def test_deltas_go_on_elsewhere_with_the_log_probabilities_of_the_trainer(doomed
     assert (found - wanted).abs().max() < TOLERANCE
     assert abs(parts[-1].cumulative_logprob - found.sum()) < LENGTH * TOLERANCE
     tokenizer = ray.get(alive(doomed)[0].actor.get_tokenizer.remote())
-    assert "".join(part.text for part in parts) == tokenizer.decode(tokens)
+    assert "".join(part.text for part in parts) == shown_text(tokenizer, tokens)
     for output in outputs:
         (spans,) = output.version_spans
         assert spans == ((0, 0, len(output.outputs[0].token_ids)),)
