@@ -62,6 +62,14 @@ SHAPES = {
         "tie_word_embeddings": False,
     },
 }
+SHAPES["tiny-moe"] = {
+    **SHAPES["tiny"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 """Fields of each shape's configuration, by the name of a case."""
 
 

@@ -48,4 +48,6 @@ def load_trainer(checkpoint: str | Path, *, dtype: torch.dtype, device: torch.de
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
 
 
-__all__ = ["SHAPES", "load_trainer", "make_checkpoint", "random_model"]
+MOE_SHAPES = sorted(name for name, one in SHAPES.items() if one["model_type"].endswith("_moe"))
+
+__all__ = ["MOE_SHAPES", "SHAPES", "load_trainer", "make_checkpoint", "random_model", "save_shape"]

@@ -13,6 +13,8 @@ from benchmarks.record import Recorder, RecordError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torchrl_vllm_sync import AsyncVLLM
+
 
 def random_prompts(num_prompts: int, seed: int) -> list[list[int]]:
     """Prompts of twelve token ids each, which every tokenizer has."""
@@ -25,6 +27,17 @@ def greedy(num_tokens: int) -> Any:  # noqa: ANN401  vLLM's SamplingParams
     from vllm import SamplingParams  # reads the environment, which tutorials set in ``main``
 
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def greedy_answers(
+    service: AsyncVLLM, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
+) -> list[list[int]]:
+    """The likeliest continuation of each prompt, ``num_tokens`` long.
+
+    ``options`` has more arguments of ``AsyncVLLM.generate``.
+    """
+    outputs = service.generate(list(prompts), greedy(num_tokens), use_tqdm=False, **options)
+    return [list(one.outputs[0].token_ids) for one in outputs]
 
 
 @dataclass(frozen=True)

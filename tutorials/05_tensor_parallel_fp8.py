@@ -1,0 +1,178 @@
+"""A quantised engine on two GPUs, started with no weights at all, and filled by a push.
+
+Usage:
+    python tutorials/05_tensor_parallel_fp8.py               # tiny random model, no GPU, a minute
+    python tutorials/05_tensor_parallel_fp8.py --smoke       # the same, as CI runs it
+    python tutorials/05_tensor_parallel_fp8.py --shape 8b    # Qwen3-8B's shape, three GPUs, fp8
+    python tutorials/05_tensor_parallel_fp8.py --model Qwen/Qwen3-8B
+
+The last line is ``PASS tokens_equal <fraction> push_ms <milliseconds>``, or ``FAIL`` with the first
+token that differs, and a non-zero exit status.
+
+What PASS claims: after the push every token of every answer is that of an engine which loaded the
+same checkpoint from disk, with the same quantisation and tensor parallelism; before the push no
+answer was. A checkpoint that is itself quantised is refused when the engine is launched, with the
+reason: what a trainer holds does not fit into it.
+
+One of vLLM's own examples of reinforcement learning does the same on vLLM's interfaces:
+github.com/vllm-project/vllm, ``examples/rl/rlhf_nccl.py``.
+"""
+
+# %% [markdown]
+# # Tensor parallelism and fp8
+#
+# The trainer holds one whole copy of the model in bfloat16. The engine holds half of each matrix on
+# each of its two GPUs, in eight bits. Nothing about that concerns the trainer: it sends its tensors
+# under the names that checkpoints have, and vLLM's loader cuts, packs and quantises them on
+# arrival, as it does with files.
+#
+# The engine need not read a checkpoint first. `load_format="dummy"` fills it with anything, and the
+# first push brings the model. You will see
+#
+# - gibberish before the push;
+# - the trainer's model after it, token by token that of an engine which read the files.
+#
+# The CPU has no fp8; there the tiny engine is quantised to int8 instead, on two processes.
+
+# %%
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common.quiet import keep_quiet  # sets what the libraries below read
+
+# isort: split
+import torch
+from common.checkpoints import SHAPES, load_trainer, make_checkpoint
+from common.engines import ray_running, small_service
+from common.equality import Comparison, greedy_answers, random_prompts, write_record
+from common.phases import milliseconds
+
+from torchrl_vllm_sync import AsyncVLLM
+
+# %% [markdown]
+# ## Settings
+
+# %%
+NUM_PROMPTS = 16
+NUM_TOKENS = 64
+SMOKE_TOKENS = 24
+TENSOR_PARALLEL = 2
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line and finds the devices."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny", help="random weights")
+    parser.add_argument("--model", help="checkpoint of the trainer, instead")
+    parser.add_argument("--quantization", help="vLLM's name of it; fp8, on a CPU int8")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smoke", action="store_true", help="fewer tokens, no record")
+    args = parser.parse_args(argv)
+    if args.prompts < 1:
+        parser.error("--prompts must be at least 1")
+    num_gpus = torch.cuda.device_count()
+    if 0 < num_gpus <= TENSOR_PARALLEL or (not num_gpus and (args.model or args.shape != "tiny")):
+        parser.error(f"two GPUs for the engine and one for the trainer are needed, got {num_gpus}")
+    args.engine_gpus = max(0, num_gpus - 1)
+    args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
+    args.dtype = torch.bfloat16 if num_gpus else torch.float32
+    # vLLM's CPU backend quantises from float16.
+    args.engine_dtype = torch.bfloat16 if num_gpus else torch.float16
+    args.quantization = args.quantization or ("fp8" if num_gpus else "int8_per_channel_weight_only")
+    args.num_tokens = SMOKE_TOKENS if args.smoke else NUM_TOKENS
+    return args
+
+
+# %% [markdown]
+# ## The engine
+#
+# One replica with two workers. `quantization` is vLLM's own argument: *online* quantisation, of
+# weights that arrive in full precision.
+
+
+# %%
+def make_service(args: argparse.Namespace, checkpoint: str | Path, **engine: Any) -> AsyncVLLM:
+    """Starts one engine; leaving the service's ``with`` block ends it."""
+    return small_service(
+        checkpoint,
+        args.engine_dtype,
+        num_devices=TENSOR_PARALLEL,
+        quantization=args.quantization,
+        **engine,
+    )
+
+
+# %% [markdown]
+# ## Before, after, and what is right
+
+
+# %%
+def run(args: argparse.Namespace, directory: Path) -> bool:
+    """Everything in order; returns whether all was as it should be."""
+    checkpoint = args.model or make_checkpoint(
+        args.shape, directory, seed=args.seed, dtype=args.dtype, device=args.device
+    )
+    trained = load_trainer(checkpoint, dtype=args.dtype, device=args.device)
+    prompts = random_prompts(args.prompts, args.seed)
+
+    print(f"Starting an engine with {args.quantization} and no weights", flush=True)
+    with make_service(args, checkpoint, load_format="dummy") as service:
+        before = greedy_answers(service, prompts, args.num_tokens)
+        report = service.push_weights(trained)
+        after = greedy_answers(service, prompts, args.num_tokens)
+    print("Starting an engine that reads the checkpoint", flush=True)
+    with make_service(args, checkpoint) as service:
+        expected = greedy_answers(service, prompts, args.num_tokens)
+
+    compared = Comparison.of(after, expected)
+    gibberish = Comparison.of(before, expected)
+    phases = milliseconds(report)
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        shown = " ".join(map(str, old[:6])), " ".join(map(str, new[:6]))
+        print(f"  prompt {number:2}: before {shown[0]} … | after {shown[1]} …")
+    print(f"before the push: {gibberish.equal} of {gibberish.total} answers equal")
+    print(f"after the push: {compared.equal} of {compared.total} answers equal")
+    print("  " + ", ".join(f"{name} {one:.1f} ms" for name, one in phases.items()))
+    print(f"The compared tokens are of {len({one for some in after for one in some})} kinds")
+    where = write_record(
+        "tensor_parallel_fp8",
+        f"{args.model or args.shape}, tp {TENSOR_PARALLEL}, {args.quantization}",
+        {"before": gibberish, "after": compared},
+        {"after": phases},
+        smoke=args.smoke or not torch.cuda.is_available(),
+    )
+    print(f"Record: {where}")
+    if compared.first:
+        print(f"FAIL {compared.first}")
+        return False
+    if gibberish.equal:
+        print(f"FAIL {gibberish.equal} answers were right before the push: it proves nothing")
+        return False
+    print(f"PASS tokens_equal {compared.fraction:.3f} push_ms {phases['push']:.1f}")
+    return True
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tutorial; what was started is ended, also on Ctrl-C."""
+    args = parse_args(argv)
+    keep_quiet()
+    if torch.cuda.is_available():
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    began = time.perf_counter()
+    with (
+        tempfile.TemporaryDirectory(prefix="tensor-parallel-") as directory,
+        ray_running(args.engine_gpus),
+    ):
+        passed = run(args, Path(directory))
+    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""A sharded trainer and a mixture-of-experts engine with data and expert parallelism.
+
+Usage:
+    python tutorials/06_fsdp_expert_parallel.py             # tiny random model, no GPU, a minute
+    python tutorials/06_fsdp_expert_parallel.py --smoke     # the same, as CI runs it
+    python tutorials/06_fsdp_expert_parallel.py --shape 30b-a3b    # Qwen3-30B-A3B's shape, GPUs
+
+On GPUs half of them are the trainer's and half the engine's, four of each with eight. The program
+starts itself once for each rank of the trainer, as ``torchrun`` does.
+
+The last line is ``PASS tokens_equal <fraction> push_ms <milliseconds>``, or ``FAIL`` with the first
+token that differs, and a non-zero exit status.
+
+What PASS claims: after a first push, a training step and a second push, every token of every answer
+is that of an engine which loaded the trainer's checkpoint of that moment from disk; and the step
+has changed the answers, so that the first push's weights would not have passed.
+
+One of vLLM's own examples of reinforcement learning does the same on vLLM's interfaces:
+github.com/vllm-project/vllm, ``examples/rl/rlhf_nccl_fsdp_ep.py``.
+"""
+
+# %% [markdown]
+# # FSDP2 and expert parallelism
+#
+# The model does not fit on one GPU of the trainer, so *FSDP2* cuts each parameter into shards, one
+# on each rank. It does not fit on one GPU of the engine either: attention runs on all of them with
+# different requests (*data parallelism*), and each holds some of the experts (*expert
+# parallelism*).
+#
+# Neither side has the model in one piece, and none is needed: the first rank gathers one layer
+# while it sends the one before, every rank takes part, and each worker of the engine keeps what is
+# its own. In code that is one line on every rank, `updater.push_weights()`, with a service on the
+# first rank and `None` on the others.
+#
+# The CPU build of vLLM runs expert parallelism with one worker only; the tiny engine has that.
+
+# %%
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from common.quiet import keep_quiet  # sets what the libraries below read
+
+# isort: split
+import torch
+import torch.distributed as dist
+from common.checkpoints import MOE_SHAPES, save_shape
+from common.engines import ray_running, small_service
+from common.equality import Comparison, greedy_answers, random_prompts, write_record
+from common.phases import milliseconds
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from torchrl_vllm_sync import AsyncVLLM, WeightUpdater
+
+# %% [markdown]
+# ## Settings
+
+# %%
+CPU_RANKS = 2
+NUM_PROMPTS = 16
+NUM_TOKENS = 64
+SMOKE_TOKENS = 24
+LEARNING_RATE = 0.05  # of one step of plain SGD, large enough to change answers
+JOIN_TIMEOUT = timedelta(minutes=10)  # for a rank that waits while the first one starts engines
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line and finds the devices."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=MOE_SHAPES, default="tiny-moe", help="random weights")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smoke", action="store_true", help="fewer tokens, no record")
+    args = parser.parse_args(argv)
+    if args.prompts < 1:
+        parser.error("--prompts must be at least 1")
+    num_gpus = torch.cuda.device_count()
+    if (num_gpus % 2 or num_gpus == 2) or (not num_gpus and args.shape != "tiny-moe"):
+        parser.error(f"four or eight GPUs are needed, got {num_gpus}")
+    args.engine_gpus, args.num_ranks = num_gpus // 2, num_gpus // 2 or CPU_RANKS
+    args.on_gpus = num_gpus > 0
+    args.dtype = torch.bfloat16 if args.on_gpus else torch.float32
+    args.num_tokens = SMOKE_TOKENS if args.smoke else NUM_TOKENS
+    return args
+
+
+# %% [markdown]
+# ## The trainer
+#
+# Each rank makes its shards where they belong: the whole model is never anywhere. A tiny step of
+# SGD on random tokens stands for training.
+
+
+# %%
+def make_model(args: argparse.Namespace, checkpoint: Path, device: torch.device) -> PreTrainedModel:
+    """Returns this rank's part of a random model."""
+    config: Any = AutoConfig.from_pretrained(checkpoint)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=args.dtype)
+    mesh = init_device_mesh(device.type, (args.num_ranks,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device=device)
+    torch.manual_seed(args.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=config.initializer_range)
+        for name, module in model.named_modules():
+            if name.endswith("rotary_emb"):  # computed, not learned: what ``meta`` has left out
+                module.__init__(config, device=device)
+    return model
+
+
+def train_step(model: PreTrainedModel, device: torch.device, seed: int) -> float:
+    """One step on tokens that differ from rank to rank; returns the loss."""
+    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    ids = torch.randint(5, 500, (1, 64), generator=generator).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def save(model: PreTrainedModel, checkpoint: Path) -> None:
+    """Writes the whole model to the checkpoint's directory; every rank takes part."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        config: Any = AutoConfig.from_pretrained(checkpoint)
+        with torch.device("meta"):
+            plain = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+        plain.load_state_dict(whole, assign=True)
+        plain.save_pretrained(checkpoint)
+    dist.barrier()
+
+
+# %% [markdown]
+# ## The engine
+
+
+# %%
+def make_service(args: argparse.Namespace, checkpoint: Path, **engine: Any) -> AsyncVLLM:
+    """Starts one engine; leaving the service's ``with`` block ends it."""
+    return small_service(
+        checkpoint,
+        args.dtype,
+        data_parallel_size=args.engine_gpus or 1,
+        enable_expert_parallel=True,
+        **engine,
+    )
+
+
+# %% [markdown]
+# ## All ranks
+#
+# What only the first rank does stands behind `if service`. `push_weights` is called by all of them.
+
+
+# %%
+@contextlib.contextmanager
+def first_rank_service(
+    args: argparse.Namespace, checkpoint: Path, **engine: Any
+) -> Iterator[AsyncVLLM | None]:
+    """Starts an engine on the first rank; the others get ``None`` when it is there."""
+    if dist.get_rank():
+        dist.barrier()
+        yield None
+        return
+    with make_service(args, checkpoint, **engine) as service:
+        dist.barrier()
+        yield service
+
+
+def ask(args: argparse.Namespace, service: AsyncVLLM | None) -> list[list[int]]:
+    """The engine's answers, on the first rank."""
+    if service is None:
+        return []
+    return greedy_answers(service, random_prompts(args.prompts, args.seed), args.num_tokens)
+
+
+def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool:
+    """Everything in order, on every rank; returns whether all was as it should be."""
+    first = dist.get_rank() == 0
+    checkpoint = directory / args.shape
+    if first:
+        save_shape(args.shape, directory, dtype=str(args.dtype).removeprefix("torch."))
+        print(f"Starting an engine with no weights, and {args.num_ranks} ranks", flush=True)
+    dist.barrier()
+    model = make_model(args, checkpoint, device)
+    with first_rank_service(args, checkpoint, load_format="dummy") as service:
+        updater = WeightUpdater(service, source=model)
+        answers = [ask(args, service)]
+        updater.push_weights()
+        answers.append(ask(args, service))
+        loss = train_step(model, device, args.seed)
+        report = updater.push_weights()
+        answers.append(ask(args, service))
+    save(model, checkpoint)
+    if not first:
+        return True
+    print("Starting an engine that reads the trainer's checkpoint", flush=True)
+    with make_service(args, checkpoint) as service:
+        expected = ask(args, service)
+    shown = dict(zip(("dummy weights", "first push", "second push"), answers, strict=True))
+    compared = {name: Comparison.of(one, expected) for name, one in shown.items()}
+    for number in range(args.prompts):
+        parts = [f"{name} {' '.join(map(str, one[number][:5]))} …" for name, one in shown.items()]
+        print(f"  prompt {number:2}: {' | '.join(parts)}")
+    for name, one in compared.items():
+        print(f"{name}: {one.equal} of {one.total} answers equal to the checkpoint's")
+    phases = milliseconds(report)
+    print(f"loss {loss:.3f}; " + ", ".join(f"{name} {one:.1f} ms" for name, one in phases.items()))
+    where = write_record(
+        "fsdp_expert_parallel",
+        f"{args.shape}, {args.num_ranks} ranks, dp {args.engine_gpus or 1} with experts",
+        compared,
+        {"second push": phases},
+        smoke=args.smoke or not args.on_gpus,
+    )
+    print(f"Record: {where}")
+    claimed = compared["second push"]
+    if claimed.first:
+        print(f"FAIL {claimed.first}")
+        return False
+    if compared["first push"].equal == args.prompts:
+        print("FAIL the training step changed no answer: the second push proves nothing")
+        return False
+    print(f"PASS tokens_equal {claimed.fraction:.3f} push_ms {phases['push']:.1f}")
+    return True
+
+
+# %% [markdown]
+# ## Starting the ranks
+
+
+# %%
+def as_rank(args: argparse.Namespace) -> int:
+    """One rank of the trainer; the first one has Ray, the engine and the directory."""
+    keep_quiet()
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", args.engine_gpus + rank) if args.on_gpus else torch.device("cpu")
+    if args.on_gpus:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if args.on_gpus else "gloo", timeout=JOIN_TIMEOUT)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(dist.destroy_process_group)
+        names: list[Any] = [None]
+        if rank == 0:
+            directory = tempfile.TemporaryDirectory(prefix="fsdp-")
+            names = [cleanup.enter_context(directory)]
+            cleanup.enter_context(ray_running(args.engine_gpus))
+        dist.broadcast_object_list(names, device=device)
+        return 0 if run(args, Path(names[0]), device) else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tutorial; what was started is ended, also on Ctrl-C."""
+    args = parse_args(argv)
+    if "LOCAL_RANK" in os.environ:
+        return as_rank(args)
+    began = time.perf_counter()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        f"--nproc-per-node={args.num_ranks}", __file__, *(sys.argv[1:] if argv is None else argv),
+    ]  # fmt: skip
+    status = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return status.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""A trainer on one node and replicas on another, and what crosses between them.
+
+Usage:
+    python tutorials/07_two_nodes.py                        # tiny random model, no GPU, a minute
+    python tutorials/07_two_nodes.py --smoke                # the same, as CI runs it
+    python tutorials/07_two_nodes.py --shape 8b             # Qwen3-8B's shape, three GPUs
+    python tutorials/07_two_nodes.py --address auto         # on the node of a real cluster
+
+Without ``--address`` both nodes are on this machine: two of Ray's node processes, the first with
+the trainer and no room for replicas. What that shows is placement and the path of the weights, not
+the speed of a network; the output and the record say so.
+
+The last line is ``PASS tokens_equal <fraction> push_ms <milliseconds>``, or ``FAIL`` with the first
+token that differs, and a non-zero exit status.
+
+What PASS claims: no replica is on the trainer's node, and after the push every token of every
+answer of every replica is that of an engine which loaded the trainer's checkpoint from disk.
+"""
+
+# %% [markdown]
+# # Two nodes
+#
+# A Ray cluster is one pool of resources, whichever node they are on. The trainer runs where it was
+# started; replicas go where there is room. Shared memory ends at a node's border, so that the
+# weights go by `broadcast`: NCCL between GPUs, Gloo between CPUs, over the network where there is
+# one.
+#
+# With two real nodes: `ray start --head --num-gpus 0` on the trainer's, `ray start --address=...`
+# on the other, and this program with `--address auto` on the first. `NCCL_SOCKET_IFNAME` names the
+# network interface, if NCCL finds the wrong one.
+
+# %%
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.quiet import keep_quiet  # sets what the libraries below read
+
+# isort: split
+import ray
+import torch
+from common.checkpoints import SHAPES, load_trainer, make_checkpoint
+from common.engines import end_on_sigterm, small_service
+from common.equality import Comparison, greedy_answers, random_prompts, write_record
+from common.phases import milliseconds
+from ray.cluster_utils import Cluster
+
+from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
+
+# %% [markdown]
+# ## Settings
+
+# %%
+NUM_PROMPTS = 16
+NUM_TOKENS = 64
+SMOKE_TOKENS = 24
+CPU_REPLICAS = 2
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line and finds the devices."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny", help="random weights")
+    parser.add_argument("--address", help="of a Ray cluster with replicas' GPUs on other nodes")
+    parser.add_argument("--replicas", type=int, help="vLLM engines; one for each GPU there is")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smoke", action="store_true", help="fewer tokens, no record")
+    args = parser.parse_args(argv)
+    num_gpus = torch.cuda.device_count()
+    if args.address is None and (num_gpus == 1 or (not num_gpus and args.shape != "tiny")):
+        parser.error(f"one GPU for the trainer and one for each replica are needed, got {num_gpus}")
+    args.on_gpus = num_gpus > 0
+    # Here the trainer has the last one; on a cluster the replicas' are on other nodes.
+    args.engine_gpus = max(0, num_gpus - 1)
+    args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
+    args.replicas = args.replicas or args.engine_gpus or CPU_REPLICAS
+    if args.prompts < 1 or args.replicas < 1:
+        parser.error("--prompts and --replicas must be at least 1")
+    args.dtype = torch.bfloat16 if args.on_gpus else torch.float32
+    args.num_tokens = SMOKE_TOKENS if args.smoke else NUM_TOKENS
+    return args
+
+
+# %% [markdown]
+# ## The nodes
+
+
+# %%
+@contextlib.contextmanager
+def nodes(args: argparse.Namespace) -> Iterator[None]:
+    """Joins the cluster, or starts one of two nodes on this machine and ends it."""
+    with contextlib.ExitStack() as cleanup:
+        address = args.address
+        if address is None:
+            cluster = Cluster()
+            cleanup.callback(cluster.shutdown)
+            cluster.add_node(num_cpus=0, num_gpus=0, include_dashboard=False)
+            cluster.add_node(num_cpus=args.replicas, num_gpus=args.engine_gpus)
+            address = cluster.address
+        cleanup.callback(ray.shutdown)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        end_on_sigterm()
+        yield
+
+
+def places(service: AsyncVLLM) -> dict[str, str]:
+    """Ray's id of the node of each replica."""
+    found = service.call_replicas("describe")
+    return {name: one.processes.node_id for name, one in found.items()}
+
+
+# %% [markdown]
+# ## The push
+#
+# The replicas are asked one by one (`actor_index`), so that each has to show what it holds.
+
+
+# %%
+def run(args: argparse.Namespace, directory: Path) -> bool:
+    """Everything in order; returns whether all was as it should be."""
+    old, new = (
+        make_checkpoint(args.shape, directory, seed=seed, dtype=args.dtype, device=args.device)
+        for seed in (args.seed, args.seed + 1)
+    )
+    trained = load_trainer(new, dtype=args.dtype, device=args.device)
+    prompts = random_prompts(args.prompts, args.seed)
+    cpus = 0 if args.on_gpus else 1  # without GPUs, a CPU of Ray's is what only the other node has
+    here = ray.get_runtime_context().get_node_id()
+    where = "two Ray nodes" if args.address else "two Ray nodes on one machine"
+    print(f"Starting {args.replicas} replicas; {where}", flush=True)
+    with small_service(
+        old, args.dtype, num_replicas=args.replicas, num_cpus_per_replica=cpus
+    ) as service:
+        found = places(service)
+        print(f"  the trainer's node: {here[:8]}")
+        for name, node in found.items():
+            print(f"  replica {name} on node: {node[:8]}")
+        before = greedy_answers(service, prompts, args.num_tokens)
+        report = service.push_weights(trained, transport=BroadcastTransport())
+        after = [
+            greedy_answers(service, prompts, args.num_tokens, actor_index=index)
+            for index in range(args.replicas)
+        ]
+    print("Starting an engine that reads the trainer's checkpoint", flush=True)
+    with small_service(new, args.dtype, num_cpus_per_replica=cpus) as service:
+        expected = greedy_answers(service, prompts, args.num_tokens)
+
+    gibberish = Comparison.of(before, expected)
+    compared = Comparison.of([one for some in after for one in some], expected * args.replicas)
+    phases = milliseconds(report)
+    print(f"before the push: {gibberish.equal} of {gibberish.total} answers equal")
+    print(f"after the push: {compared.equal} of {compared.total} answers equal, of all replicas")
+    print("  " + ", ".join(f"{name} {one:.1f} ms" for name, one in phases.items()))
+    record = write_record(
+        "two_nodes",
+        f"{args.shape}, {args.replicas} replicas, {where}",
+        {"before": gibberish, "after": compared},
+        {"after": phases},
+        smoke=args.smoke or not args.on_gpus,
+    )
+    print(f"Record: {record}")
+    failure = compared.first
+    if here in found.values():
+        failure = "a replica is on the trainer's node"
+    elif gibberish.equal == gibberish.total:
+        failure = "the answers were right before the push: it proves nothing"
+    if failure:
+        print(f"FAIL {failure}")
+        return False
+    print(f"PASS tokens_equal {compared.fraction:.3f} push_ms {phases['push']:.1f}")
+    return True
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tutorial; what was started is ended, also on Ctrl-C."""
+    args = parse_args(argv)
+    keep_quiet()
+    if args.on_gpus:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="two-nodes-") as directory, nodes(args):
+        passed = run(args, Path(directory))
+    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
