@@ -14,6 +14,7 @@ from torchrl_vllm_sync.background import run_blocking
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.admission import AdmissionGate
+from torchrl_vllm_sync.engine.checkpoint import check_can_be_filled
 from torchrl_vllm_sync.engine.samples import SampleVersions
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
@@ -65,11 +66,13 @@ class LocalLLM:
         llm: Created with the ``worker_extension_cls`` above, or a subclass of it.
 
     Raises:
-        UnsupportedArgumentError: It was not.
+        UnsupportedArgumentError: It was not, or its model is quantised such that no push can fill
+            it.
     """
 
     def __init__(self, llm: LLM) -> None:
         _require_extension(llm)
+        check_can_be_filled(llm.llm_engine.vllm_config.model_config)
         known = vars(llm.llm_engine).get(REPLICA_ATTRIBUTE)
         self._replica: _LocalReplica = known or _LocalReplica(llm)
         self._metadata: list[ParamMeta] | None = None

@@ -105,9 +105,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # %%
 def make_model(args: argparse.Namespace, checkpoint: Path, device: torch.device) -> PreTrainedModel:
     """Returns this rank's part of a random model."""
-    config: Any = AutoConfig.from_pretrained(checkpoint)
+    config = AutoConfig.from_pretrained(checkpoint)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=args.dtype)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=args.dtype)
     mesh = init_device_mesh(device.type, (args.num_ranks,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -115,14 +115,7 @@ def make_model(args: argparse.Namespace, checkpoint: Path, device: torch.device)
     model.to_empty(device=device)
     torch.manual_seed(args.seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(std=config.initializer_range)
-        for name, module in model.named_modules():
-            if name.endswith("rotary_emb"):  # computed, not learned: what ``meta`` has left out
-                module.__init__(config, device=device)
+        model.apply(model._init_weights)  # the buffers of rotary embeddings too
     return model
 
 

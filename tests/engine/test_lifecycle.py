@@ -1,6 +1,8 @@
 """From launch to shutdown: who can use a service, from where, and that nothing of it stays."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -284,6 +286,22 @@ def test_a_launch_that_fails_half_way_leaves_nothing(nothing_stays, checkpoint):
 def test_a_model_that_does_not_exist_is_named(nothing_stays, tmp_path):
     with pytest.raises(LaunchError, match="missing"):
         AsyncVLLM.from_pretrained(str(tmp_path / "missing"), **ENGINE)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_quantised_already_is_refused(nothing_stays, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "quantised")
+    config = tmp_path / "quantised" / "config.json"
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    quantised = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
+    }
+    fields = json.loads(config.read_text()) | {"quantization_config": quantised}
+    config.write_text(json.dumps(fields))
+    with pytest.raises(LaunchError, match=r"quantised already \(compressed-tensors\)"):
+        AsyncVLLM.from_pretrained(str(config.parent), **ENGINE)
 
 
 @pytest.mark.slow

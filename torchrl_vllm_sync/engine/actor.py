@@ -17,7 +17,7 @@ from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.admission import AdmissionGate
 from torchrl_vllm_sync.engine.answers import RequestAnswers
 from torchrl_vllm_sync.engine.broadcast_loads import BroadcastLoads
-from torchrl_vllm_sync.engine.checkpoint import checkpoint_metadata
+from torchrl_vllm_sync.engine.checkpoint import check_can_be_filled, checkpoint_metadata
 from torchrl_vllm_sync.engine.health import EngineHealth
 from torchrl_vllm_sync.engine.native import NativeWeightTransfer
 from torchrl_vllm_sync.engine.native_updates import NativeUpdates
@@ -93,9 +93,11 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
 
         Raises:
             TransferError: There is no memory for staged weights, which were asked for.
+            UnsupportedArgumentError: The model is quantised such that no push can fill it.
             Exception: Whatever vLLM raises when it cannot start with these arguments.
         """
         os.environ.update(self._environment)
+        check_can_be_filled(self._engine_args.create_model_config())
         self.engine = AsyncLLM.from_engine_args(self._engine_args, stat_loggers=[self._stats])
         for refusal in await internals.call_workers(self.engine, "sync_staging_refusal", ()):
             if refusal:

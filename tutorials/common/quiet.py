@@ -25,6 +25,8 @@ UPSTREAM_WARNINGS = [
     ("Using WeightUpdaterBase is deprecated", DeprecationWarning),
     # TorchRL 0.14 adds the missing dimension to its wrapper's own output.
     ("Response history should have one more batch dimension", UserWarning),
+    # torch warns of random numbers that differ between meshes, where only being random counts.
+    ("DTensor random operators may not have complete support", UserWarning),
     # TensorDict pads ragged rows through torch's nested tensors.
     ("The PyTorch API of nested tensors is in prototype stage", UserWarning),
 ]
