@@ -50,6 +50,7 @@ from typing import Any
 from common.quiet import keep_quiet  # sets what the libraries below read
 
 # isort: split
+import ray
 import torch
 import torch.distributed as dist
 from common.checkpoints import MOE_SHAPES, save_shape
@@ -71,18 +72,20 @@ CPU_RANKS = 2
 NUM_PROMPTS = 16
 NUM_TOKENS = 64
 SMOKE_TOKENS = 24
-LEARNING_RATE = 0.05  # of one step of plain SGD, large enough to change answers
+LEARNING_RATE = 0.3  # of one step of plain SGD, large enough to change answers
+DIRECTORY = "TUTORIAL_DIRECTORY"  # names it to the ranks
+END_TIMEOUT_S = 90.0  # for ranks and engines that are told to end
 JOIN_TIMEOUT = timedelta(minutes=10)  # for a rank that waits while the first one starts engines
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     """Reads the command line and finds the devices."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=MOE_SHAPES, default="tiny-moe", help="random weights")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="fewer tokens, no record")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.prompts < 1:
         parser.error("--prompts must be at least 1")
     num_gpus = torch.cuda.device_count()
@@ -113,7 +116,7 @@ def make_model(args: argparse.Namespace, checkpoint: Path, device: torch.device)
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device=device)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed + dist.get_rank())  # equal shards would tie tokens with one another
     with torch.no_grad():
         model.apply(model._init_weights)  # the buffers of rotary embeddings too
     return model
@@ -189,27 +192,35 @@ def ask(args: argparse.Namespace, service: AsyncVLLM | None) -> list[list[int]]:
     return greedy_answers(service, random_prompts(args.prompts, args.seed), args.num_tokens)
 
 
+def say(step: str) -> None:
+    """Tells of a step, once for all ranks."""
+    if dist.get_rank() == 0:
+        print(step, flush=True)
+
+
 def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool:
     """Everything in order, on every rank; returns whether all was as it should be."""
     first = dist.get_rank() == 0
     checkpoint = directory / args.shape
     if first:
         save_shape(args.shape, directory, dtype=str(args.dtype).removeprefix("torch."))
-        print(f"Starting an engine with no weights, and {args.num_ranks} ranks", flush=True)
+    say(f"Starting an engine with no weights, and {args.num_ranks} ranks")
     dist.barrier()
     model = make_model(args, checkpoint, device)
     with first_rank_service(args, checkpoint, load_format="dummy") as service:
         updater = WeightUpdater(service, source=model)
         answers = [ask(args, service)]
+        say("A first push, by all ranks")
         updater.push_weights()
         answers.append(ask(args, service))
+        say("A training step, and a second push")
         loss = train_step(model, device, args.seed)
         report = updater.push_weights()
         answers.append(ask(args, service))
     save(model, checkpoint)
     if not first:
         return True
-    print("Starting an engine that reads the trainer's checkpoint", flush=True)
+    say("Starting an engine that reads the trainer's checkpoint")
     with make_service(args, checkpoint) as service:
         expected = ask(args, service)
     shown = dict(zip(("dummy weights", "first push", "second push"), answers, strict=True))
@@ -226,7 +237,7 @@ def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool
         f"{args.shape}, {args.num_ranks} ranks, dp {args.engine_gpus or 1} with experts",
         compared,
         {"second push": phases},
-        smoke=args.smoke or not args.on_gpus,
+        smoke=args.smoke,
     )
     print(f"Record: {where}")
     claimed = compared["second push"]
@@ -245,39 +256,64 @@ def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool
 
 
 # %%
-def as_rank(args: argparse.Namespace) -> int:
-    """One rank of the trainer; the first one has Ray, the engine and the directory."""
+def as_rank(args: argparse.Namespace, directory: Path) -> int:
+    """One rank of the trainer; the first one has the engine."""
     keep_quiet()
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", args.engine_gpus + rank) if args.on_gpus else torch.device("cpu")
     if args.on_gpus:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if args.on_gpus else "gloo", timeout=JOIN_TIMEOUT)
     with contextlib.ExitStack() as cleanup:
-        cleanup.callback(dist.destroy_process_group)
-        names: list[Any] = [None]
         if rank == 0:
-            directory = tempfile.TemporaryDirectory(prefix="fsdp-")
-            names = [cleanup.enter_context(directory)]
-            cleanup.enter_context(ray_running(args.engine_gpus))
-        dist.broadcast_object_list(names, device=device)
-        return 0 if run(args, Path(names[0]), device) else 1
+            cleanup.enter_context(ray_running(address=os.environ["RAY_ADDRESS"]))
+        dist.init_process_group("nccl" if args.on_gpus else "gloo", timeout=JOIN_TIMEOUT)
+        cleanup.callback(dist.destroy_process_group)
+        return 0 if run(args, directory, device) else 1
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the tutorial; what was started is ended, also on Ctrl-C."""
-    args = parse_args(argv)
-    if "LOCAL_RANK" in os.environ:
-        return as_rank(args)
-    began = time.perf_counter()
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={args.num_ranks}", __file__, *(sys.argv[1:] if argv is None else argv),
+def start_ranks(args: argparse.Namespace, directory: Path) -> int:
+    """Runs this file once for each rank, and returns how that ended."""
+    torchrun = [
+        "-m", "torch.distributed.run", "--standalone", f"--log-dir={directory / 'ranks'}",
+        f"--nproc-per-node={args.num_ranks}",
     ]  # fmt: skip
-    status = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    shared = {
+        "OMP_NUM_THREADS": "1",
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+        DIRECTORY: str(directory),
+    }
+    ranks = subprocess.Popen(
+        [sys.executable, *torchrun, __file__, *sys.argv[1:]],
+        env=os.environ | shared,
+        start_new_session=True,  # Ctrl-C reaches it once, from here
+    )
+    try:
+        return ranks.wait()
+    except KeyboardInterrupt:
+        ranks.terminate()
+        ranks.wait(END_TIMEOUT_S)
+        raise
+
+
+def main() -> int:
+    """Runs the tutorial; what was started is ended, also on Ctrl-C.
+
+    Ray and the directory belong to the process that starts the ranks: ``torchrun`` ends each rank
+    with all that it has started.
+    """
+    args = parse_args()
+    if DIRECTORY in os.environ:
+        return as_rank(args, Path(os.environ[DIRECTORY]))
+    if args.on_gpus:
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+    began = time.perf_counter()
+    with (
+        tempfile.TemporaryDirectory(prefix="fsdp-") as directory,
+        ray_running(args.engine_gpus),
+    ):
+        status = start_ranks(args, Path(directory))
     print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return status.returncode
+    return status
 
 
 if __name__ == "__main__":

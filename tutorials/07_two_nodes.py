@@ -32,7 +32,6 @@ answer of every replica is that of an engine which loaded the trainer's checkpoi
 # %%
 import argparse
 import contextlib
-import logging
 import os
 import sys
 import tempfile
@@ -46,7 +45,7 @@ from common.quiet import keep_quiet  # sets what the libraries below read
 import ray
 import torch
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
-from common.engines import end_on_sigterm, small_service
+from common.engines import end_on_sigterm, ray_running, small_service
 from common.equality import Comparison, greedy_answers, random_prompts, write_record
 from common.phases import milliseconds
 from ray.cluster_utils import Cluster
@@ -98,6 +97,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def nodes(args: argparse.Namespace) -> Iterator[None]:
     """Joins the cluster, or starts one of two nodes on this machine and ends it."""
     with contextlib.ExitStack() as cleanup:
+        end_on_sigterm()
         address = args.address
         if address is None:
             cluster = Cluster()
@@ -105,9 +105,7 @@ def nodes(args: argparse.Namespace) -> Iterator[None]:
             cluster.add_node(num_cpus=0, num_gpus=0, include_dashboard=False)
             cluster.add_node(num_cpus=args.replicas, num_gpus=args.engine_gpus)
             address = cluster.address
-        cleanup.callback(ray.shutdown)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        end_on_sigterm()
+        cleanup.enter_context(ray_running(address=address))
         yield
 
 
@@ -144,6 +142,7 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
         for name, node in found.items():
             print(f"  replica {name} on node: {node[:8]}")
         before = greedy_answers(service, prompts, args.num_tokens)
+        print("Pushing the trainer's weights into all of them", flush=True)
         report = service.push_weights(trained, transport=BroadcastTransport())
         after = [
             greedy_answers(service, prompts, args.num_tokens, actor_index=index)
@@ -164,7 +163,7 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
         f"{args.shape}, {args.replicas} replicas, {where}",
         {"before": gibberish, "after": compared},
         {"after": phases},
-        smoke=args.smoke or not args.on_gpus,
+        smoke=args.smoke,
     )
     print(f"Record: {record}")
     failure = compared.first
@@ -184,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     keep_quiet()
     if args.on_gpus:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="two-nodes-") as directory, nodes(args):
         passed = run(args, Path(directory))

@@ -25,16 +25,20 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def ray_running(num_gpus: int) -> Iterator[None]:
-    """Starts Ray on this machine, with as many GPUs for engines, and ends it."""
+def ray_running(num_gpus: int | None = None, *, address: str = "local") -> Iterator[None]:
+    """Starts Ray on this machine, with as many GPUs for engines, and ends it.
+
+    With ``address`` it joins that cluster instead, and leaves it.
+    """
+    end_on_sigterm()
     ray.init(
-        address="local",
+        address=address,
         num_gpus=num_gpus,
-        include_dashboard=False,
+        include_dashboard=False if address == "local" else None,
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    end_on_sigterm()
+    end_on_sigterm()  # Ray has set its own
     try:
         yield
     finally:

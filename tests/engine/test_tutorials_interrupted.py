@@ -1,0 +1,64 @@
+"""Tutorials that are stopped in the middle: whatever they had started is gone, files included."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
+END_TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def directory():
+    """A short one, as Ray's sockets have to lie in it; pytest's is too long."""
+    with tempfile.TemporaryDirectory(prefix="t-") as name:
+        yield Path(name)
+
+
+def started_by(process):
+    """Everything below a process; by what it is, as a process id may be used again."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "after", "sent"),
+    [
+        ("05_tensor_parallel_fp8", "Starting an engine", signal.SIGINT),
+        ("06_fsdp_expert_parallel", "A first push", signal.SIGTERM),
+        ("07_two_nodes", "Starting 2 replicas", signal.SIGTERM),
+    ],
+)
+def test_an_interrupted_tutorial_leaves_nothing(name, after, sent, directory):
+    tutorial = subprocess.Popen(
+        [sys.executable, "-u", TUTORIALS / f"{name}.py", "--smoke"],
+        env=os.environ | {"TMPDIR": str(directory)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert any(after in line for line in tutorial.stdout)
+        time.sleep(2.0)  # engines are being started, or weights are on their way
+        started = started_by(tutorial)
+        assert len(started) > 5  # Ray's processes at the least
+        tutorial.send_signal(sent)
+        rest = tutorial.stdout.read()  # until nothing that writes to it is left
+        assert tutorial.wait(END_TIMEOUT_S) != 0
+        assert "PASS" not in rest
+        _, alive = psutil.wait_procs(started, timeout=END_TIMEOUT_S)
+        assert not alive, [one.cmdline() for one in alive]
+    finally:
+        tutorial.kill()
+        tutorial.wait(END_TIMEOUT_S)
+        tutorial.stdout.close()
+    left = [one.name for one in directory.iterdir() if one.name != "ray"]
+    assert not left
