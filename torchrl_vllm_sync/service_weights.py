@@ -159,7 +159,14 @@ class ServiceWeights(ServiceVersions):
         self._call_all("stop_following")
 
     def use_transport(self, transport: WeightTransport) -> None:
-        """Makes ``transport`` the one that pushes use, and closes the one before."""
+        """Makes ``transport`` the one that pushes use, and closes the one before.
+
+        Args:
+            transport: What to send through.
+
+        Raises:
+            UnsupportedArgumentError: It has not the methods of a ``WeightTransport``.
+        """
         self._pusher.use(transport)
 
     def init_weight_update_group(

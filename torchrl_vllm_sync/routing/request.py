@@ -52,7 +52,10 @@ class RoutingRequest:
         return len(prompt) // BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt)
 
     def chain(self, index: PrefixIndex) -> PromptChain:
-        """The prompt's digests in an index's blocks, computed once. There must be a prompt.
+        """Returns the prompt's digests in an index's blocks, computed once. There must be a prompt.
+
+        Args:
+            index: What the replicas' caches hold.
 
         Raises:
             InvalidPromptError: An id is not an integer of 32 bits.

@@ -180,7 +180,7 @@ class SnapshotWriter:
         return None if self._current is None else self._current.version
 
     def current(self) -> Manifest | None:
-        """The manifest on disk; None before the first publish.
+        """Returns the manifest on disk; None before the first publish.
 
         Raises:
             SnapshotError: It is damaged or unreadable.
@@ -190,6 +190,9 @@ class SnapshotWriter:
 
     def prepare(self, metadata: Sequence[ParamMeta]) -> None:
         """Makes all slots now, so that no publish pays for new pages; needs no tensors.
+
+        Args:
+            metadata: Names, dtypes and shapes of what will be published.
 
         Raises:
             SnapshotError: No space, or not writable.
@@ -220,11 +223,15 @@ class SnapshotWriter:
             metadata: Names, dtypes and shapes to store.
             version: Greater than ``last_version``.
 
+        Returns:
+            What was stored, and the seconds that each phase took.
+
         Raises:
             StaleVersionError: ``version`` is not greater than the last one.
             WeightMismatchError: ``tensors`` does not agree with ``metadata``.
             FencedWriterError: Another writer has taken over.
             SnapshotError: No space, not writable, or readers hold every slot (named).
+            ValueError: ``version`` is negative, or does not fit into 63 bits.
         """
         self._require_open()
         started = time.perf_counter()
