@@ -221,7 +221,7 @@ class LoadBalancer:
             group_id: The group of requests with the same prompt that it belongs to.
 
         Returns:
-            The reservation, which counts until it is released: use it in ``with``.
+            The reservation, which counts until it is released; use it in ``with``.
 
         Raises:
             InvalidPromptError: The prompt is empty or of a wrong type.

@@ -64,7 +64,7 @@ class LoadSnapshot:
 
     @property
     def cache_version(self) -> int:
-        """Version that its cache is of: as long as none is known, that of the first weights."""
+        """Version that its cache is of; as long as none is known, that of the first weights."""
         return self.weight_version or 0
 
     def hold(self, num_samples: int, tokens: int) -> None:

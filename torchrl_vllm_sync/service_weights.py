@@ -241,7 +241,7 @@ class ServiceWeights(ServiceVersions):
 
     @property
     def rendezvous(self) -> tuple[str, int | None]:
-        """Where transports meet the engines: this node's address, and a port if one was named."""
+        """This node's address, where transports meet the engines, and a port if one was named."""
         if self._rendezvous is None:
             return ray.util.get_node_ip_address(), None
         return self._rendezvous

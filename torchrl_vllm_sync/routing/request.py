@@ -45,7 +45,7 @@ class RoutingRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, as far as is known: 0 without one, a guess for text."""
+        """Tokens of the prompt as far as is known, 0 without one, a guess for text."""
         prompt = self.prompt
         if prompt is None:
             return 0

@@ -28,14 +28,14 @@ STALENESS_WEIGHT = "staleness_weight"
 class StalenessWeight(Transform):
     """Writes how many versions old each row is, and a weight that falls with it.
 
-    =====================  =======================  ==============================================
-    entry                  type, shape              holds
-    =====================  =======================  ==============================================
-    ``"staleness"``        int64, the batch's       newest version minus the oldest that sampled a
-                                                    token of the row; at least 0
-    ``"staleness_weight"`` float32, the batch's     ``0.5 ** (staleness / half_life)``, and 0 for
-                                                    rows more than ``max_staleness`` versions old
-    =====================  =======================  ==============================================
+    ======================  ====================  ================================================
+    entry                   type, shape           holds
+    ======================  ====================  ================================================
+    ``"staleness"``         int64, the batch's    newest version minus the oldest that sampled a
+                                                  token of the row; at least 0
+    ``"staleness_weight"``  float32, the batch's  ``0.5 ** (staleness / half_life)``, and 0 for
+                                                  rows more than ``max_staleness`` versions old
+    ======================  ====================  ================================================
 
     A plain geometric decay, of no published origin; TorchRL's ``StalenessAwareSampler`` decays by
     ``1 / (staleness + 1)`` instead, in how often it samples. It scales how much a row counts; it
