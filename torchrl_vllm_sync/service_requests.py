@@ -356,7 +356,8 @@ class ServiceRequests(ServiceReplicas):
 
         Args:
             method: Name of a method of the worker or of its extension.
-            timeout: Seconds that the engine waits for its workers; ``None`` waits without limit.
+            timeout: Seconds for the call, during which an engine may be silent; ``None`` sets no
+                limit, and allows 300 s of silence.
             args: Positional arguments.
             kwargs: Keyword arguments.
 
