@@ -28,7 +28,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
-.PHONY: help setup grpo test fuzz chaos soak lint format bench-smoke bench-table sync-table routing-table tutorial-smoke upstream-tests public-api lock clean
+.PHONY: help setup grpo test fuzz chaos soak lint format bench-smoke bench-table sync-table routing-table tutorial-smoke docs upstream-tests public-api lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -93,6 +93,14 @@ routing-table: $(STAMP)  ## Print the README's tables of routing
 
 tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
 	@for file in $(TUTORIALS); do echo "== $$file --smoke"; $(BIN)/python "$$file" --smoke; done
+
+# -n: every name that a docstring refers to must be found. Examples run under pytest, since most of
+# those that need no engine stand in modules that the reference does not show.
+docs: $(STAMP)  ## Build the reference into tutorials/output/reference, and run docstring examples
+	$(BIN)/python -m sphinx -W --keep-going -n -q -E -b html \
+	    -d tutorials/output/.doctrees tutorials/reference tutorials/output/reference
+	$(BIN)/python -m pytest -q tests/unit/test_examples.py tests/unit/test_reference.py
+	@echo "Built tutorials/output/reference/index.html"
 
 public-api: $(STAMP)  ## Regenerate tests/public_api.txt
 	$(BIN)/python tests/test_public_api.py

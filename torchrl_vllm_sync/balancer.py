@@ -181,7 +181,7 @@ class LoadBalancer:
     def select_actor(
         self, prompt: object = None, request_context: Mapping[str, Any] | None = None
     ) -> int:
-        """Position in ``actors`` of the actor to use for a request; reserves nothing.
+        """Returns the position in ``actors`` of the actor to use for a request; reserves nothing.
 
         Args:
             prompt: See ``reserve``.
@@ -219,6 +219,9 @@ class LoadBalancer:
             min_version: Use only replicas known to hold this policy version or a later one.
             session_id: The conversation that it belongs to.
             group_id: The group of requests with the same prompt that it belongs to.
+
+        Returns:
+            The reservation, which counts until it is released; use it in ``with``.
 
         Raises:
             InvalidPromptError: The prompt is empty or of a wrong type.
@@ -259,6 +262,9 @@ class LoadBalancer:
             group_id: Likewise.
             sampling_params: For each prompt how many samples it asks for, and their length at most;
                 None means one of unknown length.
+
+        Returns:
+            One reservation for each prompt, in order.
 
         Raises:
             InvalidPromptError: The batch or a prompt is empty, or of a wrong type.

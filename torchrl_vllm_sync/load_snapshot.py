@@ -64,23 +64,37 @@ class LoadSnapshot:
 
     @property
     def cache_version(self) -> int:
-        """Version that its cache is of: as long as none is known, that of the first weights."""
+        """Version that its cache is of; as long as none is known, that of the first weights."""
         return self.weight_version or 0
 
     def hold(self, num_samples: int, tokens: int) -> None:
-        """Counts samples, and the tokens that they hold, as in flight; only its ledger does so."""
+        """Counts samples, and the tokens that they hold, as in flight; only its ledger does so.
+
+        Args:
+            num_samples: How many more; negative for those that have ended.
+            tokens: What they hold.
+        """
         self.in_flight += num_samples
         self.held_tokens += tokens
 
     def is_fresh(self, now: float, max_age_s: float) -> bool:
-        """Whether the last report is at most ``max_age_s`` older than ``now``, by the clock."""
+        """Whether the last report is at most ``max_age_s`` older than ``now``, by the clock.
+
+        Args:
+            now: Time by the ledger's clock.
+            max_age_s: Seconds.
+        """
         return self.measured_at is not None and now - self.measured_at <= max_age_s
 
     def load(self, now: float, max_age_s: float) -> int:
-        """Samples that this replica holds, as well as this process can tell.
+        """Returns the samples that this replica holds, as well as this process can tell.
 
         Those counted here, which is exact, and those of other processes as of the last report, as
         long as that is fresh: so the error is what other processes sent or got back since then.
+
+        Args:
+            now: Time by the ledger's clock.
+            max_age_s: Older reports count as unknown.
         """
         if self.num_elsewhere and self.is_fresh(now, max_age_s):
             return self.in_flight + self.num_elsewhere
@@ -92,6 +106,13 @@ class LoadSnapshot:
         The engine's own figure while it is fresh, and what this process has reserved since.
         Otherwise all that this process has reserved. Blocks that requests share count once in the
         first and several times in the second. None if neither is known.
+
+        Args:
+            now: Time by the ledger's clock.
+            max_age_s: Older reports count as unknown.
+
+        Returns:
+            Share of the KV cache, 0 to 1 or more; None if unknown.
         """
         reserved = 0.0
         if self.kv_cache_usage is not None and self.is_fresh(now, max_age_s):
@@ -105,6 +126,11 @@ class LoadSnapshot:
         """Whether the KV cache would be at most 90 % full with so many tokens more.
 
         One of which nothing is known counts as having room.
+
+        Args:
+            tokens: Tokens more.
+            now: Time by the ledger's clock.
+            max_age_s: Older reports count as unknown.
         """
         room = self.kv_cache_tokens
         if self.kv_cache_usage is None:  # the usual case, without a report: quick
@@ -135,11 +161,15 @@ class LoadSnapshot:
         }
 
     def reaches(self, version: int) -> bool:
-        """Whether the replica is known to hold ``version`` or a later one."""
+        """Whether the replica is known to hold ``version`` or a later one.
+
+        Args:
+            version: Policy version.
+        """
         return self.weight_version is not None and self.weight_version >= version
 
     def describe(self) -> str:
-        """Says in words what the replica holds and is, as far as is known here."""
+        """Returns in words what the replica holds and is, as far as is known here."""
         if self.weight_version is None:
             return f"has not said what it holds and is {self.state}"
         return f"holds version {self.weight_version} and is {self.state}"

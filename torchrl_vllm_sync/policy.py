@@ -111,7 +111,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         self._finder = ConversationFinder()
 
     def get_new_version(self, **kwargs: Any) -> vLLMWrapper:
-        """Returns a copy with other settings; conversations are not shared with it."""
+        """Returns a copy with other settings; conversations are not shared with it.
+
+        Args:
+            **kwargs: Arguments of the constructor that differ.
+        """
         find_sessions = kwargs.pop("find_sessions", self.find_sessions)
         other: vLLMWrapper = super().get_new_version(**kwargs)
         other.find_sessions = find_sessions

@@ -222,6 +222,9 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
             enable_fp32_output: Compute output layers in float32.
             **kwargs: Keyword arguments of the constructor, and fields of ``AsyncEngineArgs``.
 
+        Returns:
+            The service, which serves.
+
         Raises:
             UnsupportedArgumentError: See the constructor.
             PlacementError: The cluster cannot hold the replicas; said at once.
@@ -244,6 +247,9 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
             engine_args: vLLM engine arguments.
             num_replicas: Engines to start.
             **kwargs: Keyword arguments of the constructor.
+
+        Returns:
+            The service, which serves.
 
         Raises:
             UnsupportedArgumentError: See the constructor.
@@ -433,6 +439,9 @@ def make_async_vllm_engine(
         data_parallel_size: Data-parallel engines in a replica.
         pipeline_parallel_size: Pipeline stages in a replica.
         **kwargs: Keyword arguments of ``AsyncVLLM``, and fields of ``AsyncEngineArgs``.
+
+    Returns:
+        The service, which serves.
 
     Raises:
         UnsupportedArgumentError: See ``AsyncVLLM``.

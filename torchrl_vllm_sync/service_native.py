@@ -158,6 +158,7 @@ class ServiceNative(ServiceWeights):
                 nothing had been touched it is stale until a later update succeeds.
             WeightMismatchError: See :meth:`push_weights`.
             WeightSyncError: See :meth:`push_weights`.
+            UnsupportedArgumentError: A list has not one part for each worker.
         """
         if not _is_payload(weights):
             self.push_weights(weights, timeout_s=timeout_s)
@@ -228,6 +229,9 @@ class ServiceNative(ServiceWeights):
 
     def resume_generation(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Ends :meth:`pause_generation`; does nothing to engines that are not paused.
+
+        Args:
+            timeout_s: Seconds for it.
 
         Raises:
             TransferNotReadyError: A weight update is open, or an engine is asleep.

@@ -92,6 +92,9 @@ class ServiceReplicas:
             calls: Replica id to its positional arguments.
             **kwargs: Keyword arguments for all of them.
 
+        Returns:
+            The calls under way, whose ``answers(deadline_s)`` waits for them.
+
         Raises:
             ServiceClosedError: The service is not launched, or was shut down.
         """
@@ -123,7 +126,12 @@ class ServiceReplicas:
         }
 
     def note_left_behind(self, version: int, replica_ids: Collection[str]) -> None:
-        """Keeps this process's requests from replicas until they report ``version``."""
+        """Keeps this process's requests from replicas until they report ``version``.
+
+        Args:
+            version: The version that they must report.
+            replica_ids: Ids of the replicas; unknown ones are passed over.
+        """
         with self.load.lock:
             for replica_id in set(replica_ids).intersection(self.load.replica_ids):
                 self.load.set_floor(replica_id, version)

@@ -196,7 +196,23 @@ class ServiceRequests(ServiceReplicas):
         session_id: RequestKey | None = None,
         group_id: RequestKey | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """``generate(stream=True)`` for asyncio: yields the growing outputs of one prompt."""
+        """Yields the growing outputs of one prompt: ``generate(stream=True)`` for asyncio.
+
+        Args:
+            prompt: One prompt, in any form that :meth:`generate` takes.
+            sampling_params: See :meth:`generate`, also for what follows.
+            prompt_token_ids: Token ids instead of ``prompt``.
+            lora_request: vLLM ``LoRARequest``.
+            timeout_seconds: Time limit; ``None`` means ``request_timeout_s``.
+            actor_index: Use this replica instead of the balancer's choice.
+            min_version: Begin only under this policy version or a later one.
+            session_id: Names the conversation.
+            group_id: Names prompts that are alike.
+
+        Yields:
+            ``RequestOutput`` objects, each with all tokens so far unless ``output_kind`` says
+            otherwise. Errors are those of :meth:`generate`.
+        """
         batch, balancer = await asyncio.to_thread(
             self._prepare,
             prompt,
@@ -271,6 +287,9 @@ class ServiceRequests(ServiceReplicas):
             strategy: See :class:`LoadBalancer`.
             **kwargs: Its other arguments.
 
+        Returns:
+            The balancer that requests go through from now on.
+
         Raises:
             UnknownStrategyError: A strategy's name is not registered.
             ServiceClosedError: The service is not launched, or was shut down.
@@ -292,6 +311,9 @@ class ServiceRequests(ServiceReplicas):
 
         ``None`` stands for an engine that does not answer.
 
+        Args:
+            actor_index: Position in :attr:`actors`; ``None`` for all.
+
         Raises:
             IndexError: ``actor_index`` is out of range.
         """
@@ -301,6 +323,9 @@ class ServiceRequests(ServiceReplicas):
         """Returns the share of KV-cache blocks in use, 0 to 1, of one engine, or the list for all.
 
         ``None`` until an engine has said, and for one that does not answer.
+
+        Args:
+            actor_index: Position in :attr:`actors`; ``None`` for all.
 
         Raises:
             IndexError: ``actor_index`` is out of range.
@@ -329,8 +354,18 @@ class ServiceRequests(ServiceReplicas):
     ) -> list[Any]:
         """Calls ``method`` on every vLLM worker of every replica.
 
+        Args:
+            method: Name of a method of the worker or of its extension.
+            timeout: Seconds for the call, during which an engine may be silent; ``None`` sets no
+                limit, and allows 300 s of silence.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+
         Returns:
             One Ray object ref for each replica; its value is the list of its workers' answers.
+
+        Raises:
+            ServiceClosedError: The service is not launched, or was shut down.
         """
         self._serving()
         return [actor.collective_rpc.remote(method, timeout, args, kwargs) for actor in self.actors]

@@ -87,10 +87,18 @@ class ServiceScheme(_TorchRLScheme):
         return VLLMWeightSender(self)
 
     def check_service(self, service: AsyncVLLM | LocalLLM) -> None:
-        """Refuses a service that is not what the scheme was made for."""
+        """Refuses a service that is not what the scheme was made for.
+
+        Args:
+            service: The service.
+        """
 
     def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
-        """Returns where trainer and engines meet, if that was given."""
+        """Returns where trainer and engines meet, if that was given.
+
+        Args:
+            service: The service.
+        """
         del service
         return {}
 
@@ -103,13 +111,21 @@ class ServiceScheme(_TorchRLScheme):
         return self._sender
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:  # noqa: ANN401
-        """Returns a new receiver for a service, or for a ``vllm.LLM``."""
+        """Returns a new receiver for a service, or for a ``vllm.LLM``.
+
+        Args:
+            vllm_engine: A service, or a ``vllm.LLM`` of this process.
+        """
         return VLLMWeightReceiver(self, vllm_engine)
 
     # ---------------------------------------------------------------- TorchRL's collectors
 
     def create_transport(self, **kwargs: Any) -> SenderTransport:
-        """Returns what TorchRL sends through: the scheme's sender."""
+        """Returns what TorchRL sends through: the scheme's sender.
+
+        Args:
+            **kwargs: What TorchRL says of the worker; not needed here.
+        """
         del kwargs
         return SenderTransport(self.create_sender())
 
@@ -204,6 +220,14 @@ class ServiceScheme(_TorchRLScheme):
         """Leaves ``weights`` as they are: the push reads them, merged, gathered and named.
 
         The name of a model of the collector stands for that model.
+
+        Args:
+            weights: What a push takes, or the name of a model of the collector.
+            *args: TorchRL's, for a name.
+            **kwargs: TorchRL's, for a name.
+
+        Returns:
+            What to push.
         """
         named = isinstance(weights, str)
         return super().prepare_weights(weights, *args, **kwargs) if named else weights

@@ -128,6 +128,9 @@ class ServiceVersions(ServiceReplicas):
         Unlike hooks it also hears of updates through vLLM's own calls, and of a version once more
         when it is pushed again.
 
+        Args:
+            listener: Called with the version.
+
         Returns:
             A function that ends this.
         """

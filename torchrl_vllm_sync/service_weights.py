@@ -159,7 +159,14 @@ class ServiceWeights(ServiceVersions):
         self._call_all("stop_following")
 
     def use_transport(self, transport: WeightTransport) -> None:
-        """Makes ``transport`` the one that pushes use, and closes the one before."""
+        """Makes ``transport`` the one that pushes use, and closes the one before.
+
+        Args:
+            transport: What to send through.
+
+        Raises:
+            UnsupportedArgumentError: It has not the methods of a ``WeightTransport``.
+        """
         self._pusher.use(transport)
 
     def init_weight_update_group(
@@ -234,7 +241,7 @@ class ServiceWeights(ServiceVersions):
 
     @property
     def rendezvous(self) -> tuple[str, int | None]:
-        """Where transports meet the engines: this node's address, and a port if one was named."""
+        """This node's address, where transports meet the engines, and a port if one was named."""
         if self._rendezvous is None:
             return ray.util.get_node_ip_address(), None
         return self._rendezvous

@@ -110,6 +110,9 @@ class VLLMWeightSyncScheme(ServiceScheme):
     def check_service(self, service: AsyncVLLM | LocalLLM) -> None:
         """Refuses a service of other replicas than the scheme was made for.
 
+        Args:
+            service: The service.
+
         Raises:
             UnsupportedArgumentError: ``num_replicas`` or ``gpus_per_replica`` is another.
         """
@@ -128,7 +131,11 @@ class VLLMWeightSyncScheme(ServiceScheme):
             )
 
     def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
-        """Returns where trainer and engines meet, if that was given."""
+        """Returns where trainer and engines meet, if that was given.
+
+        Args:
+            service: The service.
+        """
         if isinstance(service, AsyncVLLM):
             return {"master_address": self.master_address, "master_port": self.master_port}
         return {}
@@ -215,7 +222,11 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         return VLLMDoubleBufferWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:  # noqa: ANN401
-        """Returns a new receiver, which has a service load what the directory holds."""
+        """Returns a new receiver, which has a service load what the directory holds.
+
+        Args:
+            vllm_engine: A service, or a ``vllm.LLM`` of this process.
+        """
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
 

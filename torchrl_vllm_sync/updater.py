@@ -166,6 +166,10 @@ class WeightUpdater:
         """Opens the transport, and tells collectors the version, which the first push would do too.
 
         ``collector.init_updater(...)`` calls it with whatever it was given; that is ignored.
+
+        Args:
+            *args: Ignored.
+            **kwargs: Ignored.
         """
         del args, kwargs
         if self.service is not None:
@@ -199,6 +203,9 @@ class WeightUpdater:
 
         That is after every push of this process, also one that does not go through the updater.
 
+        Args:
+            collector: A collector of TorchRL's, or a ``RayLLMCollector``.
+
         Raises:
             UnsupportedArgumentError: It is none of TorchRL's collectors.
         """
@@ -224,7 +231,11 @@ class WeightUpdater:
         return self._post_hooks
 
     def register_post_hook(self, hook: Callable[[], Any]) -> None:
-        """Calls ``hook`` after each push that succeeded."""
+        """Calls ``hook`` after each push that succeeded.
+
+        Args:
+            hook: Called without arguments.
+        """
         self._post_hooks.append(hook)
 
     def increment_version(self) -> None:

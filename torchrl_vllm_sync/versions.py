@@ -127,15 +127,29 @@ def check_version(name: str, version: object) -> None:
 
 
 def expand_spans(spans: Iterable[VersionSpan]) -> list[int]:
-    """Returns the version of each token, in order."""
+    """Returns the version of each token, in order.
+
+    Args:
+        spans: Spans of one response.
+    """
     return [one.version for one in spans for _ in range(one.end - one.start)]
 
 
 def min_version(spans: Iterable[VersionSpan], *, default: int) -> int:
-    """Returns the oldest version, or ``default`` where no token was sampled."""
+    """Returns the oldest version, or ``default`` where no token was sampled.
+
+    Args:
+        spans: Spans of one response.
+        default: Version for a response without tokens.
+    """
     return min((one.version for one in spans), default=default)
 
 
 def max_version(spans: Iterable[VersionSpan], *, default: int) -> int:
-    """Returns the newest version, or ``default`` where no token was sampled."""
+    """Returns the newest version, or ``default`` where no token was sampled.
+
+    Args:
+        spans: Spans of one response.
+        default: Version for a response without tokens.
+    """
     return max((one.version for one in spans), default=default)

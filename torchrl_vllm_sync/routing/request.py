@@ -45,14 +45,17 @@ class RoutingRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, as far as is known: 0 without one, a guess for text."""
+        """Tokens of the prompt as far as is known, 0 without one, a guess for text."""
         prompt = self.prompt
         if prompt is None:
             return 0
         return len(prompt) // BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt)
 
     def chain(self, index: PrefixIndex) -> PromptChain:
-        """The prompt's digests in an index's blocks, computed once. There must be a prompt.
+        """Returns the prompt's digests in an index's blocks, computed once. There must be a prompt.
+
+        Args:
+            index: What the replicas' caches hold.
 
         Raises:
             InvalidPromptError: An id is not an integer of 32 bits.

@@ -288,7 +288,7 @@ def register_strategy(name: str, factory: StrategyFactory) -> None:
 
 
 def known_strategies() -> list[str]:
-    """Names of the registered strategies, in order of registration."""
+    """Returns the names of the registered strategies, in order of registration."""
     return list(_FACTORIES)
 
 

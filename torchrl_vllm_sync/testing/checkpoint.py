@@ -116,5 +116,12 @@ def make_tiny_checkpoint(
 
 
 def load_tiny_model(checkpoint: str | os.PathLike[str]) -> PreTrainedModel:
-    """Loads a checkpoint as the trainer would hold it: float32 on the CPU, in evaluation mode."""
+    """Loads a checkpoint as the trainer would hold it: float32 on the CPU, in evaluation mode.
+
+    Args:
+        checkpoint: Directory of the checkpoint.
+
+    Returns:
+        The model.
+    """
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()

@@ -27,6 +27,9 @@ def token_log_probs(model: PreTrainedModel, token_ids: Sequence[int] | Tensor) -
 
     Returns:
         Float32 on the CPU, of shape ``(len(token_ids) - 1,)``.
+
+    Raises:
+        ValueError: There are fewer than two tokens.
     """
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device).reshape(1, -1)
     if ids.shape[1] < 2:
@@ -39,7 +42,16 @@ def token_log_probs(model: PreTrainedModel, token_ids: Sequence[int] | Tensor) -
 def greedy_tokens(
     model: PreTrainedModel, token_ids: Sequence[int], *, max_tokens: int = 32
 ) -> list[int]:
-    """The most likely continuation of exactly ``max_tokens`` tokens; no token ends it early."""
+    """The most likely continuation of exactly ``max_tokens`` tokens; no token ends it early.
+
+    Args:
+        model: A causal language model.
+        token_ids: The prompt, at least one token.
+        max_tokens: How many tokens to append.
+
+    Returns:
+        The new tokens, without the prompt.
+    """
     ids = list(token_ids)
     for _ in range(max_tokens):
         inputs = torch.tensor([ids], device=model.device)

@@ -117,6 +117,9 @@ class GenerationStatistics(Transform):
     def measure(self, tensordict: TensorDictBase) -> TensorDict:
         """Returns the figures of a batch, and counts it nowhere.
 
+        Args:
+            tensordict: Rows that ``vLLMWrapper`` stamped.
+
         Raises:
             UnstampedRowsError: An entry of the wrapper's is missing.
         """
@@ -166,7 +169,11 @@ class GenerationStatistics(Transform):
                 self._counts[name] += int(known.sum())
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Returns a shallow copy of a batch with the entries above."""
+        """Returns a shallow copy of a batch with the entries above.
+
+        Args:
+            tensordict: Rows that ``vLLMWrapper`` stamped; they stay as they are.
+        """
         if not tensordict.batch_size.numel() or tensordict.get(STATISTICS, None) is not None:
             return tensordict
         figures = self.measure(tensordict)
@@ -206,7 +213,14 @@ class GenerationStatistics(Transform):
         )
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Announces the entries."""
+        """Announces the entries.
+
+        Args:
+            observation_spec: The environment's, which is changed.
+
+        Returns:
+            The same one.
+        """
         shape = observation_spec.shape
         device: Any = observation_spec.device
         observation_spec[STATISTICS] = Composite(

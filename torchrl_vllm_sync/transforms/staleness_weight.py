@@ -28,14 +28,14 @@ STALENESS_WEIGHT = "staleness_weight"
 class StalenessWeight(Transform):
     """Writes how many versions old each row is, and a weight that falls with it.
 
-    =====================  =======================  ==============================================
-    entry                  type, shape              holds
-    =====================  =======================  ==============================================
-    ``"staleness"``        int64, the batch's       newest version minus the oldest that sampled a
-                                                    token of the row; at least 0
-    ``"staleness_weight"`` float32, the batch's     ``0.5 ** (staleness / half_life)``, and 0 for
-                                                    rows more than ``max_staleness`` versions old
-    =====================  =======================  ==============================================
+    ======================  ====================  ================================================
+    entry                   type, shape           holds
+    ======================  ====================  ================================================
+    ``"staleness"``         int64, the batch's    newest version minus the oldest that sampled a
+                                                  token of the row; at least 0
+    ``"staleness_weight"``  float32, the batch's  ``0.5 ** (staleness / half_life)``, and 0 for
+                                                  rows more than ``max_staleness`` versions old
+    ======================  ====================  ================================================
 
     A plain geometric decay, of no published origin; TorchRL's ``StalenessAwareSampler`` decays by
     ``1 / (staleness + 1)`` instead, in how often it samples. It scales how much a row counts; it
@@ -95,7 +95,11 @@ class StalenessWeight(Transform):
         self.multiply, self.version_key = multiply, version_key
 
     def weight_of(self, staleness: torch.Tensor) -> torch.Tensor:
-        """Returns the float32 weight of rows that are ``staleness`` versions old."""
+        """Returns the float32 weight of rows that are ``staleness`` versions old.
+
+        Args:
+            staleness: Ages in versions, int64, of any shape.
+        """
         weight = torch.ones_like(staleness, dtype=torch.float32)
         if self.half_life is not None:
             weight = torch.pow(0.5, staleness / self.half_life)
@@ -104,7 +108,16 @@ class StalenessWeight(Transform):
         return weight.to(torch.float32)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Returns a shallow copy of a batch with the entries above."""
+        """Returns a shallow copy of a batch with the entries above.
+
+        Args:
+            tensordict: Rows with a stamp; they stay as they are.
+
+        Raises:
+            UnstampedRowsError: Some rows carry no stamp.
+            UnsupportedArgumentError: ``multiply`` names no floating-point entry.
+            KeyError: ``multiply`` names no entry.
+        """
         if not tensordict.batch_size.numel():
             return tensordict
         versions = oldest_versions(tensordict, self.version_key)

@@ -54,7 +54,10 @@ class AutoTransport:
         return 0 if self._chosen is None else self._chosen.last_version
 
     def open(self, client: ReplicaClient) -> None:
-        """Prepares to send, once there is a choice."""
+        """Prepares to send, once there is a choice.
+
+        Arguments are those of :meth:`WeightTransport.open`.
+        """
         if self._chosen is not None:
             self._chosen.open(client)
 
@@ -69,6 +72,8 @@ class AutoTransport:
         mode: PauseMode = "keep",
     ) -> SendOutcome:
         """Chooses if that is due, and sends.
+
+        Arguments and result are those of :meth:`WeightTransport.send`.
 
         Raises:
             TransferError: No replica can be reached.

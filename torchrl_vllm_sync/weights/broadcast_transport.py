@@ -121,6 +121,8 @@ class BroadcastTransport:
     def open(self, client: ReplicaClient) -> None:
         """Forms the group with the workers of every replica that is alive; nothing if it stands.
 
+        Arguments are those of :meth:`WeightTransport.open`.
+
         Raises:
             TransferError: Nobody is there to join, or nobody came in time.
             UnsupportedArgumentError: The trainer's device and the engines' do not go together, or
@@ -155,6 +157,8 @@ class BroadcastTransport:
         After a second attempt the phases also tell of the first: ``lost_s`` from the beginning to
         the second one's, of which ``last_words_s`` from when it broke off, and ``again_s`` of the
         last attempt.
+
+        Arguments and result are those of :meth:`WeightTransport.send`.
 
         Raises:
             TransferError: No group could be formed. Nothing was sent.

@@ -46,6 +46,9 @@ def choose_transport(trainer: Place, engines: Mapping[str, Place]) -> str:
         trainer: Where the trainer's weights are.
         engines: Replica id to where its weights are.
 
+    Returns:
+        ``"ipc"``, ``"broadcast"`` or ``"memmap"``.
+
     Raises:
         UnsupportedArgumentError: None of them does for all, and ``transport`` must be given: for
             one, a ``MemmapTransport`` on a file system that every node sees.

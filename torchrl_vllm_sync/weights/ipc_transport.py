@@ -91,6 +91,8 @@ class IPCTransport:
     def open(self, client: ReplicaClient) -> None:
         """Has the workers use vLLM's ``ipc`` engine; does nothing when all that count do.
 
+        Arguments are those of :meth:`WeightTransport.open`.
+
         Raises:
             TransferError: No replica is alive, or one could not change.
             UnsupportedArgumentError: An engine is not on the trainer's GPU, or not on it alone.
@@ -147,6 +149,8 @@ class IPCTransport:
         """Sends ``source`` as ``version``, one filling of the buffer after the other.
 
         Every replica receives it, those that hold the version already too.
+
+        Arguments and result are those of :meth:`WeightTransport.send`.
 
         Raises:
             TransferError: See :meth:`open`. Nothing was sent.

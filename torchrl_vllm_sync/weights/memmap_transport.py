@@ -97,6 +97,8 @@ class MemmapTransport:
     def open(self, client: ReplicaClient) -> None:
         """Creates the directory, or takes it up, and becomes its only writer.
 
+        Arguments are those of :meth:`WeightTransport.open`.
+
         Raises:
             SnapshotError: The directory is unusable, foreign or another writer's.
         """
@@ -125,6 +127,8 @@ class MemmapTransport:
         mode: PauseMode = "keep",
     ) -> SendOutcome:
         """Publishes ``version`` unless it is published already, then has every replica load it.
+
+        Arguments and result are those of :meth:`WeightTransport.send`.
 
         Raises:
             StaleVersionError: ``version`` is older than the newest published.

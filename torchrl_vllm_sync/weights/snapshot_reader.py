@@ -154,6 +154,9 @@ class SnapshotReader:
         >>> with reader.read(newer_than=applied) as snapshot:  # doctest: +SKIP
         ...     if snapshot is not None:
         ...         model.load_weights(snapshot.tensors())
+
+    Raises:
+        ValueError: ``reader_id`` is no plain file name.
     """
 
     def __init__(
@@ -179,7 +182,7 @@ class SnapshotReader:
         self._mapped: dict[str, tuple[tuple[int, int, str], TensorDict]] = {}
 
     def current(self) -> Manifest | None:
-        """The current manifest, cheap enough to poll; None when nothing has been published.
+        """Returns the current manifest, cheap enough to poll; None when nothing has been published.
 
         Raises:
             SnapshotError: The manifest is damaged, unreadable or of another run.

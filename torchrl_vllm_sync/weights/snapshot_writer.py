@@ -68,9 +68,8 @@ class SnapshotWriter:
     Args:
         directory: New, empty, or left by an earlier writer. Made with mode 0700; one that is there
             must be this user's, no symbolic link and writable by nobody else.
-        layout: ``"slots"`` for one host (shared memory, local disk): folders are written in turn,
-            so that their pages exist already. ``"versions"`` for shared file systems: a new folder
-            each.
+        layout: ``"slots"`` for one host (shared memory, local disk): folders in turn, whose pages
+            exist already. ``"versions"`` for shared file systems: a new folder each.
         num_slots: Slots in turn.
         max_slots: Slots when readers hold the others.
         checksums: Whether to store an xxh3-64 of every tensor.
@@ -79,12 +78,10 @@ class SnapshotWriter:
         slot_timeout_s: Seconds that a publish waits when ``max_slots`` slots are taken.
         lock_timeout_s: Seconds to wait for another writer in the middle of a commit.
         run_id: The training run; None goes on with the directory's, or makes one up.
-        takeover: Whether to replace a live writer, which is fenced, or another run, whose versions
-            go.
+        takeover: Whether to replace a live writer, which is fenced, or a run, whose versions go.
 
     Raises:
-        SnapshotError: The directory is foreign, unwritable or damaged, others can write into it,
-            another writer holds it, or it belongs to another run.
+        SnapshotError: The directory is foreign, unwritable, damaged, another's or another run's.
         ValueError: A setting breaks its rule.
 
     Example:
@@ -180,7 +177,7 @@ class SnapshotWriter:
         return None if self._current is None else self._current.version
 
     def current(self) -> Manifest | None:
-        """The manifest on disk; None before the first publish.
+        """Returns the manifest on disk; None before the first publish.
 
         Raises:
             SnapshotError: It is damaged or unreadable.
@@ -190,6 +187,9 @@ class SnapshotWriter:
 
     def prepare(self, metadata: Sequence[ParamMeta]) -> None:
         """Makes all slots now, so that no publish pays for new pages; needs no tensors.
+
+        Args:
+            metadata: Names, dtypes and shapes of what will be published.
 
         Raises:
             SnapshotError: No space, or not writable.
@@ -215,16 +215,20 @@ class SnapshotWriter:
         the manifest by rename. On any error the version before stays current.
 
         Args:
-            tensors: Yields ``(name, tensor of full shape)`` in the order of ``metadata``; each
-                is stored, cast to the announced dtype, before the next is asked for.
+            tensors: Yields ``(name, tensor of full shape)`` in the order of ``metadata``; each is
+                stored, cast to the announced dtype, before the next is asked for.
             metadata: Names, dtypes and shapes to store.
             version: Greater than ``last_version``.
+
+        Returns:
+            What was stored, and the seconds that each phase took.
 
         Raises:
             StaleVersionError: ``version`` is not greater than the last one.
             WeightMismatchError: ``tensors`` does not agree with ``metadata``.
             FencedWriterError: Another writer has taken over.
             SnapshotError: No space, not writable, or readers hold every slot (named).
+            ValueError: ``version`` is negative, or does not fit into 63 bits.
         """
         self._require_open()
         started = time.perf_counter()

@@ -142,6 +142,9 @@ def as_weight_source(weights: Any) -> WeightSource:  # noqa: ANN401  every form 
             (nested or flat), a mapping of names to tensors,
             or an iterable of ``(name, tensor)``, which is read once, here.
 
+    Returns:
+        A source of these tensors.
+
     Raises:
         TypeError: ``weights`` is none of these, or holds something that is no tensor.
     """

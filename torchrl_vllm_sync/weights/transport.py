@@ -93,6 +93,9 @@ class ReplicaOutcome:
         Args:
             replica_id: The replica.
             answer: A ``LoadReport`` as a dictionary, or the exception that came instead.
+
+        Returns:
+            The outcome.
         """
         if isinstance(answer, BaseException):
             why = str(answer) or type(answer).__name__
@@ -120,6 +123,9 @@ class ReplicaOutcome:
             reasons: Replica id to the reason.
             standings: Each replica's standing.
             silent: Ids of those that do not answer.
+
+        Returns:
+            One outcome for each reason.
         """
         return [
             cls(
@@ -224,6 +230,9 @@ class PushReport:
             seconds: Wall clock of the whole push.
             strict: Raise if any replica was left behind, not only if all were.
 
+        Returns:
+            The report.
+
         Raises:
             WeightSyncError: At least one replica did not reach ``version``, or none did.
         """
@@ -315,7 +324,11 @@ class WeightTransport(Protocol):
         ...
 
     def open(self, client: ReplicaClient) -> None:
-        """Prepares to send to the replicas behind ``client``; does nothing when open already."""
+        """Prepares to send to the replicas behind ``client``; does nothing when open already.
+
+        Args:
+            client: The replicas.
+        """
         ...
 
     def send(
@@ -339,6 +352,9 @@ class WeightTransport(Protocol):
             timeout_s: Seconds after which a silent replica counts as failed.
             clear_cache: Recompute keys and values of requests in flight.
             mode: What becomes of requests in flight.
+
+        Returns:
+            How many bytes, how long each phase took, and one answer for each replica.
         """
         ...
 

@@ -103,6 +103,8 @@ class VLLMNCCLTransport:
     def open(self, client: ReplicaClient) -> None:
         """Forms the group with the workers of all replicas that are alive; nothing if it stands.
 
+        Arguments are those of :meth:`WeightTransport.open`.
+
         Raises:
             TransferError: Nobody is there to join, or not everybody came in time.
             UnsupportedArgumentError: The trainer or an engine is not on a CUDA device, or the
@@ -166,6 +168,8 @@ class VLLMNCCLTransport:
         """Broadcasts ``source`` as ``version``, through vLLM's engine.
 
         Every replica receives it, those that hold the version already too.
+
+        Arguments and result are those of :meth:`WeightTransport.send`.
 
         Raises:
             TransferError: No group could be formed. Nothing was sent.
