@@ -1,4 +1,4 @@
-"""Tutorials that are stopped in the middle: what they had started is gone, and their checkpoints."""
+"""Tutorials that are stopped in the middle: what they had started is gone, checkpoints too."""
 
 import os
 import signal
