@@ -25,6 +25,7 @@ testing
 # weights on their way
 weights
 weights.buckets weights.rendezvous weights.nccl_environment weights.bounded_store
+weights.phase_times
 weights.broadcast_group
 weights.start_signal weights.bucket_stream weights.whole_tensors weights.direct_stream
 weights.module_tensors weights.published weights.gathering weights.trainer_ranks
@@ -107,6 +108,9 @@ transforms.version_source transforms.stamps
 transforms.version_stamp transforms.staleness_filter transforms.staleness_weight
 transforms.generation_statistics
 transforms
+
+# what others are shown
+timeline
 """
 
 

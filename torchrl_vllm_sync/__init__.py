@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         VLLMWeightSyncScheme,
         WeightSyncScheme,
     )
+    from torchrl_vllm_sync.timeline import save_timeline
     from torchrl_vllm_sync.transforms import (
         GenerationStatistics,
         StalenessFilter,
@@ -48,6 +49,7 @@ __all__ = [
     "attach",
     "errors",
     "make_async_vllm_engine",
+    "save_timeline",
     "vLLMWrapper",
 ]
 
@@ -66,6 +68,7 @@ _HOMES = {
     "WeightUpdater": "torchrl_vllm_sync.updater",
     "attach": "torchrl_vllm_sync.service",
     "make_async_vllm_engine": "torchrl_vllm_sync.service",
+    "save_timeline": "torchrl_vllm_sync.timeline",
     "vLLMWrapper": "torchrl_vllm_sync.policy",
 }
 

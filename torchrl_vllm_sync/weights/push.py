@@ -242,6 +242,7 @@ class WeightPusher:
                 transport=transport,
                 seconds=time.perf_counter() - begin,
                 strict=strict,
+                began=begin,
             )
         if is_news and self._on_commit is not None:
             self._on_commit(report)
