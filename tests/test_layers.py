@@ -110,7 +110,7 @@ transforms.generation_statistics
 transforms
 
 # what others are shown
-timeline
+timeline loggers
 """
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_vllm_sync import errors
     from torchrl_vllm_sync.balancer import LoadBalancer
+    from torchrl_vllm_sync.loggers import log_pushes, log_rollouts
     from torchrl_vllm_sync.policy import vLLMWrapper
     from torchrl_vllm_sync.ray_buffer import RayReplayBuffer
     from torchrl_vllm_sync.scaling import QueueLengthScaling
@@ -48,6 +49,8 @@ __all__ = [
     "__version__",
     "attach",
     "errors",
+    "log_pushes",
+    "log_rollouts",
     "make_async_vllm_engine",
     "save_timeline",
     "vLLMWrapper",
@@ -67,6 +70,8 @@ _HOMES = {
     "WeightSyncScheme": "torchrl_vllm_sync.sync_scheme",
     "WeightUpdater": "torchrl_vllm_sync.updater",
     "attach": "torchrl_vllm_sync.service",
+    "log_pushes": "torchrl_vllm_sync.loggers",
+    "log_rollouts": "torchrl_vllm_sync.loggers",
     "make_async_vllm_engine": "torchrl_vllm_sync.service",
     "save_timeline": "torchrl_vllm_sync.timeline",
     "vLLMWrapper": "torchrl_vllm_sync.policy",

@@ -37,7 +37,7 @@ def save_timeline(path: str | os.PathLike[str], reports: PushReport | Iterable[P
     measured. A replica says when its first phase began, and each of its phases begins where the one
     before ends. Replicas on other hosts stand where their hosts' clocks put them, so that they are
     as far off as these clocks disagree. Phases that have no start of their own, such as a
-    snapshot's ``copy`` and ``hash``, which take turns, are among the arguments of their push.
+    snapshot's ``copy_s`` and ``hash_s``, which take turns, are among the arguments of their push.
 
     Example:
         >>> reports = []

@@ -141,8 +141,8 @@ class MemmapTransport:
             report = writer.publish(source, metadata, version)
             self._sent = version
             times.note("publish_s", begin, begin + report.seconds)
-            times.seconds |= report.phases
-            times.starts |= report.phase_starts
+            times.seconds |= {f"{name}_s": value for name, value in report.phases.items()}
+            times.starts |= {f"{name}_s": value for name, value in report.phase_starts.items()}
         standings = client.standings()
         called = time.perf_counter()
         answers = self._have_loaded(

@@ -194,7 +194,7 @@ class PushReport:
         transport: Name of the transport.
         num_bytes: Bytes of all tensors, once.
         seconds: Wall clock of the whole push.
-        phases: Seconds by phase on the trainer's side.
+        phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
         replicas: What each replica answered.
         left_behind: Id of each replica that did not reach the version, to the reason; it takes no
             requests until it does. Empty after a push with ``strict=True``, but for replicas that
