@@ -9,9 +9,10 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 # A new module goes into the first row that lies below everything it imports, in its own section.
 LAYERS = """
 # words that everything else uses
+push_status
 replica wire background weights.metadata keys silence shown
-errors load_snapshot
-settings reaping
+errors token_rates
+load_snapshot settings reaping
 load
 versions
 requests
@@ -90,9 +91,9 @@ generation
 placement replica_calls membership scaling
 registry supervisor
 launch
-fleet service_replicas version_hooks
-service_requests service_versions service_members
-service_weights
+fleet service_replicas version_hooks status_log
+status service_requests service_versions service_members
+service_weights service_status
 service_native
 service
 local_llm

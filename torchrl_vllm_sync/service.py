@@ -39,7 +39,9 @@ from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
 from torchrl_vllm_sync.service_members import ServiceMembers
 from torchrl_vllm_sync.service_native import ServiceNative
 from torchrl_vllm_sync.service_requests import ServiceRequests
+from torchrl_vllm_sync.service_status import ServiceView
 from torchrl_vllm_sync.settings import check_integer
+from torchrl_vllm_sync.status_log import StatusLog
 from torchrl_vllm_sync.version_hooks import VersionHooks
 from torchrl_vllm_sync.weights.push import WeightPusher
 
@@ -83,7 +85,7 @@ _SHARED = (
 )
 
 
-class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
+class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceView, RLvLLMEngine):
     """Replicas of one vLLM engine behind one object, with TorchRL's names and more.
 
     Every public name, argument and result of TorchRL's ``AsyncVLLM`` is kept, and TorchRL's own
@@ -295,6 +297,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
             describe(self.load, one)
             if not one.joined:
                 self.load.mark(one.replica_id, ReplicaState.STARTING, "it is being restarted")
+        self._log = StatusLog(self.load)
         self._metadata: list[ParamMeta] | None = None
         self._last_served, self._has_asked = 0, False
         self._version_hooks = VersionHooks()
