@@ -12,7 +12,7 @@ LAYERS = """
 push_status
 replica wire background weights.metadata keys silence shown
 errors token_rates
-load_snapshot settings reaping
+load_snapshot settings reaping request_counts
 load
 versions
 requests
@@ -93,8 +93,9 @@ registry supervisor
 launch
 fleet service_replicas version_hooks status_log
 status service_requests service_versions service_members
-service_weights service_status
-service_native
+service_weights service_status metrics
+service_native metrics_exporter
+service_metrics
 service
 local_llm
 

@@ -37,9 +37,9 @@ from torchrl_vllm_sync.placement import ReplicaResources
 from torchrl_vllm_sync.registry import find_service, named_actors
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
 from torchrl_vllm_sync.service_members import ServiceMembers
+from torchrl_vllm_sync.service_metrics import ServiceMetrics
 from torchrl_vllm_sync.service_native import ServiceNative
 from torchrl_vllm_sync.service_requests import ServiceRequests
-from torchrl_vllm_sync.service_status import ServiceView
 from torchrl_vllm_sync.settings import check_integer
 from torchrl_vllm_sync.status_log import StatusLog
 from torchrl_vllm_sync.version_hooks import VersionHooks
@@ -85,7 +85,7 @@ _SHARED = (
 )
 
 
-class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceView, RLvLLMEngine):
+class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceMetrics, RLvLLMEngine):
     """Replicas of one vLLM engine behind one object, with TorchRL's names and more.
 
     Every public name, argument and result of TorchRL's ``AsyncVLLM`` is kept, and TorchRL's own
@@ -330,6 +330,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceView, RLv
         Requests still running end with ``ReplicaUnavailableError``. Called on a pickled or attached
         copy it ends the service for everybody; leaving ``with`` there only lets go.
         """
+        self._end_metrics()
         self._end_supervision()
         membership, self._membership = self._membership, None
         if membership is not None and ray.is_initialized():
@@ -347,6 +348,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceView, RLv
 
     def _let_go(self) -> None:
         """Ends what belongs to this process alone; replicas live on."""
+        self._end_metrics()
         self._end_supervision()
         self._membership = None
         self._monitor.stop()

@@ -108,7 +108,7 @@ class ServiceWeights(ServiceVersions):
             if reports:  # committed, even if a hook has failed
                 pushed = finished_push(reports[0], time.time())
             if pushed is not None:
-                self._log.add_pushes([pushed])
+                self._log.end_push(pushed)
             if self._launched:
                 self._learn_states(pushed.left_behind if pushed else (), pushed)
 

@@ -60,6 +60,7 @@ class StatusLog:
         self._pushes: list[PushStatus] = []
         self._failures: deque[FailureStatus] = deque(maxlen=MAX_FAILURES)
         self._states: dict[str, tuple[ReplicaState, str]] = {}
+        self._listeners: list[Callable[[PushStatus], object]] = []
         self._watching = contextlib.ExitStack()
         self._watching.enter_context(load.watched(self._look, urgent=False))
 
@@ -91,6 +92,32 @@ class StatusLog:
             self._pushes.sort(key=lambda one: one.ended_at, reverse=True)
             del self._pushes[MAX_PUSHES:]
 
+    def listen(self, listener: Callable[[PushStatus], object]) -> Callable[[], None]:
+        """Has ``listener`` called with each push of this process that ends, well or not.
+
+        It is called in the thread that pushes, and must not raise.
+
+        Returns:
+            A function that ends this; calling it twice does nothing.
+        """
+        with self._lock:
+            self._listeners.append(listener)
+
+        def stop() -> None:
+            with self._lock:
+                if listener in self._listeners:
+                    self._listeners.remove(listener)
+
+        return stop
+
+    def end_push(self, push: PushStatus) -> None:
+        """Adds a push of this process, and tells whoever listens."""
+        self.add_pushes([push])
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(push)
+
     def _look(self) -> None:
         """Notes who is in trouble now and was not before; the ledger is locked meanwhile."""
         now = self._wall_clock()
@@ -120,11 +147,7 @@ def finished_push(report: PushReport, ended_at: float) -> PushStatus:
         transport=report.transport,
         num_bytes=report.num_bytes,
         phases=_seconds(report.phases),
-        replicas={
-            one.replica_id: _seconds({k: v for k, v in one.phases.items() if k.endswith("_s")})
-            for one in report.replicas
-            if not one.error
-        },
+        replicas={one.replica_id: _seconds(one.phases) for one in report.replicas if not one.error},
         left_behind=dict(report.left_behind),
     )
 
@@ -151,9 +174,5 @@ def failed_push(
 
 
 def _seconds(phases: Mapping[str, float]) -> dict[str, float]:
-    """The phases that are seconds, without the unit in their names."""
-    return {
-        name.removesuffix("_s"): value
-        for name, value in phases.items()
-        if not name.startswith("num_")
-    }
+    """The phases that are seconds, without the unit in their names; the others are counts."""
+    return {name.removesuffix("_s"): value for name, value in phases.items() if name.endswith("_s")}

@@ -278,7 +278,7 @@ def test_a_finished_push_keeps_seconds_and_leaves_counts_out():
         transport="broadcast",
         num_bytes=10**9,
         seconds=0.5,
-        phases={"send_s": 0.3, "copy": 0.1, "num_chunks": 4},
+        phases={"send_s": 0.3, "copy_s": 0.1, "num_chunks": 4},
         replicas=[
             ReplicaOutcome(
                 replica_id="0", version=3, phases={"whole_pause_s": 0.2, "num_kept": 5, "loaded": 1}
