@@ -24,6 +24,7 @@ __all__ = [
     "Metric",
     "Reading",
     "push_readings",
+    "request_readings",
     "status_readings",
 ]
 
@@ -78,7 +79,8 @@ class Reading:
 
     Attributes:
         name: Name of the metric, behind ``PREFIX``.
-        value: A gauge's value, a counter's total since it began, or what a histogram observes.
+        value: A gauge's value, what is added to a counter, or its new total, or what a histogram
+            observes.
         tags: Value of each tag of the metric, but for ``service``.
     """
 
@@ -224,18 +226,26 @@ METRICS = {
 """Every metric by its name."""
 
 
-def status_readings(status: ServiceStatus, requests: Mapping[str, int]) -> Iterator[Reading]:
-    """Yields gauges and totals as they are now, without those that are not known.
+def status_readings(status: ServiceStatus) -> Iterator[Reading]:
+    """Yields gauges, and the replicas' totals, as they are now, without those that are not known.
 
     Args:
         status: What the service is and does.
-        requests: How the requests of this process have ended, by their end.
     """
     yield Reading("weight_version", status.weight_version)
     for one in status.replicas:
         yield from _replica_readings(one)
-    for end, total in requests.items():
-        yield Reading("requests_total", total, (("end", end),))
+
+
+def request_readings(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[Reading]:
+    """Yields what requests that have ended in between add to counters.
+
+    Args:
+        before: How many requests of this process had ended, by their end.
+        now: The same later.
+    """
+    for end, total in now.items():
+        yield Reading("requests_total", total - before[end], (("end", end),))
 
 
 def _replica_readings(one: ReplicaStatus) -> Iterator[Reading]:

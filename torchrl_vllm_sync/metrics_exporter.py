@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
 from torchrl_vllm_sync.metrics import (
@@ -16,6 +16,7 @@ from torchrl_vllm_sync.metrics import (
     SECONDS_BOUNDS,
     Reading,
     push_readings,
+    request_readings,
     status_readings,
 )
 from torchrl_vllm_sync.ray_connection import staying_connected
@@ -30,8 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportedService", "MetricsExporter"]
 
+Tags: TypeAlias = tuple[tuple[str, str], ...]
+
 _JOIN_TIMEOUT_S = 10.0
 _GONE = math.nan  # what Ray does not show
+
+# A series of this process's outlives the exporter, so that its next one must not count twice.
+_exported_totals: dict[tuple[str, str, Tags], float] = {}
+_totals_lock = threading.Lock()
 
 
 class ExportedService(Protocol):
@@ -60,8 +67,9 @@ class MetricsExporter:
 
     One daemon thread, which the service's end, or that of the connection to Ray, ends too; it does
     not keep the service alive. What is not known is not exported: a gauge whose figure has become
-    unknown, or whose replica has left, disappears, and so do all at the end. Counters begin at what
-    engines have done since they started.
+    unknown, or whose replica has left, disappears, and so do all at the end. Counters of replicas
+    begin at what these have done since they started, those of this process's requests and pushes at
+    0.
 
     Figures of engines are the same in each process that has the service, and would be there twice
     if two of them exported.
@@ -87,6 +95,7 @@ class MetricsExporter:
         self._interval_s = interval_s
         self._service = weakref.ref(service)
         self._name = service.name
+        self._requests = service.request_totals()
         self._pushes: deque[PushStatus] = deque()
         self._deaf = service.listen_to_pushes(self._pushes.append)
         self._stop = threading.Event()
@@ -148,7 +157,9 @@ class MetricsExporter:
             status, requests = service.status(), service.request_totals()
         except ServiceClosedError:
             return False
-        instruments.show(status_readings(status, requests))
+        before, self._requests = self._requests, requests
+        instruments.add(request_readings(before, requests))
+        instruments.show(status_readings(status))
         return True
 
 
@@ -163,8 +174,7 @@ class _Instruments:
         from ray.util import metrics as ray_metrics
 
         self._service = service
-        self._totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        self._shown: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+        self._shown: set[tuple[str, Tags]] = set()
         self._of: dict[str, Any] = {}
         for one in METRICS.values():
             name, about = PREFIX + one.name, f"{one.about} ({one.unit})"
@@ -178,13 +188,13 @@ class _Instruments:
 
     def show(self, readings: Iterable[Reading]) -> None:
         """Exports gauges and totals as they are; gauges that are not among them disappear."""
-        shown: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+        shown: set[tuple[str, Tags]] = set()
         for one in readings:
             if METRICS[one.name].kind == "gauge":
                 self._of[one.name].set(one.value, tags=self._tags(one.tags))
                 shown.add((one.name, one.tags))
             else:
-                self._grow(one)
+                self.add([Reading(one.name, _growth(self._service, one), one.tags)])
         self._hide(self._shown - shown)
         self._shown = shown
 
@@ -201,16 +211,21 @@ class _Instruments:
         self._hide(self._shown)
         self._shown = set()
 
-    def _grow(self, one: Reading) -> None:
-        """Brings a counter to a total; one that is smaller than before has begun anew."""
-        key = (one.name, one.tags)
-        before = self._totals.get(key, 0.0)
-        self._totals[key] = one.value
-        self.add([Reading(one.name, one.value - (before if before <= one.value else 0), one.tags)])
-
-    def _hide(self, gauges: Iterable[tuple[str, tuple[tuple[str, str], ...]]]) -> None:
+    def _hide(self, gauges: Iterable[tuple[str, Tags]]) -> None:
         for name, tags in gauges:
             self._of[name].set(_GONE, tags=self._tags(tags))
 
     def _tags(self, tags: Iterable[tuple[str, str]]) -> dict[str, str]:
         return {"service": self._service, **dict(tags)}
+
+
+def _growth(service: str, one: Reading) -> float:
+    """By how much a total is more than this process has exported of it.
+
+    One that is smaller than before has begun anew.
+    """
+    key = (service, one.name, one.tags)
+    with _totals_lock:
+        before = _exported_totals.get(key, 0.0)
+        _exported_totals[key] = one.value
+    return one.value - before if one.value >= before else one.value

@@ -120,8 +120,9 @@ def threads():
 def test_prometheus_finds_what_the_service_says(scrape):
     service = Service("found")
     service.serve(replica(kv_cache_usage=0.25, weight_version=3), replica("1", num_waiting=4))
-    service.requests = {"answered": 5, "lost": 1}
+    service.requests = {"answered": 7, "lost": 0}
     with MetricsExporter(service, interval_s=0.2):
+        service.requests = {"answered": 12, "lost": 1}
         (push,) = service.listeners
         push(PUSH)
         push(PUSH)
@@ -171,6 +172,19 @@ def test_what_ends_with_the_exporter_is_exported_all_the_same(scrape):
     eventually(lambda: scrape("short").get(("pushes_total", "committed")) == 1)
     exporter.stop()
     assert not exporter.is_running
+
+
+def test_nothing_is_counted_twice_by_two_exporters_one_after_the_other(scrape):
+    service = Service("again")
+    for tokens in (30, 40):
+        service.serve(replica(tokens=tokens))
+        with MetricsExporter(service, interval_s=1000):
+            service.requests = {"answered": tokens, "lost": 0}
+            service.listeners[0](PUSH)
+    eventually(lambda: scrape("again").get(("pushes_total", "committed")) == 2)
+    found = scrape("again")
+    assert found["replica_generated_tokens_total", "0"] == 40
+    assert found["requests_total", "answered"] == 40
 
 
 def test_the_thread_ends_with_the_service(cluster):

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from torchrl_vllm_sync.errors import ReplicaUnavailableError, RequestLostError
-from torchrl_vllm_sync.metrics import METRICS, PREFIX, push_readings, status_readings
+from torchrl_vllm_sync.metrics import (
+    METRICS,
+    PREFIX,
+    push_readings,
+    request_readings,
+    status_readings,
+)
 from torchrl_vllm_sync.push_status import PushStatus
 from torchrl_vllm_sync.replica import EngineCounters, ReplicaState
 from torchrl_vllm_sync.request_counts import REQUEST_ENDS, RequestCounts
@@ -70,7 +76,7 @@ def test_names_are_those_that_prometheus_takes_and_counters_say_so():
 
 
 def test_what_a_replica_has_said_is_read():
-    found = told(status_readings(status(KNOWN), {"answered": 5, "lost": 0}))
+    found = told(status_readings(status(KNOWN)))
     states = {key[2]: found.pop(key) for key in list(found) if key[0] == "replica_state"}
     assert states == {state.value: float(state == "serving") for state in ReplicaState}
     assert found == {
@@ -84,13 +90,11 @@ def test_what_a_replica_has_said_is_read():
         ("replica_prompt_tokens_total", "0"): 100,
         ("replica_generated_tokens_total", "0"): 40,
         ("replica_restarts_total", "0"): 1,
-        ("requests_total", "answered"): 5,
-        ("requests_total", "lost"): 0,
     }
 
 
 def test_what_is_unknown_is_not_read():
-    found = told(status_readings(status(SILENT), {}))
+    found = told(status_readings(status(SILENT)))
     assert {name for name, *_ in found} == {"weight_version", "replica_state", "replica_in_flight"}
 
 
@@ -128,6 +132,11 @@ def test_a_push_that_failed_is_only_counted():
 
 
 # ---------------------------------------------------------------- requests
+
+
+def test_requests_that_ended_in_between_are_read():
+    readings = request_readings({"answered": 2, "lost": 1}, {"answered": 5, "lost": 1})
+    assert told(readings) == {("requests_total", "answered"): 3, ("requests_total", "lost"): 0}
 
 
 def totals(**counts):
