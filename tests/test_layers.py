@@ -92,10 +92,12 @@ registry supervisor
 launch
 fleet service_replicas version_hooks status_log
 status service_requests service_versions service_members
-service_weights service_status
+status_text
+service_weights status_html status_terminal dashboard
+service_status
 service_native
 service
-local_llm
+local_llm cli
 
 # TorchRL's side
 collector_versions conversations ray_buffer
