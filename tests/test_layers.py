@@ -93,11 +93,12 @@ registry supervisor
 launch
 fleet service_replicas version_hooks status_log
 status service_requests service_versions service_members
-service_weights service_status metrics
-service_native metrics_exporter
-service_metrics
+status_text
+service_weights status_html status_terminal dashboard metrics
+service_status metrics_exporter
+service_native service_metrics
 service
-local_llm
+local_llm cli
 
 # TorchRL's side
 collector_versions conversations ray_buffer

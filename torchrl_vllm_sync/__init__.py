@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_vllm_sync import errors
     from torchrl_vllm_sync.balancer import LoadBalancer
+    from torchrl_vllm_sync.dashboard import Dashboard
     from torchrl_vllm_sync.loggers import log_pushes, log_rollouts
+    from torchrl_vllm_sync.metrics_exporter import MetricsExporter
     from torchrl_vllm_sync.policy import vLLMWrapper
+    from torchrl_vllm_sync.push_status import PushStatus
     from torchrl_vllm_sync.ray_buffer import RayReplayBuffer
     from torchrl_vllm_sync.scaling import QueueLengthScaling
     from torchrl_vllm_sync.service import AsyncVLLM, attach, make_async_vllm_engine
+    from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
     from torchrl_vllm_sync.sync_scheme import (
         VLLMDoubleBufferSyncScheme,
         VLLMWeightSyncScheme,
@@ -35,10 +39,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncVLLM",
+    "Dashboard",
     "GenerationStatistics",
     "LoadBalancer",
+    "MetricsExporter",
+    "PushStatus",
     "QueueLengthScaling",
     "RayReplayBuffer",
+    "ReplicaStatus",
+    "ServiceStatus",
     "StalenessFilter",
     "StalenessWeight",
     "VLLMDoubleBufferSyncScheme",
@@ -58,10 +67,15 @@ __all__ = [
 
 _HOMES = {
     "AsyncVLLM": "torchrl_vllm_sync.service",
+    "Dashboard": "torchrl_vllm_sync.dashboard",
     "GenerationStatistics": "torchrl_vllm_sync.transforms",
     "LoadBalancer": "torchrl_vllm_sync.balancer",
+    "MetricsExporter": "torchrl_vllm_sync.metrics_exporter",
+    "PushStatus": "torchrl_vllm_sync.push_status",
     "QueueLengthScaling": "torchrl_vllm_sync.scaling",
     "RayReplayBuffer": "torchrl_vllm_sync.ray_buffer",
+    "ReplicaStatus": "torchrl_vllm_sync.status",
+    "ServiceStatus": "torchrl_vllm_sync.status",
     "StalenessFilter": "torchrl_vllm_sync.transforms",
     "StalenessWeight": "torchrl_vllm_sync.transforms",
     "VLLMDoubleBufferSyncScheme": "torchrl_vllm_sync.sync_scheme",

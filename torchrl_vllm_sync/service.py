@@ -297,7 +297,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceMetrics, 
             describe(self.load, one)
             if not one.joined:
                 self.load.mark(one.replica_id, ReplicaState.STARTING, "it is being restarted")
-        self._log = StatusLog(self.load)
+        self._log, self._dashboards = StatusLog(self.load), []
         self._metadata: list[ParamMeta] | None = None
         self._last_served, self._has_asked = 0, False
         self._version_hooks = VersionHooks()
@@ -349,6 +349,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceMetrics, 
     def _let_go(self) -> None:
         """Ends what belongs to this process alone; replicas live on."""
         self._end_metrics()
+        self._close_dashboards()
         self._end_supervision()
         self._membership = None
         self._monitor.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchrl_vllm_sync.token_rates import TokenRates, token_rates
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.status_log import FailureStatus, StatusLog
 
 __all__ = ["MAX_AGE_S", "ReplicaStatus", "ServiceStatus", "collect_status"]
+
+_Number = TypeVar("_Number", int, float)
 
 MAX_AGE_S = 5.0
 """An engine's figures that are older than this many seconds count as unknown."""
@@ -75,6 +77,11 @@ class ReplicaStatus:
     pid: int | None = None
     device_type: str | None = None
 
+    @property
+    def samples(self) -> int | None:
+        """Samples of all processes that it holds, as well as this one can tell."""
+        return None if self.elsewhere is None else self.in_flight + self.elsewhere
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStatus:
@@ -122,18 +129,30 @@ class ServiceStatus:
         return self._total([one.prompt_tokens_per_s for one in self._serving])
 
     @property
+    def samples(self) -> int | None:
+        """Samples of all processes that the replicas hold; ``None`` if one that serves is unknown.
+
+        As well as this process can tell: see ``ReplicaStatus.samples``.
+        """
+        return self._total([one.samples for one in self._serving])
+
+    @property
     def _serving(self) -> list[ReplicaStatus]:
         return [one for one in self.replicas if one.state.admits_requests]
 
     @staticmethod
-    def _total(rates: Sequence[float | None]) -> float | None:
-        known = [one for one in rates if one is not None]
-        return sum(known) if known and len(known) == len(rates) else None
+    def _total(figures: Sequence[_Number | None]) -> _Number | None:
+        known = [one for one in figures if one is not None]
+        return sum(known) if known and len(known) == len(figures) else None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as dictionaries, lists, strings and numbers, for JSON."""
         return dataclasses.asdict(self) | {
+            "replicas": [
+                dataclasses.asdict(one) | {"samples": one.samples} for one in self.replicas
+            ],
             "num_serving": self.num_serving,
+            "samples": self.samples,
             "generated_tokens_per_s": self.generated_tokens_per_s,
             "prompt_tokens_per_s": self.prompt_tokens_per_s,
         }
