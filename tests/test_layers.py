@@ -9,9 +9,10 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 # A new module goes into the first row that lies below everything it imports, in its own section.
 LAYERS = """
 # words that everything else uses
+push_status
 replica wire background weights.metadata keys silence shown
-errors load_snapshot
-settings reaping
+errors token_rates
+load_snapshot settings reaping request_counts
 load
 versions
 requests
@@ -25,6 +26,7 @@ testing
 # weights on their way
 weights
 weights.buckets weights.rendezvous weights.nccl_environment weights.bounded_store
+weights.phase_times
 weights.broadcast_group
 weights.start_signal weights.bucket_stream weights.whole_tensors weights.direct_stream
 weights.module_tensors weights.published weights.gathering weights.trainer_ranks
@@ -89,12 +91,14 @@ generation
 placement replica_calls membership scaling
 registry supervisor
 launch
-fleet service_replicas version_hooks
-service_requests service_versions service_members
-service_weights
-service_native
+fleet service_replicas version_hooks status_log
+status service_requests service_versions service_members
+status_text
+service_weights status_html status_terminal dashboard metrics
+service_status metrics_exporter
+service_native service_metrics
 service
-local_llm
+local_llm cli
 
 # TorchRL's side
 collector_versions conversations ray_buffer
@@ -107,6 +111,9 @@ transforms.version_source transforms.stamps
 transforms.version_stamp transforms.staleness_filter transforms.staleness_weight
 transforms.generation_statistics
 transforms
+
+# what others are shown
+timeline loggers
 """
 
 

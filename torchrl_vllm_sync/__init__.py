@@ -12,15 +12,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_vllm_sync import errors
     from torchrl_vllm_sync.balancer import LoadBalancer
+    from torchrl_vllm_sync.dashboard import Dashboard
+    from torchrl_vllm_sync.loggers import log_pushes, log_rollouts
+    from torchrl_vllm_sync.metrics_exporter import MetricsExporter
     from torchrl_vllm_sync.policy import vLLMWrapper
+    from torchrl_vllm_sync.push_status import PushStatus
     from torchrl_vllm_sync.ray_buffer import RayReplayBuffer
     from torchrl_vllm_sync.scaling import QueueLengthScaling
     from torchrl_vllm_sync.service import AsyncVLLM, attach, make_async_vllm_engine
+    from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
     from torchrl_vllm_sync.sync_scheme import (
         VLLMDoubleBufferSyncScheme,
         VLLMWeightSyncScheme,
         WeightSyncScheme,
     )
+    from torchrl_vllm_sync.timeline import save_timeline
     from torchrl_vllm_sync.transforms import (
         GenerationStatistics,
         StalenessFilter,
@@ -33,10 +39,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncVLLM",
+    "Dashboard",
     "GenerationStatistics",
     "LoadBalancer",
+    "MetricsExporter",
+    "PushStatus",
     "QueueLengthScaling",
     "RayReplayBuffer",
+    "ReplicaStatus",
+    "ServiceStatus",
     "StalenessFilter",
     "StalenessWeight",
     "VLLMDoubleBufferSyncScheme",
@@ -47,16 +58,24 @@ __all__ = [
     "__version__",
     "attach",
     "errors",
+    "log_pushes",
+    "log_rollouts",
     "make_async_vllm_engine",
+    "save_timeline",
     "vLLMWrapper",
 ]
 
 _HOMES = {
     "AsyncVLLM": "torchrl_vllm_sync.service",
+    "Dashboard": "torchrl_vllm_sync.dashboard",
     "GenerationStatistics": "torchrl_vllm_sync.transforms",
     "LoadBalancer": "torchrl_vllm_sync.balancer",
+    "MetricsExporter": "torchrl_vllm_sync.metrics_exporter",
+    "PushStatus": "torchrl_vllm_sync.push_status",
     "QueueLengthScaling": "torchrl_vllm_sync.scaling",
     "RayReplayBuffer": "torchrl_vllm_sync.ray_buffer",
+    "ReplicaStatus": "torchrl_vllm_sync.status",
+    "ServiceStatus": "torchrl_vllm_sync.status",
     "StalenessFilter": "torchrl_vllm_sync.transforms",
     "StalenessWeight": "torchrl_vllm_sync.transforms",
     "VLLMDoubleBufferSyncScheme": "torchrl_vllm_sync.sync_scheme",
@@ -65,7 +84,10 @@ _HOMES = {
     "WeightSyncScheme": "torchrl_vllm_sync.sync_scheme",
     "WeightUpdater": "torchrl_vllm_sync.updater",
     "attach": "torchrl_vllm_sync.service",
+    "log_pushes": "torchrl_vllm_sync.loggers",
+    "log_rollouts": "torchrl_vllm_sync.loggers",
     "make_async_vllm_engine": "torchrl_vllm_sync.service",
+    "save_timeline": "torchrl_vllm_sync.timeline",
     "vLLMWrapper": "torchrl_vllm_sync.policy",
 }
 

@@ -20,6 +20,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
+from torchrl_vllm_sync.request_counts import RequestCounts
 from torchrl_vllm_sync.requests import EngineRequest, EngineResult, mark_output
 from torchrl_vllm_sync.sessions import key_per_prompt
 from torchrl_vllm_sync.versions import check_version
@@ -68,6 +69,9 @@ class Generation:
         load: Ledger of these replicas.
         description: Facts about the engines, which are all alike.
         recovers: Says whether a replica is on its way; see :class:`Dispatcher`.
+
+    Attributes:
+        counts: How the requests of this process have ended.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Generation:
     ) -> None:
         self._replicas, self._description = replicas, description
         self._dispatcher = Dispatcher(replicas, load, recovers)
+        self.counts = RequestCounts()
         self._tokenizer: Any = None
         self._prefix = uuid.uuid4().hex[:12]
         self._counter = itertools.count()
@@ -152,17 +157,21 @@ class Generation:
         """
         total = len(batch.requests)
 
-        def on_result(_: EngineResult) -> None:
+        def on_result(result: EngineResult) -> None:
+            end(result.error)
             progress.update()
 
-        with tqdm(
-            total=total,
-            desc="Processed prompts",
-            unit="prompt",
-            delay=PROGRESS_DELAY_S,
-            disable=not use_tqdm or total < PROGRESS_MIN_PROMPTS,
-            dynamic_ncols=True,
-        ) as progress:
+        with (
+            self.counts.following(total) as end,
+            tqdm(
+                total=total,
+                desc="Processed prompts",
+                unit="prompt",
+                delay=PROGRESS_DELAY_S,
+                disable=not use_tqdm or total < PROGRESS_MIN_PROMPTS,
+                dynamic_ncols=True,
+            ) as progress,
+        ):
             results = await self._dispatcher.run(
                 batch.requests, _reserver(balancer), on_result=on_result
             )
@@ -181,12 +190,15 @@ class Generation:
         """
         (request,), (record,) = batch.requests, batch.records
         results = self._dispatcher.stream(request, _reserver(balancer))
-        async with contextlib.aclosing(results):
-            async for result in results:
-                output = _as_output(result, record)
-                if isinstance(output, Exception):
-                    raise output
-                yield output
+        with self.counts.following(1) as end:
+            async with contextlib.aclosing(results):
+                async for result in results:
+                    if result.error is not None or result.finished:
+                        end(result.error)
+                    output = _as_output(result, record)
+                    if isinstance(output, Exception):
+                        raise output
+                    yield output
 
     def _encode(self, text: str) -> list[int]:
         """Tokenises as the engines would, with their tokenizer, fetched once in each process."""

@@ -17,6 +17,7 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.load_snapshot import LoadSnapshot, describe_replicas
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.token_rates import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -382,6 +383,8 @@ class LoadTracker:
             self.newest_version = max(self.newest_version, report.weight_version or 0)
             known.membership_epoch = report.membership_epoch
             known.measured_at = now
+            known.counted = count(known.counted, report.counters, now)
+            known.last_push = report.last_push
             known.held_when_measured = known.held_tokens
             inside = known.num_unfinished
             if inside is None and known.num_running is not None and known.num_waiting is not None:

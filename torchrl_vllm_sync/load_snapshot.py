@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from torchrl_vllm_sync.replica import ReplicaState
+    from torchrl_vllm_sync.push_status import PushStatus
+    from torchrl_vllm_sync.replica import EngineCounters, ReplicaState
+    from torchrl_vllm_sync.token_rates import Counted
 
 __all__ = ["MAX_KV_USAGE", "LoadSnapshot", "describe_replicas"]
 
@@ -43,6 +45,8 @@ class LoadSnapshot:
         block_size: Tokens in a block of its KV cache; None if unknown.
         membership_epoch: Changes of the service's membership that it had been told of.
         reason: Why it is ``STALE`` or ``FAILED``; empty otherwise.
+        counted: The engine's counters of the last few seconds' reports, oldest first.
+        last_push: The last push that the replica was told of; None before one.
     """
 
     replica_id: str
@@ -61,6 +65,13 @@ class LoadSnapshot:
     block_size: int | None = None
     membership_epoch: int = 0
     reason: str = ""
+    counted: tuple[Counted, ...] = ()
+    last_push: PushStatus | None = None
+
+    @property
+    def counters(self) -> EngineCounters | None:
+        """What the engine has done since it started, as of its last report; None until reported."""
+        return self.counted[-1].counters if self.counted else None
 
     @property
     def cache_version(self) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -16,7 +17,7 @@ from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.replica import Replica
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torchrl_vllm_sync.membership import Membership
 
@@ -27,6 +28,7 @@ __all__ = [
     "find_service",
     "living_ids",
     "named_actors",
+    "running_services",
 ]
 
 logger = logging.getLogger(__name__)
@@ -42,18 +44,26 @@ def actor_name(service_name: str, replica_id: str) -> str:
 
 def living_ids(service_name: str) -> list[str]:
     """Returns the ids of a service's replicas whose actors are alive."""
-    prefix = actor_name(service_name, "")
+    return sorted((one for name, one in _living() if name == service_name), key=int)
+
+
+def running_services() -> dict[str, int]:
+    """Returns the names of all services, and how many of each one's replicas have a living actor.
+
+    Of the Ray cluster that this process is connected to.
+    """
+    return dict(sorted(Counter(name for name, _ in _living()).items()))
+
+
+def _living() -> Iterator[tuple[str, str]]:
+    """Service name and id of each replica on the cluster whose actor is alive."""
     named: Any = ray.util.list_named_actors(all_namespaces=True)  # dicts, whatever its type says
-    return sorted(
-        (
-            one["name"].removeprefix(prefix)
-            for one in named
-            if one["namespace"] == NAMESPACE
-            and one["name"].startswith(prefix)
-            and one["name"].removeprefix(prefix).isdecimal()  # not service "a-b" for "a"
-        ),
-        key=int,
-    )
+    prefix = actor_name("", "").removesuffix("-")
+    for one in named:
+        name, dash, replica_id = one["name"].removeprefix(prefix).rpartition("-")
+        ours = one["namespace"] == NAMESPACE and one["name"].startswith(prefix)
+        if ours and dash and replica_id.isdecimal():
+            yield name, replica_id
 
 
 def named_actors(service_name: str) -> dict[str, Any]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrl_vllm_sync.push_status import PushStatus
 
 __all__ = [
     "UNRESPONSIVE_AFTER_S",
+    "EngineCounters",
     "EngineDescription",
     "EngineReport",
     "ProcessId",
@@ -41,6 +45,32 @@ class ReplicaState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCounters:
+    """What an engine has done since it started; each number only grows.
+
+    Attributes:
+        num_prompt_tokens: Tokens of prompts whose prefill has ended, cached ones included.
+        num_generated_tokens: Tokens sampled.
+        prefix_cache_queries: Tokens of prompts that were looked up in the prefix cache.
+        prefix_cache_hits: Those of them that were found there.
+    """
+
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float | None:
+        """Share of what was looked up in the prefix cache that was found, 0 to 1.
+
+        ``None`` before anything was, which stays so without prefix caching.
+        """
+        queries = self.prefix_cache_queries
+        return self.prefix_cache_hits / queries if queries else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
     """What one replica last said of itself; ``None`` wherever the engine has not said yet.
 
@@ -58,6 +88,8 @@ class EngineReport:
         num_span_disagreements: Samples so far whose version spans, as counted in the replica, were
             not those that vLLM reported.
         membership_epoch: Changes of the service's membership that it has been told of.
+        counters: What the engine has done since it started.
+        last_push: The last push that it was told of, which need not have reached it.
     """
 
     replica_id: str
@@ -72,6 +104,8 @@ class EngineReport:
     reason: str = ""
     num_span_disagreements: int = 0
     membership_epoch: int = 0
+    counters: EngineCounters | None = None
+    last_push: PushStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,11 @@ from torchrl_vllm_sync.placement import ReplicaResources
 from torchrl_vllm_sync.registry import find_service, named_actors
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
 from torchrl_vllm_sync.service_members import ServiceMembers
+from torchrl_vllm_sync.service_metrics import ServiceMetrics
 from torchrl_vllm_sync.service_native import ServiceNative
 from torchrl_vllm_sync.service_requests import ServiceRequests
 from torchrl_vllm_sync.settings import check_integer
+from torchrl_vllm_sync.status_log import StatusLog
 from torchrl_vllm_sync.version_hooks import VersionHooks
 from torchrl_vllm_sync.weights.push import WeightPusher
 
@@ -83,7 +85,7 @@ _SHARED = (
 )
 
 
-class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
+class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceMetrics, RLvLLMEngine):
     """Replicas of one vLLM engine behind one object, with TorchRL's names and more.
 
     Every public name, argument and result of TorchRL's ``AsyncVLLM`` is kept, and TorchRL's own
@@ -301,6 +303,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
             describe(self.load, one)
             if not one.joined:
                 self.load.mark(one.replica_id, ReplicaState.STARTING, "it is being restarted")
+        self._log, self._dashboards = StatusLog(self.load), []
         self._metadata: list[ParamMeta] | None = None
         self._last_served, self._has_asked = 0, False
         self._version_hooks = VersionHooks()
@@ -333,6 +336,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
         Requests still running end with ``ReplicaUnavailableError``. Called on a pickled or attached
         copy it ends the service for everybody; leaving ``with`` there only lets go.
         """
+        self._end_metrics()
         self._end_supervision()
         membership, self._membership = self._membership, None
         if membership is not None and ray.is_initialized():
@@ -350,6 +354,8 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, RLvLLMEngine):
 
     def _let_go(self) -> None:
         """Ends what belongs to this process alone; replicas live on."""
+        self._end_metrics()
+        self._close_dashboards()
         self._end_supervision()
         self._membership = None
         self._monitor.stop()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from torchrl_vllm_sync.load import LoadSnapshot
+    from torchrl_vllm_sync.push_status import PushStatus
+    from torchrl_vllm_sync.status_log import StatusLog
     from torchrl_vllm_sync.version_hooks import VersionHooks
     from torchrl_vllm_sync.weights.push import WeightPusher
     from torchrl_vllm_sync.weights.transport import PushReport
@@ -41,6 +43,7 @@ class ServiceVersions(ServiceReplicas):
     _has_asked = False
     _pusher: WeightPusher
     _version_hooks: VersionHooks
+    _log: StatusLog
 
     @property
     def weight_version(self) -> int:
@@ -148,17 +151,21 @@ class ServiceVersions(ServiceReplicas):
             known = self.load.snapshots()
         return known
 
-    def _learn_states(self, doubtful: Collection[str] = ()) -> None:
+    def _learn_states(
+        self, doubtful: Collection[str] = (), pushed: PushStatus | None = None
+    ) -> None:
         """Asks the replicas what they are and hold now, ahead of the monitor's next look.
 
         Args:
             doubtful: Ids of replicas that may be silent, and are not waited for as long.
+            pushed: What became of a push, for them to tell other processes.
         """
         self._require_launched()
         known = self.standings()
         doubtful = {name for name, one in known.items() if name in doubtful or one.absence}
-        calls = self.start_calls("report", dict.fromkeys(doubtful, ()))
-        sure = self.start_calls("report", dict.fromkeys(known.keys() - doubtful, ()))
+        method, args = ("report", ()) if pushed is None else ("note_push", (pushed,))
+        calls = self.start_calls(method, dict.fromkeys(doubtful, args))
+        sure = self.start_calls(method, dict.fromkeys(known.keys() - doubtful, args))
         answers = sure.answers(REPORT_TIMEOUT_S) | calls.answers(DOUBTFUL_TIMEOUT_S)
         for report in answers.values():
             if isinstance(report, EngineReport):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -9,17 +10,18 @@ import ray.util
 import torch
 
 from torchrl_vllm_sync.engine_args import num_workers
-from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.service_versions import ServiceVersions
+from torchrl_vllm_sync.status_log import failed_push, finished_push
 from torchrl_vllm_sync.weights.metadata import from_json
 from torchrl_vllm_sync.weights.rendezvous import free_port
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection
 
     from vllm import AsyncEngineArgs
 
+    from torchrl_vllm_sync.push_status import PushStatus
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
@@ -86,24 +88,29 @@ class ServiceWeights(ServiceVersions):
         self._require_launched()
         if transport is not None:
             self._pusher.use(transport)
-        left_behind: Collection[str] = ()
+        reports: list[PushReport] = []
+        pushed: PushStatus | None = None
+        begin = time.perf_counter()
         try:
-            report = self._pusher.push(
+            return self._pusher.push(
                 weights,
                 version=version,
                 timeout_s=timeout_s,
                 clear_cache=clear_cache,
                 mode=mode,
                 strict=strict,
+                on_report=reports.append,
             )
-            left_behind = report.left_behind
-        except WeightSyncError as error:
-            left_behind = error.failures
+        except Exception as error:
+            pushed = failed_push(error, version, time.perf_counter() - begin, time.time())
             raise
         finally:
+            if reports:  # committed, even if a hook has failed
+                pushed = finished_push(reports[0], time.time())
+            if pushed is not None:
+                self._log.end_push(pushed)
             if self._launched:
-                self._learn_states(left_behind)
-        return report
+                self._learn_states(pushed.left_behind if pushed else (), pushed)
 
     def learn_versions(self) -> None:
         """Asks the replicas what they hold, after something other than a push brought them there.

@@ -22,6 +22,7 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_tokenizer
+from torchrl_vllm_sync.timeline import trace_of
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 
 
@@ -168,6 +169,9 @@ def test_the_report_says_how_it_went(broadcasting, model):
         assert "CPU backend repacks weights" in one.path_reason
         assert one.phases["num_tensors"] == len(list(model.parameters()))
         assert one.phases["whole_pause_s"] <= report.seconds
+        assert report.began_at <= one.began_at <= report.began_at + report.seconds
+    tracks = [one for one in trace_of(report)["traceEvents"] if one["name"] == "whole_pause"]
+    assert len(tracks) == len(report.replicas)
 
 
 # ---------------------------------------------------------------- when and by whom

@@ -224,6 +224,9 @@ def test_stats_recorder_gets_the_schedulers_figures(inside):
     assert in_the_past
     assert report.num_unfinished == 0
     assert report.stats_age_s >= 0
+    assert report.counters.num_generated_tokens >= 40 * 240
+    assert report.counters.num_prompt_tokens >= 40 * len(IDS)
+    assert report.counters.prefix_cache_queries >= 40 * len(IDS)
 
 
 def test_set_weight_label_marks_the_tokens_that_follow(inside):

@@ -39,6 +39,8 @@ from torchrl_vllm_sync.weights.rendezvous import free_port
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
 
+    from torchrl_vllm_sync.push_status import PushStatus
+
 __all__ = ["EngineActor"]
 
 PROBE_TIMEOUT_S = 60.0
@@ -80,6 +82,7 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         self._begin_answers()
         self._card: dict[str, Any] = {}
         self._membership_epoch = 0
+        self._last_push: PushStatus | None = None
         self._joins_later = self._started = False
         self._device_uuids: tuple[str, ...] = ()
 
@@ -200,7 +203,14 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
             reason=self._gate.reason,
             num_span_disagreements=self._checker.num_disagreements,
             membership_epoch=self._membership_epoch,
+            counters=self._stats.counters() if started else None,
+            last_push=self._last_push,
         )
+
+    def note_push(self, push: PushStatus) -> EngineReport:
+        """Keeps what became of a push, for processes that ask; returns :meth:`report`."""
+        self._last_push = push
+        return self.report()
 
     def keep_card(self, card: dict[str, Any]) -> None:
         """Keeps what a process needs to attach to the service, unless it has a newer one."""

@@ -89,6 +89,7 @@ class ChunkedLoads:
             attempts=1,
             path="layerwise",
             path_reason="vLLM's own transfer engines always take it",
+            began_at=time.time() - (time.perf_counter() - self._begun),
         )
 
     async def give_up(self, run_id: str) -> None:

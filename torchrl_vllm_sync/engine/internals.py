@@ -19,6 +19,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from torchrl_vllm_sync.replica import EngineCounters
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -88,11 +90,13 @@ class StatsRecorder(StatLoggerBase):
     """A vLLM stat logger that keeps the newest figures of each data-parallel engine.
 
     vLLM calls ``record`` in the ``AsyncLLM`` process at each output batch, so reading ``latest``
-    costs no RPC (``vllm/v1/metrics/loggers.py``, unstable by its own docstring).
+    and ``counters`` costs no RPC (``vllm/v1/metrics/loggers.py``, unstable by its own docstring).
     """
 
     def __init__(self) -> None:
         self._by_engine: dict[int, EngineStats] = {}
+        self._tokens = [0, 0]  # of prompts, sampled
+        self._prefix_cache = [0, 0]  # looked up, found
 
     def __call__(self, vllm_config: VllmConfig, engine_index: int = 0) -> StatsRecorder:
         """Serves as its own factory, as ``AsyncLLM(stat_loggers=[...])`` expects."""
@@ -102,13 +106,18 @@ class StatsRecorder(StatLoggerBase):
     def record(
         self,
         scheduler_stats: Any,  # noqa: ANN401  vLLM's SchedulerStats, or None
-        iteration_stats: Any,  # noqa: ANN401, ARG002
+        iteration_stats: Any,  # noqa: ANN401  vLLM's IterationStats, or None
         mm_cache_stats: Any = None,  # noqa: ANN401, ARG002
         engine_idx: int = 0,
     ) -> None:
-        """Keeps the scheduler's figures of one step."""
+        """Keeps the scheduler's figures of one step, and adds its tokens up."""
+        if iteration_stats is not None:
+            self._tokens[0] += iteration_stats.num_prompt_tokens
+            self._tokens[1] += iteration_stats.num_generation_tokens
         if scheduler_stats is None:
             return
+        self._prefix_cache[0] += scheduler_stats.prefix_cache_stats.queries
+        self._prefix_cache[1] += scheduler_stats.prefix_cache_stats.hits
         self._by_engine[engine_idx] = EngineStats(
             scheduler_stats.num_running_reqs,
             scheduler_stats.num_waiting_reqs,
@@ -129,6 +138,15 @@ class StatsRecorder(StatLoggerBase):
             sum(one.num_waiting for one in stats),
             max(one.kv_cache_usage for one in stats),
             min(one.measured_at for one in stats),
+        )
+
+    def counters(self) -> EngineCounters:
+        """Returns what all data-parallel engines have done, which is exact from their start on."""
+        return EngineCounters(
+            num_prompt_tokens=self._tokens[0],
+            num_generated_tokens=self._tokens[1],
+            prefix_cache_queries=self._prefix_cache[0],
+            prefix_cache_hits=self._prefix_cache[1],
         )
 
 

@@ -55,6 +55,8 @@ class LoadReport:
         path: How the weights got into the model: ``plan`` for copies straight into place,
             ``layerwise`` for vLLM's reload.
         path_reason: Why it was not the plan; empty when it was, or when it was not asked for.
+        began_at: When the first of these phases began, in seconds of Unix time; ``None`` if nothing
+            was loaded.
     """
 
     version: int
@@ -72,6 +74,7 @@ class LoadReport:
     attempts: int = 0
     path: str = ""
     path_reason: str = ""
+    began_at: float | None = None
 
 
 class WeightUpdates:
@@ -217,7 +220,7 @@ class WeightUpdates:
             SyncError: The load failed or took too long. Unless the workers say that they are
                 untouched the replica is stale: it takes no requests until a later load succeeds.
         """
-        begin = time.perf_counter()
+        begin, began_at = time.perf_counter(), time.time() - verify_s - stage_s
         was_whole = self.whole
         async with self._paused(mode, clear_cache, timeout_s) as num_restarted:
             paused = time.perf_counter()
@@ -255,6 +258,7 @@ class WeightUpdates:
             attempts=max(answer["attempts"] for answer in answers),
             path=" and ".join(sorted({answer["path"] for answer in answers})),
             path_reason=next((one["path_reason"] for one in answers if one["path_reason"]), ""),
+            began_at=began_at,
         )
 
     async def call_workers(

@@ -15,6 +15,7 @@ from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
 from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors, sendable_tensors
 from torchrl_vllm_sync.weights.metadata import metadata_digest, to_json
 from torchrl_vllm_sync.weights.packer import StreamingPacker, ViewPacker, check_device
+from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.reachable import MOST_ATTEMPTS, is_lost, lost_replicas
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.start_signal import PUSH_ID_BITS, StartSignal
@@ -166,7 +167,7 @@ class BroadcastTransport:
                 was sent.
         """
         options = {"version": version, "mode": mode, "clear_cache": clear_cache}
-        phases: dict[str, float] = {}
+        times = PhaseTimes()
         answers: dict[str, Any] = {}
         lost: dict[str, str] = {}
         start = time.perf_counter()
@@ -179,19 +180,16 @@ class BroadcastTransport:
                     raise
                 break  # nobody is left: what was answered the first time stands
             if attempt:
-                words_s = begin - self._broke_off_at
-                phases |= {
-                    "attempts": attempt + 1,
-                    "lost_s": begin - start,
-                    "last_words_s": words_s,
-                }
-            phases["join_s"] = time.perf_counter() - begin
+                times.seconds["attempts"] = attempt + 1
+                times.note("lost_s", start, begin)
+                times.note("last_words_s", self._broke_off_at, begin)
+            times.note("join_s", begin)
             now = self._send_to_members(
-                client, source, time.monotonic() + timeout_s, options, phases
+                client, source, time.monotonic() + timeout_s, options, times
             )
             answers |= now
             if attempt:
-                phases["again_s"] = time.perf_counter() - begin
+                times.note("again_s", begin)
             gone = lost_replicas(now)
             if not gone:
                 break
@@ -200,7 +198,8 @@ class BroadcastTransport:
         outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]
         return SendOutcome(
             num_bytes=sum(meta.num_bytes for meta in self._metadata),
-            phases=phases,
+            phases=times.seconds,
+            phase_starts=times.starts,
             replicas=outcomes
             + ReplicaOutcome.missing(missing, client.standings(), silent=self._members.silent),
             run_id=self._run_id,
@@ -212,7 +211,7 @@ class BroadcastTransport:
         source: WeightSource,
         deadline: float,
         options: dict[str, Any],
-        phases: dict[str, float],
+        times: PhaseTimes,
     ) -> dict[str, Any]:
         """Announces ``source`` if need be and sends it; returns what each member answered."""
         begin = self._broke_off_at = time.perf_counter()
@@ -224,7 +223,7 @@ class BroadcastTransport:
             deadline += ANNOUNCE_MULTIPLE * self._announce_s
             answers = self._announce(client, layout, deadline)
             self._announce_s = max(self._announce_s, time.perf_counter() - begin)
-        phases["prepare_s"] = time.perf_counter() - begin
+        times.note("prepare_s", begin)
         if failed := [n for n, one in answers.items() if isinstance(one, BaseException)]:
             self._members.leave(client, answers)
             why = SyncError(f"nothing was sent: replica {', '.join(failed)} could not prepare")
@@ -249,7 +248,7 @@ class BroadcastTransport:
         called = time.perf_counter()
         whole = self._whole if direct else None
         streams = self._streams(group, layout, source, whole, packer, num_passes, deadline)
-        failure = self._transfer(group, streams, calls, deadline, phases)
+        failure = self._transfer(group, streams, calls, deadline, times)
         sent = time.perf_counter()
         began_here = failure is not None and not calls.failures()
         if failure is not None:
@@ -259,7 +258,8 @@ class BroadcastTransport:
         )
         failed = any(isinstance(one, BaseException) for one in answers.values())
         self._broke_off_at = sent if failure is not None else time.perf_counter()
-        phases |= {"send_s": sent - called, "acknowledge_s": time.perf_counter() - sent}
+        times.note("send_s", called, sent)
+        times.note("acknowledge_s", sent)
         if failure is not None and not failed:
             answers = dict.fromkeys(answers, failure)
         if failure is not None or failed:
@@ -304,7 +304,7 @@ class BroadcastTransport:
         streams: Iterator[None],
         calls: PendingCalls,
         deadline: float,
-        phases: dict[str, float],
+        times: PhaseTimes,
     ) -> SyncError | None:
         """Sends everything once all are ready; returns what went wrong on this side."""
         begin = time.perf_counter()
@@ -315,7 +315,7 @@ class BroadcastTransport:
         try:
             StartSignal(group, self._push_id).give(deadline=deadline, watch=watch)
             ready = time.perf_counter()
-            phases["ready_s"] = ready - begin
+            times.note("ready_s", begin, ready)
             for _ in streams:
                 pass
             queued = time.perf_counter()
@@ -327,7 +327,8 @@ class BroadcastTransport:
         except BaseException:  # an interrupt from the keyboard
             group.abort()
             raise
-        phases |= {"queue_s": queued - ready, "transfer_s": time.perf_counter() - ready}
+        times.note("queue_s", ready, queued)
+        times.note("transfer_s", ready)
         return None
 
     def _announce(

@@ -20,6 +20,7 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.weights.choice import device_uuid
 from torchrl_vllm_sync.weights.metadata import dtype_name
 from torchrl_vllm_sync.weights.packer import check_device
+from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.reachable import describe_replicas
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
@@ -194,6 +195,12 @@ class IPCTransport:
             answers = self._on_all(client, "finish_chunks", (), deadline)
             self._last_version = max(self._last_version, version)
         torch.cuda.ipc_collect()
+        times = PhaseTimes()
+        times.note("open_s", begin, opened)
+        times.note("begin_s", opened, begun)
+        times.note("send_s", begun, sent)
+        times.note("acknowledge_s", sent)
+        times.seconds["num_chunks"] = num_chunks
         outcomes = [
             ReplicaOutcome.of(
                 name, one if one is not None else SyncError("the push was given up half-way")
@@ -204,13 +211,8 @@ class IPCTransport:
             outcomes.append(ReplicaOutcome(replica_id=name, version=None, error=why))
         return SendOutcome(
             num_bytes=sum(meta.num_bytes for meta in metadata),
-            phases={
-                "open_s": opened - begin,
-                "begin_s": begun - opened,
-                "send_s": sent - begun,
-                "acknowledge_s": time.perf_counter() - sent,
-                "num_chunks": num_chunks,
-            },
+            phases=times.seconds,
+            phase_starts=times.starts,
             replicas=outcomes,
             run_id=self._run_id,
         )

@@ -7,11 +7,13 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
+from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.private_files import open_file
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
@@ -137,12 +139,16 @@ class MemmapTransport:
         self.open(client)
         writer = self._open_writer()
         metadata = source.metadata()
-        phases: dict[str, float] = {}
+        times = PhaseTimes()
         if version != self._sent:
+            begin = time.perf_counter()
             report = writer.publish(source, metadata, version)
             self._sent = version
-            phases = {"publish_s": report.seconds, **report.phases}
+            times.note("publish_s", begin, begin + report.seconds)
+            times.seconds |= {f"{name}_s": value for name, value in report.phases.items()}
+            times.starts |= {f"{name}_s": value for name, value in report.phase_starts.items()}
         standings = client.standings()
+        called = time.perf_counter()
         answers = self._have_loaded(
             client,
             awaited_replicas(standings),
@@ -151,11 +157,13 @@ class MemmapTransport:
             mode=mode,
             timeout_s=timeout_s,
         )
+        times.note("acknowledge_s", called)
         absent = {name: one.absence for name, one in standings.items() if one.absence}
         outcomes = [ReplicaOutcome.of(name, answer) for name, answer in answers.items()]
         return SendOutcome(
             num_bytes=sum(meta.num_bytes for meta in metadata),
-            phases=phases,
+            phases=times.seconds,
+            phase_starts=times.starts,
             replicas=outcomes + ReplicaOutcome.missing(absent, standings),
             run_id=writer.run_id,
         )

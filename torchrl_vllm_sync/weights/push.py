@@ -192,6 +192,7 @@ class WeightPusher:
         clear_cache: bool,
         mode: PauseMode = "keep",
         strict: bool | None = None,
+        on_report: Callable[[PushReport], object] | None = None,
     ) -> PushReport:
         """Brings every replica to ``version``.
 
@@ -205,6 +206,7 @@ class WeightPusher:
             mode: What becomes of requests in flight.
             strict: Raise if any replica is left behind, and commit nothing. Otherwise the version
                 is committed once one replica holds it. ``None`` takes the pusher's own.
+            on_report: Called with the report before anybody else is, and so even if hooks fail.
 
         Returns:
             The report, which names the replicas that were left behind.
@@ -242,7 +244,10 @@ class WeightPusher:
                 transport=transport,
                 seconds=time.perf_counter() - begin,
                 strict=strict,
+                began=begin,
             )
+        if on_report is not None:
+            on_report(report)
         if is_news and self._on_commit is not None:
             self._on_commit(report)
         return report

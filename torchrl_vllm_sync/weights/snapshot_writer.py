@@ -19,6 +19,7 @@ from torchrl_vllm_sync.weights.head import Head
 from torchrl_vllm_sync.weights.lease import READERS
 from torchrl_vllm_sync.weights.manifest import CURRENT, Manifest, ManifestFile, write_manifest
 from torchrl_vllm_sync.weights.marker import LAYOUTS, LayoutName, Marker, new_run_id
+from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.private_files import require_folder
 from torchrl_vllm_sync.weights.slot_store import SlotSettings, SlotStore
 from torchrl_vllm_sync.weights.storage import is_memory_file_system, storage_errors
@@ -49,6 +50,8 @@ class PublishReport:
         seconds: From call to return.
         phases: Seconds of ``acquire`` (a folder to write into), ``source`` (waiting for the next
             tensor), ``copy``, ``hash``, ``flush``, ``flip`` and ``collect`` (removing old folders).
+        phase_starts: When each began, in seconds of ``time.perf_counter()``; ``source``, ``copy``
+            and ``hash`` take turns, tensor by tensor, and have no start.
     """
 
     version: int
@@ -56,6 +59,7 @@ class PublishReport:
     num_bytes: int
     seconds: float
     phases: Mapping[str, float]
+    phase_starts: Mapping[str, float]
 
 
 class SnapshotWriter:
@@ -242,20 +246,20 @@ class SnapshotWriter:
             )
         layout = self._layout_of(metadata)
         doing = f"publishing version {version}"
-        phases: dict[str, float] = {}
+        times = PhaseTimes()
         with ExitStack() as undo:
-            with self._storage(doing), _timed(phases, "acquire"):
+            with self._storage(doing), times.measure("acquire"):
                 self._lock.check()
                 folder, file = self._store.begin(
                     layout,
                     self._head(version, layout, complete=False),
                 )
             undo.callback(self._store.abandon, folder)
-            checksums = self._fill(file, tensors, doing, phases)
-            with self._storage(doing), _timed(phases, "flush"):
+            checksums = self._fill(file, tensors, doing, times.seconds)
+            with self._storage(doing), times.measure("flush"):
                 if self._fsync:
                     file.flush()
-            with self._storage(doing), _timed(phases, "flip"), self._lock.commit():
+            with self._storage(doing), times.measure("flip"), self._lock.commit():
                 folder = self._store.complete(folder, self._head(version, layout, complete=True))
                 undo.pop_all()
                 manifest = Manifest(
@@ -275,14 +279,15 @@ class SnapshotWriter:
                 self._store.flipped(folder)
         # Under the lock too: a writer replaced by now would remove its successor's folders.
         doing = f"version {version} is current, but removing old ones failed"
-        with self._storage(doing), _timed(phases, "collect"), self._lock.commit():
+        with self._storage(doing), times.measure("collect"), self._lock.commit():
             self._store.collect()
         return PublishReport(
             version,
             self.directory / folder,
             layout.payload_bytes,
             time.perf_counter() - started,
-            phases,
+            times.seconds,
+            times.starts,
         )
 
     def close(self, *, remove: bool = False) -> None:
@@ -327,12 +332,13 @@ class SnapshotWriter:
         phases: dict[str, float],
     ) -> tuple[int, ...] | None:
         layout, times = file.layout, FillTimes()
-        phases["source"] = 0.0
+        source_s = 0.0
         checksums: list[int | None] = []
         iterator = iter(tensors)
         for meta, offset in zip(layout.metadata, layout.offsets, strict=True):
-            with _timed(phases, "source"):
-                item = next(iterator, None)
+            asked = time.perf_counter()
+            item = next(iterator, None)
+            source_s += time.perf_counter() - asked
             if item is None:
                 raise WeightMismatchError(
                     f"{doing}: tensors end after {len(checksums)} of {len(layout.metadata)}; "
@@ -349,7 +355,7 @@ class SnapshotWriter:
         surplus = next(iterator, None)
         if surplus is not None:
             raise WeightMismatchError(f"{doing}: {surplus[0]} is not in the metadata")
-        phases["copy"], phases["hash"] = times.copy_s, times.hash_s
+        phases |= {"source": source_s, "copy": times.copy_s, "hash": times.hash_s}
         taken = tuple(value for value in checksums if value is not None)
         return taken if len(taken) == len(checksums) else None
 
@@ -388,12 +394,3 @@ class SnapshotWriter:
             # A successor removes this writer's folders: that is the cause to name, not a lost file.
             self._lock.check()
             raise
-
-
-@contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        phases[name] = phases.get(name, 0.0) + time.perf_counter() - started

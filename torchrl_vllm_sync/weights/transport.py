@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -75,6 +76,9 @@ class ReplicaOutcome:
         is_expected: Whether it counts that it did not reach the version; not while it starts, as it
             will serve only when it has caught up.
         is_silent: Whether its actor did not answer at all in time.
+        began_at: When its first phase began, in seconds of Unix time by its host's clock; ``None``
+            when nothing was loaded. Its phases follow each other: ``verify_s`` or ``stage_s`` (of
+            which ``ready_s`` is the beginning), then ``pause_s``, ``load_s`` and ``resume_s``.
     """
 
     replica_id: str
@@ -85,6 +89,7 @@ class ReplicaOutcome:
     path_reason: str = ""
     is_expected: bool = True
     is_silent: bool = False
+    began_at: float | None = None
 
     @classmethod
     def of(cls, replica_id: str, answer: Any) -> ReplicaOutcome:  # noqa: ANN401  a report, or an error
@@ -101,13 +106,14 @@ class ReplicaOutcome:
             why = str(answer) or type(answer).__name__
             silent = isinstance(answer, TimeoutError) and not isinstance(answer, SyncError)
             return cls(replica_id=replica_id, version=None, error=why, is_silent=silent)
-        words = ("version", "path", "path_reason")
+        words = ("version", "path", "path_reason", "began_at")
         return cls(
             replica_id=replica_id,
             version=answer["version"],
             phases={name: float(value) for name, value in answer.items() if name not in words},
             path=answer.get("path", ""),
             path_reason=answer.get("path_reason", ""),
+            began_at=answer.get("began_at"),
         )
 
     @classmethod
@@ -150,12 +156,15 @@ class SendOutcome:
         replicas: One answer for each replica of the service.
         run_id: Tells versions of this sender from another's with the same number; ``None`` if the
             transport has no such thing.
+        phase_starts: When each phase began, in seconds of ``time.perf_counter()``; one that is the
+            sum of many pieces, or whose start the transport does not know, is missing.
     """
 
     num_bytes: int
     phases: dict[str, float]
     replicas: list[ReplicaOutcome]
     run_id: str | None = None
+    phase_starts: dict[str, float] = field(default_factory=dict)
 
     @property
     def failures(self) -> dict[str, str]:
@@ -191,11 +200,15 @@ class PushReport:
         transport: Name of the transport.
         num_bytes: Bytes of all tensors, once.
         seconds: Wall clock of the whole push.
-        phases: Seconds by phase on the trainer's side.
+        phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
         replicas: What each replica answered.
         left_behind: Id of each replica that did not reach the version, to the reason; it takes no
             requests until it does. Empty after a push with ``strict=True``, but for replicas that
             were starting.
+        began_at: When the push began, in seconds of Unix time by the trainer's clock; ``None`` if
+            unknown.
+        phase_starts: Seconds from the beginning of the push to that of each phase on the trainer's
+            side, as far as the transport said.
     """
 
     version: int
@@ -205,6 +218,8 @@ class PushReport:
     phases: dict[str, float]
     replicas: list[ReplicaOutcome]
     left_behind: dict[str, str] = field(default_factory=dict)
+    began_at: float | None = None
+    phase_starts: dict[str, float] = field(default_factory=dict)
 
     @property
     def gigabytes_per_s(self) -> float:
@@ -220,6 +235,7 @@ class PushReport:
         transport: str,
         seconds: float,
         strict: bool = True,
+        began: float | None = None,
     ) -> PushReport:
         """Makes the report, or raises for the replicas that were left behind.
 
@@ -229,6 +245,7 @@ class PushReport:
             transport: Name of the transport.
             seconds: Wall clock of the whole push.
             strict: Raise if any replica was left behind, not only if all were.
+            began: When it began, in seconds of ``time.perf_counter()``; ``None`` if unknown.
 
         Returns:
             The report.
@@ -246,6 +263,10 @@ class PushReport:
             phases=outcome.phases,
             replicas=outcome.replicas,
             left_behind=outcome.failures,
+            began_at=None if began is None else time.time() - (time.perf_counter() - began),
+            phase_starts={}
+            if began is None
+            else {name: start - began for name, start in outcome.phase_starts.items()},
         )
 
 

@@ -17,6 +17,7 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.weights import vllm_nccl_api
 from torchrl_vllm_sync.weights.packer import check_device
+from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.reachable import describe_replicas
 from torchrl_vllm_sync.weights.rendezvous import free_port
 from torchrl_vllm_sync.weights.source import StableSource
@@ -184,7 +185,8 @@ class VLLMNCCLTransport:
                 check_device(name, tensor, self._device)
         metadata = source.metadata()
         joined = time.perf_counter()
-        phases = {"join_s": joined - begin}
+        times = PhaseTimes()
+        times.note("join_s", begin, joined)
         everyone = dict.fromkeys(self._members, (version, self._run_id))
         answers = client.start_calls("expect_native", everyone).answers(SHORT_TIMEOUT_S)
         if not any(isinstance(one, BaseException) for one in answers.values()):
@@ -204,11 +206,9 @@ class VLLMNCCLTransport:
             sent = time.perf_counter()
             left = GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
             answers = calls.answers(left)
-            phases |= {
-                "prepare_s": ready - joined,
-                "send_s": sent - ready,
-                "acknowledge_s": time.perf_counter() - sent,
-            }
+            times.note("prepare_s", joined, ready)
+            times.note("send_s", ready, sent)
+            times.note("acknowledge_s", sent)
             if failure is not None:  # silence follows from it
                 answers = {
                     name: failure if isinstance(one, TimeoutError | dict) else one
@@ -224,7 +224,8 @@ class VLLMNCCLTransport:
             outcomes.append(ReplicaOutcome(replica_id=name, version=None, error=why))
         return SendOutcome(
             num_bytes=sum(meta.num_bytes for meta in metadata),
-            phases=phases,
+            phases=times.seconds,
+            phase_starts=times.starts,
             replicas=outcomes,
             run_id=self._run_id,
         )

@@ -1,0 +1,322 @@
+"""What a service says of itself, from reports that are written down here."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from torchrl_vllm_sync.errors import ServiceClosedError, WeightSyncError
+from torchrl_vllm_sync.load import LoadTracker
+from torchrl_vllm_sync.push_status import PushStatus
+from torchrl_vllm_sync.replica import EngineCounters, EngineReport, ReplicaState
+from torchrl_vllm_sync.service_status import ServiceView
+from torchrl_vllm_sync.status import collect_status
+from torchrl_vllm_sync.status_log import (
+    MAX_FAILURES,
+    MAX_PUSHES,
+    StatusLog,
+    failed_push,
+    finished_push,
+)
+from torchrl_vllm_sync.token_rates import token_rates
+from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome
+
+SERVING, STALE, FAILED = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.FAILED
+STARTING = ReplicaState.STARTING
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Scene:
+    """A ledger of some replicas, its log, and what a service would say of them."""
+
+    def __init__(self, *replica_ids):
+        self.clock = Clock()
+        self.load = LoadTracker(replica_ids, state=SERVING, clock=self.clock)
+        self.log = StatusLog(self.load, wall_clock=lambda: 5000.0)
+        description = SimpleNamespace(node_ip="10.0.0.7", pid=42, device_type="cuda")
+        self.members = [
+            SimpleNamespace(replica_id=one, num_restarts=2, description=description)
+            for one in replica_ids
+        ]
+
+    def report(self, replica_id="0", state=SERVING, **figures):
+        self.load.observe(EngineReport(replica_id=replica_id, state=state, **figures))
+
+    def count(self, generated, prompt=0, queries=0, hits=0, **figures):
+        counters = EngineCounters(
+            num_generated_tokens=generated,
+            num_prompt_tokens=prompt,
+            prefix_cache_queries=queries,
+            prefix_cache_hits=hits,
+        )
+        self.report(counters=counters, **figures)
+
+    def status(self):
+        snapshots = self.load.snapshots()
+        in_flight = self.load.total_in_flight
+        return collect_status(
+            "rollouts", 3, in_flight, snapshots, self.members, self.log, self.clock()
+        )
+
+    def replica(self, at=0):
+        return self.status().replicas[at]
+
+
+def push(ended_at, version=1, **more):
+    return PushStatus(ended_at=ended_at, seconds=0.1, version=version, **more)
+
+
+# ---------------------------------------------------------------- replicas
+
+
+def test_what_nobody_has_said_is_unknown():
+    scene = Scene("0")
+    replica = scene.replica()
+    unknown = (
+        replica.num_running, replica.num_waiting, replica.num_unfinished, replica.elsewhere,
+        replica.kv_cache_usage, replica.prefix_cache_hit_rate, replica.generated_tokens_per_s,
+        replica.prompt_tokens_per_s, replica.counters, replica.report_age_s, replica.weight_version,
+    )  # fmt: skip
+    assert set(unknown) == {None}
+    assert (replica.state, replica.in_flight) == (SERVING, 0)
+    assert (replica.num_restarts, replica.node, replica.device_type) == (2, "10.0.0.7", "cuda")
+    assert scene.status().pushes == scene.status().failures == ()
+    assert scene.status().generated_tokens_per_s is None
+
+
+def test_a_replica_that_is_no_member_yet_has_no_node():
+    scene = Scene("0")
+    scene.members = []
+    assert (scene.replica().node, scene.replica().num_restarts) == (None, None)
+
+
+def test_figures_are_the_last_reports_and_in_flight_is_counted_here():
+    scene = Scene("0", "1")
+    scene.load.reserve("0", 3)
+    scene.report(num_unfinished=5, num_running=4, num_waiting=1, kv_cache_usage=0.25)
+    replica = scene.replica()
+    assert (replica.in_flight, replica.elsewhere, replica.num_unfinished) == (3, 2, 5)
+    assert (replica.num_running, replica.num_waiting, replica.kv_cache_usage) == (4, 1, 0.25)
+    assert scene.status().in_flight == 3
+    assert scene.replica(1).num_running is None
+
+
+def test_figures_that_are_too_old_are_unknown_but_the_version_is_what_it_last_said():
+    scene = Scene("0")
+    scene.report(num_running=4, kv_cache_usage=0.5, weight_version=7)
+    scene.clock.now += 4.9
+    assert scene.replica().num_running == 4
+    scene.clock.now += 0.2
+    replica = scene.replica()
+    assert (replica.num_running, replica.kv_cache_usage) == (None, None)
+    assert replica.weight_version == 7
+    assert replica.report_age_s == pytest.approx(5.1)
+
+
+def test_rates_are_between_reports_whoever_looks():
+    scene = Scene("0")
+    for generated, prompt in ((0, 0), (100, 10), (300, 30), (700, 70)):
+        scene.count(generated, prompt)
+        scene.status()
+        scene.clock.now += 1.0
+    replica = scene.replica()  # of the last 2 s
+    assert replica.generated_tokens_per_s == 300.0
+    assert replica.prompt_tokens_per_s == 30.0
+    assert scene.status().generated_tokens_per_s == 300.0
+
+
+def test_one_report_or_two_in_a_moment_make_no_rate():
+    scene = Scene("0")
+    scene.count(100)
+    assert scene.replica().generated_tokens_per_s is None
+    scene.clock.now += 0.1
+    scene.count(200)
+    assert scene.replica().generated_tokens_per_s is None
+    scene.clock.now += 0.9
+    scene.count(300)
+    assert scene.replica().generated_tokens_per_s == pytest.approx(200.0)
+
+
+def test_an_engine_that_began_anew_is_not_compared_with_the_one_before():
+    scene = Scene("0")
+    scene.count(1000)
+    scene.clock.now += 1.0
+    scene.count(10)
+    assert scene.replica().generated_tokens_per_s is None
+    scene.clock.now += 1.0
+    scene.count(60)
+    assert scene.replica().generated_tokens_per_s == 50.0
+    scene.load.renew("0", STARTING)
+    assert scene.load.snapshot("0").counters is None
+
+
+def test_a_report_without_counters_forgets_them():
+    scene = Scene("0")
+    scene.count(1000)
+    scene.report()
+    assert scene.replica().counters is None
+
+
+def test_few_counters_are_kept_however_many_reports_come():
+    scene = Scene("0")
+    for i in range(1000):
+        scene.count(i)
+        scene.clock.now += 0.1
+    counted = scene.load.snapshot("0").counted
+    assert len(counted) <= 22
+    assert counted[-1].at - counted[0].at >= 2.0
+    assert token_rates(counted).generated_tokens_per_s == pytest.approx(10.0)
+
+
+def test_hit_rate_needs_something_that_was_looked_up():
+    scene = Scene("0")
+    scene.count(0, queries=0)
+    assert scene.replica().prefix_cache_hit_rate is None
+    scene.count(0, queries=200, hits=50)
+    assert scene.replica().prefix_cache_hit_rate == 0.25
+
+
+def test_the_total_rate_is_unknown_while_one_that_serves_is():
+    scene = Scene("0", "1")
+    for generated in (0, 100):
+        scene.count(generated)
+        scene.clock.now += 1.0
+    assert scene.status().generated_tokens_per_s is None
+    scene.load.mark("1", FAILED, "gone")
+    status = scene.status()
+    assert (status.generated_tokens_per_s, status.num_serving) == (100.0, 1)
+
+
+def test_everything_is_json_and_comes_back_as_it_was():
+    scene = Scene("0")
+    scene.count(5, kv_cache_usage=0.5, last_push=push(1.0, phases={"send": 0.1}))
+    scene.load.mark("0", FAILED, "it died")
+    told = scene.status().as_dict()
+    assert json.loads(json.dumps(told, allow_nan=False)) == json.loads(json.dumps(told))
+    (replica,) = told["replicas"]
+    assert (replica["state"], replica["counters"]["num_generated_tokens"]) == ("failed", 5)
+    assert told["pushes"][0]["phases"] == {"send": 0.1}
+    assert told["failures"][0]["reason"] == "it died"
+    assert told["num_serving"] == 0
+
+
+# ---------------------------------------------------------------- what happened
+
+
+def test_failures_are_noted_once_newest_first():
+    scene = Scene("0", "1")
+    scene.load.mark("0", FAILED, "it died")
+    scene.load.mark("0", FAILED, "it is still dead")
+    scene.load.set_floor("1", 4)
+    told = [(one.replica_id, one.what, one.reason) for one in scene.status().failures]
+    assert told == [("1", "stale", "it did not reach version 4"), ("0", "failed", "it died")]
+    assert scene.status().failures[0].at == 5000.0
+
+
+def test_a_replica_that_joins_has_not_failed():
+    scene = Scene("0")
+    scene.load.renew("0", STALE)
+    scene.report(weight_version=1)
+    assert scene.status().failures == ()
+
+
+def test_one_that_fails_again_is_noted_again():
+    scene = Scene("0")
+    for _ in range(2):
+        scene.load.mark("0", FAILED, "it died")
+        scene.report()
+    assert len(scene.status().failures) == 2
+
+
+def test_the_log_does_not_grow():
+    scene = Scene("0")
+    for i in range(100):
+        scene.load.mark("0", FAILED, "it died")
+        scene.report(last_push=push(float(i), version=i))
+        scene.status()
+    assert len(scene.status().failures) == MAX_FAILURES
+    assert [one.version for one in scene.status().pushes] == list(range(99, 99 - MAX_PUSHES, -1))
+
+
+def test_a_push_is_listed_once_however_many_replicas_tell_of_it():
+    scene = Scene("0", "1")
+    scene.log.add_pushes([push(2.0, version=2)])
+    for replica_id in ("0", "1"):
+        scene.report(replica_id, last_push=push(2.0, version=2))
+    scene.report("0", last_push=push(1.0, version=1))
+    assert [one.version for one in scene.status().pushes] == [2, 1]
+
+
+def test_a_failed_push_is_a_failure_too():
+    scene = Scene("0")
+    error = WeightSyncError(4, {"0": "worker 0 could not load"})
+    scene.log.add_pushes([failed_push(error, None, 1.5, 9.0)])
+    status = scene.status()
+    (pushed,) = status.pushes
+    assert (pushed.version, pushed.left_behind) == (4, error.failures)
+    assert (pushed.transport, pushed.num_bytes, pushed.pause_s) == (None, None, None)
+    assert [(one.what, one.reason) for one in status.failures] == [("push", str(error))]
+
+
+def test_a_push_that_was_refused_has_the_version_that_was_asked_for():
+    assert failed_push(ValueError(), None, 0.0, 0.0).error == "ValueError"
+    assert failed_push(ValueError("no"), 7, 0.0, 0.0).version == 7
+
+
+def test_a_finished_push_keeps_seconds_and_leaves_counts_out():
+    report = PushReport(
+        version=3,
+        transport="broadcast",
+        num_bytes=10**9,
+        seconds=0.5,
+        phases={"send_s": 0.3, "copy_s": 0.1, "num_chunks": 4},
+        replicas=[
+            ReplicaOutcome(
+                replica_id="0", version=3, phases={"whole_pause_s": 0.2, "num_kept": 5, "loaded": 1}
+            ),
+            ReplicaOutcome(replica_id="1", version=3, phases={"whole_pause_s": 0.25}),
+            ReplicaOutcome(replica_id="2", version=None, error="it is failed"),
+        ],
+        left_behind={"2": "it is failed"},
+    )
+    pushed = finished_push(report, 77.0)
+    assert pushed.phases == {"send": 0.3, "copy": 0.1}
+    assert pushed.replicas == {"0": {"whole_pause": 0.2}, "1": {"whole_pause": 0.25}}
+    assert (pushed.pause_s, pushed.ended_at, pushed.error) == (0.25, 77.0, "")
+    assert pushed.left_behind == {"2": "it is failed"}
+
+
+# ---------------------------------------------------------------- the method
+
+
+class View(ServiceView):
+    """As much of a service as looking at it needs."""
+
+    def __init__(self, scene, *, launched=True):
+        self.name, self.load, self._log = "rollouts", scene.load, scene.log
+        self._membership = SimpleNamespace(members=scene.members) if launched else None
+        self._is_copy = False
+        self._pusher = SimpleNamespace(committed=2)
+
+
+def test_status_asks_nobody():
+    scene = Scene("0", "1")
+    for replica_id in ("0", "1"):
+        scene.report(replica_id, weight_version=3)
+    status = View(scene).status()  # there are no actors to ask
+    assert (status.name, status.weight_version, status.num_serving) == ("rollouts", 3, 2)
+    assert replace(status, time=0.0) == replace(View(scene).status(), time=0.0)
+
+
+def test_a_service_that_is_not_there_has_no_status():
+    with pytest.raises(ServiceClosedError, match="rollouts"):
+        View(Scene("0"), launched=False).status()

@@ -1,0 +1,185 @@
+"""The command ``torchrl-vllm-sync``: looks at services of a Ray cluster from a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import time
+from typing import TYPE_CHECKING
+
+from torchrl_vllm_sync.errors import ServiceClosedError, SyncError
+from torchrl_vllm_sync.replica import ReplicaState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from torchrl_vllm_sync.service import AsyncVLLM
+    from torchrl_vllm_sync.status import ServiceStatus
+
+__all__ = ["main"]
+
+DEFAULT_WATCH_S = 1.0
+# Reports come once a second; tokens per second need two of them.
+FIRST_LOOK_S = 1.5
+_EPILOG = """\
+exit status: 0 when it has shown what there is, 1 when there is no such service or no Ray cluster,
+2 when the arguments are wrong"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status.
+
+    Args:
+        arguments: What follows the command's name; ``None`` takes those of this process.
+    """
+    from rich.console import Console
+
+    options = _parser().parse_args(arguments)
+    try:
+        _connect(options.address)
+        if options.name is None:
+            _list_services(options, Console())
+        else:
+            _show_service(options, Console())
+    except SyncError as error:
+        Console(stderr=True).print(f"torchrl-vllm-sync: {error}", style="red", markup=False)
+        return 1
+    except KeyboardInterrupt:  # how --watch ends
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="torchrl-vllm-sync", epilog=_EPILOG)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    status = commands.add_parser(
+        "status",
+        help="show what a service is and does now",
+        description="Shows what a service is and does now, or lists the services.",
+        epilog=_EPILOG,
+    )
+    status.add_argument("name", nargs="?", metavar="NAME", help="the service; all if not given")
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        type=_seconds,
+        const=DEFAULT_WATCH_S,
+        metavar="SECONDS",
+        help="look again and again, every second unless told otherwise",
+    )
+    status.add_argument("--json", action="store_true", help="print JSON, one line for each look")
+    status.add_argument(
+        "--address", metavar="ADDR", help="Ray cluster; RAY_ADDRESS, or this machine's, by default"
+    )
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be seconds greater than 0, got {text!r}")
+    return seconds
+
+
+def _connect(address: str | None) -> None:
+    """Joins a Ray cluster, unless this process has joined one.
+
+    Raises:
+        ServiceClosedError: There is none.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = "on this machine" if address == "auto" else f"at {address}"
+        raise ServiceClosedError(
+            f"no Ray cluster was found {where}; name one by --address or RAY_ADDRESS ({error})"
+        ) from error
+
+
+def _list_services(options: argparse.Namespace, console: Console) -> None:
+    from torchrl_vllm_sync.registry import running_services
+    from torchrl_vllm_sync.status_terminal import services_view
+
+    while True:
+        services = running_services()
+        if options.json:
+            _print_json(console, {"services": services})
+        elif services:
+            console.print(services_view(services))
+        else:
+            console.print("no service runs on this Ray cluster")
+        if options.watch is None:
+            return
+        time.sleep(options.watch)
+
+
+def _show_service(options: argparse.Namespace, console: Console) -> None:
+    """Shows one service, once or until it ends.
+
+    Raises:
+        ServiceClosedError: It is not there, or has ended.
+    """
+    from torchrl_vllm_sync.service import attach
+
+    with attach(options.name) as service:
+        service.status()
+        time.sleep(FIRST_LOOK_S)
+        if options.watch is None:
+            _show_once(service, options, console)
+        elif options.json:
+            while True:
+                _show_once(service, options, console)
+                time.sleep(options.watch)
+        else:
+            _watch(service, options.watch, console)
+
+
+def _show_once(service: AsyncVLLM, options: argparse.Namespace, console: Console) -> None:
+    from torchrl_vllm_sync.status_terminal import status_view
+
+    status = _look(service)
+    if options.json:
+        _print_json(console, status.as_dict())
+    else:
+        console.print(status_view(status, console.width))
+
+
+def _watch(service: AsyncVLLM, interval_s: float, console: Console) -> None:
+    from rich.live import Live
+
+    from torchrl_vllm_sync.status_terminal import status_view
+
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(status_view(_look(service), console.width), refresh=True)
+            time.sleep(interval_s)
+
+
+def _look(service: AsyncVLLM) -> ServiceStatus:
+    """Returns the service's status.
+
+    Raises:
+        ServiceClosedError: All its replicas have been closed.
+    """
+    status = service.status()
+    if status.replicas and all(one.state is ReplicaState.CLOSED for one in status.replicas):
+        raise ServiceClosedError(f"service {status.name} was shut down")
+    return status
+
+
+def _print_json(console: Console, value: object) -> None:
+    console.file.write(json.dumps(value) + "\n")
+    console.file.flush()

@@ -1,0 +1,314 @@
+"""A small web page that shows a service as it runs."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from functools import cache
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import parse_qs, urlsplit
+
+from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from torchrl_vllm_sync.status import ServiceStatus
+
+__all__ = ["Dashboard"]
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+# How long the page's plots reach back: a quarter of an hour.
+MAX_SAMPLES = 900
+# How often the thread looks whether it is to end.
+_POLL_S = 0.2
+# A browser that opens a connection and says nothing does not hold a thread for longer.
+_SILENT_S = 10.0
+_JOIN_TIMEOUT_S = 10.0
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; "
+    "script-src 'unsafe-inline'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class Dashboard:
+    """Serves a page about a service, over HTTP, until it is closed or the service ends.
+
+    ``/`` is the page, ``/status.json`` the service's status as ``ServiceStatus.as_dict`` gives it,
+    and ``/history.json`` what the plots show. It only shows: no request changes anything. It asks
+    for no password, so whoever can reach the address can read it; on the loopback address those
+    are the users of this machine, and pages of other sites that a browser here has open cannot.
+
+    Lifecycle: it serves from the beginning, in threads of its own; :meth:`close`, or leaving
+    ``with``, ends it and its threads.
+
+    Example:
+        >>> with service.dashboard() as board:
+        ...     print(board.url)
+        ...     train()
+
+    Args:
+        look: Returns the status. Called once a second and for each request, in threads of the
+            dashboard. ``ServiceGoneError`` ends the dashboard; any other of this library's errors
+            is shown on the page.
+        host: Name or address to listen on.
+        port: Port to listen on; 0 takes a free one.
+
+    Raises:
+        UnsupportedArgumentError: There is no such host or port, or it is taken.
+
+    Attributes:
+        host: The address that it listens on.
+        port: The port that it listens on.
+    """
+
+    def __init__(
+        self, look: Callable[[], ServiceStatus], *, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
+        self._look = look
+        self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._sampled_at = float("-inf")
+        self._stop = threading.Event()
+        self._server = _listen(self, host, port)
+        self.host, self.port = self._server.server_name, self._server.server_port
+        self._thread = threading.Thread(target=self._run, name="dashboard", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Address of the page, as it is reached from this machine."""
+        address = ipaddress.ip_address(self.host)
+        if address.is_unspecified:
+            address = ipaddress.ip_address("::1" if address.version == 6 else "127.0.0.1")
+        host = f"[{address}]" if address.version == 6 else str(address)
+        return f"http://{host}:{self.port}/"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it serves."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ends the server and its threads; idempotent."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Dashboard({self.url!r}{'' if self.is_open else ', closed'})"
+
+    def status(self) -> dict[str, Any]:
+        """Returns what ``/status.json`` shows.
+
+        Raises:
+            SyncError: There is no status now.
+        """
+        return self._look().as_dict()
+
+    def history(self, since: float) -> dict[str, Any]:
+        """Returns what ``/history.json`` shows: the status, and what the plots show.
+
+        Args:
+            since: Only what was later than this, in seconds since 1970.
+
+        Raises:
+            SyncError: There is no status now.
+        """
+        samples = [one for one in list(self._samples) if one["time"] > since]
+        return {"status": self.status(), "samples": samples}
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._sample()
+                self._server.handle_request()  # returns after ``_POLL_S`` at the latest
+        finally:
+            self._server.end()
+
+    def _sample(self) -> None:
+        """Notes what the plots show, once a second."""
+        now = time.monotonic()
+        if now < self._sampled_at + INTERVAL_S:
+            return
+        self._sampled_at = now
+        try:
+            self._samples.append(_sample_of(self._look()))
+        except ServiceGoneError:
+            self._stop.set()
+        except SyncError as error:  # the page says so; the plots have a gap
+            logger.debug("the dashboard has nothing to show now: %s", error)
+
+
+class ServiceGoneError(ServiceClosedError):
+    """Nobody has the service any more."""
+
+
+def _sample_of(status: ServiceStatus) -> dict[str, Any]:
+    return {
+        "time": status.time,
+        "replicas": {
+            one.replica_id: {
+                "in_flight": one.samples,
+                "waiting": one.num_waiting,
+                "kv": one.kv_cache_usage,
+                "tokens": one.generated_tokens_per_s,
+                "version": one.weight_version,
+            }
+            for one in status.replicas
+        },
+    }
+
+
+def _listen(board: Dashboard, host: str, port: int) -> _Server:
+    """Binds a server to an address.
+
+    Raises:
+        UnsupportedArgumentError: See :class:`Dashboard`.
+    """
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+        raise UnsupportedArgumentError(f"port must be an integer from 0 to 65535, got {port!r}")
+    if not isinstance(host, str) or not host:
+        raise UnsupportedArgumentError(f"host must be a name or an address, got {host!r}")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return _Server(board, family, address[:2], host)
+    except (OSError, UnicodeError) as error:
+        raise UnsupportedArgumentError(
+            f"host and port must be free to listen on, got {host!r} and {port}: {error}"
+        ) from error
+
+
+class _Server(HTTPServer):
+    """Answers each request in a thread of its own, and knows those threads and connections."""
+
+    timeout = _POLL_S
+    allow_reuse_address = True
+    allow_reuse_port = False
+
+    def __init__(
+        self, board: Dashboard, family: socket.AddressFamily, address: tuple[Any, ...], host: str
+    ) -> None:
+        self.board = board
+        self.address_family = family
+        self._open: dict[threading.Thread, socket.socket] = {}
+        super().__init__(address, _Handler)
+        # Other sites' pages can have a browser here ask, under a name that they point to this
+        # address. On the loopback address only its own names are answered.
+        own = ipaddress.ip_address(self.server_name)
+        self.names = {"localhost", "127.0.0.1", "[::1]", host.lower()} if own.is_loopback else None
+
+    def server_bind(self) -> None:
+        """Binds without asking a name server for this host's name, as the base class does."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
+
+    def process_request(self, request: Any, client_address: object) -> None:  # noqa: ANN401
+        """Starts a thread for one connection."""
+        self._open = {thread: one for thread, one in self._open.items() if thread.is_alive()}
+        thread = threading.Thread(
+            target=self._answer, args=(request, client_address), name="dashboard-page", daemon=True
+        )
+        self._open[thread] = request
+        thread.start()
+
+    def _answer(self, request: socket.socket, client_address: Any) -> None:  # noqa: ANN401
+        try:
+            self.finish_request(request, client_address)
+        except OSError as error:  # the browser has left, or says nothing
+            logger.debug("a connection to the dashboard ended: %s", error)
+        finally:
+            self.shutdown_request(request)
+
+    def end(self) -> None:
+        """Takes no more connections, ends those there are, and waits for their threads."""
+        self.server_close()
+        for thread, request in self._open.items():
+            try:
+                request.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                logger.debug("a connection to the dashboard had ended already")
+            thread.join(_JOIN_TIMEOUT_S)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _SILENT_S
+    server_version, sys_version = "torchrl_vllm_sync", ""
+
+    def do_GET(self) -> None:
+        """Answers the page or its data."""
+        server: Any = self.server
+        names, board, host = server.names, server.board, self.headers.get("Host", "").lower()
+        if names is not None and host.rsplit(":", 1)[0] not in names and host not in names:
+            self._send(421, "text/plain", b"this address is not served under that name\n")
+            return
+        asked = urlsplit(self.path)
+        if asked.path == "/":
+            self._send(200, "text/html; charset=utf-8", _page())
+        elif asked.path == "/status.json":
+            self._send_json(board.status)
+        elif asked.path == "/history.json":
+            since = _number(parse_qs(asked.query).get("since", ["0"])[-1])
+            self._send_json(lambda: board.history(since))
+        else:
+            self._send(404, "text/plain", b"there is /, /status.json and /history.json\n")
+
+    do_HEAD = do_GET  # noqa: N815  the base class's name
+
+    def _send_json(self, told: Callable[[], dict[str, Any]]) -> None:
+        try:
+            code, answer = 200, told()
+        except SyncError as error:
+            code, answer = 503, {"error": str(error)}
+        self._send(code, "application/json", json.dumps(answer).encode())
+
+    def _send(self, code: int, kind: str, body: bytes) -> None:
+        self.send_response(code)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class's name
+        """Logs a request instead of printing it."""
+        logger.debug(format, *args)
+
+
+def _number(text: str) -> float:
+    """A number in a query; 0 for anything else."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+@cache
+def _page() -> bytes:
+    return files("torchrl_vllm_sync").joinpath("dashboard.html").read_bytes()

@@ -1,0 +1,226 @@
+"""What a service is and does at one moment, from what this process knows already."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torchrl_vllm_sync.token_rates import TokenRates, token_rates
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchrl_vllm_sync.load_snapshot import LoadSnapshot
+    from torchrl_vllm_sync.membership import Member
+    from torchrl_vllm_sync.push_status import PushStatus
+    from torchrl_vllm_sync.replica import EngineCounters, ReplicaState
+    from torchrl_vllm_sync.status_log import FailureStatus, StatusLog
+
+__all__ = ["MAX_AGE_S", "ReplicaStatus", "ServiceStatus", "collect_status"]
+
+_Number = TypeVar("_Number", int, float)
+
+MAX_AGE_S = 5.0
+"""An engine's figures that are older than this many seconds count as unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """One replica at one moment; ``None`` wherever a figure is not known.
+
+    Figures of the engine are those of its last report, which comes once a second, and unknown when
+    that is more than 5 s old.
+
+    Attributes:
+        replica_id: Stable id of the replica.
+        state: Its state.
+        reason: Why it is ``STALE`` or ``FAILED``; empty otherwise.
+        weight_version: Policy version that it last said it holds.
+        in_flight: Samples that this process has there, exact.
+        elsewhere: Samples that other processes have there, estimated at the last report.
+        num_unfinished: Requests inside its engine.
+        num_running: Requests in the engine's running batch.
+        num_waiting: Requests queued in the engine.
+        kv_cache_usage: Share of KV-cache blocks in use, 0 to 1.
+        prefix_cache_hit_rate: Share, 0 to 1, of all prompt tokens since the engine's start that
+            were found in its prefix cache, of those looked up.
+        generated_tokens_per_s: Tokens sampled, over the last 2 s or so.
+        prompt_tokens_per_s: Tokens of prompts whose prefill ended, cached ones included, over the
+            same time.
+        counters: What the engine has done since it started.
+        report_age_s: Seconds since its last report.
+        num_restarts: How often its actor was replaced.
+        node: Address of its node.
+        pid: Process id of its actor on that node.
+        device_type: Where its weights are: ``"cpu"`` or ``"cuda"``.
+    """
+
+    replica_id: str
+    state: ReplicaState
+    in_flight: int
+    reason: str = ""
+    weight_version: int | None = None
+    elsewhere: int | None = None
+    num_unfinished: int | None = None
+    num_running: int | None = None
+    num_waiting: int | None = None
+    kv_cache_usage: float | None = None
+    prefix_cache_hit_rate: float | None = None
+    generated_tokens_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None
+    counters: EngineCounters | None = None
+    report_age_s: float | None = None
+    num_restarts: int | None = None
+    node: str | None = None
+    pid: int | None = None
+    device_type: str | None = None
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of all processes that it holds, as well as this one can tell."""
+        return None if self.elsewhere is None else self.in_flight + self.elsewhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatus:
+    """A service at one moment.
+
+    Example:
+        >>> status = service.status()
+        >>> [one.replica_id for one in status.replicas if one.state != "serving"]
+        ['1']
+        >>> status.pushes[0].phases  # of the last push, in seconds
+        {'prepare': 0.004, 'ready': 0.002, 'transfer': 0.038, ...}
+
+    Attributes:
+        name: Name of the service.
+        time: When this was so, in seconds since 1970.
+        weight_version: Newest policy version that every serving replica is known to hold.
+        in_flight: Samples that this process has in flight, those of removed replicas included.
+        replicas: Its replicas, in the order of their joining.
+        pushes: The last pushes that this process heard of, newest first: its own, and the last one
+            of each other process while a replica is there that took part.
+        failures: What went wrong lately, newest first.
+    """
+
+    name: str
+    time: float
+    weight_version: int
+    in_flight: int
+    replicas: tuple[ReplicaStatus, ...]
+    pushes: tuple[PushStatus, ...] = ()
+    failures: tuple[FailureStatus, ...] = ()
+
+    @property
+    def num_serving(self) -> int:
+        """Replicas that take requests."""
+        return sum(one.state.admits_requests for one in self.replicas)
+
+    @property
+    def generated_tokens_per_s(self) -> float | None:
+        """Tokens that all replicas sample per second; ``None`` if one that serves is not known."""
+        return self._total([one.generated_tokens_per_s for one in self._serving])
+
+    @property
+    def prompt_tokens_per_s(self) -> float | None:
+        """The same of prompts whose prefill ended, cached tokens included."""
+        return self._total([one.prompt_tokens_per_s for one in self._serving])
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of all processes that the replicas hold; ``None`` if one that serves is unknown.
+
+        As well as this process can tell: see ``ReplicaStatus.samples``.
+        """
+        return self._total([one.samples for one in self._serving])
+
+    @property
+    def _serving(self) -> list[ReplicaStatus]:
+        return [one for one in self.replicas if one.state.admits_requests]
+
+    @staticmethod
+    def _total(figures: Sequence[_Number | None]) -> _Number | None:
+        known = [one for one in figures if one is not None]
+        return sum(known) if known and len(known) == len(figures) else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything as dictionaries, lists, strings and numbers, for JSON."""
+        return dataclasses.asdict(self) | {
+            "replicas": [
+                dataclasses.asdict(one) | {"samples": one.samples} for one in self.replicas
+            ],
+            "num_serving": self.num_serving,
+            "samples": self.samples,
+            "generated_tokens_per_s": self.generated_tokens_per_s,
+            "prompt_tokens_per_s": self.prompt_tokens_per_s,
+        }
+
+
+def collect_status(
+    name: str,
+    weight_version: int,
+    in_flight: int,
+    snapshots: Sequence[LoadSnapshot],
+    members: Sequence[Member],
+    log: StatusLog,
+    now: float,
+) -> ServiceStatus:
+    """Puts together what is known of a service; asks nobody.
+
+    Args:
+        name: Its name.
+        weight_version: Its version.
+        in_flight: Samples of this process.
+        snapshots: What the ledger has of each replica.
+        members: The replicas.
+        log: What has happened; learns of pushes that reports tell of.
+        now: Time by the ledger's clock, in seconds.
+    """
+    log.add_pushes(one.last_push for one in snapshots if one.last_push is not None)
+    known = {one.replica_id: one for one in members}
+    return ServiceStatus(
+        name=name,
+        time=time.time(),
+        weight_version=weight_version,
+        in_flight=in_flight,
+        replicas=tuple(_of_replica(one, known.get(one.replica_id), now) for one in snapshots),
+        pushes=log.pushes,
+        failures=log.failures,
+    )
+
+
+def _of_replica(known: LoadSnapshot, member: Member | None, now: float) -> ReplicaStatus:
+    status = ReplicaStatus(
+        replica_id=known.replica_id,
+        state=known.state,
+        reason=known.reason,
+        in_flight=known.in_flight,
+        weight_version=known.weight_version,
+        report_age_s=None if known.measured_at is None else max(0.0, now - known.measured_at),
+    )
+    if member is not None:
+        status = dataclasses.replace(
+            status,
+            num_restarts=member.num_restarts,
+            node=member.description.node_ip,
+            pid=member.description.pid,
+            device_type=member.description.device_type,
+        )
+    if not known.is_fresh(now, MAX_AGE_S):
+        return status
+    counters = known.counters
+    rates: TokenRates = token_rates(known.counted)
+    return dataclasses.replace(
+        status,
+        elsewhere=known.num_elsewhere,
+        num_unfinished=known.num_unfinished,
+        num_running=known.num_running,
+        num_waiting=known.num_waiting,
+        kv_cache_usage=known.kv_cache_usage,
+        prefix_cache_hit_rate=counters.prefix_cache_hit_rate if counters else None,
+        generated_tokens_per_s=rates.generated_tokens_per_s,
+        prompt_tokens_per_s=rates.prompt_tokens_per_s,
+        counters=counters,
+    )
