@@ -146,10 +146,6 @@ def test_the_command_finds_services_and_shows_one(service, model):
     assert (told["weight_version"], told["num_serving"]) == (version, 2)
     assert told["pushes"][0]["version"] == version
     assert told["generated_tokens_per_s"] is not None
-    code, out, err = command(service.name)
-    assert code == 0, err
-    assert f"version {version}, 2 of 2 replicas serve" in out
-    assert f"last push version {version}" in out
     code, out, err = command("nobody")
     assert (code, out) == (1, "")
     assert "no service named 'nobody'" in err

@@ -16,7 +16,7 @@ import pytest
 from tests.unit.status_scenes import HOSTILE, Moving, hostile, troubled
 from torchrl_vllm_sync.dashboard import Dashboard, _sample_of
 from torchrl_vllm_sync.errors import ServiceClosedError
-from torchrl_vllm_sync.status_text import UNKNOWN
+from torchrl_vllm_sync.status_text import UNKNOWN, printable
 
 PLOTS = ("in_flight", "waiting", "kv", "tokens", "version")
 
@@ -82,8 +82,11 @@ def test_texts_of_a_service_are_never_markup(browse):
         page = browse(board.url, "--dump-dom")
     assert "<img" not in page
     assert "<title>1</title>" not in page
-    clean = HOSTILE.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    assert page.count(clean) >= 7  # name, replica, reason, node, phase, pushes, failures
+    clean = printable(HOSTILE).strip()
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    shown = html.escape(clean, quote=False)
+    assert page.count(shown) >= 7  # name, replica, reason, node, phase, pushes, failures
 
 
 def test_a_service_that_cannot_tell_is_said_to(browse):
