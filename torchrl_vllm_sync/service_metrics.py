@@ -64,6 +64,9 @@ class ServiceMetrics(ServiceView):
 
         It is called in the thread that pushes, before ``push_weights`` returns, and must not raise.
 
+        Args:
+            listener: Called with what became of the push.
+
         Returns:
             A function that ends this; calling it twice does nothing.
         """

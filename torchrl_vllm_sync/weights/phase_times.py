@@ -17,9 +17,10 @@ class PhaseTimes:
 
     Example:
         >>> times = PhaseTimes()
-        >>> begin = time.perf_counter()
-        >>> join()
-        >>> times.note("join_s", begin)
+        >>> with times.measure("join_s"):
+        ...     time.sleep(0.001)
+        >>> 0.001 < times.seconds["join_s"] < 1.0
+        True
 
     Attributes:
         seconds: Seconds of wall clock by phase; and counts, by names that do not end in ``_s``.
