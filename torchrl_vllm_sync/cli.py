@@ -183,3 +183,7 @@ def _look(service: AsyncVLLM) -> ServiceStatus:
 def _print_json(console: Console, value: object) -> None:
     console.file.write(json.dumps(value) + "\n")
     console.file.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -143,7 +143,7 @@ class ServiceStatus:
     @staticmethod
     def _total(figures: Sequence[_Number | None]) -> _Number | None:
         known = [one for one in figures if one is not None]
-        return sum(known) if known and len(known) == len(figures) else None
+        return sum(known[1:], known[0]) if known and len(known) == len(figures) else None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as dictionaries, lists, strings and numbers, for JSON."""

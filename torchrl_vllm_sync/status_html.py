@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["absent_html", "status_html"]
 
-_CELL = "padding:2px 10px;text-align:right"
+_CELL = "padding:2px 8px;text-align:right;white-space:nowrap"
 
 
 def status_html(status: ServiceStatus) -> str:

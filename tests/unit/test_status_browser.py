@@ -1,0 +1,110 @@
+"""The dashboard's page in a browser: what it shows, and that no text of a service is code to it.
+
+It needs Debian's ``chromium``. At a desk without one these tests are skipped, in CI they fail.
+"""
+
+import html
+import os
+import re
+import shutil
+import subprocess
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from tests.unit.status_scenes import HOSTILE, Moving, hostile, troubled
+from torchrl_vllm_sync.dashboard import Dashboard, _sample_of
+from torchrl_vllm_sync.errors import ServiceClosedError
+from torchrl_vllm_sync.status_text import UNKNOWN, printable
+
+PLOTS = ("in_flight", "waiting", "kv", "tokens", "version")
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Opens a page, lets it run for so many of its own seconds, and returns it as it is then."""
+    browser = shutil.which("chromium")
+    if browser is None:
+        assert os.environ.get("CI") != "true", "chromium must be installed in CI, see .ci/run"
+        pytest.skip("there is no chromium; on Debian: apt-get install chromium")
+
+    def run(url, *options, seconds=3):
+        flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+        profile = f"--user-data-dir={tmp_path / 'profile'}"
+        budget = f"--virtual-time-budget={1000 * seconds}"
+        command = [browser, *flags, profile, budget, *options, url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+        return done.stdout
+
+    return run
+
+
+def filled(scene, num_samples=120):
+    """A dashboard that has seen a service for two minutes."""
+    look = Moving(scene, past_s=num_samples)
+    board = Dashboard(look)
+    board._samples.extend(_sample_of(look()) for _ in range(num_samples))
+    return board
+
+
+def texts(page, tag):
+    """The texts of all elements of one kind, without the elements inside them."""
+    found = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", page, re.DOTALL)
+    return [html.unescape(re.sub(r"<[^>]*>", " ", one)).strip() for one in found]
+
+
+def test_the_page_shows_replicas_plots_pushes_and_failures(browse):
+    with filled(troubled) as board:
+        page = browse(board.url, "--dump-dom")
+    assert "<title>rollouts, version 12</title>" in page
+    assert re.search(r'id="serving">2 of 4<', page)
+    rows = [texts(one, "td") for one in re.findall(r"<tr>.*?</tr>", page, re.DOTALL)]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert rows[0][1] == "serving"
+    assert rows[2] == ["2", "starting", *[UNKNOWN] * 10]
+    assert rows[3][1] == "failed its actor has not answered for 60.3 s"
+    for key in PLOTS:
+        (plot,) = re.findall(rf'<svg id="plot-{key}".*?</svg>', page, re.DOTALL)
+        drawn = re.findall(r'<path class="line" stroke="(#\w+)" d="M[^"]{100,}"', plot)
+        assert drawn[:2] == ["#0072b2", "#e69f00"], key
+        assert "NaN" not in plot
+    phases = re.findall(r'<div class="phase"><span>(\w+)</span>', page)
+    assert phases == ["prepare", "ready", "queue", "transfer", "send"]
+    assert re.search(r"width: 82\.35\d*%", page)  # 56 of 68 ms
+    assert any("version 11" in one and "no replica took it" in one for one in texts(page, "li"))
+    assert any("replica 3 failed" in one for one in texts(page, "li"))
+    assert re.search(r'id="trouble" role="alert"></div>', page)
+
+
+def test_texts_of_a_service_are_never_markup(browse):
+    with filled(hostile, 5) as board:
+        page = browse(board.url, "--dump-dom")
+    assert "<img" not in page
+    assert "<title>1</title>" not in page
+    clean = printable(HOSTILE).strip()
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    shown = html.escape(clean, quote=False)
+    assert page.count(shown) >= 7  # name, replica, reason, node, phase, pushes, failures
+
+
+def test_a_service_that_cannot_tell_is_said_to(browse):
+    def look():
+        raise ServiceClosedError("<b>it was shut down</b>")
+
+    with Dashboard(look) as board:
+        page = browse(board.url, "--dump-dom")
+    assert "No answer from the service: &lt;b&gt;it was shut down&lt;/b&gt;." in page
+
+
+def test_the_page_is_drawn(browse, tmp_path):
+    shot = tmp_path / "dashboard.png"
+    with filled(troubled) as board:
+        browse(board.url, f"--screenshot={shot}", "--window-size=1240,860", "--hide-scrollbars")
+    pixels = np.round(255 * matplotlib.image.imread(shot)[..., :3]).astype(int)
+    assert pixels.shape == (860, 1240, 3)
+    for color in ((0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00)):  # the lines of two replicas
+        near = np.abs(pixels - color).max(axis=-1) < 12
+        assert near.sum() > 1000
+        assert near.any(axis=0).sum() > 600  # all over the page, not in a legend only

@@ -1,0 +1,269 @@
+"""The dashboard's server: what it answers, to whom, and that nothing of it stays."""
+
+import contextlib
+import gc
+import http.client
+import json
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.status_scenes import HOSTILE, NOON, Moving, hostile, replica, status
+from torchrl_vllm_sync.dashboard import Dashboard, ServiceGoneError, _sample_of
+from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
+from torchrl_vllm_sync.load import LoadTracker
+from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.service_status import ServiceView
+from torchrl_vllm_sync.status_log import StatusLog
+
+
+def threads():
+    return [one.name for one in threading.enumerate() if one.name.startswith("dashboard")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    assert threads() == []
+
+
+@pytest.fixture
+def board():
+    with Dashboard(lambda: status(replica("0"))) as board:
+        yield board
+
+
+def ask(board, path, method="GET", **headers):
+    """Asks with a connection of its own; returns the status, the headers and the body."""
+    connection = http.client.HTTPConnection(board.host, board.port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+
+
+def until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_serves_a_page_and_its_data(board):
+    code, headers, page = ask(board, "/")
+    assert (code, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert page.startswith(b"<!doctype html>")
+    assert b"http://" not in page.replace(b"http://www.w3.org/2000/svg", b"")  # nothing from afar
+    assert b"https://" not in page
+    code, headers, told = ask(board, "/status.json")
+    assert (code, headers["Content-Type"]) == (200, "application/json")
+    assert json.loads(told) == json.loads(json.dumps(status(replica("0")).as_dict()))
+
+
+def test_answers_may_not_be_kept_framed_or_fed_from_elsewhere(board):
+    for path in ("/", "/status.json", "/nowhere"):
+        headers = ask(board, path)[1]
+        assert headers["Cache-Control"] == "no-store"
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/../pyproject.toml", "/dashboard.html", "/%2e", "*"])
+def test_there_is_nothing_else(board, path):
+    assert ask(board, path)[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_it_can_only_be_read(board, method):
+    assert ask(board, "/status.json", method)[0] == 501
+
+
+def test_a_head_has_no_body(board):
+    code, headers, body = ask(board, "/", "HEAD")
+    assert (code, body) == (200, b"")
+    assert int(headers["Content-Length"]) > 1000
+
+
+@pytest.mark.parametrize("name", ["evil.example", "evil.example:80", "", "127.0.0.1.evil.example"])
+def test_on_the_loopback_address_other_names_are_refused(board, name):
+    assert ask(board, "/status.json", Host=name)[0] == 421
+
+
+def test_on_the_loopback_address_its_own_names_are_answered(board):
+    for name in ("localhost", f"LOCALHOST:{board.port}", "127.0.0.1:1", "[::1]:8080", "[::1]"):
+        assert ask(board, "/status.json", Host=name)[0] == 200
+
+
+def test_elsewhere_any_name_is_answered():
+    with Dashboard(lambda: status(replica("0")), host="0.0.0.0") as board:
+        assert board.url == f"http://127.0.0.1:{board.port}/"
+        assert ask(board, "/status.json", Host="trainer.example:80")[0] == 200
+
+
+def test_the_history_grows_and_can_be_asked_for_in_parts():
+    with Dashboard(Moving()) as board:
+        until(lambda: len(board._samples) >= 2)
+        whole = json.loads(ask(board, "/history.json")[2])["samples"]
+        assert [one["time"] for one in whole] == sorted(one["time"] for one in whole)
+        later = json.loads(ask(board, f"/history.json?since={whole[0]['time']}")[2])
+        assert later["samples"][: len(whole) - 1] == whole[1:]
+        assert later["status"]["name"] == "rollouts"
+        for since in ("nonsense", "", "-1", "nan&since="):
+            assert ask(board, f"/history.json?since={since}")[0] == 200
+
+
+def test_a_sample_has_what_the_plots_show_and_nothing_invented():
+    told = status(
+        replica("0"),
+        replica("1", elsewhere=None, generated_tokens_per_s=None, state=ReplicaState.STARTING),
+    )
+    sample = _sample_of(told)
+    figures = {"in_flight": 32, "waiting": 4, "kv": 0.43, "tokens": 2483.0, "version": 12}
+    assert sample == {
+        "time": NOON,
+        "replicas": {"0": figures, "1": figures | {"in_flight": None, "tokens": None}},
+    }
+
+
+def test_hostile_texts_are_data_only():
+    with Dashboard(hostile) as board:
+        code, headers, told = ask(board, "/status.json")
+    assert (code, headers["Content-Type"]) == (200, "application/json")
+    assert json.loads(told)["name"] == HOSTILE
+    assert b"\x1b" not in told
+
+
+def test_without_a_status_it_says_why_and_goes_on():
+    def look():
+        raise ServiceClosedError("it was shut down")
+
+    with Dashboard(look) as board:
+        code, _, told = ask(board, "/history.json")
+        assert (code, json.loads(told)) == (503, {"error": "it was shut down"})
+        assert ask(board, "/")[0] == 200
+        assert board.is_open
+
+
+def test_it_ends_when_nobody_has_the_service_any_more():
+    def look():
+        raise ServiceGoneError("gone")
+
+    board = Dashboard(look)
+    until(lambda: not board.is_open)
+    with pytest.raises(ConnectionRefusedError):
+        ask(board, "/")
+
+
+@pytest.mark.parametrize("port", [-1, 65536, True, 1.5, "80", None])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(UnsupportedArgumentError, match="port must be"):
+        Dashboard(status, port=port)
+
+
+@pytest.mark.parametrize("host", ["", None, 7])
+def test_a_host_that_is_none_is_refused(host):
+    with pytest.raises(UnsupportedArgumentError, match="host must be"):
+        Dashboard(status, host=host)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "x" * 300, "\ud800"])
+def test_a_host_that_is_not_this_machine_is_refused(host):
+    with pytest.raises(UnsupportedArgumentError, match="free to listen on"):
+        Dashboard(status, host=host)
+
+
+def test_a_port_that_is_taken_is_refused_and_free_again_after_closing(board):
+    with pytest.raises(UnsupportedArgumentError, match=f"{board.port}: .*in use"):
+        Dashboard(status, port=board.port)
+    ask(board, "/")
+    board.close()
+    with Dashboard(lambda: status(replica("0")), port=board.port) as again:
+        assert ask(again, "/status.json")[0] == 200
+
+
+def test_closing_twice_and_showing_what_it_is(board):
+    assert repr(board) == f"Dashboard('{board.url}')"
+    board.close()
+    board.close()
+    assert not board.is_open
+    assert repr(board).endswith(", closed)")
+
+
+def test_connections_that_say_nothing_hold_up_neither_others_nor_the_end(board):
+    silent = [socket.create_connection((board.host, board.port)) for _ in range(5)]
+    silent[0].sendall(b"GET /status.json HTTP/1.1\r\nHo")
+    assert ask(board, "/status.json")[0] == 200
+    begin = time.monotonic()
+    board.close()
+    assert time.monotonic() - begin < 5
+    for one in silent:
+        one.close()
+
+
+def test_many_at_once_are_all_answered(board):
+    codes = []
+    askers = [
+        threading.Thread(target=lambda: codes.append(ask(board, "/status.json")[0]))
+        for _ in range(40)
+    ]
+    for one in askers:
+        one.start()
+    for one in askers:
+        one.join()
+    assert codes == [200] * 40
+
+
+def test_what_no_browser_sends_does_no_harm(board):
+    for bad in (b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\r\n"):
+        with socket.create_connection((board.host, board.port)) as one:
+            one.sendall(bad)
+            one.shutdown(socket.SHUT_WR)
+            one.settimeout(5)
+            while one.recv(4096):
+                pass
+    assert ask(board, "/status.json")[0] == 200
+
+
+# ---------------------------------------------------------------- of a service
+
+
+class View(ServiceView):
+    """As much of a service as a dashboard needs."""
+
+    name, _is_copy = "rollouts", False
+
+    def __init__(self):
+        self.load = LoadTracker(["0"], state=ReplicaState.SERVING)
+        self._log, self._dashboards = StatusLog(self.load), []
+        self._membership = SimpleNamespace(members=[])
+        self._pusher = SimpleNamespace(committed=3)
+
+
+def test_a_service_shows_itself_and_takes_its_dashboards_along():
+    service = View()
+    first, second = service.dashboard(), service.dashboard()
+    assert first.port != second.port
+    assert first.url.startswith("http://127.0.0.1:")
+    assert json.loads(ask(second, "/status.json")[2])["weight_version"] == 3
+    first.close()
+    service._close_dashboards()
+    service._close_dashboards()
+    assert not second.is_open
+
+
+def test_a_dashboard_does_not_keep_its_service():
+    service = View()
+    board = service.dashboard()
+    del service
+    gc.collect()
+    until(lambda: not board.is_open)
+
+
+def test_a_service_that_is_not_launched_has_no_dashboard():
+    service = View()
+    service._membership = None
+    with pytest.raises(ServiceClosedError):
+        service.dashboard()
