@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from rich import filesize
+
 if TYPE_CHECKING:
     from torchrl_vllm_sync.push_status import PushStatus
     from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
@@ -45,7 +47,11 @@ COLUMNS = (
 
 
 def printable(text: str) -> str:
-    """Returns a text on one line, without control characters, and cut if it is very long."""
+    """Returns a text's first line, without control characters, and cut if it is very long.
+
+    What Ray says of a dead actor goes on for many lines; errors and the log have all of it.
+    """
+    text = text.lstrip().partition("\n")[0]
     clean = "".join(one if one.isprintable() else " " for one in text[: MAX_LENGTH + 1])
     return clean if len(text) <= MAX_LENGTH else f"{clean[: MAX_LENGTH - 1]}…"
 
@@ -108,7 +114,7 @@ def push_text(push: PushStatus) -> str:
     version = UNKNOWN if push.version is None else push.version
     if push.error:
         return f"version {version} failed at {clock_text(push.ended_at)}: {printable(push.error)}"
-    size = "" if push.num_bytes is None else f", {push.num_bytes / 1e9:.3g} GB"
+    size = "" if push.num_bytes is None else f", {filesize.decimal(push.num_bytes)}"
     pause = "" if push.pause_s is None else f", pause {milliseconds_text(push.pause_s)}"
     left = f", {len(push.left_behind)} left behind" if push.left_behind else ""
     return (

@@ -68,7 +68,7 @@ def test_times_are_short(seconds, text):
 
 
 def test_texts_are_one_short_line_without_control_characters():
-    assert printable("a\nb\x1b[31m\u202ec") == "a b [31m c"
+    assert printable("\n a\rb\x1b[31m\u202ec\nd") == "a b [31m c"
     assert len(printable("x" * 10_000)) == 300
     assert printable("x" * 300) == "x" * 300
 
