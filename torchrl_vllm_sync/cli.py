@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ __all__ = ["main"]
 DEFAULT_WATCH_S = 1.0
 # Reports come once a second; tokens per second need two of them.
 FIRST_LOOK_S = 1.5
+CONNECT_TIMEOUT_S = 5.0
 _EPILOG = """\
 exit status: 0 when it has shown what there is, 1 when there is no such service or no Ray cluster,
 2 when the arguments are wrong"""
@@ -100,13 +102,34 @@ def _connect(address: str | None) -> None:
     if ray.is_initialized():
         return
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    where = "on this machine" if address == "auto" else f"at {address}"
     try:
+        _check_reachable(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        where = "on this machine" if address == "auto" else f"at {address}"
+    except (OSError, ValueError, OverflowError, RuntimeError) as error:
         raise ServiceClosedError(
             f"no Ray cluster was found {where}; name one by --address or RAY_ADDRESS ({error})"
         ) from error
+
+
+def _check_reachable(address: str) -> None:
+    """Fails within seconds where Ray would go on trying for minutes.
+
+    Raises:
+        OSError: Nothing listens there.
+        ValueError: The address would start a new cluster.
+        OverflowError: There is no such port.
+    """
+    import ray.util
+
+    if address == "local":
+        raise ValueError("it would be a new one")
+    host, _, port = address.rpartition(":")
+    if "/" in address or not host or not port.isdecimal():
+        return  # a client's address, or nothing that Ray takes long to refuse
+    own = host in ("localhost", "127.0.0.1")  # by which Ray means this node's address
+    node = ray.util.get_node_ip_address() if own else host
+    socket.create_connection((node, int(port)), CONNECT_TIMEOUT_S).close()
 
 
 def _list_services(options: argparse.Namespace, console: Console) -> None:

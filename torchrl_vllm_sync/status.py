@@ -100,8 +100,8 @@ class ServiceStatus:
         weight_version: Newest policy version that every serving replica is known to hold.
         in_flight: Samples that this process has in flight, those of removed replicas included.
         replicas: Its replicas, in the order of their joining.
-        pushes: The last pushes that this process heard of, newest first: its own, and the last one
-            of each other process while a replica is there that took part.
+        pushes: The last pushes that this process heard of, newest first: its own, and each that was
+            the newest one the replicas knew of when it looked.
         failures: What went wrong lately, newest first.
     """
 

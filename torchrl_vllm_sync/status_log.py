@@ -74,7 +74,7 @@ class StatusLog:
     def failures(self) -> tuple[FailureStatus, ...]:
         """The last failures, newest first."""
         with self._lock:
-            return tuple(reversed(self._failures))
+            return tuple(sorted(self._failures, key=lambda one: one.at))[::-1]
 
     def add_pushes(self, pushes: Iterable[PushStatus]) -> None:
         """Adds pushes that are not known yet; one is known by when it ended and its version."""

@@ -11,6 +11,7 @@ from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.push_status import PushStatus
 from torchrl_vllm_sync.replica import EngineCounters, EngineReport, ReplicaState
 from torchrl_vllm_sync.service_status import ServiceView
+from torchrl_vllm_sync.service_weights import ServiceWeights
 from torchrl_vllm_sync.status import collect_status
 from torchrl_vllm_sync.status_log import (
     MAX_FAILURES,
@@ -320,3 +321,76 @@ def test_status_asks_nobody():
 def test_a_service_that_is_not_there_has_no_status():
     with pytest.raises(ServiceClosedError, match="rollouts"):
         View(Scene("0"), launched=False).status()
+
+
+# ---------------------------------------------------------------- pushes
+
+
+class Pushing(ServiceWeights):
+    """As much of a service as pushing needs; its pusher does what a test says."""
+
+    def __init__(self, push):
+        self.load = LoadTracker([])
+        self._log, self._membership = StatusLog(self.load), SimpleNamespace()
+        self._pusher = SimpleNamespace(push=push)
+        self.told = []
+
+    def _learn_states(self, doubtful=(), pushed=None):
+        self.told.append((dict(doubtful), pushed))
+
+
+def a_report(**more):
+    return PushReport(
+        version=3, transport="memmap", num_bytes=8, seconds=0.5, phases={}, replicas=[], **more
+    )
+
+
+def test_a_push_is_noted_here_and_told_to_the_replicas():
+    left = {"1": "it is failed"}
+
+    def pushed(weights, *, on_report, **options):
+        on_report(a_report(left_behind=left))
+        return "the report"
+
+    service = Pushing(pushed)
+    assert service.push_weights({}) == "the report"
+    (noted,) = service._log.pushes
+    assert (noted.version, noted.error, noted.left_behind) == (3, "", left)
+    assert service.told == [(left, noted)]
+
+
+def test_a_push_whose_hook_failed_is_committed_all_the_same():
+    def committed(weights, *, on_report, **options):
+        on_report(a_report())
+        raise ZeroDivisionError("a user's hook")
+
+    service = Pushing(committed)
+    with pytest.raises(ZeroDivisionError):
+        service.push_weights({})
+    assert [(one.version, one.error) for one in service._log.pushes] == [(3, "")]
+    assert service._log.failures == ()
+
+
+def test_a_push_that_failed_names_whom_it_left_behind():
+    failures = {"0": "worker 0 could not load"}
+
+    def failed(weights, **options):
+        raise WeightSyncError(4, failures)
+
+    service = Pushing(failed)
+    with pytest.raises(WeightSyncError):
+        service.push_weights({})
+    ((doubtful, pushed),) = service.told
+    assert doubtful == pushed.left_behind == failures
+    assert service._log.failures[0].reason == pushed.error
+
+
+def test_an_interrupted_push_is_no_push():
+    def interrupted(weights, **options):
+        raise KeyboardInterrupt
+
+    service = Pushing(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        service.push_weights({})
+    assert service._log.pushes == ()
+    assert service.told == [({}, None)]

@@ -4,6 +4,9 @@ import contextlib
 import io
 import json
 import re
+import socket
+import tomllib
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -24,6 +27,8 @@ from torchrl_vllm_sync.status_text import (
     printable,
     replica_cells,
 )
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def drawn(view, width=120):
@@ -281,6 +286,7 @@ def test_no_cluster_is_a_typed_error(failure, monkeypatch, capsys):
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(cli, "_check_reachable", lambda address: None)
     assert cli.main(["status", "--address", "10.0.0.9:6379"]) == 1
     assert asked["address"] == "10.0.0.9:6379"
     assert "no Ray cluster was found at 10.0.0.9:6379" in capsys.readouterr().err
@@ -288,6 +294,29 @@ def test_no_cluster_is_a_typed_error(failure, monkeypatch, capsys):
     assert cli.main(["status"]) == 1
     assert asked["address"] == "auto"
     assert "on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "localhost:{port}", "h:99999", "local"])
+def test_where_no_cluster_can_be_it_is_said_at_once(address, monkeypatch, capsys):
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("it would try for minutes"))
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]  # free in a moment
+    assert cli.main(["status", "--address", address.format(port=port)]) == 1
+    assert "no Ray cluster was found at" in capsys.readouterr().err
+
+
+def test_the_command_and_the_page_are_in_the_package():
+    from importlib import resources
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"torchrl-vllm-sync": "torchrl_vllm_sync.cli:main"}
+    packed = project["tool"]["setuptools"]["package-data"]["torchrl_vllm_sync"]
+    inside = [one.name for one in resources.files("torchrl_vllm_sync").iterdir()]
+    assert {*packed} <= {*inside}
+    assert {one for one in inside if one.endswith(".html")} <= {*packed}
 
 
 def test_the_registry_lists_services_by_their_actors(monkeypatch):
