@@ -27,8 +27,8 @@ class ServiceMetrics(ServiceView):
     def export_metrics(self, interval_s: float = 5.0) -> MetricsExporter:
         """Exports this service's metrics through Ray, until it ends or the exporter is stopped.
 
-        They are in what Prometheus scrapes of this node, which needs ``ray[default]``. The README
-        lists them.
+        They are in what Prometheus scrapes of this node, which needs ``ray[default]``;
+        ``tutorials/guides/metrics.md`` lists them.
 
         Args:
             interval_s: Seconds from one export to the next, greater than 0.

@@ -19,7 +19,7 @@ from torchrl_vllm_sync.replica import EngineCounters, ReplicaState
 from torchrl_vllm_sync.request_counts import REQUEST_ENDS, RequestCounts
 from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+GUIDE = Path(__file__).resolve().parents[2] / "tutorials" / "guides" / "metrics.md"
 KNOWN = ReplicaStatus(
     replica_id="0",
     state=ReplicaState.SERVING,
@@ -53,7 +53,7 @@ def status(*replicas):
 def test_the_readme_lists_every_metric_as_it_is():
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in README.read_text().splitlines()
+        for line in GUIDE.read_text().splitlines()
         if line.startswith(f"| `ray_{PREFIX}")
     ]
     assert rows == [
