@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from rich import filesize
-
 if TYPE_CHECKING:
     from torchrl_vllm_sync.push_status import PushStatus
     from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
@@ -111,6 +109,8 @@ def headline(status: ServiceStatus) -> str:
 
 def push_text(push: PushStatus) -> str:
     """Returns what became of a push, on one line."""
+    from rich import filesize  # not with the service, which needs none of rich
+
     version = UNKNOWN if push.version is None else push.version
     if push.error:
         return f"version {version} failed at {clock_text(push.ended_at)}: {printable(push.error)}"

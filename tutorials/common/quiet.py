@@ -12,11 +12,8 @@ import warnings
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local cluster of one user
 os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")  # TorchRL's logger
+os.environ.setdefault("MPLBACKEND", "Agg")  # draws files, needs no screen
 logging.getLogger("vllm").setLevel(logging.ERROR)  # while vLLM is imported
-
-import matplotlib as mpl  # noqa: E402
-
-mpl.use("Agg")  # draws files, needs no screen
 
 UPSTREAM_WARNINGS = [
     # TorchRL 0.14 will append an InitTracker to the environment from 0.15 on.
