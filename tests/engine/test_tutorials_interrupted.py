@@ -30,14 +30,14 @@ def started_by(process):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("name", "after", "sent"),
+    ("name", "after"),
     [
-        ("05_tensor_parallel_fp8", "Starting an engine", signal.SIGINT),
-        ("06_fsdp_expert_parallel", "A first push", signal.SIGTERM),
-        ("07_two_nodes", "Starting 2 replicas", signal.SIGTERM),
+        ("05_tensor_parallel_fp8", "Starting an engine"),
+        ("06_fsdp_expert_parallel", "A first push"),
+        ("07_two_nodes", "Starting 2 replicas"),
     ],
 )
-def test_an_interrupted_tutorial_leaves_nothing(name, after, sent, directory):
+def test_an_interrupted_tutorial_leaves_nothing(name, after, directory):
     tutorial = subprocess.Popen(
         [sys.executable, "-u", TUTORIALS / f"{name}.py", "--smoke"],
         env=os.environ | {"TMPDIR": str(directory)},
@@ -50,7 +50,7 @@ def test_an_interrupted_tutorial_leaves_nothing(name, after, sent, directory):
         time.sleep(2.0)  # engines are being started, or weights are on their way
         started = started_by(tutorial)
         assert len(started) > 5  # Ray's processes at the least
-        tutorial.send_signal(sent)
+        tutorial.send_signal(signal.SIGTERM)  # SIGINT may be ignored where this is run
         rest = tutorial.stdout.read()  # until nothing that writes to it is left
         assert tutorial.wait(END_TIMEOUT_S) != 0
         assert "PASS" not in rest
