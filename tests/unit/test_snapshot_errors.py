@@ -2,6 +2,7 @@
 
 import os
 import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,16 +50,18 @@ def data_file(directory):
     return directory / SnapshotReader(directory).current().path / DATA_FILE
 
 
-@pytest.fixture
-def largest_file():
-    """Limits the size of files that this process writes: a disk that is full half-way."""
+@contextmanager
+def largest_file(num_bytes):
+    """Limits the size of files that this process writes: a disk that is full half-way.
+
+    A log that pytest writes to is one of them, and may be larger already: nothing else goes inside.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(num_bytes):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_directory_with_other_content_is_refused_and_left_alone(tmp_path):
@@ -105,10 +108,10 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_written(published
     assert read_version(published) == 2
 
 
-def test_a_disk_that_fills_up_half_way_leaves_the_version_before(published, layout, largest_file):
+def test_a_disk_that_fills_up_half_way_leaves_the_version_before(published, layout):
     with SnapshotWriter(published, layout=layout) as writer:
-        largest_file(64 * PAGE)
-        with pytest.raises(SnapshotError, match="publishing version 2: File too large"):
+        too_large = pytest.raises(SnapshotError, match="publishing version 2: File too large")
+        with too_large, largest_file(64 * PAGE):
             publish(writer, 2, pages=100)
         assert read_version(published) == 1
         publish(writer, 3)
