@@ -34,7 +34,7 @@ class ServiceMetrics(ServiceView):
             interval_s: Seconds from one export to the next, greater than 0.
 
         Returns:
-            What exports them: its ``stop()`` ends that.
+            What exports them. Its ``stop()`` ends that.
 
         Raises:
             UnsupportedArgumentError: They are exported already, or ``interval_s`` is no such

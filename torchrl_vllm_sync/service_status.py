@@ -55,7 +55,7 @@ class ServiceView(ServiceVersions):
                 everybody who reaches this machine.
 
         Returns:
-            The dashboard, which serves already: its ``url`` is the page's address.
+            The dashboard, which serves already. Its ``url`` is the page's address.
 
         Raises:
             UnsupportedArgumentError: There is no such host or port, or it is taken.
