@@ -6,6 +6,9 @@ Usage:
     python tutorials/05_tensor_parallel_fp8.py --shape 8b    # Qwen3-8B's shape, three GPUs, fp8
     python tutorials/05_tensor_parallel_fp8.py --model Qwen/Qwen3-8B
 
+With two GPUs the trainer shares one with the engine, and the weights go through shared memory; with
+``--tensor-parallel 1`` each has its own, and they go by NCCL.
+
 The last line is ``PASS tokens_equal <fraction> push_ms <milliseconds>``, or ``FAIL`` with the first
 token that differs, and a non-zero exit status.
 
@@ -48,7 +51,7 @@ from common.quiet import keep_quiet  # sets what the libraries below read
 # isort: split
 import torch
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
-from common.engines import ray_running, small_service
+from common.engines import SHARED_GPU_UTILIZATION, ray_running, small_service
 from common.equality import Comparison, greedy_answers, random_prompts, write_record
 from common.phases import milliseconds
 
@@ -70,16 +73,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny", help="random weights")
     parser.add_argument("--model", help="checkpoint of the trainer, instead")
     parser.add_argument("--quantization", help="vLLM's name of it; fp8, on a CPU int8")
+    parser.add_argument("--tensor-parallel", type=int, default=TENSOR_PARALLEL, help="workers")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="fewer tokens, no record")
     args = parser.parse_args(argv)
-    if args.prompts < 1:
-        parser.error("--prompts must be at least 1")
+    if args.prompts < 1 or args.tensor_parallel < 1:
+        parser.error("--prompts and --tensor-parallel must be at least 1")
     num_gpus = torch.cuda.device_count()
-    if 0 < num_gpus <= TENSOR_PARALLEL or (not num_gpus and (args.model or args.shape != "tiny")):
-        parser.error(f"two GPUs for the engine and one for the trainer are needed, got {num_gpus}")
-    args.engine_gpus = max(0, num_gpus - 1)
+    if 0 < num_gpus < args.tensor_parallel or (
+        not num_gpus and (args.model or args.shape != "tiny")
+    ):
+        parser.error(f"{args.tensor_parallel} GPUs for the engine are needed, got {num_gpus}")
+    args.shared = num_gpus == args.tensor_parallel
+    args.engine_gpus = min(num_gpus, args.tensor_parallel)
     args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
     args.dtype = torch.bfloat16 if num_gpus else torch.float32
     # vLLM's CPU backend quantises from float16.
@@ -92,17 +99,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # %% [markdown]
 # ## The engine
 #
-# One replica with two workers. `quantization` is vLLM's own argument: *online* quantisation, of
-# weights that arrive in full precision.
+# One replica with two workers, or as many as you say. `quantization` is vLLM's own argument:
+# *online* quantisation, of weights that arrive in full precision.
 
 
 # %%
 def make_service(args: argparse.Namespace, checkpoint: str | Path, **engine: Any) -> AsyncVLLM:
     """Starts one engine; leaving the service's ``with`` block ends it."""
+    if args.shared:
+        engine["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
     return small_service(
         checkpoint,
         args.engine_dtype,
-        num_devices=TENSOR_PARALLEL,
+        num_devices=args.tensor_parallel,
         quantization=args.quantization,
         **engine,
     )
@@ -135,15 +144,18 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
     gibberish = Comparison.of(before, expected)
     phases = milliseconds(report)
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
-        shown = " ".join(map(str, old[:6])), " ".join(map(str, new[:6]))
-        print(f"  prompt {number:2}: before {shown[0]} … | after {shown[1]} …")
+        parts = " ".join(map(str, old[:6])), " ".join(map(str, new[:6]))
+        print(f"  prompt {number:2}: before {parts[0]} … | after {parts[1]} …")
     print(f"before the push: {gibberish.equal} of {gibberish.total} answers equal")
     print(f"after the push: {compared.equal} of {compared.total} answers equal")
-    print("  " + ", ".join(f"{name} {one:.1f} ms" for name, one in phases.items()))
+    print(
+        f"  {report.transport}: " + ", ".join(f"{key} {one:.1f} ms" for key, one in phases.items())
+    )
     print(f"The compared tokens are of {len({one for some in after for one in some})} kinds")
+    case = f"{args.model or args.shape}, tp {args.tensor_parallel}, {args.quantization}"
     where = write_record(
         "tensor_parallel_fp8",
-        f"{args.model or args.shape}, tp {TENSOR_PARALLEL}, {args.quantization}",
+        f"{case}, {report.transport}" + (", trainer on a GPU of the engine" * args.shared),
         {"before": gibberish, "after": compared},
         {"after": phases},
         smoke=args.smoke,

@@ -5,7 +5,8 @@ Usage:
     python tutorials/06_fsdp_expert_parallel.py --smoke     # the same, as CI runs it
     python tutorials/06_fsdp_expert_parallel.py --shape 30b-a3b    # Qwen3-30B-A3B's shape, GPUs
 
-On GPUs half of them are the trainer's and half the engine's, four of each with eight. The program
+On GPUs half of them are the trainer's and half the engine's, four of each with eight; with two,
+both are on both of them, and the weights go through shared memory instead of by NCCL. The program
 starts itself once for each rank of the trainer, as ``torchrun`` does.
 
 The last line is ``PASS tokens_equal <fraction> push_ms <milliseconds>``, or ``FAIL`` with the first
@@ -54,7 +55,7 @@ import ray
 import torch
 import torch.distributed as dist
 from common.checkpoints import MOE_SHAPES, save_shape
-from common.engines import ray_running, small_service
+from common.engines import SHARED_GPU_UTILIZATION, ray_running, small_service
 from common.equality import Comparison, greedy_answers, random_prompts, write_record
 from common.phases import milliseconds
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -89,9 +90,12 @@ def parse_args() -> argparse.Namespace:
     if args.prompts < 1:
         parser.error("--prompts must be at least 1")
     num_gpus = torch.cuda.device_count()
-    if (num_gpus % 2 or num_gpus == 2) or (not num_gpus and args.shape != "tiny-moe"):
-        parser.error(f"four or eight GPUs are needed, got {num_gpus}")
-    args.engine_gpus, args.num_ranks = num_gpus // 2, num_gpus // 2 or CPU_RANKS
+    if num_gpus % 2 or (not num_gpus and args.shape != "tiny-moe"):
+        parser.error(f"two, four or eight GPUs are needed, got {num_gpus}")
+    args.shared = num_gpus == 2
+    args.engine_gpus = num_gpus if args.shared else num_gpus // 2
+    args.num_ranks = args.engine_gpus or CPU_RANKS
+    args.first_gpu = num_gpus - args.num_ranks  # of the trainer
     args.on_gpus = num_gpus > 0
     args.dtype = torch.bfloat16 if args.on_gpus else torch.float32
     args.num_tokens = SMOKE_TOKENS if args.smoke else NUM_TOKENS
@@ -155,6 +159,8 @@ def save(model: PreTrainedModel, checkpoint: Path) -> None:
 # %%
 def make_service(args: argparse.Namespace, checkpoint: Path, **engine: Any) -> AsyncVLLM:
     """Starts one engine; leaving the service's ``with`` block ends it."""
+    if args.shared:
+        engine["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
     return small_service(
         checkpoint,
         args.dtype,
@@ -231,10 +237,14 @@ def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool
     for name, one in compared.items():
         print(f"{name}: {one.equal} of {one.total} answers equal to the checkpoint's")
     phases = milliseconds(report)
-    print(f"loss {loss:.3f}; " + ", ".join(f"{name} {one:.1f} ms" for name, one in phases.items()))
+    print(
+        f"loss {loss:.3f}; {report.transport}: "
+        + ", ".join(f"{name} {one:.1f} ms" for name, one in phases.items())
+    )
+    case = f"{args.shape}, {args.num_ranks} ranks, dp {args.engine_gpus or 1} with experts"
     where = write_record(
         "fsdp_expert_parallel",
-        f"{args.shape}, {args.num_ranks} ranks, dp {args.engine_gpus or 1} with experts",
+        f"{case}, {report.transport}" + (", both on both GPUs" * args.shared),
         compared,
         {"second push": phases},
         smoke=args.smoke,
@@ -260,7 +270,7 @@ def as_rank(args: argparse.Namespace, directory: Path) -> int:
     """One rank of the trainer; the first one has the engine."""
     keep_quiet()
     rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", args.engine_gpus + rank) if args.on_gpus else torch.device("cpu")
+    device = torch.device("cuda", args.first_gpu + rank) if args.on_gpus else torch.device("cpu")
     if args.on_gpus:
         torch.cuda.set_device(device)
     with contextlib.ExitStack() as cleanup:

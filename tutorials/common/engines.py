@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
+SHARED_GPU_UTILIZATION = 0.42  # of a GPU's memory is the engine's, where a trainer is on it too
+
 
 @contextlib.contextmanager
 def ray_running(num_gpus: int | None = None, *, address: str = "local") -> Iterator[None]:
