@@ -154,7 +154,7 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
     print(f"The compared tokens are of {len({one for some in after for one in some})} kinds")
     case = f"{args.model or args.shape}, tp {args.tensor_parallel}, {args.quantization}"
     where = write_record(
-        "tensor_parallel_fp8",
+        "tensor_parallel_fp8" + "_shared" * args.shared,
         f"{case}, {report.transport}" + (", trainer on a GPU of the engine" * args.shared),
         {"before": gibberish, "after": compared},
         {"after": phases},

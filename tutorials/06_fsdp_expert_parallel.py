@@ -243,7 +243,7 @@ def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool
     )
     case = f"{args.shape}, {args.num_ranks} ranks, dp {args.engine_gpus or 1} with experts"
     where = write_record(
-        "fsdp_expert_parallel",
+        "fsdp_expert_parallel" + "_shared" * args.shared,
         f"{case}, {report.transport}" + (", both on both GPUs" * args.shared),
         compared,
         {"second push": phases},
