@@ -38,7 +38,7 @@ weights.manifest weights.tensor_writer
 weights.marker weights.slot_store weights.snapshot_reader
 weights.version_store
 weights.snapshot_writer
-weights.packer
+weights.packer weights.trainer_device
 weights.vllm_nccl_api weights.watched weights.choice weights.reachable weights.push_deadlines
 weights.silent_replicas weights.peer_catch_up
 weights.broadcast_members

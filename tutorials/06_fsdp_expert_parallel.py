@@ -120,10 +120,16 @@ def make_model(args: argparse.Namespace, checkpoint: Path, device: torch.device)
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device=device)
-    torch.manual_seed(args.seed + dist.get_rank())  # equal shards would tie tokens with one another
+    # On GPUs DTensor gives each rank its own part of one stream; equal shards would tie tokens.
+    torch.manual_seed(args.seed if args.on_gpus else args.seed + dist.get_rank())
     with torch.no_grad():
         model.apply(model._init_weights)  # the buffers of rotary embeddings too
     return model
+
+
+def wait_for_all() -> None:
+    """Returns when every rank is here. A tensor on the CPU, since waiting would occupy GPUs."""
+    dist.all_reduce(torch.zeros(1))
 
 
 def train_step(model: PreTrainedModel, device: torch.device, seed: int) -> float:
@@ -149,7 +155,7 @@ def save(model: PreTrainedModel, checkpoint: Path) -> None:
             plain = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
         plain.load_state_dict(whole, assign=True)
         plain.save_pretrained(checkpoint)
-    dist.barrier()
+    wait_for_all()
 
 
 # %% [markdown]
@@ -183,11 +189,11 @@ def first_rank_service(
 ) -> Iterator[AsyncVLLM | None]:
     """Starts an engine on the first rank; the others get ``None`` when it is there."""
     if dist.get_rank():
-        dist.barrier()
+        wait_for_all()
         yield None
         return
     with make_service(args, checkpoint, **engine) as service:
-        dist.barrier()
+        wait_for_all()
         yield service
 
 
@@ -211,7 +217,7 @@ def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool
     if first:
         save_shape(args.shape, directory, dtype=str(args.dtype).removeprefix("torch."))
     say(f"Starting an engine with no weights, and {args.num_ranks} ranks")
-    dist.barrier()
+    wait_for_all()
     model = make_model(args, checkpoint, device)
     with first_rank_service(args, checkpoint, load_format="dummy") as service:
         updater = WeightUpdater(service, source=model)
@@ -276,7 +282,11 @@ def as_rank(args: argparse.Namespace, directory: Path) -> int:
     with contextlib.ExitStack() as cleanup:
         if rank == 0:
             cleanup.enter_context(ray_running(address=os.environ["RAY_ADDRESS"]))
-        dist.init_process_group("nccl" if args.on_gpus else "gloo", timeout=JOIN_TIMEOUT)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if args.on_gpus else "gloo",
+            timeout=JOIN_TIMEOUT,
+            device_id=device if args.on_gpus else None,
+        )
         cleanup.callback(dist.destroy_process_group)
         return 0 if run(args, directory, device) else 1
 

@@ -2,12 +2,13 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
 import torch
 
-from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync import AsyncVLLM, WeightUpdater
 from torchrl_vllm_sync.errors import PlacementError
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 
@@ -112,3 +113,24 @@ def test_more_gpus_than_there_are_are_refused_at_once(cluster, checkpoints):
     with pytest.raises(PlacementError, match="GPU"):
         AsyncVLLM.from_pretrained(str(checkpoints[0]), num_replicas=64, **ENGINE)
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["auto", "broadcast", "vllm-nccl"])
+def test_weights_need_not_be_on_the_current_device(cluster, checkpoints, transport):
+    """In a thread the current device is 0, which is the engine's, wherever the model is."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    new = load_tiny_model(checkpoints[1]).to("cuda:1", torch.bfloat16)
+    expected = trainer_log_probs(load_tiny_model(checkpoints[1]))
+    assert torch.cuda.current_device() == 0
+    with (
+        AsyncVLLM.from_pretrained(
+            str(checkpoints[0]), num_devices=1, compile=False, **ENGINE
+        ) as service,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        assert mean_difference(engine_log_probs(service), expected) > 2
+        push = thread.submit(WeightUpdater(service, new, transport=transport).push_weights)
+        assert push.result(120).transport == ("broadcast" if transport == "auto" else transport)
+        assert mean_difference(engine_log_probs(service), expected) < TOLERANCE

@@ -1,8 +1,9 @@
 """Which parameters a layerwise reload has filled, by the names that loaders report."""
 
 import pytest
+import torch
 
-from torchrl_vllm_sync.engine.reload import _resolved
+from torchrl_vllm_sync.engine.reload import _loadable_names, _resolved
 
 EXPERTS = "model.layers.0.mlp.experts"
 EXPECTED = {
@@ -32,3 +33,15 @@ def test_what_was_left_out_is_still_missing(left_out):
 def test_a_name_that_fits_several_resolves_none():
     expected = {"experts.a.weight", "experts.b.weight"}
     assert not expected & _resolved({"experts.weight"}, expected)
+
+
+def test_scales_of_a_quantised_cache_are_in_no_checkpoint():
+    """Every model that is quantised to fp8 has them, as vLLM makes them."""
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    attention = torch.nn.Linear(2, 2, bias=False)
+    attention.quant_method = BaseKVCacheMethod(None)
+    attention.quant_method.create_weights(attention)
+    model = torch.nn.Sequential(attention, torch.nn.Linear(2, 2))
+    assert {"0.k_scale", "0.prob_scale"} < dict(model.named_parameters()).keys()
+    assert _loadable_names(model) == {"0.weight", "1.weight", "1.bias"}

@@ -1,6 +1,7 @@
 """Which transport is chosen where, and how the choice shows."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights.auto_transport import TRANSPORTS, AutoTransport, place_of
 from torchrl_vllm_sync.weights.choice import Place, choose_transport, device_uuid, this_node
 from torchrl_vllm_sync.weights.source import MappingSource, as_weight_source
+from torchrl_vllm_sync.weights.trainer_device import current_device, home_device
 from torchrl_vllm_sync.weights.transport import SendOutcome
 
 
@@ -69,6 +71,28 @@ def test_facts_of_this_process():
     assert device_uuid(torch.device("cpu")) == ""
     for source in (MappingSource({"a": torch.ones(2)}), as_weight_source(torch.nn.Linear(2, 2))):
         assert place_of(source) == Place(node_id=this_node(), device_type="cpu")
+
+
+class Views(MappingSource):
+    """A source of what says it is on these devices."""
+
+    def __init__(self, *devices):
+        super().__init__({})
+        self._shown = [("a", SimpleNamespace(device=torch.device(one))) for one in devices]
+
+    def views(self):
+        return self._shown
+
+
+def test_weights_are_sent_from_where_they_are():
+    assert home_device(Views("cuda:1", "cuda:1"), "cuda") == torch.device("cuda:1")
+    assert home_device(Views("cuda:1", "cpu"), "cuda") == torch.device("cuda:1")
+    assert home_device(Views("cuda:0", "cuda:1"), "cuda") is None
+    assert home_device(Views("cpu"), "cuda") is None
+    assert home_device(Views(), "cpu") is None
+    assert home_device(None, "cpu") is None
+    assert home_device(Pairs(), "cpu") is None
+    assert home_device(as_weight_source(torch.nn.Linear(2, 2)), "cpu") == current_device("cpu")
 
 
 class Pairs:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = ["reload_model"]
+
+# vllm/model_executor/layers/quantization/kv_cache.py, ``BaseKVCacheMethod.create_weights``
+_CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 
 
 @torch.no_grad()
@@ -79,14 +83,23 @@ def reload_model(
 
 
 def _loadable_names(model: torch.nn.Module) -> set[str]:
-    """Names of the parameters a full checkpoint must fill; a tied head is filled by its twin."""
-    tied = {
+    """Names of the parameters a full checkpoint must fill.
+
+    A tied head is filled by its twin. Scales of a quantised KV cache are made with every fp8 model
+    and have defaults, so that hardly any checkpoint has them.
+    """
+    other = {
         f"{name}.weight"
         for name, module in model.named_modules()
         if isinstance(module, ParallelLMHead)
         and getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    } | {
+        f"{name}.{scale}"
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
+        for scale in _CACHE_SCALES
     }
-    return {name for name, _ in model.named_parameters()} - tied
+    return {name for name, _ in model.named_parameters()} - other
 
 
 def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:

@@ -11,7 +11,7 @@ from torchrl_vllm_sync.weights.choice import Place, choose_transport, device_uui
 from torchrl_vllm_sync.weights.ipc_transport import IPCTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.reachable import describe_replicas
-from torchrl_vllm_sync.weights.source import StableSource
+from torchrl_vllm_sync.weights.trainer_device import current_device, devices_of
 from torchrl_vllm_sync.weights.vllm_nccl_transport import VLLMNCCLTransport
 
 if TYPE_CHECKING:
@@ -126,19 +126,12 @@ def place_of(source: WeightSource) -> Place:
     A source that does not tell, since it computes or gathers them, is taken to be where its module
     is, and without a module on the current GPU if this process uses one.
     """
-    views = source.views() if isinstance(source, StableSource) else None
-    owner = source.owner if isinstance(source, StableSource) else None
-    if views is not None:
-        devices = {tensor.device for _, tensor in views}
-    elif isinstance(owner, torch.nn.Module):
-        devices = {parameter.device for parameter in owner.parameters()}
-    elif torch.cuda.is_initialized():
-        devices = {torch.device("cuda", torch.cuda.current_device())}
-    else:
-        devices = {torch.device("cpu")}
+    devices = devices_of(source)
+    if not devices:
+        devices = {current_device("cuda" if torch.cuda.is_initialized() else "cpu")}
     kinds = {device.type for device in devices}
     if len(devices) > 1:
         return Place(node_id=this_node(), device_type=f"several devices ({' and '.join(kinds)})")
-    (device,) = devices or {torch.device("cpu")}
+    (device,) = devices
     uuid = device_uuid(device)
     return Place(node_id=this_node(), device_type=device.type, device_uuids=(uuid,) if uuid else ())

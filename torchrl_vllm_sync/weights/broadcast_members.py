@@ -15,12 +15,14 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
 from torchrl_vllm_sync.weights.reachable import describe_replicas, is_dead, is_lost
 from torchrl_vllm_sync.weights.silent_replicas import SilentReplicas
+from torchrl_vllm_sync.weights.trainer_device import current_device, home_device
 from torchrl_vllm_sync.weights.transport import awaited_replicas
 from torchrl_vllm_sync.weights.watched import raise_exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import PendingCalls, ReplicaClient
 
 __all__ = ["GRACE_S", "BroadcastMembers"]
@@ -39,7 +41,8 @@ class BroadcastMembers:
     :meth:`close` at the end. Replicas that were silent are left out until they show life.
 
     Args:
-        device: The trainer's device; ``None`` takes the current one of the engines' kind.
+        device: The trainer's device; ``None`` takes the weights', or the current one, of the
+            engines' kind.
         interface: Network interface for rendezvous and data; ``None`` takes the one that reaches
             the other side.
         join_timeout_s: Seconds within which everybody must have come to the rendezvous.
@@ -79,12 +82,18 @@ class BroadcastMembers:
         """Id of each replica that is left out for its silence, to what it was silent about."""
         return self._silent.reasons
 
-    def form(self, client: ReplicaClient, without: Mapping[str, str] | None = None) -> bool:
+    def form(
+        self,
+        client: ReplicaClient,
+        without: Mapping[str, str] | None = None,
+        source: WeightSource | None = None,
+    ) -> bool:
         """Forms the group with the workers of every replica that is alive; nothing if it stands.
 
         Args:
             client: The replicas.
             without: Id of each replica that was lost in this push, to the reason.
+            source: What will be sent.
 
         Returns:
             Whether the group is a new one.
@@ -97,7 +106,7 @@ class BroadcastMembers:
         without = without or {}
         self._silent.look(client)
         if self._group is not None:
-            if self._stands(client, self._group):
+            if self._stands(client, self._group, source):
                 standings = client.standings()
                 absent = {n: one.absence for n, one in standings.items() if one.absence}
                 self.missing = absent | self.silent  # others than when it was formed, perhaps
@@ -107,15 +116,20 @@ class BroadcastMembers:
         alive, missing = describe_replicas(client, left_out)
         self._note_silent(client, alive, missing)
         self.missing = missing | left_out
-        device = _device_for(self._device, {one.device_type for one in alive.values()})
+        device = _device_for(self._device, source, {one.device_type for one in alive.values()})
         num_workers = {name: one.num_workers for name, one in alive.items()}
         while not self._form(client, num_workers, device):
             num_workers = {n: one for n, one in num_workers.items() if n not in self.missing}
         return True
 
-    def _stands(self, client: ReplicaClient, group: BroadcastGroup) -> bool:
-        """Whether the group can be used and consists of those that a push waits for."""
+    def _stands(
+        self, client: ReplicaClient, group: BroadcastGroup, source: WeightSource | None
+    ) -> bool:
+        """Whether the group can be used from here and consists of those that a push waits for."""
         if not group.is_connected or group.was_left:
+            return False
+        home = None if self._device else home_device(source, group.device.type)
+        if home not in (None, group.device):
             return False
         awaited = awaited_replicas(client.standings())
         return self.crew == {n: one for n, one in awaited.items() if n not in self.silent}
@@ -222,7 +236,9 @@ class BroadcastMembers:
             group.close()
 
 
-def _device_for(device: torch.device | None, engines: set[str]) -> torch.device:
+def _device_for(
+    device: torch.device | None, source: WeightSource | None, engines: set[str]
+) -> torch.device:
     """Returns the trainer's device for engines on these kinds of device.
 
     Raises:
@@ -233,14 +249,11 @@ def _device_for(device: torch.device | None, engines: set[str]) -> torch.device:
             f"a broadcast reaches engines of one kind of device, these are on {sorted(engines)}"
         )
     (kind,) = engines
-    if device is None:
-        device = torch.device(kind)
+    device = device or home_device(source, kind) or torch.device(kind)
     if device.type != kind or (kind == "cuda" and not torch.cuda.is_available()):
         raise UnsupportedArgumentError(
             f"the engines are on {kind} and the trainer is on "
             f"{device if device.type != kind else 'a host without CUDA'}: broadcast needs one "
             "kind of device on both sides, the memmap transport does not"
         )
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    return device if device.index is not None else current_device(kind)

@@ -51,7 +51,7 @@ class BroadcastTransport:
 
     Args:
         bucket_bytes: Most bytes of one bucket. Three of them are kept here and in each worker.
-        device: The trainer's device; by default the current CUDA device, or the CPU.
+        device: The trainer's device; by default the one that the weights are on.
         interface: Network interface for rendezvous and data, such as ``"eth0"``; by default the
             one that reaches the other side.
         staged: Engines receive into spare memory while they generate, and pause only to copy it
@@ -131,8 +131,13 @@ class BroadcastTransport:
         """
         self._form(client, {})
 
-    def _form(self, client: ReplicaClient, without: dict[str, str]) -> None:
-        if self._members.form(client, without):
+    def _form(
+        self,
+        client: ReplicaClient,
+        without: dict[str, str],
+        source: WeightSource | None = None,
+    ) -> None:
+        if self._members.form(client, without, source):
             self._announced = None
             self._push_id = self._members.group_id << PUSH_ID_BITS
             self._views, self._packer, self._buffers = None, None, []
@@ -174,7 +179,7 @@ class BroadcastTransport:
         for attempt in range(MOST_ATTEMPTS):
             begin = time.perf_counter()
             try:
-                self._form(client, lost)
+                self._form(client, lost, source)
             except TransferError:
                 if not answers:
                     raise

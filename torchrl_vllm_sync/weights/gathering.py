@@ -213,7 +213,7 @@ class _Redistributed:
     def launch(self) -> Work | None:
         with torch.no_grad():
             self._whole = self._tensor.full_tensor()
-        return _Queued() if self._whole.device.type == "cuda" else None
+        return _Queued(self._whole.device) if self._whole.device.type == "cuda" else None
 
     def result(self) -> torch.Tensor:
         return self._whole
@@ -222,9 +222,9 @@ class _Redistributed:
 class _Queued:
     """Work on the current stream of a GPU, which waits for the others though the host does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._done = torch.cuda.Event()
-        self._done.record()
+        self._done.record(torch.cuda.current_stream(device))
 
     def is_completed(self) -> bool:
         return self._done.query()

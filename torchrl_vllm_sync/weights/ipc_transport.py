@@ -23,6 +23,7 @@ from torchrl_vllm_sync.weights.packer import check_device
 from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.reachable import describe_replicas
 from torchrl_vllm_sync.weights.source import StableSource
+from torchrl_vllm_sync.weights.trainer_device import current_device, home_device
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
 from torchrl_vllm_sync.weights.watched import raise_exceptions
 
@@ -98,8 +99,12 @@ class IPCTransport:
             TransferError: No replica is alive, or one could not change.
             UnsupportedArgumentError: An engine is not on the trainer's GPU, or not on it alone.
         """
+        self._open(client, None)
+
+    def _open(self, client: ReplicaClient, source: WeightSource | None) -> None:
         awaited = awaited_replicas(client.standings())
-        if self._client is not None and awaited == self._awaited:
+        home = home_device(source, "cuda")
+        if self._client is not None and awaited == self._awaited and home in (None, self._device):
             return
         alive, missing = describe_replicas(client)
         kinds = {one.device_type for one in alive.values()}
@@ -113,7 +118,7 @@ class IPCTransport:
                 "the ipc transport needs trainer and engines on one CUDA device, and the trainer "
                 "is on a host without CUDA: use the memmap transport"
             )
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = home or current_device("cuda")
         own = device_uuid(device)
         for name, one in alive.items():
             if set(one.device_uuids) != {own}:
@@ -160,7 +165,7 @@ class IPCTransport:
         """
         begin = time.perf_counter()
         deadline = time.monotonic() + timeout_s
-        self.open(client)
+        self._open(client, source)
         if isinstance(source, StableSource):
             for name, tensor in source.views() or ():
                 check_device(name, tensor, self._device)

@@ -21,6 +21,7 @@ from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.reachable import describe_replicas
 from torchrl_vllm_sync.weights.rendezvous import free_port
 from torchrl_vllm_sync.weights.source import StableSource
+from torchrl_vllm_sync.weights.trainer_device import current_device, home_device
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
 from torchrl_vllm_sync.weights.vllm_nccl_api import DEFAULT_BUFFER_BYTES, Packing
 from torchrl_vllm_sync.weights.watched import raise_exceptions, watched
@@ -54,7 +55,7 @@ class VLLMNCCLTransport:
         buffer_bytes: Bytes after which a pack is sent.
         num_buffers: Packs under way at a time; by default as many as the engines' vLLM receives
             correctly: 1 before 0.33, 2 from then on.
-        device: The trainer's CUDA device; by default the current one.
+        device: The trainer's CUDA device; by default the one that the weights are on.
         join_timeout_s: Seconds within which everybody must have come to the rendezvous.
 
     Raises:
@@ -111,15 +112,19 @@ class VLLMNCCLTransport:
             UnsupportedArgumentError: The trainer or an engine is not on a CUDA device, or the
                 engines run different versions of vLLM.
         """
+        self._open(client, None)
+
+    def _open(self, client: ReplicaClient, source: WeightSource | None) -> None:
         awaited = awaited_replicas(client.standings())
         if self._group is not None:
-            if awaited == self._awaited:
+            home = None if self._given_device else home_device(source, "cuda")
+            if awaited == self._awaited and home in (None, self._device):
                 return
             self._leave()
         self._awaited = awaited
         alive, self._missing = describe_replicas(client)
         self._vllm_version = _one_version(alive)
-        self._device = self._device_for({one.device_type for one in alive.values()})
+        self._device = self._device_for(source, {one.device_type for one in alive.values()})
         self._packing = Packing.for_version(
             self._vllm_version, self._buffer_bytes, self._num_buffers
         )
@@ -179,7 +184,7 @@ class VLLMNCCLTransport:
         """
         begin = time.perf_counter()
         deadline = time.monotonic() + timeout_s
-        self.open(client)
+        self._open(client, source)
         if isinstance(source, StableSource):
             for name, tensor in source.views() or ():
                 check_device(name, tensor, self._device)
@@ -277,22 +282,20 @@ class VLLMNCCLTransport:
             self._leave()
             raise
 
-    def _device_for(self, engines: set[str]) -> torch.device:
+    def _device_for(self, source: WeightSource | None, engines: set[str]) -> torch.device:
         if engines != {"cuda"}:
             raise UnsupportedArgumentError(
                 "the vllm-nccl transport needs NCCL between CUDA devices, and the engines are on "
                 f"{' and '.join(sorted(engines))}: use the broadcast or the memmap transport"
             )
-        device = self._given_device or torch.device("cuda")
+        device = self._given_device or home_device(source, "cuda") or torch.device("cuda")
         if device.type != "cuda" or not torch.cuda.is_available():
             where = device if device.type != "cuda" else "a host without CUDA"
             raise UnsupportedArgumentError(
                 f"the vllm-nccl transport needs NCCL between CUDA devices, and the trainer is on "
                 f"{where}: use the memmap transport"
             )
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        return device
+        return device if device.index is not None else current_device("cuda")
 
     def _leave(self) -> None:
         """Gives this side's communicator up, which ends what it is doing."""
