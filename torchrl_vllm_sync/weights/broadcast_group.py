@@ -17,7 +17,7 @@ from torch.distributed import DistError, PrefixStore, ProcessGroupGloo  # pyrigh
 
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.bounded_store import BoundedStore
-from torchrl_vllm_sync.weights.nccl_environment import nccl_environment
+from torchrl_vllm_sync.weights.nccl_environment import is_held_to_one_channel, nccl_environment
 from torchrl_vllm_sync.weights.rendezvous import (
     Rendezvous,
     host_store,
@@ -35,7 +35,7 @@ TRAINER_RANK = 0
 SPIN_S = 50e-6
 STORE_POLL_S = 50e-6
 WATCH_S = 0.05
-LEFT, GIVEN_UP = "left", "given-up"
+LEFT, GIVEN_UP, ONE_CHANNEL = "left", "given-up", "one-channel"
 CLOSED = "the group is not connected, or was closed after a failure"
 
 
@@ -172,14 +172,17 @@ class BroadcastGroup:
             raise TransferError(f"the group could not be formed: {error}") from error
 
     def _meet(self, deadline: float, watch: Callable[[], None] | None) -> None:
+        if self._stream is not None and is_held_to_one_channel():
+            self.store.set(ONE_CHANNEL, "1")
         if self.store.add(f"rank/{self.rank}", 1) > 1:
             raise TransferError(f"rank {self.rank} of the group is taken already")
         keys = [f"rank/{rank}" for rank in range(self.rendezvous.world_size)]
         self.await_keys(keys, deadline, "come to the rendezvous in time", watch)
+        word = torch.full((1,), float(self.rank == TRAINER_RANK), device=self.device)
         with self._nccl_environment():
             self._group = self._make_group(max(deadline - time.monotonic(), 1.0))
-        word = torch.full((1,), float(self.rank == TRAINER_RANK), device=self.device)
-        self.broadcast(word, timeout_s=max(deadline - time.monotonic(), 1.0)).wait()
+            with self.side_stream():
+                self.broadcast(word, timeout_s=max(deadline - time.monotonic(), 1.0)).wait()
         self.synchronize(deadline=deadline, watch=watch)
         if word.item() != 1.0:
             raise TransferError(f"rank {self.rank} received nothing from the trainer")
@@ -348,6 +351,8 @@ class BroadcastGroup:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=timeout_s)
             options.is_high_priority_stream = True
+            if self.store.check([ONE_CHANNEL]):  # all ranks must have as many
+                options.config.min_ctas = options.config.max_ctas = 1
             return dist.ProcessGroupNCCL(store, self.rank, world_size, options)
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timedelta(seconds=timeout_s)
