@@ -73,7 +73,7 @@ class Transport:
         self.replicas, self.failing, self.sent, self.closed = replicas, set(), [], 0
         self.silent, self.limits, self.phases = set(), [], {}
 
-    def open(self, client):
+    def open(self, client, source=None):
         pass
 
     def send(self, client, source, version, *, timeout_s, clear_cache, mode="keep"):

@@ -131,7 +131,7 @@ class Chosen:
     def __init__(self):
         self.closed = 0
 
-    def open(self, client):
+    def open(self, client, source=None):
         pass
 
     def send(self, client, source, version, **options):

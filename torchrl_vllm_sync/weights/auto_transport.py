@@ -53,13 +53,13 @@ class AutoTransport:
         """Newest version that the transport chosen holds; 0 before."""
         return 0 if self._chosen is None else self._chosen.last_version
 
-    def open(self, client: ReplicaClient) -> None:
+    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
         """Prepares to send, once there is a choice.
 
         Arguments are those of :meth:`WeightTransport.open`.
         """
         if self._chosen is not None:
-            self._chosen.open(client)
+            self._chosen.open(client, source)
 
     def send(
         self,

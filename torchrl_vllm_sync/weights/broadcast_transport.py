@@ -119,7 +119,7 @@ class BroadcastTransport:
         """Bytes that the buckets take on the trainer's device."""
         return sum(buffer.numel() for buffer in self._buffers)
 
-    def open(self, client: ReplicaClient) -> None:
+    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
         """Forms the group with the workers of every replica that is alive; nothing if it stands.
 
         Arguments are those of :meth:`WeightTransport.open`.
@@ -129,13 +129,10 @@ class BroadcastTransport:
             UnsupportedArgumentError: The trainer's device and the engines' do not go together, or
                 this host has not the interface.
         """
-        self._form(client, {})
+        self._form(client, {}, source)
 
     def _form(
-        self,
-        client: ReplicaClient,
-        without: dict[str, str],
-        source: WeightSource | None = None,
+        self, client: ReplicaClient, without: dict[str, str], source: WeightSource | None
     ) -> None:
         if self._members.form(client, without, source):
             self._announced = None

@@ -90,7 +90,7 @@ class IPCTransport:
         """Bytes that the buffer takes on the GPU; 0 before the first push."""
         return self._buffer.numel()
 
-    def open(self, client: ReplicaClient) -> None:
+    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
         """Has the workers use vLLM's ``ipc`` engine; does nothing when all that count do.
 
         Arguments are those of :meth:`WeightTransport.open`.
@@ -99,9 +99,6 @@ class IPCTransport:
             TransferError: No replica is alive, or one could not change.
             UnsupportedArgumentError: An engine is not on the trainer's GPU, or not on it alone.
         """
-        self._open(client, None)
-
-    def _open(self, client: ReplicaClient, source: WeightSource | None) -> None:
         awaited = awaited_replicas(client.standings())
         home = home_device(source, "cuda")
         if self._client is not None and awaited == self._awaited and home in (None, self._device):
@@ -165,7 +162,7 @@ class IPCTransport:
         """
         begin = time.perf_counter()
         deadline = time.monotonic() + timeout_s
-        self._open(client, source)
+        self.open(client, source)
         if isinstance(source, StableSource):
             for name, tensor in source.views() or ():
                 check_device(name, tensor, self._device)

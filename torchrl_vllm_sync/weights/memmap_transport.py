@@ -96,7 +96,7 @@ class MemmapTransport:
             raise SnapshotError("the memmap transport is not open")
         return self._writer
 
-    def open(self, client: ReplicaClient) -> None:
+    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
         """Creates the directory, or takes it up, and becomes its only writer.
 
         Arguments are those of :meth:`WeightTransport.open`.
@@ -104,6 +104,7 @@ class MemmapTransport:
         Raises:
             SnapshotError: The directory is unusable, foreign or another writer's.
         """
+        del source  # any device will do
         if not self._is_closed():
             return
         temporary = self._given is None

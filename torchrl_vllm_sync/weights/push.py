@@ -270,7 +270,7 @@ class WeightPusher:
         source = fit_to_model(source, self._expected())
         self._client.refresh_members()
         transport = self._used()  # which may choose anew
-        transport.open(self._client)
+        transport.open(self._client, source)
         num_bytes = sum(meta.num_bytes for meta in source.metadata())
         crew = awaited_replicas(self._client.standings())
         for last_try in (version is not None, True):

@@ -344,11 +344,12 @@ class WeightTransport(Protocol):
         """Newest version that it holds already, from an earlier process too; 0 if none."""
         ...
 
-    def open(self, client: ReplicaClient) -> None:
+    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
         """Prepares to send to the replicas behind ``client``; does nothing when open already.
 
         Args:
             client: The replicas.
+            source: What will be sent, if that is known: it may be sent from where it is.
         """
         ...
 

@@ -102,7 +102,7 @@ class VLLMNCCLTransport:
         """Newest version sent by this transport; 0 before the first."""
         return self._last_version
 
-    def open(self, client: ReplicaClient) -> None:
+    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
         """Forms the group with the workers of all replicas that are alive; nothing if it stands.
 
         Arguments are those of :meth:`WeightTransport.open`.
@@ -112,9 +112,6 @@ class VLLMNCCLTransport:
             UnsupportedArgumentError: The trainer or an engine is not on a CUDA device, or the
                 engines run different versions of vLLM.
         """
-        self._open(client, None)
-
-    def _open(self, client: ReplicaClient, source: WeightSource | None) -> None:
         awaited = awaited_replicas(client.standings())
         if self._group is not None:
             home = None if self._given_device else home_device(source, "cuda")
@@ -184,7 +181,7 @@ class VLLMNCCLTransport:
         """
         begin = time.perf_counter()
         deadline = time.monotonic() + timeout_s
-        self._open(client, source)
+        self.open(client, source)
         if isinstance(source, StableSource):
             for name, tensor in source.views() or ():
                 check_device(name, tensor, self._device)
