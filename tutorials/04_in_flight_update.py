@@ -38,19 +38,16 @@ github.com/vllm-project/vllm, ``examples/rl/rlhf_async_new_apis.py``.
 import argparse
 import asyncio
 import contextlib
-import os
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.quiet import keep_quiet  # sets what the libraries below read
+import common.quiet  # noqa: F401  sets what the libraries below read
 
 # isort: split
 import torch
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
-from common.engines import ray_running, small_service
+from common.engines import ray_running, scenario, small_service
 from common.equality import Comparison, greedy, random_prompts, write_record
 from common.phases import milliseconds
 
@@ -272,16 +269,8 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Runs the tutorial; what was started is ended, also on Ctrl-C."""
     args = parse_args(argv)
-    keep_quiet()
-    if torch.cuda.is_available():
-        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
-    began = time.perf_counter()
-    with (
-        tempfile.TemporaryDirectory(prefix="in-flight-") as directory,
-        ray_running(args.engine_gpus),
-    ):
-        passed = run(args, Path(directory))
-    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    with scenario("in-flight", ray_running(args.engine_gpus)) as directory:
+        passed = run(args, directory)
     return 0 if passed else 1
 
 

@@ -39,19 +39,16 @@ github.com/vllm-project/vllm, ``examples/rl/rlhf_nccl.py``.
 
 # %%
 import argparse
-import os
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from common.quiet import keep_quiet  # sets what the libraries below read
+import common.quiet  # noqa: F401  sets what the libraries below read
 
 # isort: split
 import torch
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
-from common.engines import SHARED_GPU_UTILIZATION, ray_running, small_service
+from common.engines import SHARED_GPU_UTILIZATION, ray_running, scenario, small_service
 from common.equality import Comparison, greedy_answers, random_prompts, write_record
 from common.phases import milliseconds
 
@@ -174,16 +171,8 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Runs the tutorial; what was started is ended, also on Ctrl-C."""
     args = parse_args(argv)
-    keep_quiet()
-    if torch.cuda.is_available():
-        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
-    began = time.perf_counter()
-    with (
-        tempfile.TemporaryDirectory(prefix="tensor-parallel-") as directory,
-        ray_running(args.engine_gpus),
-    ):
-        passed = run(args, Path(directory))
-    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    with scenario("tensor-parallel", ray_running(args.engine_gpus)) as directory:
+        passed = run(args, directory)
     return 0 if passed else 1
 
 

@@ -41,8 +41,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -55,7 +53,7 @@ import ray
 import torch
 import torch.distributed as dist
 from common.checkpoints import MOE_SHAPES, save_shape
-from common.engines import SHARED_GPU_UTILIZATION, ray_running, small_service
+from common.engines import SHARED_GPU_UTILIZATION, ray_running, scenario, small_service
 from common.equality import Comparison, greedy_answers, random_prompts, write_record
 from common.phases import milliseconds
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -324,16 +322,8 @@ def main() -> int:
     args = parse_args()
     if DIRECTORY in os.environ:
         return as_rank(args, Path(os.environ[DIRECTORY]))
-    if args.on_gpus:
-        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
-    began = time.perf_counter()
-    with (
-        tempfile.TemporaryDirectory(prefix="fsdp-") as directory,
-        ray_running(args.engine_gpus),
-    ):
-        status = start_ranks(args, Path(directory))
-    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return status
+    with scenario("fsdp", ray_running(args.engine_gpus)) as directory:
+        return start_ranks(args, directory)
 
 
 if __name__ == "__main__":

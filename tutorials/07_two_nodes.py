@@ -32,20 +32,17 @@ answer of every replica is that of an engine which loaded the trainer's checkpoi
 # %%
 import argparse
 import contextlib
-import os
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.quiet import keep_quiet  # sets what the libraries below read
+import common.quiet  # noqa: F401  sets what the libraries below read
 
 # isort: split
 import ray
 import torch
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
-from common.engines import end_on_sigterm, ray_running, small_service
+from common.engines import end_on_sigterm, ray_running, scenario, small_service
 from common.equality import Comparison, greedy_answers, random_prompts, write_record
 from common.phases import milliseconds
 from ray.cluster_utils import Cluster
@@ -181,13 +178,8 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Runs the tutorial; what was started is ended, also on Ctrl-C."""
     args = parse_args(argv)
-    keep_quiet()
-    if args.on_gpus:
-        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="two-nodes-") as directory, nodes(args):
-        passed = run(args, Path(directory))
-    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    with scenario("two-nodes", nodes(args)) as directory:
+        passed = run(args, directory)
     return 0 if passed else 1
 
 

@@ -166,7 +166,6 @@ def test_rows_that_are_stamped_by_halves_are_refused(csv):
 
 
 def test_tensorboard_gets_the_same(tmp_path):
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger, service = TensorboardLogger("run", str(tmp_path)), Pushes()

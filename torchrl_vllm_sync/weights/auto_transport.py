@@ -58,8 +58,9 @@ class AutoTransport:
 
         Arguments are those of :meth:`WeightTransport.open`.
         """
+        del source  # sending looks at it, and opens what it chooses
         if self._chosen is not None:
-            self._chosen.open(client, source)
+            self._chosen.open(client)
 
     def send(
         self,
@@ -98,6 +99,7 @@ class AutoTransport:
         chosen = TRANSPORTS[choose_transport(place, engines)]()
         self.close()
         self._chosen, self._place, self.name = chosen, place, chosen.name
+        chosen.open(client, source)
         return chosen
 
     def __reduce__(self) -> tuple[Any, ...]:

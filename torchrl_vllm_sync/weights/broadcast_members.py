@@ -41,8 +41,8 @@ class BroadcastMembers:
     :meth:`close` at the end. Replicas that were silent are left out until they show life.
 
     Args:
-        device: The trainer's device; ``None`` takes the weights', or the current one, of the
-            engines' kind.
+        device: The trainer's device; ``None`` takes the weights', the last group's or the current
+            one, of the engines' kind.
         interface: Network interface for rendezvous and data; ``None`` takes the one that reaches
             the other side.
         join_timeout_s: Seconds within which everybody must have come to the rendezvous.
@@ -65,6 +65,7 @@ class BroadcastMembers:
         self._device, self._interface = device, interface
         self._join_timeout_s = join_timeout_s
         self._group: BroadcastGroup | None = None
+        self._last: torch.device | None = None
 
     @property
     def group(self) -> BroadcastGroup:
@@ -76,6 +77,11 @@ class BroadcastMembers:
         if self._group is None:
             raise TransferError("no group was formed")
         return self._group
+
+    @property
+    def is_formed(self) -> bool:
+        """Whether there is a communicator, of use or not."""
+        return self._group is not None
 
     @property
     def silent(self) -> dict[str, str]:
@@ -93,7 +99,7 @@ class BroadcastMembers:
         Args:
             client: The replicas.
             without: Id of each replica that was lost in this push, to the reason.
-            source: What will be sent.
+            source: What will be sent; ``None`` does not look where it is.
 
         Returns:
             Whether the group is a new one.
@@ -116,7 +122,8 @@ class BroadcastMembers:
         alive, missing = describe_replicas(client, left_out)
         self._note_silent(client, alive, missing)
         self.missing = missing | left_out
-        device = _device_for(self._device, source, {one.device_type for one in alive.values()})
+        kinds = {one.device_type for one in alive.values()}
+        device = self._device_for(source, kinds)
         num_workers = {name: one.num_workers for name, one in alive.items()}
         while not self._form(client, num_workers, device):
             num_workers = {n: one for n, one in num_workers.items() if n not in self.missing}
@@ -133,6 +140,26 @@ class BroadcastMembers:
             return False
         awaited = awaited_replicas(client.standings())
         return self.crew == {n: one for n, one in awaited.items() if n not in self.silent}
+
+    def _device_for(self, source: WeightSource | None, engines: set[str]) -> torch.device:
+        """Returns the trainer's device for engines on these kinds of device.
+
+        Raises:
+            UnsupportedArgumentError: They do not go together.
+        """
+        if len(engines) > 1:
+            raise UnsupportedArgumentError(
+                f"a broadcast reaches engines of one kind of device, these are on {sorted(engines)}"
+            )
+        (kind,) = engines
+        device = self._device or home_device(source, kind) or self._last or torch.device(kind)
+        if device.type != kind or (kind == "cuda" and not torch.cuda.is_available()):
+            raise UnsupportedArgumentError(
+                f"the engines are on {kind} and the trainer is on "
+                f"{device if device.type != kind else 'a host without CUDA'}: broadcast needs one "
+                "kind of device on both sides, the memmap transport does not"
+            )
+        return device if device.index is not None else current_device(kind)
 
     def _note_silent(
         self, client: ReplicaClient, alive: Mapping[str, Any], missing: Mapping[str, str]
@@ -201,7 +228,7 @@ class BroadcastMembers:
         except BaseException:
             group.close()
             raise
-        self._group = group
+        self._group, self._last = group, group.device
         return True
 
     def _culprits(self, group: BroadcastGroup, calls: PendingCalls) -> set[str]:
@@ -234,26 +261,3 @@ class BroadcastMembers:
         group, self._group = self._group, None
         if group is not None:
             group.close()
-
-
-def _device_for(
-    device: torch.device | None, source: WeightSource | None, engines: set[str]
-) -> torch.device:
-    """Returns the trainer's device for engines on these kinds of device.
-
-    Raises:
-        UnsupportedArgumentError: They do not go together.
-    """
-    if len(engines) > 1:
-        raise UnsupportedArgumentError(
-            f"a broadcast reaches engines of one kind of device, these are on {sorted(engines)}"
-        )
-    (kind,) = engines
-    device = device or home_device(source, kind) or torch.device(kind)
-    if device.type != kind or (kind == "cuda" and not torch.cuda.is_available()):
-        raise UnsupportedArgumentError(
-            f"the engines are on {kind} and the trainer is on "
-            f"{device if device.type != kind else 'a host without CUDA'}: broadcast needs one "
-            "kind of device on both sides, the memmap transport does not"
-        )
-    return device if device.index is not None else current_device(kind)

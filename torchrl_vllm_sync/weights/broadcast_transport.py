@@ -176,7 +176,8 @@ class BroadcastTransport:
         for attempt in range(MOST_ATTEMPTS):
             begin = time.perf_counter()
             try:
-                self._form(client, lost, source)
+                # A push looked where the weights are when it opened this transport.
+                self._form(client, lost, None if self._members.is_formed else source)
             except TransferError:
                 if not answers:
                     raise

@@ -6,13 +6,17 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+import torch
 from transformers import AutoTokenizer
 
+from common.quiet import keep_quiet
 from common.settings import TINY
 from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
@@ -20,9 +24,6 @@ from torchrl_vllm_sync.testing import make_tiny_checkpoint
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
-    from pathlib import Path
-
-    import torch
 
 # From 256 tokens of a step on, a kernel of vLLM 0.26 adds up in another order, batch-invariant or
 # not, and a random model's tokens soon differ (csrc/layernorm_kernels.cu, fused_add_rms_norm).
@@ -49,6 +50,25 @@ def ray_running(num_gpus: int | None = None, *, address: str = "local") -> Itera
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def scenario(name: str, cluster: contextlib.AbstractContextManager[None]) -> Iterator[Path]:
+    """Goes round one run: a directory for checkpoints, a cluster, and in the end how long it took.
+
+    On GPUs engines compute batch-invariantly, unless the environment says otherwise already.
+
+    Args:
+        name: What the directory's name begins with.
+        cluster: Starts Ray when it is entered, and ends it.
+    """
+    keep_quiet()
+    if torch.cuda.is_available():
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix=f"{name}-") as directory, cluster:
+        yield Path(directory)
+    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 
 def end_on_sigterm() -> None:
