@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import inspect
 import logging
 import os
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vllm import AsyncEngineArgs
 
 __all__ = [
@@ -60,6 +63,7 @@ def make_engine_args(
     tensor_parallel_size: int | None = None,
     data_parallel_size: int | None = None,
     pipeline_parallel_size: int | None = None,
+    also_known: Collection[str] = (),
     **kwargs: Any,
 ) -> AsyncEngineArgs:
     """Builds engine arguments from the arguments of ``make_async_vllm_engine``.
@@ -78,6 +82,7 @@ def make_engine_args(
             GRPO scripts always pass.
         data_parallel_size: Data-parallel engines in a replica.
         pipeline_parallel_size: Pipeline stages in a replica.
+        also_known: Arguments that the caller takes itself, one of which may have been meant.
         **kwargs: Further fields of vLLM's ``AsyncEngineArgs``.
 
     Raises:
@@ -98,8 +103,10 @@ def make_engine_args(
         logger.warning("the installed vLLM has no swap space: swap_space is passed over")
     unknown = sorted(set(kwargs) - known)
     if unknown:
+        own = inspect.signature(make_engine_args).parameters.keys()
+        named = ", ".join(_with_hint(one, known | own | set(also_known)) for one in unknown)
         raise UnsupportedArgumentError(
-            f"the installed vLLM has no engine argument {', '.join(unknown)}"
+            f"neither AsyncVLLM nor the installed vLLM's engine has the argument {named}"
         )
     kwargs.setdefault("enable_prefix_caching", True)
     if on_cpu():
@@ -117,6 +124,14 @@ def make_engine_args(
         pipeline_parallel_size=1 if pipeline_parallel_size is None else pipeline_parallel_size,
         **kwargs,
     )
+
+
+def _with_hint(unknown: str, known: set[str]) -> str:
+    """An argument's name, and what was perhaps meant by it."""
+    if unknown in ("strategy", "load_balancer", "routing"):
+        return f"{unknown} (routing is for service.create_load_balancer)"
+    close = difflib.get_close_matches(unknown, sorted(known), n=1)
+    return f"{unknown} (did you mean {close[0]}?)" if close else unknown
 
 
 def prepare_engine_args(

@@ -191,7 +191,9 @@ def _await_start(replicas: Sequence[Replica], timeout_s: float) -> list[EngineDe
             started[replica_id] = ray.get(done[0])
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
-            failures[replica_id] = f"{type(cause).__name__}: {str(cause).strip()}"
+            why = f"{type(cause).__name__}: {str(cause).strip()}"
+            told = cause.failures if isinstance(cause, LaunchError) else {}
+            failures[replica_id] = told.get(replica_id, why)
             logger.debug("replica %s did not start", replica_id, exc_info=error)
             deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
     if failures:

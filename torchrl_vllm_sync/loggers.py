@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tensordict import TensorDictBase
+
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.keys import POLICY_VERSION, RESPONSE_VERSIONS
 from torchrl_vllm_sync.transforms.generation_statistics import STATISTICS, GenerationStatistics
 from torchrl_vllm_sync.transforms.stamps import oldest_versions, staleness_of
@@ -12,7 +15,7 @@ from torchrl_vllm_sync.transforms.version_source import as_version_source
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tensordict import NestedKey, TensorDictBase
+    from tensordict import NestedKey
 
     from torchrl_vllm_sync.transforms.version_source import VersionLike
     from torchrl_vllm_sync.weights.transport import PushReport
@@ -132,8 +135,9 @@ def log_rollouts(
     ages, without ``version`` no ages, without rewards no reward.
 
     Example:
-        >>> for step, batch in enumerate(collector):
+        >>> for step, batch in enumerate(collector):  # of a collector without a replay buffer
         ...     log_rollouts(logger, batch, step, version=service)
+        >>> log_rollouts(logger, replay_buffer[:], step, version=service)
 
     Args:
         logger: One of TorchRL's loggers.
@@ -147,9 +151,15 @@ def log_rollouts(
         What was logged, without the prefix.
 
     Raises:
-        UnsupportedArgumentError: ``version`` is nothing that a version can be read from.
+        UnsupportedArgumentError: ``batch`` is no TensorDict, or ``version`` is nothing that a
+            version can be read from.
         UnstampedRowsError: Rows carry some of the wrapper's stamps and lack others.
     """
+    if not isinstance(batch, TensorDictBase):
+        raise UnsupportedArgumentError(
+            f"batch must be a TensorDict, got {batch!r}; a collector that fills a replay buffer "
+            "yields None: log rows of the buffer, such as buffer[:]"
+        )
     found = {"rows": float(batch.batch_size.numel())}
     if found["rows"]:
         found |= _generated(batch) | _ages(batch, version) | _earned(batch, reward)

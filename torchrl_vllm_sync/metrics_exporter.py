@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.push_status import PushStatus
     from torchrl_vllm_sync.status import ServiceStatus
 
-__all__ = ["ExportedService", "MetricsExporter"]
+__all__ = ["ExportedService", "MetricsExporter", "metrics_port"]
 
 Tags: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -39,6 +39,15 @@ _GONE = math.nan  # what Ray does not show
 # A series of this process's outlives the exporter, so that its next one must not count twice.
 _exported_totals: dict[tuple[str, str, Tags], float] = {}
 _totals_lock = threading.Lock()
+
+
+def metrics_port() -> int | None:
+    """Returns the port at which Ray serves this node's metrics; ``None`` if it does not."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    ports = (one["MetricsExportPort"] for one in ray.nodes() if one["NodeID"] == own)
+    return next((port for port in ports if port > 0), None)
 
 
 class ExportedService(Protocol):

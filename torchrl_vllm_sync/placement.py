@@ -178,6 +178,8 @@ def _refusal(bundle: dict[str, float], num_replicas: int, why: str) -> str:
     state = ", ".join(
         f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in ("GPU", "CPU")
     )
+    remedy = "; num_cpus_per_replica=0 asks for no CPU" if "CPU" in bundle else ""
     return (
-        f"{num_replicas} replica(s) of {asked} each do not fit: {why}; free in the cluster: {state}"
+        f"{num_replicas} replica(s) of {asked} each do not fit: {why}; free in the cluster: "
+        f"{state}{remedy}"
     )

@@ -97,7 +97,11 @@ def find_service(service_name: str, *, timeout_s: float = ATTACH_TIMEOUT_S) -> d
         ) from error
     actors = named_actors(service_name)
     if not actors:
-        raise ServiceClosedError(f"no service named {service_name!r} runs on this Ray cluster")
+        address = ray.get_runtime_context().gcs_address
+        raise ServiceClosedError(
+            f"no service named {service_name!r} runs on the Ray cluster at {address}; RAY_ADDRESS "
+            "names another, of which this machine may have several"
+        )
     state = _newest_card([actor.card.remote() for actor in actors.values()], timeout_s)
     if state is None:
         raise ServiceClosedError(

@@ -233,8 +233,15 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceMetrics, 
             LaunchError: Some did not start; nothing is left behind.
         """
         own = {key: kwargs.pop(key) for key in _CONSTRUCTOR_KEYWORDS if key in kwargs}
+        engine_args = make_engine_args(
+            model_name,
+            num_devices=num_devices,
+            compile=compile,
+            also_known=(*_CONSTRUCTOR_KEYWORDS, "num_replicas", "verbose", "enable_fp32_output"),
+            **kwargs,
+        )
         return cls.launch(
-            make_engine_args(model_name, num_devices=num_devices, compile=compile, **kwargs),
+            engine_args,
             num_replicas,
             verbose=verbose,
             enable_fp32_output=enable_fp32_output,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.metrics_exporter import MetricsExporter
+from torchrl_vllm_sync.metrics_exporter import MetricsExporter, metrics_port
 from torchrl_vllm_sync.request_counts import REQUEST_ENDS
 from torchrl_vllm_sync.service_status import ServiceView
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.push_status import PushStatus
 
 __all__ = ["ServiceMetrics"]
+
+logger = logging.getLogger(__name__)
 
 
 class ServiceMetrics(ServiceView):
@@ -47,6 +50,11 @@ class ServiceMetrics(ServiceView):
                 f"the metrics of service {self.name} are exported by this process already"
             )
         self._exporter = MetricsExporter(self, interval_s=interval_s)
+        if not metrics_port():
+            logger.warning(
+                "Ray serves no metrics on this node, and nothing can be scraped: ray[default] must "
+                "be installed where Ray is started"
+            )
         return self._exporter
 
     def request_totals(self) -> dict[str, int]:

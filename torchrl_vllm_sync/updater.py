@@ -14,6 +14,7 @@ from torchrl_vllm_sync.weights.push_deadlines import FIRST_TIMEOUT_S
 from torchrl_vllm_sync.weights.reachable import MOST_ATTEMPTS
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
 from torchrl_vllm_sync.weights.source import as_weight_source
+from torchrl_vllm_sync.weights.transport import check_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,7 @@ class WeightUpdater:
             service does.
 
     Raises:
-        UnsupportedArgumentError: No transport of that name.
+        UnsupportedArgumentError: No transport of that name, or no such ``mode``.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class WeightUpdater:
                     f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}"
                 )
             transport = TRANSPORTS[transport]()
+        check_mode(mode)
         self.service: AsyncVLLM | LocalLLM | None = as_service(service)
         self.source = source
         self.last_report: PushReport | None = None

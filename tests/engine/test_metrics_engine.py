@@ -14,6 +14,7 @@ from tests.engine.checks import perturbed
 from tests.engine.requests import eventually
 from torchrl_vllm_sync import attach, log_pushes, save_timeline
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.metrics_exporter import metrics_port
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -62,9 +63,11 @@ def test_one_push_is_logged_drawn_and_counted(service, model, tmp_path):
         assert whole["ts"] < one["ts"] < one["ts"] + one["dur"] < whole["ts"] + whole["dur"]
 
 
-def test_a_service_exports_until_it_is_left(service):
+def test_a_service_exports_until_it_is_left(service, caplog):
     with attach(service.name) as copy:
         exporter = copy.export_metrics(interval_s=0.2)
+        served = metrics_port() is not None
+        assert ("ray[default] must be installed" in caplog.text) == (not served)
         with pytest.raises(UnsupportedArgumentError, match="exported by this process already"):
             copy.export_metrics()
         assert exporter.is_running

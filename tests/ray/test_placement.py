@@ -71,7 +71,7 @@ def test_more_than_there_is_is_refused_with_what_was_asked_and_what_is_free(clus
     all_is_free()
     message = refused(ReplicaResources(num_gpus=2, num_cpus=1), 3)
     assert "3 replica(s) of 2 GPU, 1 CPU each do not fit: GPU: 6 needed, 4 free" in message
-    assert "free in the cluster: 4 of 4 GPU, 4 of 4 CPU" in message
+    assert "free in the cluster: 4 of 4 GPU, 4 of 4 CPU; num_cpus_per_replica=0" in message
     assert "CPU: 9 needed, 4 free" in refused(ReplicaResources(num_gpus=0, num_cpus=9), 1)
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.engine_args import for_replica, make_engine_args
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
@@ -46,5 +47,20 @@ def test_what_torchrls_grpo_scripts_configure_is_taken(caplog):
 def test_sizes_that_contradict_each_other_are_refused():
     with pytest.raises(UnsupportedArgumentError, match="must agree, got 2 and 4"):
         make_engine_args("a/model", num_devices=2, tensor_parallel_size=4)
-    with pytest.raises(UnsupportedArgumentError, match="no engine argument swap_spaces"):
+    with pytest.raises(UnsupportedArgumentError, match="has the argument swap_spaces"):
         make_engine_args("a/model", swap_spaces=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("num_replica", r"num_replica \(did you mean num_replicas\?\)"),
+        ("max_model_length", r"max_model_length \(did you mean max_model_len\?\)"),
+        ("num_device", r"num_device \(did you mean num_devices\?\)"),
+        ("strategy", r"strategy \(routing is for service.create_load_balancer\)"),
+        ("xyz", "xyz$"),
+    ],
+)
+def test_what_was_perhaps_meant_is_named(given, hint):
+    with pytest.raises(UnsupportedArgumentError, match=hint):
+        AsyncVLLM.from_pretrained("a/model", **{given: 1})

@@ -162,6 +162,8 @@ def test_rows_that_are_stamped_by_halves_are_refused(csv):
         log_rollouts(csv, batch)
     with pytest.raises(UnsupportedArgumentError, match="version"):
         log_rollouts(csv, stamped_rows([1], padded=True), version="newest")
+    with pytest.raises(UnsupportedArgumentError, match=r"got None; .* log rows of the buffer"):
+        log_rollouts(csv, None)
     assert scalars(csv) == {}
 
 

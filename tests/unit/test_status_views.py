@@ -186,7 +186,7 @@ def cluster(monkeypatch):
 
     def attach(name):
         if name not in services:
-            raise ServiceClosedError(f"no service named {name!r} runs on this Ray cluster")
+            raise ServiceClosedError(f"no service named {name!r} runs on the Ray cluster at x")
         return services[name]
 
     monkeypatch.setattr(service, "attach", attach)

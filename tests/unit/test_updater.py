@@ -289,6 +289,8 @@ def test_what_cannot_be_honoured_is_refused(updater, service):
         updater.push_weights(worker_ids=0)
     with pytest.raises(UnsupportedArgumentError, match="transport must be one of"):
         WeightUpdater(service, transport="carrier pigeon")
+    with pytest.raises(UnsupportedArgumentError, match=r"mode must be one of .*, got 'kep'"):
+        WeightUpdater(service, mode="kep")
     with pytest.raises(UnsupportedArgumentError, match="no service"):
         WeightUpdater(None).open()
     assert service.pushes == []

@@ -24,7 +24,7 @@ from torchrl_vllm_sync.engine.native_updates import NativeUpdates
 from torchrl_vllm_sync.engine.peer_loads import PeerLoads
 from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
 from torchrl_vllm_sync.engine_args import num_workers
-from torchrl_vllm_sync.errors import TransferError
+from torchrl_vllm_sync.errors import LaunchError, SyncError, TransferError
 from torchrl_vllm_sync.reaping import own_processes
 from torchrl_vllm_sync.replica import (
     UNRESPONSIVE_AFTER_S,
@@ -97,8 +97,18 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         Raises:
             TransferError: There is no memory for staged weights, which were asked for.
             UnsupportedArgumentError: The model is quantised such that no push can fill it.
-            Exception: Whatever vLLM raises when it cannot start with these arguments.
+            LaunchError: vLLM cannot start with these arguments; with what it raised, by its name.
         """
+        try:
+            return await self._start()
+        except SyncError:
+            raise
+        except Exception as error:
+            # Some, such as pydantic's, cannot be pickled, of which Ray would tell instead.
+            why = f"{type(error).__name__}: {error}"
+            raise LaunchError({self.replica_id: why}) from error
+
+    async def _start(self) -> EngineDescription:
         os.environ.update(self._environment)
         check_can_be_filled(self._engine_args.create_model_config())
         self.engine = AsyncLLM.from_engine_args(self._engine_args, stat_loggers=[self._stats])

@@ -5,14 +5,14 @@ Whoever pauses an engine keeps it paused: a push in between leaves it so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
 from torchrl_vllm_sync.engine.updates import WeightUpdates
 from torchrl_vllm_sync.errors import TransferNotReadyError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.weights.transport import PauseMode
+from torchrl_vllm_sync.weights.transport import check_mode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.engine.admission import AdmissionGate
     from torchrl_vllm_sync.engine.updates import LoadReport
+    from torchrl_vllm_sync.weights.transport import PauseMode
 
 __all__ = ["SHORT_TIMEOUT_S", "PausableUpdates"]
 
@@ -60,7 +61,7 @@ class PausableUpdates(WeightUpdates):
             ReplicaUnavailableError: The engine is dead or closed.
             SyncError: It took too long, and the engine goes on.
         """
-        _check_mode(mode)
+        check_mode(mode)
         self._refuse_open("pause_generation")
         call = self._engine.pause_generation
         async with self.exclusive(timeout_s):
@@ -101,7 +102,7 @@ class PausableUpdates(WeightUpdates):
             TransferNotReadyError: A weight update is open.
             SyncError: It took too long.
         """
-        _check_mode(mode)
+        check_mode(mode)
         if level not in SLEEP_LEVELS:
             raise UnsupportedArgumentError(f"level must be one of {SLEEP_LEVELS}, got {level!r}")
         able = current_platform.is_cpu() or self._engine.vllm_config.model_config.enable_sleep_mode
@@ -196,8 +197,3 @@ class PausableUpdates(WeightUpdates):
             raise TransferNotReadyError(
                 f"the weights of replica {self.replica_id} are asleep: wake_up(['weights']) first"
             )
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in get_args(PauseMode):
-        raise UnsupportedArgumentError(f"mode must be one of {get_args(PauseMode)}, got {mode!r}")

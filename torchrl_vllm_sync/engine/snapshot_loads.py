@@ -215,23 +215,28 @@ class SnapshotLoads:
         complaint = ""
         updates = self._updates
         while not updates.is_over:
+            now = ""
             try:
                 manifest = await asyncio.to_thread(reader.current)
-                if manifest is not None and (
-                    manifest.version > updates.version or not updates.whole
-                ):
+                if manifest is None:
+                    pass
+                elif manifest.version > updates.version or not updates.whole:
                     # Shielded, so that whoever stops this leaves no load half done.
                     self._load = asyncio.ensure_future(
                         self.load(directory, run_id, at_least=0, verify=verify, timeout_s=timeout_s)
                     )
                     await asyncio.shield(self._load)
-                complaint = ""
-            except SyncError as error:
-                if str(error) != complaint:
-                    complaint = str(error)
-                    logger.warning(
-                        "replica %s cannot follow %s: %s", updates.replica_id, directory, error
+                elif manifest.version < updates.version:
+                    now = (
+                        f"version {manifest.version} is older than the replica's {updates.version}"
                     )
+            except SyncError as error:
+                now = str(error)
+            if now and now != complaint:
+                logger.warning(
+                    "replica %s cannot follow %s: %s", updates.replica_id, directory, now
+                )
+            complaint = now
             await asyncio.sleep(interval_s)
 
     def stop_following(self) -> None:

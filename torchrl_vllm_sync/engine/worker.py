@@ -90,7 +90,7 @@ class SyncWorkerExtension(NativeTransferWorker):
             "num_tensors": taken,
             "attempts": attempts,
             "path": "layerwise",
-            "path_reason": "",
+            "path_reason": "snapshots are always loaded that way",
             "error": error,
         }
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import StaleVersionError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
@@ -18,9 +18,9 @@ from torchrl_vllm_sync.weights.push_deadlines import PushDeadlines, PushKind
 from torchrl_vllm_sync.weights.sharded import leading
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
 from torchrl_vllm_sync.weights.transport import (
-    PauseMode,
     PushReport,
     awaited_replicas,
+    check_mode,
     check_transport,
 )
 
@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import ReplicaClient, SendOutcome, WeightTransport
+    from torchrl_vllm_sync.weights.transport import (
+        PauseMode,
+        ReplicaClient,
+        SendOutcome,
+        WeightTransport,
+    )
 
 __all__ = ["VersionLedger", "WeightPusher"]
 
@@ -470,5 +475,4 @@ def _check_arguments(
         )
     if strict is not None and not isinstance(strict, bool):
         raise UnsupportedArgumentError(f"strict must be a bool or None, got {strict!r}")
-    if mode not in get_args(PauseMode):
-        raise UnsupportedArgumentError(f"mode must be one of {get_args(PauseMode)}, got {mode!r}")
+    check_mode(mode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightSyncError
 from torchrl_vllm_sync.replica import ReplicaState
@@ -393,4 +393,17 @@ def check_transport(transport: object) -> None:
     """
     methods = [getattr(transport, one, None) for one in ("open", "send", "close")]
     if isinstance(transport, type) or not all(map(callable, methods)):
-        raise UnsupportedArgumentError(f"transport must be a WeightTransport, got {transport!r}")
+        raise UnsupportedArgumentError(
+            f"transport must be a WeightTransport, got {transport!r}: an object such as "
+            "MemmapTransport(); only WeightUpdater takes names"
+        )
+
+
+def check_mode(mode: object) -> None:
+    """Refuses what says nothing of requests in flight.
+
+    Raises:
+        UnsupportedArgumentError: It is no ``PauseMode``.
+    """
+    if mode not in get_args(PauseMode):
+        raise UnsupportedArgumentError(f"mode must be one of {get_args(PauseMode)}, got {mode!r}")

@@ -1,0 +1,35 @@
+"""A replica that follows a directory says why it does not load what is there."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.source import MappingSource
+
+pytest.importorskip("vllm")
+
+
+def test_a_version_that_is_too_old_is_told_of_once(tmp_path, caplog):
+    from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
+
+    directory = tmp_path / "weights"
+    source = MappingSource({"a": torch.ones(2)})
+    updates = SimpleNamespace(replica_id="0", version=8, whole=True, is_over=False)
+
+    async def follow():
+        loads = SnapshotLoads(updates, "rollouts", list)
+        loads.follow(str(directory), None, interval_s=0.01, timeout_s=5.0)
+        try:
+            await asyncio.sleep(0.5)  # fifty looks
+        finally:
+            loads.stop_following()
+
+    with SnapshotWriter(directory) as writer:
+        writer.publish(source, source.metadata(), 1)
+        asyncio.run(asyncio.wait_for(follow(), 30))
+    (record,) = caplog.records
+    assert "replica 0 cannot follow" in record.getMessage()
+    assert "version 1 is older than the replica's 8" in record.getMessage()
