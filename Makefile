@@ -88,7 +88,7 @@ sync-table: $(STAMP)  ## Print the README's table of weight synchronisation
 	@$(BIN)/python -m benchmarks.weight_sync_report
 
 # Also draws the plots beside the record.
-routing-table: $(STAMP)  ## Print the README's tables of routing
+routing-table: $(STAMP)  ## Print the guide's tables of routing
 	@$(BIN)/python -m benchmarks.routing_report
 
 tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
