@@ -77,14 +77,14 @@ END_TIMEOUT_S = 90.0  # for ranks and engines that are told to end
 JOIN_TIMEOUT = timedelta(minutes=10)  # for a rank that waits while the first one starts engines
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line and finds the devices."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=MOE_SHAPES, default="tiny-moe", help="random weights")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="fewer tokens, no record")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.prompts < 1:
         parser.error("--prompts must be at least 1")
     num_gpus = torch.cuda.device_count()
