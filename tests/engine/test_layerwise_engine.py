@@ -40,6 +40,12 @@ def state(service):
     return report.state
 
 
+def next_version(service):
+    """One more than the replica holds: what is called past the service it learns only later."""
+    (report,) = service.call_replicas("report").values()
+    return report.weight_version + 1
+
+
 def call(service, method, *args):
     (answer,) = service.call_replicas(method, *args, deadline_s=60).values()
     if isinstance(answer, BaseException):
@@ -57,7 +63,7 @@ def test_an_update_in_parts(layerwise, model):
 
 
 def test_a_push_in_parts_reports_as_others_do(layerwise, model):
-    version = layerwise.weight_version + 1
+    version = next_version(layerwise)
     params = SamplingParams(temperature=0.0, max_tokens=220, min_tokens=220)
     running = ray.remote(num_cpus=0)(
         lambda service: service.generate(prompt_token_ids=[5, 6], sampling_params=params)
@@ -86,7 +92,7 @@ def test_a_push_in_parts_reports_as_others_do(layerwise, model):
 
 
 def test_a_whole_push_in_one_call(layerwise, model):
-    version = layerwise.weight_version + 1
+    version = next_version(layerwise)
     (update,) = parts(perturbed(model, seed=320), size=1000)
     call(layerwise, "expect_native", version, "run 2")
     (answer,) = layerwise.call_replicas(
@@ -132,7 +138,7 @@ def test_an_update_that_breaks_off_does_not_poison_the_next(layerwise, model, me
 
 
 def test_a_sender_that_falls_silent_loses_its_turn(layerwise, model):
-    version = layerwise.weight_version + 1
+    version = next_version(layerwise)
     call(layerwise, "begin_chunks", version, "silent", "keep", False, 1.0)
     call(layerwise, "receive_chunk", next(parts(model)), 1.0)
     deadline = time.monotonic() + 20
