@@ -1,10 +1,14 @@
 """What NCCL is told, and what it cannot be told any more."""
 
+import contextlib
 import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from torchrl_vllm_sync.weights.broadcast_group import ONE_CHANNEL, BroadcastGroup
 from torchrl_vllm_sync.weights.nccl_environment import is_held_to_one_channel, nccl_environment
 
 PINNED = {"VLLM_BATCH_INVARIANT": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple"}
@@ -57,3 +61,28 @@ def test_a_worker_alone_has_not(pinned, monkeypatch, name, value):
 def test_neither_has_a_trainer(pinned, monkeypatch):
     monkeypatch.delenv("NCCL_MAX_NCHANNELS")
     assert not is_held_to_one_channel()
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_the_communicator_is_made_without_the_pins(pinned, monkeypatch, held):
+    """By the first collective, as torch does it; one that is held to one channel says so."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2 if held else 1)
+    seen = []
+
+    def broadcast(tensors, options):
+        seen.append((os.environ.get("NCCL_PROTO"), os.environ.get("NCCL_MAX_NCHANNELS")))
+        return SimpleNamespace(wait=lambda: None)
+
+    group = BroadcastGroup.host(
+        "127.0.0.1", port=None, world_size=1, device=torch.device("cpu"), timeout_s=5
+    )
+    group._stream = object()  # as on a GPU
+    monkeypatch.setattr(group, "side_stream", contextlib.nullcontext)
+    monkeypatch.setattr(group, "synchronize", lambda **limits: None)
+    communicator = SimpleNamespace(broadcast=broadcast, abort=lambda: None)
+    monkeypatch.setattr(group, "_make_group", lambda timeout_s: communicator)
+    group.connect(timeout_s=5)
+    assert seen == [(None, None)]
+    assert os.environ["NCCL_PROTO"] == "Simple"
+    assert group.store.check([ONE_CHANNEL]) == held
+    group.close()

@@ -71,10 +71,10 @@ class Transport:
 
     def __init__(self, replicas):
         self.replicas, self.failing, self.sent, self.closed = replicas, set(), [], 0
-        self.silent, self.limits, self.phases = set(), [], {}
+        self.silent, self.limits, self.phases, self.opened_for = set(), [], {}, []
 
     def open(self, client, source=None):
-        pass
+        self.opened_for.append(source)
 
     def send(self, client, source, version, *, timeout_s, clear_cache, mode="keep"):
         self.sent.append(version)
@@ -134,6 +134,12 @@ def test_versions_count_up_from_what_the_replicas_hold(pusher, replicas, transpo
     assert push(pusher, 20).version == 20
     assert transport.sent == [10, 11, 20]
     assert replicas.calls == ["report"]  # asked once
+
+
+def test_the_transport_is_opened_for_what_is_pushed(pusher, transport):
+    push(pusher)
+    (source,) = transport.opened_for
+    assert [name for name, _ in source] == list(WEIGHTS)
 
 
 def test_versions_count_up_from_what_stale_replicas_were_at(pusher, replicas):

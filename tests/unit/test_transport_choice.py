@@ -129,10 +129,10 @@ class Chosen:
     name, last_version = "memmap", 7
 
     def __init__(self):
-        self.closed = 0
+        self.closed, self.opened_for = 0, []
 
     def open(self, client, source=None):
-        pass
+        self.opened_for.append(source)
 
     def send(self, client, source, version, **options):
         return SendOutcome(num_bytes=8, phases={}, replicas=[])
@@ -141,8 +141,8 @@ class Chosen:
         self.closed += 1
 
 
-def send(transport, client):
-    source = MappingSource({"a": torch.ones(2)})
+def send(transport, client, source=None):
+    source = source or MappingSource({"a": torch.ones(2)})
     return transport.send(client, source, 1, timeout_s=5, clear_cache=False)
 
 
@@ -161,6 +161,15 @@ def test_the_choice_is_made_once(monkeypatch):
     send(transport, client)
     assert client.described == 2
     assert transport.chosen is not chosen
+
+
+def test_what_is_chosen_is_opened_for_the_weights_that_it_will_send(monkeypatch):
+    """Or it would send from the current device, wherever they are."""
+    monkeypatch.setitem(TRANSPORTS, "memmap", Chosen)
+    client, transport = DescribingClient(description(node_id=this_node())), AutoTransport()
+    source = MappingSource({"a": torch.ones(2)})
+    send(transport, client, source)
+    assert transport.chosen.opened_for == [source]
 
 
 def test_a_choice_that_cannot_be_made_leaves_none():
