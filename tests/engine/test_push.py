@@ -36,6 +36,9 @@ def test_pushes_one_after_another_reach_every_replica(service, model, other_mode
         assert {one.replica_id for one in report.replicas} == {"0", "1"}
         assert all(one.version == report.version for one in report.replicas)
         assert all(one.phases["num_tensors"] == 50 for one in report.replicas)
+        assert {(one.path, one.path_reason) for one in report.replicas} == {
+            ("layerwise", "snapshots are always loaded that way")
+        }
         assert_holds(service, trained)
     assert min(distance(service, model, index) for index in range(2)) > 1
 
