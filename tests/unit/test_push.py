@@ -1,5 +1,6 @@
 """The pusher and its ledger, over replicas and a transport that only answer."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -356,6 +357,13 @@ def test_pushes_that_load_nothing_do_not_tell_how_long_pushes_take(pusher, trans
     push(pusher, timeout_s=None)
     assert transport.limits[:2] == [300, 300]
     assert transport.limits[2] < 40
+
+
+def test_the_time_before_a_transport_sends_is_told(pusher, replicas, transport, monkeypatch):
+    monkeypatch.setattr(transport, "open", lambda client, source: time.sleep(0.05))
+    report = push(pusher)
+    assert 0.05 <= report.phases["open_s"] <= report.seconds
+    assert 0 <= report.phase_starts["open_s"] <= report.seconds - report.phases["open_s"]
 
 
 def test_who_was_silent_and_has_caught_up_can_give_to_others(

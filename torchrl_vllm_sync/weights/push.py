@@ -14,6 +14,7 @@ from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.auto_transport import AutoTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.peer_catch_up import catch_up_from_peer, catch_up_from_snapshot
+from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.push_deadlines import PushDeadlines, PushKind
 from torchrl_vllm_sync.weights.sharded import leading
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
@@ -272,10 +273,13 @@ class WeightPusher:
         Returns:
             The outcome, the version chosen, and whether that was committed now.
         """
-        source = fit_to_model(source, self._expected())
-        self._client.refresh_members()
-        transport = self._used()  # which may choose anew
-        transport.open(self._client, source)
+        times = PhaseTimes()
+        with times.measure("open_s"):
+            source = fit_to_model(source, self._expected())
+            self._client.refresh_members()
+            transport = self._used()  # which may choose anew
+            transport.open(self._client, source)
+            self._ledger = self._ledger or self._take_stock()
         num_bytes = sum(meta.num_bytes for meta in source.metadata())
         crew = awaited_replicas(self._client.standings())
         for last_try in (version is not None, True):
@@ -312,7 +316,7 @@ class WeightPusher:
             self._settle(ledger, outcome, chosen)
             if last_try or not self._was_overtaken(outcome, chosen):
                 break
-        return outcome, chosen, is_news
+        return outcome.after(times), chosen, is_news
 
     def _choose(
         self, version: int | None, ledger: VersionLedger, transport: WeightTransport

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightSyncError
@@ -12,6 +12,7 @@ from torchrl_vllm_sync.replica import ReplicaState
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from torchrl_vllm_sync.weights.phase_times import PhaseTimes
     from torchrl_vllm_sync.weights.source import WeightSource
 
 __all__ = [
@@ -186,6 +187,14 @@ class SendOutcome:
         """Whether every replica that reached the version loaded it, and none held it before."""
         return all(one.phases.get("loaded", 1.0) for one in self.replicas if not one.error)
 
+    def after(self, times: PhaseTimes) -> SendOutcome:
+        """Returns the outcome with the phases that came before it."""
+        return replace(
+            self,
+            phases=times.seconds | self.phases,
+            phase_starts=times.starts | self.phase_starts,
+        )
+
     def commits(self, *, strict: bool) -> bool:
         """Whether the version counts as committed: on all replicas, or at least on one."""
         return self.reached_some and (self.is_complete or not strict)
@@ -201,6 +210,8 @@ class PushReport:
         num_bytes: Bytes of all tensors, once.
         seconds: Wall clock of the whole push.
         phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
+            ``open_s`` is what comes before the transport's own: for the first push, choosing a
+            transport, forming its group and asking the replicas what they hold.
         replicas: What each replica answered.
         left_behind: Id of each replica that did not reach the version, to the reason; it takes no
             requests until it does. Empty after a push with ``strict=True``, but for replicas that
