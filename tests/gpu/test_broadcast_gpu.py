@@ -33,6 +33,7 @@ ENGINE = {
     "max_model_len": 1024,
     "kv_cache_memory_bytes": 2**30,
     "verbose": False,
+    "max_restarts": 0,  # what has failed stays so
 }
 SHAPE = {
     "architecture": "qwen3",
