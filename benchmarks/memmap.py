@@ -2,7 +2,8 @@
 
 In every repetition each system runs once, one after the other, so that a busy machine slows all of
 them. Sources and destinations are memory that exists already, and so are the files that are written
-again (except ``versions``, whose files are always new). On a disk every write ends with ``fsync``.
+again; those of ``versions``, of a first publish and of what is written anew are new each time. On a
+disk every write ends with ``fsync``.
 
 ``python -m benchmarks.memmap`` takes minutes, ``--smoke`` seconds; ``--place`` names directories.
 """
@@ -10,6 +11,7 @@ again (except ``versions``, whose files are always new). On a disk every write e
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import shutil
 import sys
@@ -66,10 +68,15 @@ class Case:
         self.name = f"{file_system_type(self.root)}, {self.num_bytes / 2**20:,.0f} MiB"
         self.samples: dict[tuple[str, str], list[float]] = {}
 
-    def measure(self, systems: dict[tuple[str, str], Callable[[], None]]) -> None:
+    def measure(
+        self,
+        systems: dict[tuple[str, str], Callable[[], None]],
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
         """Runs all systems in turn; one round that does not count comes first."""
         for repetition in range(self.repetitions + 1):
             for key, run in systems.items():
+                between()
                 started = time.perf_counter()
                 run()
                 seconds = time.perf_counter() - started
@@ -134,6 +141,48 @@ class Case:
         )
         writer.close(remove=True)
         path.unlink()
+
+    def new_slots(self) -> None:
+        """Publishing into a slot that is made for it, as the first ones of a run are."""
+        metadata = [ParamMeta.of(name, tensor) for name, tensor in self.source]
+        path, directory = self.root / "plain", self.root / "new-slots"
+
+        def write() -> None:
+            with path.open("w+b") as file:
+                os.posix_fallocate(file.fileno(), 0, self.num_bytes)
+                pages = mmap.mmap(
+                    file.fileno(), self.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE
+                )
+            mapped = torch.frombuffer(pages, dtype=torch.bfloat16)
+            parts = mapped.split([tensor.numel() for _, tensor in self.source])
+            copy_all(self.source, [("", part) for part in parts])
+            self.flush(path)
+
+        def write_by_pwrite() -> None:
+            with path.open("wb", buffering=0) as file:
+                for _, tensor in self.source:
+                    content = memoryview(tensor.view(torch.uint8).numpy())
+                    while content:
+                        content = content[file.write(content) :]
+            self.flush(path)
+
+        def publish() -> None:
+            with SnapshotWriter(directory) as writer:
+                writer.publish(self.source, metadata, 1)
+
+        def remove() -> None:
+            path.unlink(missing_ok=True)
+            shutil.rmtree(directory, ignore_errors=True)
+
+        self.measure(
+            {
+                ("plain file through a mapping", "write anew"): write,
+                ("plain file by write()", "write anew"): write_by_pwrite,
+                ("slots", "first publish"): publish,
+            },
+            between=remove,
+        )
+        remove()
 
     def versions(self) -> None:
         """Publishing into a new folder for each version."""
@@ -227,7 +276,7 @@ def main(argv: list[str] | None = None) -> Path:
             2 if arguments.smoke else arguments.repetitions,
         )
         try:
-            for group in (case.slots, case.versions, case.formats):
+            for group in (case.slots, case.new_slots, case.versions, case.formats):
                 group()
         finally:
             shutil.rmtree(case.root)

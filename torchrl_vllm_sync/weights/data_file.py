@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 DATA_FILE = "weights.td"
 ALIGNMENT_BYTES = 4096
+FAULT_BYTES = 64 << 20  # of a mapping are one thread's to fault in, then the next
+MAX_FAULT_THREADS = 8
 
 _QUANTIZED_DTYPES = frozenset(
     {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -152,7 +155,9 @@ class DataFile:
     """One data file open for writing.
 
     In memory a reused file is mapped, and the mapping stays for the next version: one copy, no page
-    faults. All its blocks are allocated first, since a full tmpfs answers a store with SIGBUS.
+    faults. All its blocks are allocated first, since a full tmpfs answers a store with SIGBUS, and
+    its pages faulted in by several threads: one took 28 s for 61 GB, most of a first push
+    (``benchmarks/results/fsdp_expert_parallel_shared_h200x2_2026-11-22.json``, ``acquire``).
     Elsewhere ``pwrite`` is faster: flushing a mapped page makes the next store to it fault again.
     """
 
@@ -162,8 +167,9 @@ class DataFile:
         self._handle = handle
         self._pages: NDArray[np.uint8] | None = None
         if mapped:
-            pages = mmap.mmap(handle, layout.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            pages = mmap.mmap(handle, layout.num_bytes, mmap.MAP_SHARED)
             self._pages = np.frombuffer(pages, dtype=np.uint8)
+            _fault_in(self._pages[: layout.num_bytes - len(layout.trailer)])
 
     @classmethod
     def create(cls, path: Path, layout: DataLayout, *, allocate: bool, mapped: bool) -> DataFile:
@@ -199,6 +205,8 @@ class DataFile:
     @classmethod
     def reopen(cls, path: Path, layout: DataLayout, *, mapped: bool) -> DataFile | None:
         """Opens a file that an earlier writer left; None if it is not exactly of this layout.
+
+        Its parameters are as good as gone: a mapped file's pages are written to.
 
         Raises:
             OSError: The file system refuses.
@@ -295,6 +303,17 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in _TENSORDICT_DTYPES else _CARRIERS[dtype.itemsize]
+
+
+def _fault_in(pages: NDArray[np.uint8]) -> None:
+    """Writes a byte to every page, from several threads: the kernel zeroes pages one by one."""
+
+    def touch(start: int) -> None:
+        pages[start : start + FAULT_BYTES : mmap.PAGESIZE] = 0
+
+    num_threads = min(len(os.sched_getaffinity(0)), MAX_FAULT_THREADS)
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(touch, range(0, len(pages), FAULT_BYTES)))
 
 
 def _pwrite(handle: int, content: bytes | NDArray[np.uint8], offset: int) -> None:

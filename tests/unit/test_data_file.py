@@ -1,0 +1,51 @@
+"""Data files in memory: their pages are there before the first byte is copied."""
+
+import resource
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_vllm_sync.weights import data_file
+from torchrl_vllm_sync.weights.data_file import DataFile, DataLayout, open_tensordict
+from torchrl_vllm_sync.weights.metadata import ParamMeta
+
+NUM_BYTES = 24 << 20
+METADATA = [ParamMeta("large", torch.uint8, (NUM_BYTES - 99,)), ParamMeta("s", torch.uint8, (7,))]
+LAYOUT = DataLayout.of(METADATA)
+
+
+@pytest.fixture
+def path():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory) / "weights.td"
+
+
+def faults_of_writing(file, value):
+    content = np.full(1 << 20, value, dtype=np.uint8)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for offset in range(0, NUM_BYTES - len(content), len(content)):
+        file.write(content, offset)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 5 << 20, 64 << 20])
+def test_a_file_in_memory_is_written_without_page_faults(path, monkeypatch, piece_bytes):
+    monkeypatch.setattr(data_file, "FAULT_BYTES", piece_bytes)
+    file = DataFile.create(path, LAYOUT, allocate=True, mapped=True)
+    assert faults_of_writing(file, 1) < 100  # of 6,144 pages
+    file.close()
+    again = DataFile.reopen(path, LAYOUT, mapped=True)
+    assert faults_of_writing(again, 2) < 100
+    again.close()
+    stored = open_tensordict(path, METADATA, LAYOUT.trailer_checksum)  # its description is whole
+    assert (stored["large"][: NUM_BYTES - (1 << 20)] == 2).all()
+
+
+def test_the_count_above_sees_faults(path, monkeypatch):
+    monkeypatch.setattr(data_file, "_fault_in", lambda pages: None)
+    file = DataFile.create(path, LAYOUT, allocate=True, mapped=True)
+    assert faults_of_writing(file, 1) > 1000
+    file.close()
