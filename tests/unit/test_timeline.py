@@ -227,7 +227,16 @@ def test_a_real_push_is_measured_where_it_happens(tmp_path):
     whole, *phases = tracks(trace)["trainer"]
     assert whole["dur"] == pytest.approx(report.seconds * 1e6, abs=0.002)
     names = [one["name"] for one in phases]
-    assert names == ["open", "publish", "acquire", "flush", "flip", "collect", "acknowledge"]
+    assert names == [
+        "open",
+        "publish",
+        "acquire",
+        "fill",
+        "flush",
+        "flip",
+        "collect",
+        "acknowledge",
+    ]
     for one in phases:
         assert one["dur"] == pytest.approx(report.phases[f"{one['name']}_s"] * 1e6, abs=0.002)
     assert {"source_s", "copy_s", "hash_s"} <= set(whole["args"])

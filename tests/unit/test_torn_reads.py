@@ -25,7 +25,7 @@ from torchrl_vllm_sync.weights.head import HEAD, Head
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
-from torchrl_vllm_sync.weights.tensor_writer import FillTimes, TensorWriter
+from torchrl_vllm_sync.weights.tensor_writer import TensorWriter
 
 # One tensor larger than a piece of the copy, some smaller than a page: about 3 MB.
 SIZES = (600_000, 3, 70_000, 1_000, 1, 20_000, 50_000)
@@ -69,8 +69,11 @@ def write_in_place(directory, layout):
     writer, version = TensorWriter(checksums=False), 0
     while True:
         version += 1
-        for (_, tensor), meta, offset in zip(stamped(version), METADATA, data.offsets, strict=True):
-            writer.write(tensor, meta, file, offset, FillTimes())
+        with writer.filling(file) as filling:
+            for (_, tensor), meta, offset in zip(
+                stamped(version), METADATA, data.offsets, strict=True
+            ):
+                filling.add(tensor, meta, offset, stays=False)
 
 
 def read_in_place(directory, applied, verify):

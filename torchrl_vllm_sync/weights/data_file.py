@@ -311,6 +311,9 @@ def _fault_in(pages: NDArray[np.uint8]) -> None:
     def touch(start: int) -> None:
         pages[start : start + FAULT_BYTES : mmap.PAGESIZE] = 0
 
+    if len(pages) <= FAULT_BYTES:
+        touch(0)
+        return
     num_threads = min(len(os.sched_getaffinity(0)), MAX_FAULT_THREADS)
     with ThreadPoolExecutor(num_threads) as threads:
         list(threads.map(touch, range(0, len(pages), FAULT_BYTES)))

@@ -16,6 +16,7 @@ from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
 from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.private_files import open_file
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
 from torchrl_vllm_sync.weights.writer_lock import LOCK
 
@@ -143,9 +144,10 @@ class MemmapTransport:
         times = PhaseTimes()
         if version != self._sent:
             begin = time.perf_counter()
-            report = writer.publish(source, metadata, version)
+            views = source.views() if isinstance(source, StableSource) else None
+            report = writer.publish(source if views is None else views, metadata, version)
             self._sent = version
-            times.note("publish_s", begin, begin + report.seconds)
+            times.note("publish_s", begin)
             times.seconds |= {f"{name}_s": value for name, value in report.phases.items()}
             times.starts |= {f"{name}_s": value for name, value in report.phase_starts.items()}
         standings = client.standings()

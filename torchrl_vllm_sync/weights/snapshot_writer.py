@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,12 @@ from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.private_files import require_folder
 from torchrl_vllm_sync.weights.slot_store import SlotSettings, SlotStore
 from torchrl_vllm_sync.weights.storage import is_memory_file_system, storage_errors
-from torchrl_vllm_sync.weights.tensor_writer import FillTimes, TensorWriter
+from torchrl_vllm_sync.weights.tensor_writer import TensorWriter
 from torchrl_vllm_sync.weights.version_store import VersionStore
 from torchrl_vllm_sync.weights.writer_lock import WriterLock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
     from types import TracebackType
     from typing import Self
 
@@ -48,10 +49,11 @@ class PublishReport:
         path: Folder that holds it.
         num_bytes: Bytes of the parameters.
         seconds: From call to return.
-        phases: Seconds of ``acquire`` (a folder to write into), ``source`` (waiting for the next
-            tensor), ``copy``, ``hash``, ``flush``, ``flip`` and ``collect`` (removing old folders).
+        phases: Seconds of ``acquire`` (a folder to write into), ``fill``, ``flush``, ``flip`` and
+            ``collect`` (removing old folders), one after the other; and in ``fill`` of ``source``
+            (waiting for the next tensor), ``copy`` and ``hash``, of all threads together.
         phase_starts: When each began, in seconds of ``time.perf_counter()``; ``source``, ``copy``
-            and ``hash`` take turns, tensor by tensor, and have no start.
+            and ``hash`` are sums of many pieces and have no start.
     """
 
     version: int
@@ -220,7 +222,8 @@ class SnapshotWriter:
 
         Args:
             tensors: Yields ``(name, tensor of full shape)`` in the order of ``metadata``; each is
-                stored, cast to the announced dtype, before the next is asked for.
+                stored, cast to the announced dtype, or copied out of its device, before the next
+                is asked for. Those of a list are stored several at a time.
             metadata: Names, dtypes and shapes to store.
             version: Greater than ``last_version``.
 
@@ -255,7 +258,8 @@ class SnapshotWriter:
                     self._head(version, layout, complete=False),
                 )
             undo.callback(self._store.abandon, folder)
-            checksums = self._fill(file, tensors, doing, times.seconds)
+            with times.measure("fill"):
+                checksums = self._fill(file, tensors, doing, times.seconds)
             with self._storage(doing), times.measure("flush"):
                 if self._fsync:
                     file.flush()
@@ -331,31 +335,35 @@ class SnapshotWriter:
         doing: str,
         phases: dict[str, float],
     ) -> tuple[int, ...] | None:
-        layout, times = file.layout, FillTimes()
-        source_s = 0.0
-        checksums: list[int | None] = []
-        iterator = iter(tensors)
-        for meta, offset in zip(layout.metadata, layout.offsets, strict=True):
-            asked = time.perf_counter()
-            item = next(iterator, None)
-            source_s += time.perf_counter() - asked
-            if item is None:
-                raise WeightMismatchError(
-                    f"{doing}: tensors end after {len(checksums)} of {len(layout.metadata)}; "
-                    f"{meta.name} is missing"
-                )
-            name, tensor = item
-            if name != meta.name or tuple(tensor.shape) != meta.shape:
-                raise WeightMismatchError(
-                    f"{doing}: tensor {len(checksums)} must be {meta.name} of shape "
-                    f"{meta.shape}, got {name} of shape {tuple(tensor.shape)}"
-                )
+        layout = file.layout
+        stays = isinstance(tensors, Sequence)
+        source_s, iterator = 0.0, iter(tensors)
+        with self._tensor_writer.filling(file) as filling:
+            for index, (meta, offset) in enumerate(
+                zip(layout.metadata, layout.offsets, strict=True)
+            ):
+                asked = time.perf_counter()
+                item = next(iterator, None)
+                source_s += time.perf_counter() - asked
+                if item is None:
+                    raise WeightMismatchError(
+                        f"{doing}: tensors end after {index} of {len(layout.metadata)}; "
+                        f"{meta.name} is missing"
+                    )
+                name, tensor = item
+                if name != meta.name or tuple(tensor.shape) != meta.shape:
+                    raise WeightMismatchError(
+                        f"{doing}: tensor {index} must be {meta.name} of shape "
+                        f"{meta.shape}, got {name} of shape {tuple(tensor.shape)}"
+                    )
+                with self._storage(doing):
+                    filling.add(tensor, meta, offset, stays=stays)
+            surplus = next(iterator, None)
+            if surplus is not None:
+                raise WeightMismatchError(f"{doing}: {surplus[0]} is not in the metadata")
             with self._storage(doing):
-                checksums.append(self._tensor_writer.write(tensor, meta, file, offset, times))
-        surplus = next(iterator, None)
-        if surplus is not None:
-            raise WeightMismatchError(f"{doing}: {surplus[0]} is not in the metadata")
-        phases |= {"source": source_s, "copy": times.copy_s, "hash": times.hash_s}
+                checksums, seconds = filling.finish()
+        phases |= {"source": source_s, **seconds}
         taken = tuple(value for value in checksums if value is not None)
         return taken if len(taken) == len(checksums) else None
 

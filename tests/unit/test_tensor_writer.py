@@ -1,0 +1,172 @@
+"""How tensors get into a data file: by several threads, whole, whatever fails on the way."""
+
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+
+from torchrl_vllm_sync.weights import tensor_writer
+from torchrl_vllm_sync.weights.data_file import checksum
+from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.tensor_writer import BUFFERS_PER_LANE, CHUNK_BYTES, TensorWriter
+
+PIECE = CHUNK_BYTES // 4  # float32 items
+
+
+class Memory:
+    """A file in memory; ``before`` sees each piece's offset first."""
+
+    def __init__(self, num_bytes, before=lambda offset: None):
+        self.content = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.before = before
+
+    def write(self, piece, offset):
+        self.before(offset)
+        stored = self.content.numpy()[offset : offset + len(piece)]
+        stored[:] = piece
+        return stored
+
+
+@pytest.fixture(params=["host", "device"])
+def place(request, monkeypatch):
+    """Tensors on a device are copied out first; here it is memory too, and the way is the same."""
+    if request.param == "device":
+        monkeypatch.setattr(tensor_writer, "is_on_host", lambda tensor: False)
+    return request.param
+
+
+def fill(writer, file, tensors, dtype=torch.float32, *, stays=True):
+    offset = 0
+    with writer.filling(file) as filling:
+        for tensor in tensors:
+            filling.add(tensor, ParamMeta("w", dtype, tuple(tensor.shape)), offset, stays=stays)
+            offset += tensor.numel() * dtype.itemsize
+        return filling.finish()
+
+
+def many(*, seed=0):
+    sizes = [PIECE * 9 // 4, 3, 0, PIECE, PIECE - 1, 5 * PIECE, 1, PIECE + 1]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("num_lanes", [1, 3])
+def test_every_byte_is_where_it_belongs_and_hashed(place, dtype, stays, num_lanes):
+    writer = TensorWriter(checksums=True, num_lanes=num_lanes)
+    for seed in range(2):  # with the same buffers again
+        tensors = [one.to(dtype) for one in many(seed=seed)]
+        wanted = torch.cat(tensors).view(torch.uint8)
+        file = Memory(len(wanted))
+        found, seconds = fill(writer, file, many(seed=seed), dtype, stays=stays)
+        assert torch.equal(file.content, wanted)
+        assert found == [checksum(one) for one in tensors]
+        assert seconds["copy"] > 0
+        assert seconds["hash"] > 0
+
+
+def test_without_checksums_nothing_is_hashed(place):
+    found, seconds = fill(TensorWriter(checksums=False), Memory(8), [torch.ones(2)])
+    assert found == [None]
+    assert seconds["hash"] == 0
+
+
+def test_tensors_that_stay_are_stored_at_the_same_time(place):
+    """Each of two threads waits in its first piece until the other is in its own."""
+    meeting = threading.Barrier(2)
+    tensors = [torch.ones(PIECE), torch.ones(PIECE)]
+    file = Memory(2 * CHUNK_BYTES, lambda offset: meeting.wait(20))
+    fill(TensorWriter(checksums=True, num_lanes=2), file, tensors)
+    assert meeting.n_waiting == 0
+    assert not meeting.broken
+
+
+def test_one_lane_would_fail_the_check_above(place):
+    meeting = threading.Barrier(2)
+    tensors = [torch.ones(PIECE), torch.ones(PIECE)]
+    file = Memory(2 * CHUNK_BYTES, lambda offset: meeting.wait(0.2))
+    with pytest.raises(threading.BrokenBarrierError):
+        fill(TensorWriter(checksums=True, num_lanes=1), file, tensors)
+
+
+def test_a_tensor_may_change_as_soon_as_it_was_added_if_it_does_not_stay(place):
+    writer, file = TensorWriter(checksums=True, num_lanes=3), Memory(6 * CHUNK_BYTES)
+    reused = torch.zeros(PIECE)
+    meta = ParamMeta("w", torch.float32, (PIECE,))
+    with writer.filling(file) as filling:
+        for index in range(6):
+            filling.add(reused.fill_(index), meta, index * CHUNK_BYTES, stays=False)
+        filling.finish()
+    stored = file.content.view(torch.float32).view(6, PIECE)
+    assert [one.unique().tolist() for one in stored] == [[0], [1], [2], [3], [4], [5]]
+
+
+def test_a_slow_disk_has_the_caller_wait_for_buffers(place):
+    slow = threading.Event()
+    writer = TensorWriter(checksums=True, num_lanes=1)
+    tensor = torch.arange(PIECE * (BUFFERS_PER_LANE + 5), dtype=torch.float32)
+    file = Memory(tensor.nbytes, lambda offset: slow.wait(0.02))
+    found, _ = fill(writer, file, [tensor])
+    assert torch.equal(file.content.view(torch.float32), tensor)
+    assert found == [checksum(tensor)]
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_piece_that_cannot_be_stored_ends_it_and_the_next_version_is_whole(place, stays):
+    """More often than there are buffers: none is lost."""
+    writer = TensorWriter(checksums=True, num_lanes=2)
+    tensors = many()
+    num_bytes = sum(one.nbytes for one in tensors)
+
+    def full(offset):
+        if offset > 3 * CHUNK_BYTES:
+            raise OSError(28, "No space left on device")
+
+    for _ in range(3 * BUFFERS_PER_LANE):
+        with pytest.raises(OSError, match="No space left"):
+            fill(writer, Memory(num_bytes, full), tensors, stays=stays)
+    file = Memory(num_bytes)
+    fill(writer, file, tensors, stays=stays)
+    assert torch.equal(file.content, torch.cat(tensors).view(torch.uint8))
+
+
+def test_nothing_is_stored_any_more_after_a_caller_gave_up(place):
+    stored = []
+    gate = threading.Event()
+
+    def slow(offset):
+        gate.wait(0.05)
+        stored.append(offset)
+
+    writer = TensorWriter(checksums=True, num_lanes=2)
+    with suppress(KeyboardInterrupt), writer.filling(Memory(9 * CHUNK_BYTES, slow)) as filling:
+        for index in range(9):
+            meta = ParamMeta("w", torch.float32, (PIECE,))
+            filling.add(torch.ones(PIECE), meta, index * CHUNK_BYTES, stays=True)
+        raise KeyboardInterrupt
+    ended = len(stored)
+    assert ended < 9
+    gate.wait(0.3)
+    assert len(stored) == ended
+
+
+def test_a_slow_disk_may_take_its_time(place, monkeypatch):
+    monkeypatch.setattr(tensor_writer, "STORE_TIMEOUT_S", 0.3)
+    slow = threading.Event()
+    writer = TensorWriter(checksums=True, num_lanes=1)
+    tensor = torch.arange(10 * PIECE, dtype=torch.float32)
+    file = Memory(tensor.nbytes, lambda offset: slow.wait(0.1))
+    fill(writer, file, [tensor])
+    assert torch.equal(file.content.view(torch.float32), tensor)
+
+
+def test_waiting_for_a_disk_that_hangs_ends(place, monkeypatch):
+    monkeypatch.setattr(tensor_writer, "STORE_TIMEOUT_S", 0.1)
+    hung = threading.Event()
+    writer = TensorWriter(checksums=True, num_lanes=1)
+    file = Memory(40 * CHUNK_BYTES, lambda offset: hung.wait(20))
+    threading.Timer(0.5, hung.set).start()  # or leaving would wait for it
+    with pytest.raises(tensor_writer.SnapshotError, match="nothing was stored within"):
+        fill(writer, file, [torch.ones(40 * PIECE)])
