@@ -14,6 +14,8 @@ from torchrl_vllm_sync.timeline import trace_of
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.push import WeightPusher
+from torchrl_vllm_sync.weights.source import WeightSource
+from torchrl_vllm_sync.weights.tensor_writer import Filling
 from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome, SendOutcome
 
 BEGAN = 1.75e9 + 0.123456
@@ -245,6 +247,33 @@ def test_a_real_push_is_measured_where_it_happens(tmp_path):
     replica_load = tracks(trace)["replica a"][2]
     acknowledge = phases[-1]
     assert acknowledge["ts"] - 1e3 <= replica_load["ts"] <= acknowledge["ts"] + acknowledge["dur"]
+
+
+class Computed(WeightSource):
+    """Hands out one buffer, as it may with every tensor."""
+
+    def metadata(self):
+        return [ParamMeta("weight", torch.float32, (2, 2))]
+
+    def __iter__(self):
+        yield "weight", torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "stay"), [(torch.nn.Linear(2, 2, bias=False), True), (Computed(), False)]
+)
+def test_only_weights_that_stay_in_place_are_stored_while_others_are(
+    tmp_path, monkeypatch, weights, stay
+):
+    seen, add = [], Filling.add
+    monkeypatch.setattr(
+        Filling, "add", lambda *args, stays: seen.append(stays) or add(*args, stays=stays)
+    )
+    pusher = WeightPusher(Loading(a=0), lambda: [ParamMeta("weight", torch.float32, (2, 2))])
+    pusher.use(MemmapTransport(tmp_path / "weights"))
+    pusher.push(weights, version=None, timeout_s=10, clear_cache=False)
+    pusher.close()
+    assert seen == [stay]
 
 
 def test_phases_whose_start_a_transport_does_not_say_are_not_drawn():
