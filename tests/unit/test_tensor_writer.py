@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,6 +102,27 @@ def test_a_tensor_may_change_as_soon_as_it_was_added_if_it_does_not_stay(place):
         filling.finish()
     stored = file.content.view(torch.float32).view(6, PIECE)
     assert [one.unique().tolist() for one in stored] == [[0], [1], [2], [3], [4], [5]]
+
+
+def test_no_piece_is_stored_before_it_has_arrived_from_its_device(monkeypatch):
+    arrived, stored = [], []
+
+    class Event:
+        def record(self, stream):
+            assert stream == "the current one"
+
+        def synchronize(self):
+            arrived.append(self)
+
+    device = SimpleNamespace(Event=Event, current_stream=lambda device: "the current one")
+    monkeypatch.setattr(tensor_writer, "is_on_host", lambda tensor: False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device_of: device)
+    tensors = many()
+    num_bytes = sum(one.nbytes for one in tensors)
+    file = Memory(num_bytes, lambda offset: stored.append(len(arrived)))
+    fill(TensorWriter(checksums=True, num_lanes=1), file, tensors)
+    assert len(stored) == len(arrived) == sum(-(-max(len(one), 1) // PIECE) for one in tensors)
+    assert all(there > before for before, there in enumerate(stored))
 
 
 def test_a_slow_disk_has_the_caller_wait_for_buffers(place):
