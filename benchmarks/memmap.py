@@ -32,6 +32,7 @@ from torchrl_vllm_sync.weights.storage import file_system_type, is_memory_file_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from io import FileIO
 
 NUM_TENSORS = 300
 Pairs = list[tuple[str, torch.Tensor]]
@@ -53,6 +54,14 @@ def copy_all(source: Pairs, destination: Pairs) -> None:
     """Copies every tensor's bytes into the one of the same place."""
     for (_, from_), (_, to) in zip(source, destination, strict=True):
         np.copyto(to.view(torch.uint8).numpy(), from_.view(torch.uint8).numpy())
+
+
+def write_all(source: Pairs, file: FileIO) -> None:
+    """Writes every tensor's bytes, one behind the other."""
+    for _, tensor in source:
+        content = memoryview(tensor.view(torch.uint8).numpy())
+        while content:
+            content = content[file.write(content) :]
 
 
 class Case:
@@ -112,10 +121,7 @@ class Case:
 
         def rewrite_by_pwrite() -> None:
             with path.open("r+b", buffering=0) as file:
-                for _, tensor in self.source:
-                    content = memoryview(tensor.view(torch.uint8).numpy())
-                    while content:
-                        content = content[file.write(content) :]
+                write_all(self.source, file)
             self.flush(path)
 
         def publish() -> None:
@@ -160,10 +166,7 @@ class Case:
 
         def write_by_pwrite() -> None:
             with path.open("wb", buffering=0) as file:
-                for _, tensor in self.source:
-                    content = memoryview(tensor.view(torch.uint8).numpy())
-                    while content:
-                        content = content[file.write(content) :]
+                write_all(self.source, file)
             self.flush(path)
 
         def publish() -> None:

@@ -18,6 +18,8 @@ PIECE = CHUNK_BYTES // 4  # float32 items
 class Memory:
     """A file in memory; ``before`` sees each piece's offset first."""
 
+    path = "weights.td"
+
     def __init__(self, num_bytes, before=lambda offset: None):
         self.content = torch.zeros(num_bytes, dtype=torch.uint8)
         self.before = before
@@ -189,5 +191,5 @@ def test_waiting_for_a_disk_that_hangs_ends(place, monkeypatch):
     hung = threading.Event()
     writer = TensorWriter(checksums=True, num_lanes=1)
     file = Memory(40 * CHUNK_BYTES, lambda offset: hung.wait(2))
-    with pytest.raises(tensor_writer.SnapshotError, match="nothing was stored within"):
+    with pytest.raises(tensor_writer.SnapshotError, match=r"weights.td: nothing was stored within"):
         fill(writer, file, [torch.ones(40 * PIECE)])

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 DATA_FILE = "weights.td"
 ALIGNMENT_BYTES = 4096
 FAULT_BYTES = 64 << 20  # of a mapping are one thread's to fault in, then the next
-MAX_FAULT_THREADS = 8
+MAX_THREADS = 8
 
 _QUANTIZED_DTYPES = frozenset(
     {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -156,7 +156,7 @@ class DataFile:
 
     In memory a reused file is mapped, and the mapping stays for the next version: one copy, no page
     faults. All its blocks are allocated first, since a full tmpfs answers a store with SIGBUS, and
-    its pages faulted in by several threads: one took 28 s for 61 GB, most of a first push
+    its pages faulted in by several threads: one took 28 of a push's 60 s for 61 GB
     (``benchmarks/results/fsdp_expert_parallel_shared_h200x2_2026-11-22.json``, ``acquire``).
     Elsewhere ``pwrite`` is faster: flushing a mapped page makes the next store to it fault again.
     """
@@ -295,6 +295,11 @@ def map_tensordict(
     return stored.lock_()
 
 
+def num_threads() -> int:
+    """How many threads copy or hash at once: one a core, eight at most."""
+    return min(len(os.sched_getaffinity(0)), MAX_THREADS)
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """xxh3-64 of a tensor's bytes, as ``TensorWriter.write`` returns it."""
     content = tensor.reshape(-1).view(torch.uint8).numpy()
@@ -314,8 +319,7 @@ def _fault_in(pages: NDArray[np.uint8]) -> None:
     if len(pages) <= FAULT_BYTES:
         touch(0)
         return
-    num_threads = min(len(os.sched_getaffinity(0)), MAX_FAULT_THREADS)
-    with ThreadPoolExecutor(num_threads) as threads:
+    with ThreadPoolExecutor(num_threads()) as threads:
         list(threads.map(touch, range(0, len(pages), FAULT_BYTES)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ import torch
 import xxhash
 
 from torchrl_vllm_sync.errors import SnapshotError
+from torchrl_vllm_sync.weights.data_file import num_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +25,9 @@ if TYPE_CHECKING:
 # Source and destination of one piece stay in a core's cache until the piece is hashed, and the cost
 # of a Python call per piece stays small.
 CHUNK_BYTES = 2 << 20
-MAX_LANES = 8
 BUFFERS_PER_LANE = 8
 # Without a piece that was stored: a disk may be slow, but not that slow.
 STORE_TIMEOUT_S = 600.0
-TOO_SLOW = f"nothing was stored within {STORE_TIMEOUT_S:.0f} s"
 
 
 @dataclass
@@ -69,8 +67,7 @@ class TensorWriter:
 
     def __init__(self, *, checksums: bool, num_lanes: int | None = None) -> None:
         self._checksums = checksums
-        num_cores = len(os.sched_getaffinity(0))
-        self._num_lanes = min(num_cores, MAX_LANES) if num_lanes is None else num_lanes
+        self._num_lanes = num_threads() if num_lanes is None else num_lanes
         self._buffers: list[torch.Tensor] = []
 
     @contextmanager
@@ -254,7 +251,7 @@ class Filling:
         try:
             return self._free.get(timeout=STORE_TIMEOUT_S)
         except queue.Empty:
-            raise SnapshotError(TOO_SLOW) from None
+            raise self._too_slow() from None
 
     def _wait_for(self, lane: _Lane) -> None:
         """Returns when a lane has done all that it was given, as long as that goes on.
@@ -268,7 +265,12 @@ class Filling:
                 lane.last.result(STORE_TIMEOUT_S)
                 return
             if lane.num_stored == num_stored:
-                raise SnapshotError(TOO_SLOW)
+                raise self._too_slow()
+
+    def _too_slow(self) -> SnapshotError:
+        return SnapshotError(
+            f"{self._file.path}: nothing was stored within {STORE_TIMEOUT_S:.0f} s"
+        )
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

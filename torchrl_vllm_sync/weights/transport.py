@@ -211,7 +211,8 @@ class PushReport:
         seconds: Wall clock of the whole push.
         phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
             ``open_s`` is what comes before the transport's own: for the first push, choosing a
-            transport, forming its group and asking the replicas what they hold.
+            transport, forming its group and asking the replicas what they hold. ``copy_s`` and
+            ``hash_s`` of ``memmap`` are those of several threads together.
         replicas: What each replica answered.
         left_behind: Id of each replica that did not reach the version, to the reason; it takes no
             requests until it does. Empty after a push with ``strict=True``, but for replicas that
