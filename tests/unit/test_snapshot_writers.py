@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import torch
@@ -17,25 +18,32 @@ from torchrl_vllm_sync.weights.writer_lock import COMMIT, LOCK
 
 NAMES = ("a", "b")
 
-# Holds the directory argv[1]; publishes each version it is told on stdin.
+# Holds the directory argv[1]; publishes each version it is told on stdin. "half 4" stores the first
+# of version 4's tensors and waits for another line before it goes on.
 OTHER_PROCESS = """
 import os, sys, torch
 from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
 writer = SnapshotWriter(sys.argv[1], layout=sys.argv[2])
+def tensors(version, pauses):
+    yield "a", torch.full((100,), version)
+    if pauses:
+        print("half", flush=True)
+        sys.stdin.readline()
+    yield "b", torch.full((100,), version)
 print("ready", flush=True)
-for line in sys.stdin:
+while line := sys.stdin.readline():
     if line == "fork and die\\n":
         if os.fork() == 0:
             os.close(1)
             os.read(0, 1)
             os._exit(0)
         os.kill(os.getpid(), 9)
-    tensor = torch.full((100,), int(line))
+    version = int(line.split()[-1])
     try:
-        metadata = [ParamMeta.of(name, tensor) for name in "ab"]
-        writer.publish([(name, tensor) for name in "ab"], metadata, int(line))
+        metadata = [ParamMeta(name, torch.int64, (100,)) for name in "ab"]
+        writer.publish(tensors(version, "half" in line), metadata, version)
         print("published", flush=True)
     except SyncError as error:
         print(type(error).__name__, flush=True)
@@ -55,7 +63,7 @@ class OtherProcess:
         self.process.stdin.flush()
         return self.process.stdout.readline().strip()
 
-    def end(self):
+    def close(self):
         self.process.stdin.close()
         self.process.stdout.close()
         self.process.kill()
@@ -71,7 +79,7 @@ def layout(request):
 def other(tmp_path, layout):
     other = OtherProcess(tmp_path, layout)
     yield other
-    other.end()
+    other.close()
 
 
 def tensors(version):
@@ -104,6 +112,30 @@ def test_a_second_writer_is_refused_and_a_stopped_one_fenced(tmp_path, layout, o
         publish(writer, 2)
         assert other.ask(3) == "FencedWriterError"
         assert_whole(tmp_path, 2)
+
+
+@pytest.mark.parametrize("heir", [False, True], ids=["own slots", "inherited slots"])
+def test_a_stopped_writer_that_outlives_its_successor_tears_nothing(tmp_path, layout, heir):
+    """Chains of three: the second ends before it has published, and the first wakes up again."""
+    if heir:
+        with SnapshotWriter(tmp_path, layout=layout) as ended:
+            for version in (0, 1, 2):
+                publish(ended, version)
+    with closing(OtherProcess(tmp_path, layout)) as first:
+        for version in (3, 4, 5):
+            assert first.ask(version) == "published"
+        assert first.ask("half 99") == "half"
+        first.process.send_signal(signal.SIGSTOP)
+        SnapshotWriter(tmp_path, layout=layout, takeover=True).close()
+        with SnapshotWriter(tmp_path, layout=layout) as third:
+            publish(third, 6)
+            with SnapshotReader(tmp_path).read() as snapshot:  # verified, and now it is used
+                first.process.send_signal(signal.SIGCONT)
+                assert first.ask("go on") == "FencedWriterError"
+                assert [tensor.unique().tolist() for _, tensor in snapshot.tensors()] == [[6], [6]]
+            for version in range(7, 11):
+                publish(third, version)
+                assert_whole(tmp_path, version)
 
 
 def test_a_lock_that_only_a_dead_writers_children_hold_is_no_owner(tmp_path, layout, other):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.weights.writer_lock import WriterLock
 
-_PREFIX = "slot-"
+# The epoch of the writer that made it, and a number.
+_NAME = re.compile("slot-([0-9]+)-[0-9]+")
 _POLL_S = 0.01
 
 
@@ -93,8 +95,8 @@ class SlotStore:
         self._created = 0
         self._slots: list[_Slot] = []
         # Slots of an owner that may still be alive are never written by another.
-        if lock.inherited:
-            for name in _slot_names(directory):
+        for name, epoch in _slot_names(directory).items():
+            if epoch >= lock.reusable_from:
                 os.close(open_folder(directory / name))
                 head = _head_or_none(directory / name)
                 whole = head is not None and head.complete
@@ -212,7 +214,7 @@ class SlotStore:
     def _new_slot(self, layout: DataLayout) -> _Slot:
         # The epoch in the name keeps writers apart: one that was replaced while it was stopped
         # wakes up with its own folders, not with those of its successor.
-        name = f"{_PREFIX}{self._lock.epoch}-{self._created}"
+        name = f"slot-{self._lock.epoch}-{self._created}"
         folder = self._directory / name
         require_space(self._directory, layout.num_bytes)
         new_folder(folder)
@@ -263,8 +265,10 @@ def require_space(directory: Path, num_bytes: int) -> None:
         )
 
 
-def _slot_names(directory: Path) -> list[str]:
-    return [name for name in list_folder(directory) if name.startswith(_PREFIX)]
+def _slot_names(directory: Path) -> dict[str, int]:
+    """Every slot in the directory, and the epoch of the writer that made it."""
+    names = list_folder(directory)
+    return {name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
 
 
 def _head_or_none(folder: Path) -> Head | None:

@@ -13,6 +13,7 @@ import fcntl
 import os
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
@@ -27,13 +28,24 @@ LOCK, COMMIT, EPOCH = "LOCK", "COMMIT", "EPOCH"
 _POLL_S = 0.005
 
 
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """What ``EPOCH`` says of the writer that came last."""
+
+    epoch: int
+    process: ProcessIdentity
+    released: bool
+    reusable_from: int
+
+
 class WriterLock:
     """The right to publish into one directory, from ``acquire`` to ``release``.
 
     Attributes:
         epoch: This writer's number.
-        inherited: Whether the previous owner has certainly ended, so that its files may be reused.
-            Otherwise it may wake up and write on into them.
+        reusable_from: What writers from this epoch on have made may be written again: those before
+            this one have certainly ended. What is older may be in the hands of a writer that was
+            replaced while it was stopped, and that writes on into it when it wakes up.
     """
 
     def __init__(self, directory: Path, *, timeout_s: float, fsync: bool) -> None:
@@ -43,7 +55,7 @@ class WriterLock:
         self._process = ProcessIdentity.current()
         self._handle = -1
         self.epoch = 0
-        self.inherited = True
+        self.reusable_from = 0
 
     def acquire(self, *, takeover: bool) -> None:
         """Becomes the owner.
@@ -58,8 +70,8 @@ class WriterLock:
         """
         with self._locked_commit():
             previous = self._owner()
-            released = previous is None or previous[2]
-            gone = True if previous is None or released else previous[1].is_gone()
+            released = previous is None or previous.released
+            gone = True if previous is None or released else previous.process.is_gone()
             if gone is False and not takeover:
                 raise self._held_error(previous)
             path = self._directory / LOCK
@@ -75,8 +87,12 @@ class WriterLock:
                 handle = new_file(path)
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._handle = handle
-            self.inherited = gone is True
-            self.epoch = 1 if previous is None else previous[0] + 1
+            self.epoch = 1 if previous is None else previous.epoch + 1
+            # Carried on from writer to writer: one that was replaced while it was alive may wake up
+            # long after its successor has ended.
+            self.reusable_from = self.epoch
+            if previous is not None and gone is True:
+                self.reusable_from = previous.reusable_from
             self._write_epoch(released=False)
 
     def check(self) -> None:
@@ -91,11 +107,10 @@ class WriterLock:
             raise SnapshotError(
                 f"{self._directory}: {EPOCH} is gone: the directory was removed or replaced"
             )
-        epoch, process, _ = owner
-        if epoch != self.epoch:
+        if owner.epoch != self.epoch:
             raise FencedWriterError(
-                f"{self._directory}: writer of epoch {self.epoch} was replaced by {process}, "
-                f"epoch {epoch}"
+                f"{self._directory}: writer of epoch {self.epoch} was replaced by {owner.process}, "
+                f"epoch {owner.epoch}"
             )
 
     @contextmanager
@@ -126,24 +141,31 @@ class WriterLock:
             os.close(self._handle)
             self._handle = -1
 
-    def _held_error(self, owner: tuple[int, ProcessIdentity, bool] | None) -> SnapshotError:
-        who = "an unknown process" if owner is None else str(owner[1])
+    def _held_error(self, owner: _Owner | None) -> SnapshotError:
+        who = "an unknown process" if owner is None else str(owner.process)
         return SnapshotError(
             f"{self._directory}: another writer holds it: {who}; end that process, or pass "
             "takeover=True to fence it"
         )
 
-    def _owner(self) -> tuple[int, ProcessIdentity, bool] | None:
+    def _owner(self) -> _Owner | None:
         path = self._directory / EPOCH
         try:
             record = read_json(path)
         except FileNotFoundError:
             return None
         epoch, released = field(record, "epoch", int, path), field(record, "released", bool, path)
-        return epoch, ProcessIdentity.from_record(record, path), released
+        # Where it is missing an older release wrote, of which only its own number is known.
+        record.setdefault("reusable_from", epoch + 1)
+        reusable_from = field(record, "reusable_from", int, path)
+        return _Owner(epoch, ProcessIdentity.from_record(record, path), released, reusable_from)
 
     def _write_epoch(self, *, released: bool) -> None:
-        record = self._process.to_record() | {"epoch": self.epoch, "released": released}
+        record = self._process.to_record() | {
+            "epoch": self.epoch,
+            "released": released,
+            "reusable_from": self.reusable_from,
+        }
         write_json(self._directory / EPOCH, record, fsync=self._fsync)
 
     @contextmanager
@@ -159,7 +181,7 @@ class WriterLock:
                 except BlockingIOError as error:
                     if time.monotonic() > deadline:
                         owner = self._owner()
-                        who = "unknown" if owner is None else str(owner[1])
+                        who = "unknown" if owner is None else str(owner.process)
                         raise SnapshotError(
                             f"{path}: locked for {self._timeout_s} s; the owner, {who}, may be "
                             "stopped in the middle of a commit"
