@@ -1,10 +1,14 @@
-"""Whatever is killed when, a reader applies whole versions only, and the next start goes on.
+"""Whatever is killed or stopped when, a reader applies whole versions only; the next start goes on.
 
-Run as a program, this file is the experiment: it forks a writer that never rests and two readers
-from one process that has torch loaded, kills one of them at random again and again, and prints what
-the readers applied. Forking happens there and not in pytest, whose threads would not survive it.
+Run as a program, this file is the experiment: it forks writers that never rest and two readers from
+one process that has torch loaded, and again and again does one of these at random: kills one of
+them; stops the writer, so that another takes over, which may be killed as well before it has
+published, for a third; wakes one that was replaced. Forking happens there and not in pytest, whose
+threads would not survive it. ``make kills`` runs it at length.
 """
 
+import argparse
+import fcntl
 import json
 import os
 import signal
@@ -20,47 +24,72 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from torchrl_vllm_sync.errors import FencedWriterError
 from torchrl_vllm_sync.weights.data_file import DATA_FILE, DataFile, DataLayout
 from torchrl_vllm_sync.weights.head import HEAD, Head
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.storage import read_json
 from torchrl_vllm_sync.weights.tensor_writer import TensorWriter
+from torchrl_vllm_sync.weights.writer_lock import COMMIT, EPOCH
 
 # One tensor larger than a piece of the copy, some smaller than a page: about 3 MB.
 SIZES = (600_000, 3, 70_000, 1_000, 1, 20_000, 50_000)
 METADATA = [ParamMeta(f"layers.{i}.weight", torch.int32, (n,)) for i, n in enumerate(SIZES)]
 NUM_READERS = 2
+# A writer that finds itself replaced ends so; anything else but a kill is a failure.
+FENCED = 0
 
 
-def stamped(version):
-    """Every element of every tensor is the version."""
+def stamp(version, epoch):
+    """Two writers may be at one version: their elements differ."""
+    return version * 10_000 + epoch % 10_000
+
+
+def stamped(value, pause=lambda: None):
+    """Every element of every tensor is the value."""
     for meta in METADATA:
-        yield meta.name, torch.full(meta.shape, version, dtype=meta.dtype)
+        pause()
+        yield meta.name, torch.full(meta.shape, value, dtype=meta.dtype)
 
 
-def write_snapshots(directory, layout):
-    writer = SnapshotWriter(directory, layout=layout, run_id="kills")
-    version = writer.last_version or 0
-    while True:
-        version += 1
-        writer.publish(stamped(version), METADATA, version)
+def pauses(seed):
+    """Sometimes waits a moment: for whoever is stopped then, or is late for what it reads."""
+    random = Random(seed)
+    return lambda: random.random() < 0.2 and time.sleep(random.uniform(0.0, 0.004))
+
+
+def write_snapshots(directory, layout, takeover):
+    pause = pauses(os.getpid())
+    try:
+        writer = SnapshotWriter(directory, layout=layout, run_id="kills", takeover=takeover)
+        version = writer.last_version or 0
+        while True:
+            version += 1
+            writer.publish(stamped(stamp(version, writer.epoch), pause), METADATA, version)
+    except FencedWriterError:
+        os._exit(FENCED)
 
 
 def read_snapshots(directory, applied, verify):
-    """Yields copies of whole versions, each newer than the last."""
+    """Yields copies of whole versions; without checksums each is newer than the last."""
     reader = SnapshotReader(directory, verify=verify, run_id="kills")
+    pause = pauses(os.getpid())
     while True:
-        with reader.read(newer_than=applied) as snapshot:
-            copies = snapshot and [tensor.clone() for _, tensor in snapshot.tensors()]
-        if copies is None:
-            time.sleep(0.0005)
-        else:
+        with reader.read(newer_than=None if verify else applied) as snapshot:
+            copies = []
+            for _, tensor in snapshot.tensors() if snapshot else ():
+                pause()
+                copies.append(tensor.clone())
+        if copies:
             applied = snapshot.version
-            yield applied, copies
+            yield applied, stamp(applied, snapshot.manifest.epoch), copies
+        else:
+            time.sleep(0.0005)
 
 
-def write_in_place(directory, layout):
+def write_in_place(directory):
     """The naive writer: one file, written over and over, and nothing that names a version."""
     data = DataLayout.of(METADATA)
     path = directory / DATA_FILE
@@ -76,19 +105,19 @@ def write_in_place(directory, layout):
                 filling.add(tensor, meta, offset, stays=False)
 
 
-def read_in_place(directory, applied, verify):
+def read_in_place(directory):
     while not (directory / DATA_FILE).exists():
         time.sleep(0.0005)
     while True:
         stored = TensorDict.from_consolidated(directory / DATA_FILE)
         copies = [stored.get(meta.name).clone() for meta in METADATA]
-        yield int(copies[0][0]), copies
+        yield int(copies[0][0]), int(copies[0][0]), copies
 
 
 def apply(log, versions):
     """Takes every version whole or says that it was mixed: one line each, written at once."""
-    for version, copies in versions:
-        mixed = any(bool((tensor != version).any()) for tensor in copies)
+    for version, value, copies in versions:
+        mixed = any(bool((tensor != value).any()) for tensor in copies)
         os.write(log, f"{version} {'mixed' if mixed else 'whole'}\n".encode())
 
 
@@ -105,126 +134,253 @@ def fork(run):
     return pid
 
 
+class ReaderLog:
+    """What one reader has applied, over all of its lives."""
+
+    def __init__(self, path):
+        self.path, self.num_read = path, 0
+        self.last, self.reads, self.mixed, self.only_grow = None, 0, 0, True
+
+    def open(self):
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def follow(self):
+        with self.path.open("rb") as file:
+            file.seek(self.num_read)
+            lines = file.read()
+        lines = lines[: lines.rfind(b"\n") + 1]
+        self.num_read += len(lines)
+        for line in lines.decode().splitlines():
+            version, state = line.split()
+            self.reads += 1
+            self.mixed += state == "mixed"
+            self.only_grow &= self.last is None or int(version) >= self.last
+            self.last = int(version)
+
+
 class Experiment:
-    """A writer and readers, killed one at a time and started again."""
+    """A writer and readers, killed or replaced one at a time and started again."""
 
     def __init__(self, directory, kind, seed):
         self.directory, self.kind = directory, kind
         self.random = Random(seed)
-        self.logs = [directory.parent / f"reader-{i}" for i in range(NUM_READERS)]
+        self.logs = [ReaderLog(directory.parent / f"reader-{i}") for i in range(NUM_READERS)]
         self.pids = {}
-        self.report = {"kills": 0, "writer_kills": 0, "mid_write": 0, "advanced": 0}
-
-    def applied(self, i):
-        lines = self.logs[i].read_text().splitlines() if self.logs[i].exists() else []
-        return [(int(line.split()[0]), line.split()[1]) for line in lines]
+        self.replaced = []  # writers that were stopped, and may have been woken again
+        self.seen = 0
+        self.report = dict.fromkeys(
+            ["kills", "writer_kills", "mid_write", "advanced", "takeovers", "chains", "woken"], 0
+        )
 
     def start(self, role):
         directory, kind = self.directory, self.kind
         if role == "writer":
-            write = write_in_place if kind == "in-place" else write_snapshots
-            self.pids[role] = fork(lambda: write(directory, kind))
+            takeover = bool(self.replaced)
+            self.pids[role] = fork(
+                (lambda: write_in_place(directory))
+                if kind == "in-place"
+                else (lambda: write_snapshots(directory, kind, takeover))
+            )
             return
-        read = read_in_place if kind == "in-place" else read_snapshots
-        applied = self.applied(role)
-        last = applied[-1][0] if applied else None
-        log = os.open(self.logs[role], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        log = self.logs[role].open()
+        self.logs[role].follow()
+        last = self.logs[role].last
         # One reader has the checksums, the other the protocol alone.
-        self.pids[role] = fork(lambda: apply(log, read(directory, last, verify=role == 0)))
+        self.pids[role] = fork(
+            (lambda: apply(log, read_in_place(directory)))
+            if kind == "in-place"
+            else (lambda: apply(log, read_snapshots(directory, last, verify=role == 0)))
+        )
         os.close(log)
 
-    def kill(self, role):
-        pid = self.pids.pop(role)
+    def kill(self, pid, who):
         os.kill(pid, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
-        if not os.WIFSIGNALED(status):
-            raise SystemExit(f"{role} ended by itself before it was killed")
+        self.require(os.WIFSIGNALED(os.waitpid(pid, 0)[1]), f"{who} ended by itself")
         self.report["kills"] += 1
+
+    def require(self, holds, otherwise):
+        if not holds:
+            raise SystemExit(f"{otherwise}, after {self.report}")
 
     def last_version(self):
         manifest = None if self.kind == "in-place" else SnapshotReader(self.directory).current()
         return 0 if manifest is None else manifest.version
 
-    def run(self, kills):
-        try:
-            return self.run_to_the_end(kills)
-        finally:
-            for role in list(self.pids):
-                os.kill(self.pids[role], signal.SIGKILL)
-                os.waitpid(self.pids.pop(role), 0)
+    def kill_and_start(self, role):
+        self.kill(self.pids.pop(role), role)
+        if role == "writer" and self.kind != "in-place":
+            version = self.last_version()
+            self.report["writer_kills"] += 1
+            self.report["advanced"] += version > self.seen
+            # Folders with a dot are versions that have no name yet.
+            paths = [*self.directory.glob(f"*/{HEAD}"), *self.directory.glob(f".*/{HEAD}")]
+            heads = [Head.read(path.parent) for path in paths]
+            self.report["mid_write"] += any(head and not head.complete for head in heads)
+            self.seen = version
+        self.start(role)
 
-    def run_to_the_end(self, kills):
+    def take_over(self):
+        """Stops the writer and starts another, and sometimes kills that at once for a third."""
+        pid = self.pids["writer"]
+        os.kill(pid, signal.SIGSTOP)
+        self.require(os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1]), "writer ended by itself")
+        with (self.directory / COMMIT).open() as commit:
+            try:  # one that has yet to open, or is in its commit, cannot be replaced
+                fcntl.flock(commit, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_owner = read_json(self.directory / EPOCH)["pid"] == pid
+            except BlockingIOError:
+                is_owner = False
+        if not is_owner:
+            os.kill(pid, signal.SIGCONT)
+            return
+        self.replaced.append(self.pids.pop("writer"))
+        self.report["takeovers"] += 1
+        self.start("writer")
+        if self.random.random() < 0.5:
+            time.sleep(self.random.uniform(0.0, 0.02))
+            self.kill_and_start("writer")
+            self.report["chains"] += 1
+
+    def wake(self, pid):
+        os.kill(pid, signal.SIGCONT)
+        self.report["woken"] += 1
+
+    def reap(self, options=os.WNOHANG):
+        """Forgets replaced writers that have found out."""
+        for pid in list(self.replaced):
+            ended, status = os.waitpid(pid, options)
+            if ended:
+                self.replaced.remove(pid)
+                ended_well = os.WIFEXITED(status) and os.WEXITSTATUS(status) == FENCED
+                self.require(ended_well, f"a replaced writer ended with status {status}")
+
+    def step(self):
+        time.sleep(self.random.uniform(0.005, 0.03))
+        choices = ["writer", *range(NUM_READERS)]
+        if self.kind != "in-place":
+            self.reap()
+            choices += ["take over", "take over"] if len(self.replaced) < 4 else []
+            choices += ["wake"] if self.replaced else []
+        choice = self.random.choice(choices)
+        if choice == "take over":
+            self.take_over()
+        elif choice == "wake":
+            self.wake(self.random.choice(self.replaced))
+        else:
+            self.kill_and_start(choice)
+        for log in self.logs:
+            log.follow()
+
+    def run(self, kills, reads):
+        try:
+            return self.run_to_the_end(kills, reads)
+        finally:
+            for pid in [*self.pids.values(), *self.replaced]:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def run_to_the_end(self, kills, reads):
         roles = ["writer", *range(NUM_READERS)]
         for role in roles:
             self.start(role)
-        seen = 0
-        for _ in range(kills):
-            time.sleep(self.random.uniform(0.005, 0.03))
-            role = self.random.choice(["writer", *roles])
-            self.kill(role)
-            if role == "writer" and self.kind != "in-place":
-                version = self.last_version()
-                self.report["writer_kills"] += 1
-                self.report["advanced"] += version > seen
-                # Folders with a dot are versions that have no name yet.
-                paths = [*self.directory.glob(f"*/{HEAD}"), *self.directory.glob(f".*/{HEAD}")]
-                heads = [Head.read(path.parent) for path in paths]
-                self.report["mid_write"] += any(not head.complete for head in heads)
-                seen = version
-            self.start(role)
+        while self.report["kills"] < kills or self.logs[0].reads < reads:
+            self.step()
         for role in roles:
-            self.kill(role)
+            self.kill(self.pids.pop(role), role)
+        for pid in self.replaced:
+            self.wake(pid)
         if self.kind != "in-place":
-            with SnapshotWriter(self.directory, layout=self.kind, run_id="kills") as writer:
+            with SnapshotWriter(
+                self.directory, layout=self.kind, run_id="kills", takeover=True
+            ) as writer:
                 version = writer.last_version + 1
-                writer.publish(stamped(version), METADATA, version)
-            apply_log = os.open(self.logs[0], os.O_WRONLY | os.O_APPEND)
-            versions = read_snapshots(self.directory, version - 1, verify=True)
-            apply(apply_log, [next(versions)])
-            self.report["recovered"] = self.applied(0)[-1] == (version, "whole")
-        self.report["readers"] = [self.applied(i) for i in range(NUM_READERS)]
+                writer.publish(stamped(stamp(version, writer.epoch)), METADATA, version)
+                self.reap(options=0)
+            apply_log = self.logs[0].open()
+            apply(apply_log, [next(read_snapshots(self.directory, None, verify=True))])
+            self.logs[0].follow()
+            self.report["recovered"] = self.logs[0].last == version
+        self.report["readers"] = [
+            {"reads": log.reads, "mixed": log.mixed, "only_grow": log.only_grow}
+            for log in self.logs
+        ]
         return self.report
 
 
-def run_experiment(kind, kills, seed=0):
-    command = [sys.executable, __file__, kind, str(kills), str(seed)]
+def run_experiment(kind, kills, reads=0):
+    command = [sys.executable, __file__, kind, f"--kills={kills}", f"--reads={reads}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(done.stdout)[kind]
 
 
 def mixed(report):
-    return [line for reader in report["readers"] for line in reader if line[1] == "mixed"]
+    return sum(reader["mixed"] for reader in report["readers"])
+
+
+def assert_whole_and_hit(report):
+    assert mixed(report) == 0
+    assert all(reader["only_grow"] for reader in report["readers"])
+    assert all(reader["reads"] > report["kills"] / 5 for reader in report["readers"])
+    assert report["recovered"]
+    # The kills hit: writers died with a version half written, and most restarts published again.
+    assert report["mid_write"] > report["writer_kills"] / 10
+    assert report["advanced"] > report["writer_kills"] / 3
+    # Writers were replaced while they were stopped, some by the third, and found out.
+    assert min(report[name] for name in ("takeovers", "chains", "woken")) > report["kills"] / 20
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "kills"), [("slots", 500), ("versions", 100)])
+@pytest.mark.parametrize(("kind", "kills"), [("slots", 300), ("versions", 100)])
 def test_no_mixed_version_is_ever_applied_and_versions_only_grow(kind, kills):
     report = run_experiment(kind, kills)
-    assert mixed(report) == []
-    for reader in report["readers"]:
-        versions = [version for version, _ in reader]
-        assert versions == sorted(set(versions))
-        assert len(versions) > kills / 5
-    assert report["recovered"]
-    # The kills hit: writers died with a version half written, and most restarts published again.
-    assert report["kills"] == kills + 1 + NUM_READERS
-    assert report["mid_write"] > report["writer_kills"] / 10
-    assert report["advanced"] > report["writer_kills"] / 2
+    assert report["kills"] >= kills
+    assert_whole_and_hit(report)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_check_above_notices_a_writer_in_place():
-    assert mixed(run_experiment("in-place", kills=20)) != []
+    assert mixed(run_experiment("in-place", kills=20)) > 0
+
+
+def record(reports):
+    """Writes what the experiment found to ``benchmarks/results``."""
+    from benchmarks.record import Recorder
+
+    recorder = Recorder("torn_reads")
+    for kind, report in reports.items():
+        assert_whole_and_hit(report)
+        for verified, reader in zip(("verified", "unverified"), report["readers"], strict=True):
+            recorder.add(
+                case=f"{kind}: {report['kills']} kills",
+                system="SnapshotReader",
+                metric=f"torn reads of {reader['reads']} {verified}",
+                unit="reads",
+                samples=[reader["mixed"]],
+                **{name: value for name, value in report.items() if name != "readers"},
+            )
+    sys.stderr.write(f"record: {recorder.write()}\n")
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kinds", nargs="+", choices=["slots", "versions", "in-place"])
+    parser.add_argument("--kills", type=int, default=2000, help="at least as many")
+    parser.add_argument("--reads", type=int, default=0, help="at least as many verified ones")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", action="store_true", help="from an unchanged commit")
+    options = parser.parse_args()
     torch.set_num_threads(1)  # a process that has used OpenMP's threads cannot fork
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as temporary:
-        experiment = Experiment(Path(temporary) / "run", sys.argv[1], int(sys.argv[3]))
-        if sys.argv[1] == "in-place":
-            experiment.directory.mkdir()
-        sys.stdout.write(json.dumps(experiment.run(int(sys.argv[2]))))
+    reports = {}
+    for kind in options.kinds:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as temporary:
+            experiment = Experiment(Path(temporary) / "run", kind, options.seed)
+            if kind == "in-place":
+                experiment.directory.mkdir()
+            reports[kind] = experiment.run(options.kills, options.reads)
+    if options.record:
+        record(reports)
+    sys.stdout.write(json.dumps(reports))

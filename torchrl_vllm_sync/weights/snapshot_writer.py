@@ -131,40 +131,20 @@ class SnapshotWriter:
             self._lock = WriterLock(self.directory, timeout_s=lock_timeout_s, fsync=self._fsync)
             self._lock.acquire(takeover=takeover)
             undo.callback(self._lock.release)
-            # Before the lock was taken another writer may have made the directory its own.
-            self._marker = marker = self._marker_for(
-                layout, run_id or marker.run_id, takeover=takeover
-            )
-            known = Marker.read(self.directory)
-            if known != marker:
-                with self._lock.commit():
+            # Until the store is made, no successor may remove what it looks at.
+            with self._lock.commit():
+                # Before the lock was taken another writer may have made the directory its own.
+                self._marker = self._marker_for(layout, run_id or marker.run_id, takeover=takeover)
+                if Marker.read(self.directory) != self._marker:
                     (self.directory / CURRENT).unlink(missing_ok=True)
-                    marker.write(self.directory, fsync=self._fsync)
-            self._current = self._manifest_file.read()
-            if self._current is not None and self._current.run_id != marker.run_id:
-                raise SnapshotError(
-                    f"{self._manifest_file.path}: is of run {self._current.run_id}, the directory "
-                    f"of run {marker.run_id}"
-                )
-            self._store: SlotStore | VersionStore
-            current = None if self._current is None else self._current.path
-            if layout == "slots":
-                self._store = SlotStore(
-                    self.directory,
-                    self._lock,
-                    settings,
-                    current=current,
-                    mapped=in_memory,
-                    fsync=self._fsync,
-                )
-            else:
-                self._store = VersionStore(
-                    self.directory,
-                    self._lock,
-                    lease_timeout_s,
-                    current=current,
-                    fsync=self._fsync,
-                )
+                    self._marker.write(self.directory, fsync=self._fsync)
+                self._current = self._manifest_file.read()
+                if self._current is not None and self._current.run_id != self.run_id:
+                    raise SnapshotError(
+                        f"{self._manifest_file.path}: is of run {self._current.run_id}, the "
+                        f"directory of run {self.run_id}"
+                    )
+                self._store = self._new_store(settings, mapped=in_memory)
             undo.pop_all()
 
     @property
@@ -327,6 +307,25 @@ class SnapshotWriter:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _new_store(self, settings: SlotSettings, *, mapped: bool) -> SlotStore | VersionStore:
+        current = None if self._current is None else self._current.path
+        if self._marker.layout == "slots":
+            return SlotStore(
+                self.directory,
+                self._lock,
+                settings,
+                current=current,
+                mapped=mapped,
+                fsync=self._fsync,
+            )
+        return VersionStore(
+            self.directory,
+            self._lock,
+            settings.lease_timeout_s,
+            current=current,
+            fsync=self._fsync,
+        )
 
     def _fill(
         self,
