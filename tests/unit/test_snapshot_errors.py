@@ -2,18 +2,21 @@
 
 import os
 import resource
-from contextlib import contextmanager
+import shutil
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from torchrl_vllm_sync.errors import SnapshotError
+from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
 from torchrl_vllm_sync.weights.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.head import HEAD
-from torchrl_vllm_sync.weights.manifest import CURRENT
+from torchrl_vllm_sync.weights.manifest import CURRENT, write_manifest
 from torchrl_vllm_sync.weights.marker import MARKER
 from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.private_files import TEMPORARY_PREFIX
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
 from torchrl_vllm_sync.weights.storage import write_json
@@ -62,6 +65,26 @@ def largest_file(num_bytes):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def free_descriptors(number):
+    """Leaves this process so many files to open, and no more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    fillers = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + number, before[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                fillers.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(number):
+            os.close(fillers.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for handle in fillers:
+            os.close(handle)
 
 
 def test_a_directory_with_other_content_is_refused_and_left_alone(tmp_path):
@@ -118,6 +141,27 @@ def test_a_disk_that_fills_up_half_way_leaves_the_version_before(published, layo
     assert read_version(published) == 3
 
 
+def test_descriptors_that_run_out_are_named_and_the_same_version_can_be_stored(published, layout):
+    with SnapshotWriter(published, layout=layout) as writer:
+        failures = {}
+        for number in range(12):
+            version = writer.last_version + 1
+            try:
+                with free_descriptors(number):
+                    publish(writer, version)
+            except SnapshotError as error:
+                failures[number] = str(error)
+            is_current = "is current" in failures.get(number, "is current")
+            assert writer.last_version == read_version(published) == version - (not is_current)
+            publish(writer, writer.last_version + 1)
+            assert read_version(published) == writer.last_version
+    assert list(failures)[:3] == [0, 1, 2]
+    assert len(failures) < 12
+    for message in failures.values():
+        assert message.startswith(f"{published}: ")
+        assert "Too many open files" in message
+
+
 def test_two_slots_go_on_when_there_is_no_space_for_a_third(tmp_path, monkeypatch):
     with SnapshotWriter(tmp_path) as writer:
         publish(writer, 1)
@@ -147,6 +191,16 @@ def test_a_changed_manifest_is_named(published, layout):
         SnapshotReader(published).current()
     with pytest.raises(SnapshotError, match=f"{CURRENT}: corrupted: checksum"):
         SnapshotWriter(published, layout=layout)
+
+
+@pytest.mark.parametrize("field", ["version", "epoch"])
+def test_a_number_that_does_not_fit_into_63_bits_is_named(published, layout, field):
+    manifest = SnapshotReader(published).current()
+    write_manifest(published, replace(manifest, **{field: 1 << 63}), fsync=False)
+    with pytest.raises(SnapshotError, match=f"{CURRENT}: corrupted: .*{field} '{1 << 63}'"):
+        SnapshotReader(published).current()
+    write_manifest(published, replace(manifest, **{field: (1 << 63) - 1}), fsync=False)
+    assert getattr(SnapshotReader(published).current(), field) == (1 << 63) - 1
 
 
 def test_another_format_is_named(published):
@@ -220,6 +274,17 @@ def test_a_slot_left_half_written_is_taken_again(published, layout):
     assert len([path for path in published.iterdir() if (path / DATA_FILE).exists()]) == 2
 
 
+def test_temporary_files_of_killed_writers_go_with_the_next(published, layout):
+    folder = data_file(published).parent if layout == "slots" else published / ".building-1-2"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    left = [published / f"{TEMPORARY_PREFIX}1", folder / f"{TEMPORARY_PREFIX}2"]
+    for path in left:
+        path.touch(mode=0o600)
+    with SnapshotWriter(published, layout=layout):
+        assert not any(path.exists() for path in left)
+    assert read_version(published) == 1
+
+
 def test_another_run_is_refused_unless_taken_over(published, layout):
     with pytest.raises(SnapshotError, match="belongs to run ours, this is run theirs"):
         SnapshotWriter(published, layout=layout, run_id="theirs")
@@ -267,3 +332,18 @@ def test_a_removed_directory_is_an_error_not_a_wait(tmp_path):
     with pytest.raises(SnapshotError, match="gone"):
         publish(writer, 2)
     writer.close()
+
+
+def test_a_directory_made_anew_by_another_writer_is_not_taken_for_ones_own(tmp_path):
+    """Its epochs begin again."""
+    first = SnapshotWriter(tmp_path / "run")
+    publish(first, 1)
+    shutil.rmtree(tmp_path / "run")
+    first._lock._process = replace(first._lock._process, pid=1)  # as if of another process
+    with SnapshotWriter(tmp_path / "run") as second:
+        publish(second, 1)
+        with pytest.raises(FencedWriterError):
+            publish(first, 2)
+        with pytest.raises(FencedWriterError):
+            first.close(remove=True)
+        assert read_version(tmp_path / "run") == 1

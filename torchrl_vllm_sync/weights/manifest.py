@@ -146,7 +146,7 @@ def decode(content: bytes, path: Path, known: Manifest | None = None) -> Manifes
         raise SnapshotError(f"{path}: truncated: {len(body)} of {shown(length)} bytes")
     if _checksum(head, body) != checksum:
         raise SnapshotError(f"{path}: corrupted: checksum is not {shown(checksum)}")
-    if not _NUMBER.fullmatch(epoch) or not _NUMBER.fullmatch(version):
+    if not _is_int64(epoch) or not _is_int64(version):
         raise SnapshotError(f"{path}: corrupted: epoch {shown(epoch)}, version {shown(version)}")
     try:
         record = json.loads(body)
@@ -188,6 +188,10 @@ def _check_layout(manifest: Manifest, path: Path, known: Manifest | None) -> Non
     for name in ("num_bytes", "offsets", "trailer_checksum"):
         if getattr(manifest, name) != getattr(layout, name):
             raise SnapshotError(f"{path}: corrupted: {name} do not belong to these parameters")
+
+
+def _is_int64(number: str) -> bool:
+    return _NUMBER.fullmatch(number) is not None and int(number) < 1 << 63
 
 
 def _list(record: object, name: str, path: Path) -> list[Any]:

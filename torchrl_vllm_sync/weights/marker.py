@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 LayoutName = Literal["slots", "versions"]
 LAYOUTS = ("slots", "versions")
 MARKER = "SNAPSHOTS.json"
+# An empty file in a directory that nobody named: it is to go with the process that made it.
+TEMPORARY = "TEMPORARY"
 _FORMAT = 1
 # What a writer may have made before it died and before the marker was there.
-_BEFORE_MARKER = frozenset({LOCK, COMMIT, EPOCH, READERS})
+_BEFORE_MARKER = frozenset({LOCK, COMMIT, EPOCH, READERS, TEMPORARY})
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import SnapshotError
@@ -140,6 +141,13 @@ def list_folder(path: Path) -> list[str]:
         os.close(handle)
 
 
+def remove_temporary_files(folder: Path) -> None:
+    """Removes what processes that were killed left between making a file and renaming it."""
+    for name in list_folder(folder):
+        if name.startswith(TEMPORARY_PREFIX):
+            (folder / name).unlink(missing_ok=True)
+
+
 def read_file(path: Path, *, max_bytes: int) -> bytes:
     """Returns all of a file.
 
@@ -229,7 +237,8 @@ def _owner_here(folder: int) -> int:
             _mapped_owners[device] = os.fstat(probe).st_uid
         finally:
             os.close(probe)
-            os.unlink(name, dir_fd=folder)
+            with suppress(FileNotFoundError):  # a writer that opens clears temporary files away
+                os.unlink(name, dir_fd=folder)
     return _mapped_owners[device]
 
 

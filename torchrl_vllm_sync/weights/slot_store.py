@@ -17,7 +17,7 @@ from torchrl_vllm_sync.errors import SnapshotError
 from torchrl_vllm_sync.weights.data_file import DATA_FILE, DataFile, DataLayout
 from torchrl_vllm_sync.weights.head import Head
 from torchrl_vllm_sync.weights.lease import HeldLease, held_leases, remove_stray_files
-from torchrl_vllm_sync.weights.private_files import list_folder, new_folder, open_folder
+from torchrl_vllm_sync.weights.private_files import list_folder, new_folder, remove_temporary_files
 from torchrl_vllm_sync.weights.storage import remove_folder
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class SlotStore:
         # Slots of an owner that may still be alive are never written by another.
         for name, epoch in _slot_names(directory).items():
             if epoch >= lock.reusable_from:
-                os.close(open_folder(directory / name))
+                remove_temporary_files(directory / name)
                 head = _head_or_none(directory / name)
                 whole = head is not None and head.complete
                 self._slots.append(_Slot(name, head.version if head and whole else None))
@@ -215,6 +215,7 @@ class SlotStore:
         # The epoch in the name keeps writers apart: one that was replaced while it was stopped
         # wakes up with its own folders, not with those of its successor.
         name = f"slot-{self._lock.epoch}-{self._created}"
+        self._created += 1  # also if this fails: a name is used once
         folder = self._directory / name
         require_space(self._directory, layout.num_bytes)
         new_folder(folder)
@@ -223,7 +224,6 @@ class SlotStore:
         except BaseException:
             remove_folder(folder)
             raise
-        self._created += 1
         slot = _Slot(name, None, file)
         self._slots.append(slot)
         return slot

@@ -19,9 +19,9 @@ from torchrl_vllm_sync.weights.data_file import DataFile, DataLayout
 from torchrl_vllm_sync.weights.head import Head
 from torchrl_vllm_sync.weights.lease import READERS
 from torchrl_vllm_sync.weights.manifest import CURRENT, Manifest, ManifestFile, write_manifest
-from torchrl_vllm_sync.weights.marker import LAYOUTS, LayoutName, Marker, new_run_id
+from torchrl_vllm_sync.weights.marker import LAYOUTS, TEMPORARY, LayoutName, Marker, new_run_id
 from torchrl_vllm_sync.weights.phase_times import PhaseTimes
-from torchrl_vllm_sync.weights.private_files import require_folder
+from torchrl_vllm_sync.weights.private_files import remove_temporary_files, require_folder
 from torchrl_vllm_sync.weights.slot_store import SlotSettings, SlotStore
 from torchrl_vllm_sync.weights.storage import is_memory_file_system, storage_errors
 from torchrl_vllm_sync.weights.tensor_writer import TensorWriter
@@ -131,8 +131,12 @@ class SnapshotWriter:
             self._lock = WriterLock(self.directory, timeout_s=lock_timeout_s, fsync=self._fsync)
             self._lock.acquire(takeover=takeover)
             undo.callback(self._lock.release)
-            # Until the store is made, no successor may remove what it looks at.
+            # Until the store is made, no successor may remove what it looks at. And no other writer
+            # has a temporary file here: each makes them inside its commit.
             with self._lock.commit():
+                remove_temporary_files(self.directory)
+                if self.epoch > 1:  # it was named by somebody: it is not the first one's alone
+                    (self.directory / TEMPORARY).unlink(missing_ok=True)
                 # Before the lock was taken another writer may have made the directory its own.
                 self._marker = self._marker_for(layout, run_id or marker.run_id, takeover=takeover)
                 if Marker.read(self.directory) != self._marker:
@@ -161,6 +165,11 @@ class SnapshotWriter:
     def last_version(self) -> int | None:
         """The version that is current as far as this writer knows; None before the first."""
         return None if self._current is None else self._current.version
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has removed the directory, or all that is in it."""
+        return self._lock.is_removed
 
     def current(self) -> Manifest | None:
         """Returns the manifest on disk; None before the first publish.
@@ -278,7 +287,7 @@ class SnapshotWriter:
         """Gives the directory back; a second call does nothing.
 
         Args:
-            remove: Whether to delete the directory with all versions.
+            remove: Whether to delete the directory with all versions, if nobody else has.
 
         Raises:
             FencedWriterError: ``remove`` is asked for and another writer has taken over.
@@ -289,7 +298,7 @@ class SnapshotWriter:
         self._closed = True
         self._store.close()
         try:
-            if remove:
+            if remove and not self.is_removed:
                 with self._storage("removing it"), self._lock.commit():
                     (self.directory / CURRENT).unlink(missing_ok=True)
                     shutil.rmtree(self.directory)
@@ -399,5 +408,6 @@ class SnapshotWriter:
                 yield
         except SnapshotError:
             # A successor removes this writer's folders: that is the cause to name, not a lost file.
-            self._lock.check()
+            with storage_errors(f"{self.directory}: {doing}"):
+                self._lock.check()
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.weights.data_file import DATA_FILE, DataFile, DataLayout
@@ -45,6 +46,9 @@ class VersionStore:
         self._fsync = fsync
         self._current = current
         self._building: DataFile | None = None
+        for name in list_folder(directory):
+            if name.startswith(_BUILDING):
+                remove_folder(directory / name)
 
     def begin(self, layout: DataLayout, head: Head) -> tuple[str, DataFile]:
         """Makes a folder that has no visible name yet.
@@ -56,6 +60,7 @@ class VersionStore:
             OSError: The file system refuses, for instance because it is full.
         """
         name = f"{_BUILDING}{head.epoch}-{head.version}"
+        remove_folder(self._directory / name)  # left behind if it could not be abandoned
         require_space(self._directory, layout.num_bytes)
         new_folder(self._directory / name)
         try:
@@ -89,9 +94,10 @@ class VersionStore:
         self._current = name
 
     def abandon(self, name: str) -> None:
-        """Removes an unfinished folder."""
+        """Removes an unfinished folder; what cannot be removed goes when a version is collected."""
         self.close()
-        remove_folder(self._directory / name)
+        with suppress(OSError):
+            remove_folder(self._directory / name)
 
     def collect(self) -> None:
         """Removes folders that are neither current, nor the one before, nor leased."""

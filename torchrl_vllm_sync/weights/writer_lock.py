@@ -95,6 +95,11 @@ class WriterLock:
                 self.reusable_from = previous.reusable_from
             self._write_epoch(released=False)
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether the directory is gone, or empty."""
+        return not (self._directory / EPOCH).exists()
+
     def check(self) -> None:
         """Finds out whether this writer still owns the directory.
 
@@ -107,7 +112,8 @@ class WriterLock:
             raise SnapshotError(
                 f"{self._directory}: {EPOCH} is gone: the directory was removed or replaced"
             )
-        if owner.epoch != self.epoch:
+        # In a directory that was removed and made anew, epochs begin again.
+        if (owner.epoch, owner.process) != (self.epoch, self._process):
             raise FencedWriterError(
                 f"{self._directory}: writer of epoch {self.epoch} was replaced by {owner.process}, "
                 f"epoch {owner.epoch}"
@@ -135,8 +141,9 @@ class WriterLock:
         if self._handle < 0:
             return
         try:
-            with suppress(FencedWriterError, FileNotFoundError), self.commit():
-                self._write_epoch(released=True)
+            if not self.is_removed:
+                with suppress(FencedWriterError, FileNotFoundError), self.commit():
+                    self._write_epoch(released=True)
         finally:
             os.close(self._handle)
             self._handle = -1
