@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,11 @@ import torch
 
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.weights import memmap_transport
 from torchrl_vllm_sync.weights.memmap_transport import PREFIX, SHARED_MEMORY, MemmapTransport
+from torchrl_vllm_sync.weights.push import WeightPusher
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Standing
 
@@ -314,6 +318,67 @@ def test_memory_of_a_trainer_that_was_killed_goes_with_the_next_one(client):
     assert with_writer.directory.exists()  # alive: not taken for an orphan
     other.close()
     with_writer.close()
+
+
+def test_only_what_default_transports_have_left_behind_is_removed(client, tmp_path, monkeypatch):
+    monkeypatch.setattr(memmap_transport, "SHARED_MEMORY", tmp_path)
+    alive = MemmapTransport()
+    send(alive, client, 1, 1)
+    # Nobody holds the lock of a copy, as if its owner had been killed.
+    _, with_notes, with_notes_below, adopted = (
+        shutil.copytree(alive.directory, tmp_path / f"{PREFIX}{name}") for name in "abcd"
+    )
+    (with_notes / "notes.txt").write_text("years of work")
+    (with_notes_below / "slot-1-0" / "notes.txt").write_text("years of work")
+    SnapshotWriter(adopted, takeover=True).close()
+    named = MemmapTransport(tmp_path / f"{PREFIX}named")
+    send(named, client, 2, 2)
+    named.close()
+    other = MemmapTransport()
+    other.open(client)
+    kept = {with_notes, with_notes_below, adopted, tmp_path / f"{PREFIX}named"}
+    assert set(tmp_path.iterdir()) == kept | {alive.directory, other.directory}
+    other.close()
+    alive.close()
+    assert set(tmp_path.iterdir()) == kept
+
+
+def test_a_default_directory_that_vanished_is_made_anew(client):
+    transport = MemmapTransport()
+    send(transport, client, 1, 1)
+    shutil.rmtree(transport.directory)
+    send(transport, client, 2, 2)
+    assert_holds(client.replicas["0"], 2, 2)
+    shutil.rmtree(transport.directory)
+    transport.close()
+    assert own_directories() == set()
+
+
+def test_a_named_directory_that_vanished_is_an_error_until_the_transport_is_closed(
+    client, tmp_path
+):
+    transport = MemmapTransport(tmp_path / "named")
+    send(transport, client, 1, 1)
+    shutil.rmtree(tmp_path / "named")
+    for _ in range(2):
+        with pytest.raises(SnapshotError, match=r"named: was removed .* close the transport"):
+            send(transport, client, 2, 2)
+    transport.close()
+    send(transport, client, 2, 2)
+    assert_holds(client.replicas["0"], 2, 2)
+    transport.close()
+
+
+def test_another_transport_can_be_used_after_a_directory_vanished(client, tmp_path):
+    pusher = WeightPusher(client, expected=list)
+    transport = MemmapTransport()
+    pusher.use(transport)
+    pusher.open()
+    shutil.rmtree(transport.directory)
+    pusher.use(MemmapTransport(tmp_path / "other"))
+    pusher.open()
+    assert (tmp_path / "other").exists()
+    pusher.close()
 
 
 def test_a_transport_that_is_dropped_gives_its_memory_back(client):

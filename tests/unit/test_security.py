@@ -25,7 +25,7 @@ from torchrl_vllm_sync.weights.data_file import DATA_FILE, open_tensordict
 from torchrl_vllm_sync.weights.head import HEAD
 from torchrl_vllm_sync.weights.lease import READERS
 from torchrl_vllm_sync.weights.manifest import CURRENT
-from torchrl_vllm_sync.weights.marker import MARKER
+from torchrl_vllm_sync.weights.marker import MARKER, TEMPORARY
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.rendezvous import free_port, host_store
@@ -403,7 +403,8 @@ def test_leftovers_of_dead_trainers_are_found_without_following_links(monkeypatc
     with tempfile.TemporaryDirectory() as root:
         (Path(root) / f"{memmap_transport.PREFIX}x").symlink_to(victim)
         (Path(root) / f"{memmap_transport.PREFIX}y").mkdir(mode=0o700)
-        (Path(root) / f"{memmap_transport.PREFIX}y" / LOCK).touch(mode=0o600)
+        for name in (LOCK, TEMPORARY):
+            (Path(root) / f"{memmap_transport.PREFIX}y" / name).touch(mode=0o600)
         memmap_transport._remove_orphans(Path(root))
         assert os.listdir(root) == [f"{memmap_transport.PREFIX}x"]
     assert (victim / LOCK).exists()

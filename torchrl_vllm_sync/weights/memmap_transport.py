@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
+from torchrl_vllm_sync.weights.marker import TEMPORARY
 from torchrl_vllm_sync.weights.phase_times import PhaseTimes
-from torchrl_vllm_sync.weights.private_files import open_file
+from torchrl_vllm_sync.weights.private_files import new_file, open_file
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
@@ -33,6 +35,12 @@ __all__ = ["MemmapTransport"]
 GRACE_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "torchrl_vllm_sync-"
+# Everything that writers and readers make in a snapshot directory.
+_OWN_NAME = re.compile(
+    r"SNAPSHOTS\.json|TEMPORARY|LOCK|COMMIT|EPOCH|CURRENT|readers(/[\w.:+@-]+)?"
+    r"|(slot-[0-9]+-[0-9]+|v[0-9]+|\.building-[0-9]+-[0-9]+)(/HEAD|/weights\.td)?"
+    r"|(.+/)?\.tmp-[^/]+"
+)
 
 
 class MemmapTransport:
@@ -100,14 +108,23 @@ class MemmapTransport:
     def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
         """Creates the directory, or takes it up, and becomes its only writer.
 
-        Arguments are those of :meth:`WeightTransport.open`.
+        Arguments are those of :meth:`WeightTransport.open`. If somebody has removed the directory
+        of an open transport, a default one is made anew.
 
         Raises:
-            SnapshotError: The directory is unusable, foreign or another writer's.
+            SnapshotError: The directory is unusable, foreign or another writer's, or was removed.
         """
         del source  # any device will do
-        if not self._is_closed():
-            return
+        if self._writer is not None and not self._is_closed():
+            if not self._writer.is_removed:
+                return
+            if self._given is not None:
+                raise SnapshotError(
+                    f"{self._given}: was removed while versions were being stored there: close the "
+                    "transport (an updater's disconnect() does) and open it again, which makes the "
+                    "directory anew"
+                )
+            self.close()
         temporary = self._given is None
         directory = _new_directory(client.service_name) if self._given is None else self._given
         try:
@@ -235,11 +252,16 @@ def _new_directory(service_name: str) -> Path:
     root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     if root is not None:
         _remove_orphans(root)
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{service_name}-", dir=root))
+    directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{service_name}-", dir=root))
+    os.close(new_file(directory / TEMPORARY))
+    return directory
 
 
 def _remove_orphans(root: Path) -> None:
-    """Frees the memory of trainers of this user that were killed before they could do it."""
+    """Frees the memory of trainers of this user that were killed before they could do it.
+
+    Only what :func:`_new_directory` made, and nobody has named since; not if others left files.
+    """
     for directory in root.glob(f"{PREFIX}*"):
         # Locked by its writer, or gone by now; or somebody else's.
         with (
@@ -247,4 +269,6 @@ def _remove_orphans(root: Path) -> None:
             os.fdopen(open_file(directory / LOCK, os.O_RDWR), "rb+") as lock,
         ):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory)
+            names = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
+            if TEMPORARY in names and all(map(_OWN_NAME.fullmatch, names)):
+                shutil.rmtree(directory)
