@@ -92,6 +92,7 @@ class WeightUpdater:
         self._timeout_s, self._clear_cache = timeout_s, clear_cache
         self._mode: PauseMode = mode
         self._strict = strict
+        self._is_disconnected = False
         self._versions = CollectorVersions()
         self._post_hooks: list[Callable[[], Any]] = []
 
@@ -113,7 +114,8 @@ class WeightUpdater:
             What the push did, with the time of each phase; also kept as ``last_report``.
 
         Raises:
-            UnsupportedArgumentError: There is nothing to send, or ``worker_ids`` is given.
+            UnsupportedArgumentError: There is nothing to send, ``worker_ids`` is given, or
+                :meth:`disconnect` was called.
             WeightMismatchError: The weights do not fit the model; nothing was sent.
             StaleVersionError: ``version`` is older than the newest; nothing was sent.
             WeightSyncError: No replica reached the version, or with ``strict`` some did not.
@@ -126,6 +128,11 @@ class WeightUpdater:
         if weights is None:
             raise UnsupportedArgumentError("push_weights has nothing to send: no source was given")
         if self.service is None:
+            if self._is_disconnected:
+                raise UnsupportedArgumentError(
+                    "this updater was disconnected from its service: to push again, make a new "
+                    "WeightUpdater(service, ...)"
+                )
             report = self._take_part(weights)
         else:
             report = self.service.push_weights(
@@ -195,10 +202,13 @@ class WeightUpdater:
         self._versions.follow(self.service)
 
     def disconnect(self) -> None:
-        """Closes the transport, and forgets the service and the collectors; idempotent."""
+        """Closes the transport, and forgets the service and the collectors; idempotent.
+
+        To push again, make a new updater.
+        """
         self._transport.close()
         self._versions.stop()
-        self.service = None
+        self.service, self._is_disconnected = None, True
 
     def register_collector(self, collector: Any) -> None:  # noqa: ANN401
         """Keeps ``collector``'s version equal to the service's from now on; it is held weakly.

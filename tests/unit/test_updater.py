@@ -274,6 +274,13 @@ def test_pushes_that_pass_the_updater_by_are_heard_until_it_disconnects(
     assert versions(collector) == [1]
 
 
+def test_a_push_after_disconnecting_says_what_is_wrong(updater):
+    updater.push_weights()
+    updater.disconnect()
+    with pytest.raises(UnsupportedArgumentError, match=r"disconnected .* make a new WeightUpdater"):
+        updater.push_weights()
+
+
 def test_a_pickled_copy_knows_the_service_only(updater, collector):
     updater.register_post_hook(print)
     updater.push_weights()
