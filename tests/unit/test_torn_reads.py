@@ -226,12 +226,12 @@ class Experiment:
         pid = self.pids["writer"]
         os.kill(pid, signal.SIGSTOP)
         self.require(os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1]), "writer ended by itself")
-        with (self.directory / COMMIT).open() as commit:
-            try:  # one that has yet to open, or is in its commit, cannot be replaced
+        try:  # one that has yet to open, or is in its commit, cannot be replaced
+            with (self.directory / COMMIT).open() as commit:
                 fcntl.flock(commit, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_owner = read_json(self.directory / EPOCH)["pid"] == pid
-            except BlockingIOError:
-                is_owner = False
+        except (BlockingIOError, FileNotFoundError):
+            is_owner = False
         if not is_owner:
             os.kill(pid, signal.SIGCONT)
             return
