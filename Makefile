@@ -19,6 +19,7 @@ PYTEST_ARGS ?=
 SRC ?=
 CELLS ?= *
 CHAOS_ARGS ?=
+KILLS_ARGS ?=
 UPSTREAM_FILES ?= test_wrapper.py test_vllm.py test_llm_updaters.py test_llm_collectors.py
 UPSTREAM_ARGS ?=
 
@@ -28,7 +29,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
-.PHONY: help setup grpo test fuzz chaos soak lint format bench-smoke bench-table sync-table routing-table tutorial-smoke docs upstream-tests public-api lock clean
+.PHONY: help setup grpo test fuzz chaos kills soak lint format bench-smoke bench-table sync-table routing-table tutorial-smoke docs upstream-tests public-api lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -56,6 +57,11 @@ test: $(STAMP)  ## Run the tests (PYTEST_ARGS="-k memmap" selects)
 # CHAOS_ARGS=--list names them.
 chaos: $(STAMP)  ## Kill and stop every process at every point of a push, and print the matrix
 	$(BIN)/python -m tests.chaos.matrix --cells "$(CELLS)" $(CHAOS_ARGS)
+
+# A quarter of an hour a layout on two free cores; KILLS_ARGS="--kills 200 --reads 5000 --seed 7" is
+# shorter, and --record keeps what was found in benchmarks/results.
+kills: $(STAMP)  ## Kill, stop and replace 2,000 writers and readers of snapshots, in 50,000 reads
+	$(BIN)/python -m tests.unit.test_torn_reads slots versions --kills 2000 --reads 50000 $(KILLS_ARGS)
 
 # SOAK_ARGS="--requests 20000 --events 40 --seed 7" runs another one.
 soak: $(STAMP)  ## Run 10,000 requests while replicas are killed, join, leave and get new weights

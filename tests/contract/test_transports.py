@@ -1,5 +1,6 @@
 """What every transport owes, run on all of them over replicas that read as real ones do."""
 
+import errno
 import gc
 import pickle
 import shutil
@@ -365,6 +366,25 @@ def test_a_named_directory_that_vanished_is_an_error_until_the_transport_is_clos
             send(transport, client, 2, 2)
     transport.close()
     send(transport, client, 2, 2)
+    assert_holds(client.replicas["0"], 2, 2)
+    transport.close()
+
+
+def test_a_version_that_is_stored_although_publishing_failed_can_be_sent_again(
+    client, tmp_path, monkeypatch
+):
+    transport = MemmapTransport(tmp_path)
+    send(transport, client, 1, 1)
+
+    def collect():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transport._writer._store, "collect", collect)
+        with pytest.raises(SnapshotError, match="version 2 is current, but removing old ones"):
+            send(transport, client, 2, 2)
+    outcome = send(transport, client, 2, 2)
+    assert [one.version for one in outcome.replicas] == [2, 2]
     assert_holds(client.replicas["0"], 2, 2)
     transport.close()
 

@@ -162,8 +162,12 @@ class MemmapTransport:
         if version != self._sent:
             begin = time.perf_counter()
             views = source.views() if isinstance(source, StableSource) else None
-            report = writer.publish(source if views is None else views, metadata, version)
-            self._sent = version
+            before = writer.last_version
+            try:
+                report = writer.publish(source if views is None else views, metadata, version)
+            finally:  # it may be stored although an older one could not be removed
+                if writer.last_version != before:
+                    self._sent = version
             times.note("publish_s", begin)
             times.seconds |= {f"{name}_s": value for name, value in report.phases.items()}
             times.starts |= {f"{name}_s": value for name, value in report.phase_starts.items()}
