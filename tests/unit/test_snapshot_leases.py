@@ -133,6 +133,33 @@ def test_a_reused_pid_and_a_zombie_are_dead_and_another_host_is_unknown():
     child.wait()
 
 
+def test_a_process_is_not_gone_while_one_of_its_threads_lives():
+    """Its first thread may have ended: by itself, or killed before the others."""
+    code = """
+import ctypes, os, sys, threading, time
+from torchrl_vllm_sync.weights.storage import ProcessIdentity
+print(ProcessIdentity.current().start_time, flush=True)
+def run():
+    while open("/proc/self/stat").read().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.001)
+    os.write(1, b"alone\\n")
+    os.read(0, 1)
+    os._exit(0)
+threading.Thread(target=run).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        start_time = int(process.stdout.readline())
+        here = ProcessIdentity.current()
+        it = ProcessIdentity(here.host, here.hostname, process.pid, start_time)
+        assert process.stdout.readline() == b"alone\n"
+        assert it.is_gone() is False
+        process.stdin.close()
+        process.wait()
+        assert it.is_gone() is True
+
+
 def test_an_unreadable_lease_claims_everything_until_it_expires(tmp_path):
     with SnapshotWriter(tmp_path, num_slots=2, max_slots=2, slot_timeout_s=0.05) as writer:
         publish(writer, 1)

@@ -177,13 +177,16 @@ def _host() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Field 22 of ``/proc/<pid>/stat`` (proc(5)); None when the process is gone or a zombie."""
+    """Field 22 of ``/proc/<pid>/stat`` (proc(5)); None when the process is gone or a zombie.
+
+    A zombie with other threads (field 20) is none yet: they may still be storing something.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The name in field 2 may itself hold spaces and brackets, so count from its last bracket.
     fields = stat.rpartition(")")[2].split()
-    if fields[0] in {"Z", "X"}:
+    if fields[0] in {"Z", "X"} and int(fields[17]) <= 1:
         return None
     return int(fields[19])
