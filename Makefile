@@ -58,7 +58,7 @@ test: $(STAMP)  ## Run the tests (PYTEST_ARGS="-k memmap" selects)
 chaos: $(STAMP)  ## Kill and stop every process at every point of a push, and print the matrix
 	$(BIN)/python -m tests.chaos.matrix --cells "$(CELLS)" $(CHAOS_ARGS)
 
-# A quarter of an hour a layout on two free cores; KILLS_ARGS="--kills 200 --reads 5000 --seed 7" is
+# Some ten minutes a layout on two free cores; KILLS_ARGS="--kills 200 --reads 5000 --seed 7" is
 # shorter, and --record keeps what was found in benchmarks/results.
 kills: $(STAMP)  ## Kill, stop and replace 2,000 writers and readers of snapshots, in 50,000 reads
 	$(BIN)/python -m tests.unit.test_torn_reads slots versions --kills 2000 --reads 50000 $(KILLS_ARGS)

@@ -333,12 +333,12 @@ def assert_whole_and_hit(report):
     assert report["mid_write"] > report["writer_kills"] / 10
     assert report["advanced"] > report["writer_kills"] / 3
     # Writers were replaced while they were stopped, some by the third, and found out.
-    assert min(report[name] for name in ("takeovers", "chains", "woken")) > report["kills"] / 20
+    assert min(report[name] for name in ("takeovers", "chains", "woken")) > report["kills"] / 50
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "kills"), [("slots", 300), ("versions", 100)])
+@pytest.mark.parametrize(("kind", "kills"), [("slots", 250), ("versions", 80)])
 def test_no_mixed_version_is_ever_applied_and_versions_only_grow(kind, kills):
     report = run_experiment(kind, kills)
     assert report["kills"] >= kills
