@@ -145,12 +145,28 @@ def test_the_same_version_again_reaches_only_those_that_lack_it(transport, clien
     outcome = send(transport, client, 5, 1)
     assert [(one.version, one.error) for one in outcome.replicas] == [(1, ""), (None, "injected")]
     client.replicas["1"].fail = False
-    # Nor is it asked for the tensors again: what was sent as version 1 stays version 1.
-    outcome = send(transport, client, 6, 1)
+    outcome = send(transport, client, 5, 1)
     assert [one.version for one in outcome.replicas] == [1, 1]
     for replica in client.replicas.values():
         assert_holds(replica, 5, 1)
         assert replica.loads == 1
+
+
+def test_a_version_stays_what_it_was_sent_as(transport, client):
+    client.replicas["1"].fail = True
+    send(transport, client, 5, 1)
+    client.replicas["1"].fail = False
+    with pytest.raises(StaleVersionError, match="version 1 is stored already, and there t0 is"):
+        send(transport, client, 6, 1)
+    with pytest.raises(StaleVersionError, match="version 1 is stored already, and there t0 is"):
+        send(transport, client, 5, 1, size=65)
+    last = weights(5)
+    dict(last)["t7"][-1] += 1
+    with pytest.raises(StaleVersionError, match="version 1 is stored already, and there t7 is"):
+        transport.send(client, last, 1, timeout_s=20, clear_cache=False)
+    assert [replica.loads for replica in client.replicas.values()] == [1, 0]
+    send(transport, client, 5, 1)
+    assert_holds(client.replicas["1"], 5, 1)
 
 
 def test_a_send_that_breaks_off_leaves_the_old_version(transport, client):

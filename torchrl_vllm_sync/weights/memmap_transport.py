@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
+from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError, StaleVersionError
 from torchrl_vllm_sync.weights.marker import TEMPORARY
 from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.private_files import new_file, open_file
@@ -149,22 +149,32 @@ class MemmapTransport:
     ) -> SendOutcome:
         """Publishes ``version`` unless it is published already, then has every replica load it.
 
-        Arguments and result are those of :meth:`WeightTransport.send`.
+        Arguments and result are those of :meth:`WeightTransport.send`. Weights that are published
+        already are read once more, and compared with the checksums of what is stored.
 
         Raises:
-            StaleVersionError: ``version`` is older than the newest published.
+            StaleVersionError: ``version`` is older than the newest published, or was published with
+                other weights.
             SnapshotError: It could not be published; the last one stays in place.
         """
         self.open(client)
         writer = self._open_writer()
         metadata = source.metadata()
         times = PhaseTimes()
-        if version != self._sent:
+        views = source.views() if isinstance(source, StableSource) else None
+        tensors = source if views is None else views
+        if version == self._sent:
+            changed = writer.first_difference(tensors, metadata)
+            if changed is not None:
+                raise StaleVersionError(
+                    f"version {version} is stored already, and there {changed} is another: weights "
+                    "that differ need a version of their own"
+                )
+        else:
             begin = time.perf_counter()
-            views = source.views() if isinstance(source, StableSource) else None
             before = writer.last_version
             try:
-                report = writer.publish(source if views is None else views, metadata, version)
+                report = writer.publish(tensors, metadata, version)
             finally:  # it may be stored although an older one could not be removed
                 if writer.last_version != before:
                     self._sent = version

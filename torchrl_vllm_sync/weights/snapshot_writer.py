@@ -11,11 +11,12 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, WeightMismatchError
-from torchrl_vllm_sync.weights.data_file import DataFile, DataLayout
+from torchrl_vllm_sync.weights.data_file import DataFile, DataLayout, checksum
 from torchrl_vllm_sync.weights.head import Head
 from torchrl_vllm_sync.weights.lease import READERS
 from torchrl_vllm_sync.weights.manifest import CURRENT, Manifest, ManifestFile, write_manifest
@@ -282,6 +283,24 @@ class SnapshotWriter:
             times.seconds,
             times.starts,
         )
+
+    def first_difference(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[ParamMeta]
+    ) -> str | None:
+        """Name of the first parameter that is not as it was published last; None if all are."""
+        stored = self._current
+        assert stored is not None
+        assert stored.checksums is not None
+        for meta, known in zip_longest(metadata, stored.metadata):
+            if meta != known:
+                return (known or meta).name
+        for (_, tensor), meta, expected in zip(
+            tensors, stored.metadata, stored.checksums, strict=True
+        ):
+            value = tensor.detach().resolve_conj().resolve_neg().to(meta.dtype)
+            if checksum(value.cpu().contiguous()) != expected:
+                return meta.name
+        return None
 
     def close(self, *, remove: bool = False) -> None:
         """Gives the directory back; a second call does nothing.
