@@ -280,6 +280,14 @@ def test_a_worker_waits_no_longer_than_its_deadline(groups):
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.parametrize("word", [b"\xff\xfe", b"x" * 5_000_000, b""])
+def test_a_strange_word_to_begin_ends_in_a_typed_error(groups, word):
+    groups[0].store.raw.set("start/7", word)
+    with pytest.raises(TransferError, match="called the transfer off") as caught:
+        StartSignal(groups[1], 7).await_start(deadline=time.monotonic() + 10)
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_rank_that_does_not_come_is_named():
     trainer = host(world_size=3, timeout_s=5)
     with ThreadPoolExecutor(1) as pool:
