@@ -5,17 +5,20 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
+import math
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from functools import cache
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import parse_qs, urlsplit
 
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
+from torchrl_vllm_sync.status import finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +35,10 @@ INTERVAL_S = 1.0
 MAX_SAMPLES = 900
 # How often the thread looks whether it is to end.
 _POLL_S = 0.2
-# A browser that opens a connection and says nothing does not hold a thread for longer.
-_SILENT_S = 10.0
+# Connections at once; each holds a file descriptor and a thread of the trainer's process.
+MAX_CONNECTIONS = 64
+# How long one connection may take, from its beginning to the last byte of the answer.
+_REQUEST_S = 10.0
 _JOIN_TIMEOUT_S = 10.0
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -62,8 +67,8 @@ class Dashboard:
 
     Args:
         look: Returns the status. Called once a second and for each request, in threads of the
-            dashboard. ``ServiceGoneError`` ends the dashboard; any other of this library's errors
-            is shown on the page.
+            dashboard. ``ServiceGoneError`` ends the dashboard; any other error is shown on the page
+            until it works again.
         host: Name or address to listen on.
         port: Port to listen on; 0 takes a free one.
 
@@ -125,7 +130,7 @@ class Dashboard:
         """Returns what ``/status.json`` shows.
 
         Raises:
-            SyncError: There is no status now.
+            Exception: There is no status now.
         """
         return self._look().as_dict()
 
@@ -136,7 +141,7 @@ class Dashboard:
             since: Only what was later than this, in seconds since 1970.
 
         Raises:
-            SyncError: There is no status now.
+            Exception: There is no status now.
         """
         samples = [one for one in list(self._samples) if one["time"] > since]
         return {"status": self.status(), "samples": samples}
@@ -146,6 +151,7 @@ class Dashboard:
             while not self._stop.is_set():
                 self._sample()
                 self._server.handle_request()  # returns after ``_POLL_S`` at the latest
+                self._server.end_overdue()
         finally:
             self._server.end()
 
@@ -159,8 +165,8 @@ class Dashboard:
             self._samples.append(_sample_of(self._look()))
         except ServiceGoneError:
             self._stop.set()
-        except SyncError as error:  # the page says so; the plots have a gap
-            logger.debug("the dashboard has nothing to show now: %s", error)
+        except Exception:  # of whatever kind: the page says so, and the plots have a gap
+            logger.debug("the dashboard has nothing to show now", exc_info=True)
 
 
 class ServiceGoneError(ServiceClosedError):
@@ -168,19 +174,17 @@ class ServiceGoneError(ServiceClosedError):
 
 
 def _sample_of(status: ServiceStatus) -> dict[str, Any]:
-    return {
-        "time": status.time,
-        "replicas": {
-            one.replica_id: {
-                "in_flight": one.samples,
-                "waiting": one.num_waiting,
-                "kv": one.kv_cache_usage,
-                "tokens": one.generated_tokens_per_s,
-                "version": one.weight_version,
-            }
-            for one in status.replicas
-        },
+    replicas = {
+        one.replica_id: {
+            "in_flight": one.samples,
+            "waiting": one.num_waiting,
+            "kv": one.kv_cache_usage,
+            "tokens": one.generated_tokens_per_s,
+            "version": one.weight_version,
+        }
+        for one in status.replicas
     }
+    return finite({"time": status.time, "replicas": replicas})
 
 
 def _listen(board: Dashboard, host: str, port: int) -> _Server:
@@ -202,10 +206,11 @@ def _listen(board: Dashboard, host: str, port: int) -> _Server:
         ) from error
 
 
-class _Server(HTTPServer):
-    """Answers each request in a thread of its own, and knows those threads and connections."""
+class _Server(ThreadingHTTPServer):
+    """Answers each connection in a thread of its own; so many at once, and each for so long."""
 
     timeout = _POLL_S
+    request_queue_size = MAX_CONNECTIONS
     allow_reuse_address = True
     allow_reuse_port = False
 
@@ -214,7 +219,8 @@ class _Server(HTTPServer):
     ) -> None:
         self.board = board
         self.address_family = family
-        self._open: dict[threading.Thread, socket.socket] = {}
+        # The thread of each connection, and the time.monotonic() at which it is ended.
+        self._open: dict[socket.socket, tuple[threading.Thread, float]] = {}
         super().__init__(address, _Handler)
         # Other sites' pages can have a browser here ask, under a name that they point to this
         # address. On the loopback address only its own names are answered.
@@ -228,35 +234,47 @@ class _Server(HTTPServer):
         self.server_name, self.server_port = self.socket.getsockname()[:2]
 
     def process_request(self, request: Any, client_address: object) -> None:  # noqa: ANN401
-        """Starts a thread for one connection."""
-        self._open = {thread: one for thread, one in self._open.items() if thread.is_alive()}
+        """Starts a thread for one connection, or closes it if there are too many."""
+        self._open = {one: held for one, held in self._open.items() if held[0].is_alive()}
+        if len(self._open) >= MAX_CONNECTIONS:
+            self.shutdown_request(request)
+            return
         thread = threading.Thread(
-            target=self._answer, args=(request, client_address), name="dashboard-page", daemon=True
+            target=self.process_request_thread,
+            args=(request, client_address),
+            name="dashboard-page",
+            daemon=True,
         )
-        self._open[thread] = request
+        self._open[request] = thread, time.monotonic() + _REQUEST_S
         thread.start()
 
-    def _answer(self, request: socket.socket, client_address: Any) -> None:  # noqa: ANN401
-        try:
-            self.finish_request(request, client_address)
-        except OSError as error:  # the browser has left, or says nothing
-            logger.debug("a connection to the dashboard ended: %s", error)
-        finally:
-            self.shutdown_request(request)
+    def handle_error(self, request: Any, client_address: object) -> None:  # noqa: ANN401, ARG002
+        """Logs what a connection ended with, instead of printing it."""
+        gone = isinstance(sys.exc_info()[1], OSError)  # the browser has left, or took too long
+        level = logging.DEBUG if gone else logging.ERROR
+        logger.log(level, "a connection to the dashboard ended", exc_info=True)
+
+    def end_overdue(self, now: float | None = None) -> list[threading.Thread]:
+        """Ends connections that have taken too long by ``now``; returns their threads."""
+        now = time.monotonic() if now is None else now
+        overdue = []
+        for one, (thread, ends_at) in self._open.items():
+            if ends_at <= now and thread.is_alive():
+                overdue.append(thread)
+                try:
+                    one.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    logger.debug("a connection to the dashboard had ended already")
+        return overdue
 
     def end(self) -> None:
         """Takes no more connections, ends those there are, and waits for their threads."""
         self.server_close()
-        for thread, request in self._open.items():
-            try:
-                request.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                logger.debug("a connection to the dashboard had ended already")
+        for thread in self.end_overdue(now=math.inf):
             thread.join(_JOIN_TIMEOUT_S)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _SILENT_S
     server_version, sys_version = "torchrl_vllm_sync", ""
 
     def do_GET(self) -> None:
@@ -266,13 +284,17 @@ class _Handler(BaseHTTPRequestHandler):
         if names is not None and host.rsplit(":", 1)[0] not in names and host not in names:
             self._send(421, "text/plain", b"this address is not served under that name\n")
             return
-        asked = urlsplit(self.path)
+        try:
+            asked = urlsplit(self.path)
+            since = _number(parse_qs(asked.query).get("since", ["0"])[-1])
+        except ValueError as error:
+            self._send(400, "text/plain", f"not an address: {error}\n".encode())
+            return
         if asked.path == "/":
             self._send(200, "text/html; charset=utf-8", _page())
         elif asked.path == "/status.json":
             self._send_json(board.status)
         elif asked.path == "/history.json":
-            since = _number(parse_qs(asked.query).get("since", ["0"])[-1])
             self._send_json(lambda: board.history(since))
         else:
             self._send(404, "text/plain", b"there is /, /status.json and /history.json\n")
@@ -281,10 +303,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_json(self, told: Callable[[], dict[str, Any]]) -> None:
         try:
-            code, answer = 200, told()
-        except SyncError as error:
-            code, answer = 503, {"error": str(error)}
-        self._send(code, "application/json", json.dumps(answer).encode())
+            code, body = 200, json.dumps(told(), allow_nan=False)
+        except Exception as error:  # noqa: BLE001  the page says what it is
+            name = "" if isinstance(error, SyncError) else f"{type(error).__name__}: "
+            code, body = 503, json.dumps({"error": f"{name}{error}"})
+        self._send(code, "application/json", body.encode())
 
     def _send(self, code: int, kind: str, body: bytes) -> None:
         self.send_response(code)

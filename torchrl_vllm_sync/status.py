@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import EngineCounters, ReplicaState
     from torchrl_vllm_sync.status_log import FailureStatus, StatusLog
 
-__all__ = ["MAX_AGE_S", "ReplicaStatus", "ServiceStatus", "collect_status"]
+__all__ = ["MAX_AGE_S", "ReplicaStatus", "ServiceStatus", "collect_status", "finite"]
 
 _Number = TypeVar("_Number", int, float)
 
@@ -146,8 +147,8 @@ class ServiceStatus:
         return sum(known[1:], known[0]) if known and len(known) == len(figures) else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything as dictionaries, lists, strings and numbers, for JSON."""
-        return dataclasses.asdict(self) | {
+        """Returns everything as dictionaries, lists, strings and finite numbers, for JSON."""
+        told = dataclasses.asdict(self) | {
             "replicas": [
                 dataclasses.asdict(one) | {"samples": one.samples} for one in self.replicas
             ],
@@ -156,6 +157,16 @@ class ServiceStatus:
             "generated_tokens_per_s": self.generated_tokens_per_s,
             "prompt_tokens_per_s": self.prompt_tokens_per_s,
         }
+        return finite(told)
+
+
+def finite(value: Any) -> Any:  # noqa: ANN401  whatever JSON can hold
+    """Returns the same with None for figures that are not finite, which JSON cannot hold."""
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def collect_status(

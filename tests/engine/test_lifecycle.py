@@ -119,6 +119,12 @@ def test_collective_rpc_gives_one_ref_a_replica(service):
     assert ray.get(refs) == [[None], [None]]
 
 
+def takes_an_emptiest(balancer):
+    """Whether the replica that is chosen has the least used cache of all."""
+    usages = [one["cache_usage"] for one in balancer.get_stats()["actor_stats"]]
+    return usages[balancer.select_actor(IDS)] == min(usages)
+
+
 @pytest.mark.parametrize(
     ("strategy", "names"),
     [
@@ -131,13 +137,17 @@ def test_collective_rpc_gives_one_ref_a_replica(service):
 def test_balancers_of_a_service(service, strategy, names):
     balancer = service.create_load_balancer(strategy, prefix_length=16, overload_threshold=2.0)
     outputs = service.generate([[i, i + 1] for i in range(5, 45)], sampling(max_tokens=1))
-    assert {output.replica_id for output in outputs} == {"0", "1"}
+    used = {output.replica_id for output in outputs}
+    # By the caches alone all may go to one: what the engines last said of theirs decides.
+    assert used == {"0", "1"} if names != ["kv-cache"] else used <= {"0", "1"}
     stats = balancer.get_stats()
     assert (stats["strategies"], stats["num_actors"]) == (names, 2)
     assert (stats["prefix_length"], stats["overload_threshold"]) == (16, 2.0)
     assert [one["pending_requests"] for one in stats["actor_stats"]] == [0, 0]
     eventually(lambda: None not in [one["age_s"] for one in balancer.get_stats()["actor_stats"]])
     assert balancer.select_actor(IDS) in (0, 1)
+    if names == ["kv-cache"]:
+        eventually(lambda: takes_an_emptiest(balancer))
     service.create_load_balancer()
 
 

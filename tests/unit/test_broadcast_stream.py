@@ -1,10 +1,14 @@
 """A trainer and workers over Gloo, in threads: whole tensors arrive, and nobody waits for ever."""
 
+import contextlib
 import dataclasses
+import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 
@@ -276,6 +280,14 @@ def test_a_worker_waits_no_longer_than_its_deadline(groups):
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.parametrize("word", [b"\xff\xfe", b"x" * 5_000_000, b""])
+def test_a_strange_word_to_begin_ends_in_a_typed_error(groups, word):
+    groups[0].store.raw.set("start/7", word)
+    with pytest.raises(TransferError, match="called the transfer off") as caught:
+        StartSignal(groups[1], 7).await_start(deadline=time.monotonic() + 10)
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_rank_that_does_not_come_is_named():
     trainer = host(world_size=3, timeout_s=5)
     with ThreadPoolExecutor(1) as pool:
@@ -373,6 +385,64 @@ def test_a_worker_that_leaves_ends_the_senders_wait(groups):
     assert time.monotonic() - begin < 15
     with pytest.raises(TransferError, match="not connected, or was closed"):
         trainer.broadcast(torch.zeros(1), timeout_s=1)
+
+
+@contextlib.contextmanager
+def in_the_middle_of_a_message(groups, timeout_s):
+    """Has the groups transfer; yields the tensors, and the waits that are under way."""
+    sent = torch.ones(1 << 25)
+    received = [torch.zeros_like(sent) for _ in groups[1:]]
+    with ThreadPoolExecutor(len(groups)) as pool:
+        waits = [
+            pool.submit(broadcast_tensors, group, [one], deadline=time.monotonic() + timeout_s)
+            for group, one in zip(groups, (sent, *received), strict=True)
+        ]
+        while not all(one[0] for one in received):
+            assert not any(one.done() for one in waits)
+        yield received, waits
+
+
+def test_connections_that_break_in_the_middle_of_a_message_end_all_waits(groups):
+    """Gloo forgets who waits for the rest."""
+    trainer, one, _ = groups
+    store = trainer.rendezvous.port
+    begin = time.monotonic()
+    with in_the_middle_of_a_message(groups, timeout_s=20) as (received, waits):
+        for each in psutil.Process().net_connections("tcp"):
+            if each.status == "ESTABLISHED" and store not in (each.laddr.port, each.raddr.port):
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.fd)) as end:
+                    end.shutdown(socket.SHUT_RDWR)  # its other end is in this process too
+        one.close()
+        with pytest.raises(TransferError, match="a worker left the group"):
+            waits[0].result(timeout=15)
+        trainer.abort()
+        with pytest.raises(TransferError, match="the trainer gave the transfer up"):
+            waits[2].result(timeout=15)
+    assert time.monotonic() - begin < 15
+    assert not any(tensor[-1] for tensor in received)
+
+
+def test_the_sender_is_told_of_a_failure_while_a_worker_takes_nothing(groups):
+    def watch():
+        raise TransferError("replica 1 is dead")
+
+    begin = time.monotonic()
+    with pytest.raises(TransferError, match="replica 1 is dead"):
+        broadcast_tensors(groups[0], [torch.ones(1 << 25)], deadline=begin + 20, watch=watch)
+    assert time.monotonic() - begin < 15
+
+
+def test_a_transfer_that_is_given_up_writes_no_more(groups):
+    with in_the_middle_of_a_message(groups, timeout_s=10) as (received, waits):
+        groups[0].abort()
+        for group, wait in zip(groups, waits, strict=True):
+            with pytest.raises(RuntimeError):
+                wait.result(timeout=20)
+            group.abort()
+        assert not any(tensor[-1] for tensor in received)
+        before = [tensor.clone() for tensor in received]
+        time.sleep(0.2)
+        assert all(map(torch.equal, before, received))
 
 
 def test_workers_hear_that_the_trainer_gave_up_or_is_gone(groups):

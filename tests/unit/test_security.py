@@ -3,6 +3,7 @@
 import ast
 import base64
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -31,7 +32,13 @@ from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.rendezvous import free_port, host_store
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
-from torchrl_vllm_sync.weights.trainer_ranks import TrainerRankError, Verdict, _read, _written
+from torchrl_vllm_sync.weights.trainer_ranks import (
+    MOST_BYTES,
+    TrainerRankError,
+    Verdict,
+    _read,
+    _written,
+)
 from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome
 from torchrl_vllm_sync.weights.writer_lock import COMMIT, EPOCH, LOCK
 
@@ -356,17 +363,24 @@ def test_a_checkpoint_with_a_pickle_is_refused_by_the_engines_loader(tmp_path, m
 
 def test_trainer_ranks_take_plain_verdicts_only(malicious):
     pickled, trace = malicious
-    with pytest.raises(TrainerRankError, match="is no dataclass of this library"):
-        _read("v" + base64.b64encode(pickled).decode())
+    for text in (base64.b64encode(pickled).decode(), pickled.decode("latin-1"), "", "[", "{}", "7"):
+        with pytest.raises(TrainerRankError, match="their store holds no verdict"):
+            _read("v" + text)
     assert not trace.exists()
-    for foreign in (pickle.dumps(os.system), pickle.dumps(SyncError("x")), b"", b"\x80\x05", b"."):
-        with pytest.raises(TrainerRankError):
-            _read("v" + base64.b64encode(foreign).decode())
+    for name in ("os.system", "torchrl_vllm_sync.errors.SyncError", "builtins.dict", ".", 7, []):
+        with pytest.raises(TrainerRankError, match="is no dataclass of this library"):
+            _read("v" + json.dumps({"@": name, "args": ["x"]}))
     with pytest.raises(TrainerRankError, match="no verdict: str"):
-        _read("v" + base64.b64encode(pickle.dumps("text")).decode())
-    with pytest.raises(TypeError, match="plain values"):
-        _written(Verdict(outcome=Malicious(trace)))
-    outcome = {"a": [1, 2.5, None, (True, b"x")], "s": {1, 2}}
+        _read('v"text"')
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for outcome in (Malicious(trace), (1,), {1: 2}, {"@": "x"}, {1, 2}, b"x", SyncError("x"), deep):
+        with pytest.raises(TypeError, match="plain values"):
+            _written(Verdict(outcome=outcome))
+    with pytest.raises(TypeError, match="at most"):
+        _written(Verdict("x" * MOST_BYTES))
+    outcome = {"a": [1, 2.5, None, [True, "\ud800"]], "": {"s": {}}}
     assert _read(_written(Verdict(outcome))) == Verdict(outcome)
 
 
@@ -374,8 +388,6 @@ def test_trainer_ranks_take_plain_verdicts_only(malicious):
 UNPICKLING = {
     # CUDA handles from this library's trainer, in an argument of a Ray call.
     "engine/native_worker.py",
-    # Classes are limited: see the test above.
-    "weights/trainer_ranks.py",
 }
 NAMES = {"load", "loads", "Unpickler", "load_memmap", "from_pickle", "read_pickle"}
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml", "joblib", "torch", "np"}

@@ -1,8 +1,10 @@
 """A module sharded by FSDP2 over real processes: what the sender reads, and who hears what."""
 
+import base64
 import contextlib
 import copy
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -14,6 +16,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -25,7 +28,7 @@ from torchrl_vllm_sync.weights import sharded as sharded_module
 from torchrl_vllm_sync.weights.module_source import ModuleSource
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
-from torchrl_vllm_sync.weights.trainer_ranks import TrainerRankError
+from torchrl_vllm_sync.weights.trainer_ranks import MOST_BYTES, TrainerRankError, TrainerRanks
 
 # Everything a process imports is imported once, by the server that processes are forked from.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -449,6 +452,124 @@ def differ(rank):
 def test_ranks_that_hold_different_models_are_told():
     for result in run(differ):
         assert ended(result) == (1, "holds other tensors than the sending rank")
+
+
+# ---------------------------------------------------------------- what strangers write
+
+VERDICT = "torchrl_vllm_sync.weights.trainer_ranks.Verdict"
+REPORT = "torchrl_vllm_sync.weights.transport.PushReport"
+
+
+def verdict(**fields):
+    return "v" + json.dumps({"@": VERDICT, "outcome": None, "failed_rank": None} | fields)
+
+
+STRANGE = {
+    "empty": "",
+    "bytes": b"\xff\xfe\x00",
+    "deep lists": "v" + "[" * 1_000_000,
+    "deep dicts": "v" + '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "deep pickle": "v" + base64.b64encode(b"]" * 5_000_000).decode(),
+    "huge": b"v" + b" " * MOST_BYTES,
+    "huge number": "v" + "9" * 1_000_000,
+    "plain": 'v"text"',
+    "a field less": verdict(),
+    "a field more": verdict(reason="", more=1),
+    "wrong rank": verdict(reason="", failed_rank="0"),
+    "wrong reason": verdict(reason=["x"]),
+    "wrong report": verdict(reason="", outcome={"@": REPORT, "version": "new"}),
+    "no number": "gx",
+    "negative": "g-1",
+    "far": "g" + "9" * 5000,
+    "other digits": "g\u0663",
+}
+
+
+@pytest.fixture
+def ranks():
+    """The leading rank and another one, and a third connection to their store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    two = [TrainerRanks([0, 1], rank, store.clone(), timeout_s=5) for rank in (0, 1)]
+    return *two, PrefixStore("torchrl_vllm_sync/0-1", store)
+
+
+def put(store, key, value):
+    """Writes, and returns when it can be read."""
+    store.set(key, value)
+    assert store.check([key])
+
+
+def refused(call, *args, **kwargs):
+    """The typed error that a call ends with, in time."""
+    begin = time.monotonic()
+    with pytest.raises(TrainerRankError) as caught:
+        call(*args, **kwargs)
+    assert time.monotonic() - begin < 4
+    assert len(str(caught.value)) < 1000
+    assert "did not" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
+def test_strange_words_of_the_leader_end_in_a_typed_error(ranks, strange):
+    leader, follower, store = ranks
+    leader.begin("digest")
+    followed = follower.join(timeout_s=5)
+    followed.present("digest")
+    put(store, "1/next/0", strange)
+    refused(followed.next)
+    put(store, "1/next/1", strange)
+    refused(followed.raise_reported)
+    put(store, "broken", strange)
+    refused(leader.begin, "digest")
+    refused(follower.join, timeout_s=5)
+
+
+@pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
+def test_strange_words_of_a_follower_end_in_a_typed_error(ranks, strange):
+    leader, _, store = ranks
+    leading = leader.begin("digest")
+    put(store, "1/ready/0/1", strange)
+    refused(leading.call, 0)
+
+
+@pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
+def test_a_strange_number_of_rounds_ends_in_a_typed_error(ranks, strange):
+    _, follower, store = ranks
+    put(store, "rounds", strange)
+    refused(follower.join, timeout_s=5)
+
+
+def test_a_strange_number_of_steps_holds_nobody_up(ranks):
+    leader, _, store = ranks
+    for number in (1, 2):
+        leading = leader.begin("digest")
+        put(store, f"{number}/ready/0/1", "digest")
+        begin = time.monotonic()
+        leading.succeed(None)
+        assert time.monotonic() - begin < 4
+        assert store.check(["1/next/0"]) == (number == 1)
+        put(store, f"{number}/over", str(10**18))
+
+
+def test_errors_of_any_length_and_letters_reach_the_others(ranks):
+    leader, follower, _ = ranks
+    error = OSError("\ud800" + "x" * 10_000_000)
+    leading = leader.begin("digest")
+    followed = follower.join(timeout_s=5)
+    followed.fail(error)
+    with pytest.raises(TrainerRankError, match=r"trainer rank 1: OSError: \\ud800xx"):
+        leading.call(0)
+    leading.fail(error)
+    assert followed.next().reason.startswith("OSError: \\ud800xx")
+
+
+def test_a_call_for_a_group_that_is_none_is_refused():
+    source = ShardedModuleSource.__new__(ShardedModuleSource)
+    source._ranks = TrainerRanks([0, 1], 1, dist.HashStore(), timeout_s=5)
+    assert source._called([["first"], ["second"]], 1) == ["second"]
+    with pytest.raises(TrainerRankError, match="trainer rank 0: called for group 2 of 2"):
+        source._called([["first"], ["second"]], 2)
 
 
 def wrap_adapters(rank):

@@ -4,6 +4,9 @@ import contextlib
 import gc
 import http.client
 import json
+import logging
+import math
+import os
 import socket
 import threading
 import time
@@ -11,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.status_scenes import HOSTILE, NOON, Moving, hostile, replica, status
+from tests.unit.status_scenes import HOSTILE, NOON, Moving, hostile, push, replica, status
+from torchrl_vllm_sync import dashboard
 from torchrl_vllm_sync.dashboard import Dashboard, ServiceGoneError, _sample_of
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
 from torchrl_vllm_sync.load import LoadTracker
@@ -225,6 +229,126 @@ def test_what_no_browser_sends_does_no_harm(board):
             while one.recv(4096):
                 pass
     assert ask(board, "/status.json")[0] == 200
+
+
+def raw(board, text):
+    """Answer to what is sent as it is, until the other end closes."""
+    with socket.create_connection((board.host, board.port), timeout=10) as one:
+        one.sendall(text)
+        return b"".join(iter(lambda: one.recv(4096), b""))
+
+
+@pytest.mark.parametrize("address", [b"http://[::1", b"http://[v1]/", b"http://]/?since=1"])
+def test_an_address_that_is_none_is_answered_and_prints_nothing(board, address, capfd, caplog):
+    caplog.set_level(logging.INFO)
+    answer = raw(board, b"GET " + address + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert answer.split()[1] == b"400"
+    assert b"Content-Security-Policy" in answer
+    until(lambda: len(threads()) == 1)
+    assert (capfd.readouterr(), caplog.records) == (("", ""), [])
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_flood_of_connections_takes_no_more_than_the_bound(board):
+    before = descriptors()
+    with contextlib.ExitStack() as flood:
+        for _ in range(200):
+            one = flood.enter_context(socket.create_connection((board.host, board.port)))
+            with contextlib.suppress(ConnectionError):  # closed already, as one too many
+                one.sendall(b"GET /status.json HTTP/1.1\r\nHo")
+        with contextlib.suppress(ConnectionError):
+            assert raw(board, b"") == b""  # closed: all before it have been seen to
+        assert descriptors() < before + 200 + dashboard.MAX_CONNECTIONS + 10
+        assert len(threads()) == 1 + dashboard.MAX_CONNECTIONS
+    until(lambda: (descriptors(), len(threads())) == (before, 1))
+    assert ask(board, "/status.json")[0] == 200
+
+
+def test_those_that_are_there_are_served_during_a_flood(board, monkeypatch):
+    monkeypatch.setattr(dashboard, "MAX_CONNECTIONS", 2)
+    with contextlib.ExitStack() as flood:
+        early, _ = [
+            flood.enter_context(socket.create_connection((board.host, board.port), timeout=10))
+            for _ in range(2)
+        ]
+        until(lambda: len(threads()) == 3)
+        assert raw(board, b"") == b""  # closed at once
+        early.sendall(b"GET /status.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert early.recv(4096).split()[1] == b"200"
+
+
+@pytest.mark.parametrize("sent", [b"G", b"GET / HTTP/1.1\r\nA: "])
+def test_a_request_that_comes_byte_by_byte_is_cut_off_in_time(board, monkeypatch, sent):
+    monkeypatch.setattr(dashboard, "_REQUEST_S", 0.5)
+
+    def send_slowly(slow):
+        deadline = time.monotonic() + 8
+        while time.monotonic() < deadline:
+            slow.sendall(b"x")
+            assert ask(board, "/status.json")[0] == 200
+            time.sleep(0.05)
+
+    with socket.create_connection((board.host, board.port), timeout=10) as slow:
+        slow.sendall(sent)
+        with pytest.raises(ConnectionError):
+            send_slowly(slow)
+    until(lambda: len(threads()) == 1)
+
+
+def test_an_answer_that_nobody_takes_is_cut_off_in_time(board, monkeypatch):
+    monkeypatch.setattr(dashboard, "_REQUEST_S", 0.5)
+    monkeypatch.setattr(dashboard, "_page", lambda: bytes(1 << 26))
+    with socket.create_connection((board.host, board.port), timeout=10) as one:
+        one.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda: len(threads()) == 2)
+        until(lambda: len(threads()) == 1)
+    assert ask(board, "/status.json")[0] == 200
+
+
+def test_a_look_that_fails_is_shown_until_one_works():
+    broken = threading.Event()
+    num_looks = 0
+
+    def look():
+        nonlocal num_looks
+        num_looks += 1
+        if broken.is_set():
+            raise ZeroDivisionError("no replicas")
+        return status(replica("0"))
+
+    with Dashboard(look) as board:
+        until(lambda: len(board._samples) == 1)
+        broken.set()
+        looked = num_looks
+        until(lambda: num_looks > looked)  # by the dashboard itself
+        for path in ("/status.json", "/history.json"):
+            code, _, told = ask(board, path)
+            assert (code, json.loads(told)) == (503, {"error": "ZeroDivisionError: no replicas"})
+        assert ask(board, "/")[0] == 200
+        broken.clear()
+        until(lambda: len(board._samples) == 2)
+        assert ask(board, "/history.json")[0] == 200
+
+
+def test_figures_that_are_not_finite_are_unknown_wherever_they_are():
+    told = status(
+        replica("0", kv_cache_usage=math.nan, generated_tokens_per_s=math.inf),
+        pushes=(push(12, left_behind={}), push(11, ended_at=-math.inf)),
+    )
+    with Dashboard(lambda: told) as board:
+        until(lambda: board._samples)
+        text = ask(board, "/history.json")[2].decode()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    shown = json.loads(text)
+    assert shown["status"]["replicas"][0]["kv_cache_usage"] is None
+    assert shown["status"]["generated_tokens_per_s"] is None
+    assert shown["status"]["pushes"][1]["ended_at"] is None
+    figures = shown["samples"][0]["replicas"]["0"]
+    assert (figures["kv"], figures["tokens"], figures["waiting"]) == (None, None, 4)
 
 
 # ---------------------------------------------------------------- of a service

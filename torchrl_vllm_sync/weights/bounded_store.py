@@ -78,7 +78,7 @@ class BoundedStore:
 
         def wait() -> str:
             self.raw.wait([key], timedelta(seconds=timeout_s))
-            return self.raw.get(key).decode()
+            return self.raw.get(key).decode(errors="replace")  # anybody may have written it
 
         return self._call(wait, timeout_s + LAST_WORD_S)
 

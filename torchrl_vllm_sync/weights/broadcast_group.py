@@ -7,7 +7,9 @@ for ever: each wait has a deadline, after which the communicator is given up on 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,8 @@ TRAINER_RANK = 0
 SPIN_S = 50e-6
 STORE_POLL_S = 50e-6
 WATCH_S = 0.05
+# Seconds that the end of a group waits for Gloo to end what was under way.
+END_TIMEOUT_S = 0.2
 LEFT, GIVEN_UP, ONE_CHANNEL = "left", "given-up", "one-channel"
 CLOSED = "the group is not connected, or was closed after a failure"
 
@@ -65,6 +69,7 @@ class BroadcastGroup:
         self._store: BoundedStore | None = store
         # Of torch's own kinds, whose type stubs lack most methods.
         self._group: Any = None
+        self._under_way: deque[dist.Work] = deque()  # with Gloo
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @classmethod
@@ -182,7 +187,8 @@ class BroadcastGroup:
         with self._nccl_environment():
             self._group = self._make_group(max(deadline - time.monotonic(), 1.0))
             with self.side_stream():
-                self.broadcast(word, timeout_s=max(deadline - time.monotonic(), 1.0)).wait()
+                work = self.broadcast(word, timeout_s=max(deadline - time.monotonic(), 1.0))
+                self.wait(work, watch)
         self.synchronize(deadline=deadline, watch=watch)
         if word.item() != 1.0:
             raise TransferError(f"rank {self.rank} received nothing from the trainer")
@@ -202,7 +208,12 @@ class BroadcastGroup:
         options.rootRank, options.rootTensor = TRAINER_RANK, 0
         options.timeout = timedelta(seconds=timeout_s)
         options.asyncOp = True
-        return self._group.broadcast([tensor], options)
+        work = self._group.broadcast([tensor], options)
+        if self._stream is None:
+            while self._under_way and self._under_way[0].is_completed():
+                self._under_way.popleft()
+            self._under_way.append(work)
+        return work
 
     def broadcast_together(
         self, tensors: Sequence[torch.Tensor], *, timeout_s: float
@@ -221,6 +232,38 @@ class BroadcastGroup:
         finally:
             work = self._group._end_coalescing()
         return [work]
+
+    def wait(self, work: dist.Work, watch: Callable[[], None] | None = None) -> None:
+        """Waits for one transfer; on CUDA the current stream does, not the host.
+
+        Gloo forgets who waits for a message when the connection closes in the middle of it (torch
+        2.13), so this looks now and then who is still there.
+
+        Args:
+            work: From :meth:`broadcast`.
+            watch: Called about every 50 ms on a CPU; raises to give up early.
+
+        Raises:
+            RuntimeError: The communicator failed.
+            TransferError: Somebody has left the group.
+        """
+        while self._stream is None and not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # not yet, or a failure: see the last line
+                work.wait(timedelta(seconds=WATCH_S))
+            if not work.is_completed():
+                self._raise_if_left(watch)
+        work.wait()
+
+    def _raise_if_left(self, watch: Callable[[], None] | None) -> None:
+        """Raises if ``watch`` does, or if somebody has left the group."""
+        if watch is not None:
+            watch()
+        if self._group is None:
+            raise TransferError(CLOSED)
+        if self.rank != TRAINER_RANK:
+            self.raise_if_given_up()
+        elif self.was_left:
+            raise TransferError("a worker left the group during a transfer")
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -284,13 +327,31 @@ class BroadcastGroup:
     def abort(self) -> None:
         """Gives the communicator up, whatever it is doing; on CUDA this ends waiting kernels.
 
-        Workers hear of it when the trainer does it, see :meth:`raise_if_given_up`.
+        No tensor is written to any more. Workers hear of it when the trainer does it, see
+        :meth:`raise_if_given_up`.
         """
         group, self._group = self._group, None
-        if group is not None:
-            if self.rank == TRAINER_RANK and self._store is not None:
-                self._store.set(GIVEN_UP, "1")
+        if group is None:
+            return
+        if self.rank == TRAINER_RANK and self._store is not None:
+            self._store.set(GIVEN_UP, "1")
+        if self._stream is not None:
             group.abort()
+            return
+        self._close_connections(group)
+        works, self._under_way = list(self._under_way), deque()
+        if not _have_ended(works, time.monotonic() + END_TIMEOUT_S):
+            # The group's destructor would wait for them here.
+            threading.Thread(
+                target=_keep, args=(group, works), name="gloo-ends", daemon=True
+            ).start()
+
+    def _close_connections(self, group: Any) -> None:  # noqa: ANN401  of torch, whose stubs lack it
+        """Closes them as Gloo does when a receive is late; it has no ``abort`` (torch 2.13)."""
+        for peer in range(self.rendezvous.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):  # in time, as nobody sends it
+                    group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
 
     def raise_if_given_up(self) -> None:
         """On a worker: what a wait for the trainer calls now and then.
@@ -371,3 +432,18 @@ class BroadcastGroup:
         if self._stream is None:
             return contextlib.nullcontext()
         return nccl_environment(self.rendezvous.interface)
+
+
+def _have_ended(works: Sequence[dist.Work], deadline: float) -> bool:
+    """Waits until all have ended, however; returns whether they had by ``deadline``."""
+    while not all(one.is_completed() for one in works):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-3)
+    return True
+
+
+def _keep(group: object, works: Sequence[dist.Work]) -> None:  # noqa: ARG001
+    """Keeps a group until what waits in it has run out of time."""
+    while not _have_ended(works, time.monotonic()):
+        time.sleep(WATCH_S)

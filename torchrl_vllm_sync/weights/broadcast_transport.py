@@ -23,13 +23,13 @@ from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
 from torchrl_vllm_sync.weights.watched import raise_exceptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.packer import Packer
     from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import PauseMode, PendingCalls, ReplicaClient
+    from torchrl_vllm_sync.weights.transport import PauseMode, ReplicaClient
 
 __all__ = ["BroadcastTransport"]
 
@@ -250,8 +250,12 @@ class BroadcastTransport:
         )
         called = time.perf_counter()
         whole = self._whole if direct else None
-        streams = self._streams(group, layout, source, whole, packer, num_passes, deadline)
-        failure = self._transfer(group, streams, calls, deadline, times)
+
+        def watch() -> None:
+            raise_exceptions(calls.failures())
+
+        streams = self._streams(group, layout, source, whole, packer, num_passes, deadline, watch)
+        failure = self._transfer(group, streams, watch, deadline, times)
         sent = time.perf_counter()
         began_here = failure is not None and not calls.failures()
         if failure is not None:
@@ -289,13 +293,14 @@ class BroadcastTransport:
         packer: Packer | None,
         num_passes: int,
         deadline: float,
+        watch: Callable[[], None],
     ) -> Iterator[None]:
         """Queues the passes of one push, one each time it is asked."""
         for number in range(num_passes):
             if number == 0 and whole is not None:
-                broadcast_tensors(group, whole, deadline=deadline)
+                broadcast_tensors(group, whole, deadline=deadline, watch=watch)
             elif packer is not None:
-                send_buckets(group, layout, self._buffers, packer, deadline=deadline)
+                send_buckets(group, layout, self._buffers, packer, deadline=deadline, watch=watch)
                 if isinstance(packer, StreamingPacker):
                     packer.finish()
                     packer = StreamingPacker(layout, source, group.device)
@@ -305,16 +310,12 @@ class BroadcastTransport:
         self,
         group: BroadcastGroup,
         streams: Iterator[None],
-        calls: PendingCalls,
+        watch: Callable[[], None],
         deadline: float,
         times: PhaseTimes,
     ) -> SyncError | None:
         """Sends everything once all are ready; returns what went wrong on this side."""
         begin = time.perf_counter()
-
-        def watch() -> None:
-            raise_exceptions(calls.failures())
-
         try:
             StartSignal(group, self._push_id).give(deadline=deadline, watch=watch)
             ready = time.perf_counter()

@@ -49,6 +49,7 @@ def send_buckets(
     pack: Callable[[int, torch.Tensor], None],
     *,
     deadline: float,
+    watch: Callable[[], None] | None = None,
 ) -> None:
     """Packs and broadcasts every bucket; on CUDA it only queues the work.
 
@@ -58,29 +59,24 @@ def send_buckets(
         buffers: From :func:`make_buffers`.
         pack: Fills a buffer with the bucket of that number.
         deadline: ``time.monotonic()`` at which each transfer must have ended.
+        watch: See :meth:`BroadcastGroup.wait`.
 
     Raises:
-        RuntimeError: The communicator failed.
+        RuntimeError: The communicator failed, or somebody left the group.
     """
     works: list[dist.Work | None] = [None] * len(buffers)
-    work: dist.Work | None = None
-    try:
-        with group.side_stream():
-            for index, bucket in enumerate(layout.buckets):
-                slot = index % len(buffers)
-                if (work := works[slot]) is not None:
-                    work.wait()
-                pack(index, buffers[slot])
-                works[slot] = group.broadcast(
-                    buffers[slot][: bucket.num_bytes], timeout_s=_left(deadline)
-                )
-            for work in works:
-                if work is not None:
-                    work.wait()
-    finally:
-        # The traceback of an error would keep them, and they the connections that peers wait on.
-        works.clear()
-        work = None
+    with group.side_stream():
+        for index, bucket in enumerate(layout.buckets):
+            slot = index % len(buffers)
+            if (work := works[slot]) is not None:
+                group.wait(work, watch)
+            pack(index, buffers[slot])
+            works[slot] = group.broadcast(
+                buffers[slot][: bucket.num_bytes], timeout_s=_left(deadline)
+            )
+        for work in works:
+            if work is not None:
+                group.wait(work, watch)
 
 
 def receive_buckets(
@@ -105,7 +101,7 @@ def receive_buckets(
         Numbers of the layout's buckets, in order.
 
     Raises:
-        RuntimeError: The communicator failed.
+        RuntimeError: The communicator failed, or the trainer gave it up.
     """
     works: deque[dist.Work] = deque()
 
@@ -117,7 +113,7 @@ def receive_buckets(
     for index in range(len(buffers)):
         ask(index)
     for index in range(len(layout.buckets)):
-        works.popleft().wait()
+        group.wait(works.popleft())
         yield index
         ask(index + len(buffers))
 

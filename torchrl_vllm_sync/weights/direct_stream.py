@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -51,7 +51,11 @@ def sendable_tensors(
 
 
 def broadcast_tensors(
-    group: BroadcastGroup, tensors: Sequence[torch.Tensor], *, deadline: float
+    group: BroadcastGroup,
+    tensors: Sequence[torch.Tensor],
+    *,
+    deadline: float,
+    watch: Callable[[], None] | None = None,
 ) -> None:
     """Broadcasts ``tensors`` in place: on the trainer they are sent, elsewhere overwritten.
 
@@ -61,9 +65,10 @@ def broadcast_tensors(
         group: The connected group.
         tensors: Contiguous, of the same sizes and dtypes in the same order on every rank.
         deadline: ``time.monotonic()`` at which each transfer must have ended.
+        watch: See :meth:`BroadcastGroup.wait`.
 
     Raises:
-        RuntimeError: The communicator failed.
+        RuntimeError: The communicator failed, or somebody left the group.
     """
     with group.side_stream():
         works = [
@@ -75,4 +80,4 @@ def broadcast_tensors(
             )
         ]
         for work in works:
-            work.wait()
+            group.wait(work, watch)

@@ -48,7 +48,7 @@ class Announcement:
     """What the sending rank tells the others at the end of a push.
 
     Attributes:
-        outcome: Handed to each ``participate()``: plain values, or this library's dataclasses.
+        outcome: Handed to each ``participate()``: what JSON holds, or this library's dataclasses.
     """
 
     outcome: Any = None
@@ -196,7 +196,7 @@ class ShardedModuleSource:
             while not isinstance(call := followed.next(), Verdict):
                 with self._launching(followed) as watch:
                     if call != expected:  # a reader that stopped early begins again
-                        prepared = self._prepare(groups[call], tensors)
+                        prepared = self._prepare(self._called(groups, call), tensors)
                     prepared.launch(watch)
                 under_way.append(prepared)
                 expected = (call + 1) % len(groups)
@@ -248,6 +248,12 @@ class ShardedModuleSource:
         with self._launching(self._round) as watch:
             gather.launch(watch)
         return gather
+
+    def _called(self, groups: list[list[Bundle]], call: int) -> list[Bundle]:
+        """Returns the group that this rank was called for."""
+        if call >= len(groups):
+            raise TrainerRankError(self._ranks.leader, f"called for group {call} of {len(groups)}")
+        return groups[call]
 
     @contextmanager
     def _launching(self, turn: LeadingRound | FollowingRound) -> Iterator[Callable[[], None]]:

@@ -67,7 +67,7 @@ class StartSignal:
         except DistError as error:
             raise TransferError(f"the trainer did not begin the transfer: {error}") from error
         if word != GO:
-            raise TransferError(f"the trainer called the transfer off: {word}")
+            raise TransferError(f"the trainer called the transfer off: {word[:500]}")
 
     @property
     def _start_key(self) -> str:

@@ -11,20 +11,20 @@ not begin a gather that the others are in. Their process group is out of step fr
 there is no other round.
 
 Everybody who reaches the store can write into it, and torch's listens on all interfaces: so a
-verdict may hold plain values and this library's own dataclasses, and reading it calls nothing else.
+verdict is JSON, of bounded size, with plain values and this library's own dataclasses in it, and
+whatever else a key may hold ends in an error of this module.
 """
 
 from __future__ import annotations
 
-import base64
-import io
+import json
 import logging
-import pickle
 import sys
 import time
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -40,19 +40,11 @@ logger = logging.getLogger(__name__)
 
 FAILED, GATHER, VERDICT = "!", "g", "v"
 BROKEN = "broken"
-# What damaged pickles make of ``pickle.Unpickler``, as its documentation lists it, and base64.
-_UNREADABLE = (
-    pickle.UnpicklingError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    IndexError,
-    KeyError,
-    TypeError,
-    ValueError,
-    OverflowError,
-    MemoryError,
-)
+# The name of a dataclass, among its fields.
+CLASS = "@"
+# Of one value. What the store is asked for is bounded once it is here: it has no call for less.
+MOST_BYTES = 1 << 22
+MOST_REASON = 1 << 14
 # When something broke off, ranks get as long to show that it was not them.
 GRACE_S = 1.0
 
@@ -144,7 +136,8 @@ class TrainerRanks:
         """
         self._refuse_broken()
         waiting = "begin a push"
-        number = int(_await(self.store, "rounds", timeout_s, self.leader, waiting))
+        text = _await(self.store, "rounds", timeout_s, self.leader, waiting)
+        number = _number(text, self.leader)
         if self.store.check([f"{number}/over"]) or self.store.check([self._joined(number)]):
             number += 1
         _await(self.store, f"{number}/begun", timeout_s, self.leader, waiting)
@@ -160,7 +153,7 @@ class TrainerRanks:
         if isinstance(error, TrainerRankError):
             rank, reason = error.rank, error.reason
         else:
-            rank, reason = self.rank, f"{type(error).__name__}: {error}"
+            rank, reason = self.rank, _words_of(error)
         try:
             if not self.store.check([BROKEN]):
                 self.store.set(BROKEN, _written(Verdict(failed_rank=rank, reason=reason)))
@@ -176,7 +169,7 @@ class TrainerRanks:
         try:
             if not self.store.check([BROKEN]):
                 return
-            broken = _read(self.store.get(BROKEN).decode())
+            broken = _read(_text(self.store.get(BROKEN), BROKEN))
         except dist.DistError as error:
             raise TrainerRankError(None, f"their store failed: {error}") from error
         raise TrainerRankError(
@@ -212,8 +205,7 @@ class LeadingRound:
         """Tells all ranks that the push succeeded; one that is not there any more is logged.
 
         Args:
-            outcome: Handed to all of them: plain values and containers, and dataclasses of this
-                library.
+            outcome: Handed to all of them: what JSON can hold, and dataclasses of this library.
 
         Raises:
             TypeError: ``outcome`` holds something else.
@@ -230,7 +222,7 @@ class LeadingRound:
         if isinstance(error, TrainerRankError):
             verdict = Verdict(failed_rank=error.rank, reason=error.reason)
         else:
-            verdict = Verdict(None, self._ranks.leader, f"{type(error).__name__}: {error}")
+            verdict = Verdict(None, self._ranks.leader, _words_of(error))
             try:
                 if not self._is_broken:  # all have joined then, and wait in a gather
                     self._await_ready()
@@ -251,7 +243,7 @@ class LeadingRound:
         """
         for key, rank in self._keys().items():
             if self._store.check([key]):
-                self._raise_if_failed(rank, self._store.get(key).decode())
+                self._raise_if_failed(rank, _text(self._store.get(key), key))
 
     def blame(self, reason: str) -> TrainerRankError:
         """Returns the error for a gather that broke off, after a look at who is still there.
@@ -276,7 +268,8 @@ class LeadingRound:
             return
         try:
             self._store.wait(list(keys), timedelta(seconds=timeout_s))
-            said = [one.decode() for one in self._store.multi_get(list(keys))]
+            values = self._store.multi_get(list(keys))
+            said = [_text(one, key) for one, key in zip(values, keys, strict=True)]
         except dist.DistStoreError as error:
             self.raise_reported()
             missing = [rank for key, rank in keys.items() if not self._store.check([key])]
@@ -315,12 +308,12 @@ class LeadingRound:
         """Deletes the keys of a round, whose verdict all have read who joined the one after it."""
         if not self._store.check([f"{number}/over"]):
             return
-        steps = int(self._store.get(f"{number}/over"))
-        keys = [f"{number}/begun", *(f"{number}/next/{step}" for step in range(steps))]
-        for rank in self._ranks.ranks[1:]:
-            keys += [f"{number}/joined/{rank}"]
-        for key in keys:
+        joined = (f"{number}/joined/{rank}" for rank in self._ranks.ranks[1:])
+        for key in (f"{number}/begun", *joined):
             self._store.delete_key(key)
+        step = 0
+        while self._store.delete_key(f"{number}/next/{step}"):
+            step += 1
 
 
 class FollowingRound:
@@ -361,7 +354,7 @@ class FollowingRound:
         if call.startswith(VERDICT):
             self._drop([self._step])
             return _read(call)
-        return int(call.removeprefix(GATHER))
+        return _number(call.removeprefix(GATHER), leader)
 
     def launched(self) -> None:
         """Says that this rank's part of the gather has begun, so that the next may be called.
@@ -384,7 +377,7 @@ class FollowingRound:
         """
         key = f"{self._number}/next/{self._step + 1}"
         if self._store.check([key]):
-            verdict = _read(self._store.get(key).decode())
+            verdict = _read(_text(self._store.get(key), key))
             raise TrainerRankError(verdict.failed_rank, verdict.reason)
 
     def explain(self, error: TrainerRankError) -> TrainerRankError:
@@ -399,7 +392,7 @@ class FollowingRound:
 
     def fail(self, error: BaseException) -> None:
         """Tells the leader that this rank takes no further part, if it can still be told."""
-        text = f"{FAILED}{type(error).__name__}: {error}"
+        text = FAILED + _words_of(error)
         try:
             for step in (self._step, self._step + 1):
                 self._store.set(self._ready(step), text)
@@ -422,32 +415,38 @@ class FollowingRound:
             self._store.delete_key(self._ready(step))
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Builds plain values and this library's dataclasses; every other class or function it refuses.
-
-    Source of the rule: "Restricting Globals" of Python's ``pickle``.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
-        if module.partition(".")[0] == __name__.partition(".")[0] and module in sys.modules:
-            found = vars(sys.modules[module]).get(name)
-            if isinstance(found, type) and is_dataclass(found) and found.__module__ == module:
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no dataclass of this library")
-
-
 def _written(verdict: Verdict) -> str:
     """Writes a verdict as text.
 
     Raises:
         TypeError: It holds what :func:`_read` would refuse.
     """
-    pickled = pickle.dumps(verdict)
     try:
-        _PlainUnpickler(io.BytesIO(pickled)).load()
-    except pickle.UnpicklingError as error:
+        text = VERDICT + json.dumps(_plain(verdict))
+    except (ValueError, RecursionError) as error:
         raise TypeError(f"an outcome must be plain values or this library's: {error}") from error
-    return VERDICT + base64.b64encode(pickled).decode()
+    if len(text) > MOST_BYTES:
+        raise TypeError(f"an outcome must have at most {MOST_BYTES} bytes, got {len(text)}")
+    return text
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401  whatever the ranks are to know
+    """Returns a value as JSON holds it, dataclasses of this library with their names.
+
+    Raises:
+        TypeError: Something in it would come out otherwise than it went in.
+    """
+    kind = type(value)
+    if is_dataclass(kind) and _class_of(_name_of(kind)) is kind:
+        told = {each.name: _plain(getattr(value, each.name)) for each in fields(kind)}
+        return {CLASS: _name_of(kind), **told}
+    if kind is dict and CLASS not in value and all(type(name) is str for name in value):
+        return {name: _plain(one) for name, one in value.items()}
+    if kind is list:
+        return [_plain(one) for one in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise TypeError(f"an outcome must be plain values or this library's, got {kind.__qualname__}")
 
 
 def _read(call: str) -> Verdict:
@@ -457,13 +456,95 @@ def _read(call: str) -> Verdict:
         TrainerRankError: It is none.
     """
     try:
-        pickled = base64.b64decode(call.removeprefix(VERDICT), validate=True)
-        verdict = _PlainUnpickler(io.BytesIO(pickled)).load()
-    except _UNREADABLE as error:
+        verdict = _built(json.loads(call.removeprefix(VERDICT)))
+    except (ValueError, TypeError, NameError, RecursionError) as error:
         raise TrainerRankError(None, f"their store holds no verdict: {error}") from error
     if not isinstance(verdict, Verdict):
         raise TrainerRankError(None, f"their store holds no verdict: {type(verdict).__name__}")
     return verdict
+
+
+def _built(value: Any) -> Any:  # noqa: ANN401  what JSON holds
+    """Returns what :func:`_plain` was given.
+
+    Raises:
+        TypeError: It names what is no dataclass of this library, or other fields than that has.
+        NameError: It names one whose fields' types are not known at run time.
+    """
+    if isinstance(value, list):
+        return [_built(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    told = {name: _built(one) for name, one in value.items()}
+    if CLASS not in told:
+        return told
+    name = told.pop(CLASS)
+    kind = _class_of(name)
+    if kind is None:
+        raise TypeError(f"{name!r:.200} is no dataclass of this library")
+    types = get_type_hints(kind)
+    if told.keys() != {each.name for each in fields(kind)}:
+        raise TypeError(f"{name} has other fields")
+    if wrong := [field for field, one in told.items() if not _fits(one, types[field])]:
+        raise TypeError(f"{name} has fields of other types: {', '.join(wrong)}")
+    return kind(**told)
+
+
+def _fits(value: Any, kind: Any) -> bool:  # noqa: ANN401  what JSON holds, and a type
+    """Returns whether ``value`` is of that type, to the last entry."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(one, parts[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(one, parts[1]) for one in value.values())
+    return kind is Any or isinstance(value, int | float if kind is float else kind)
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _class_of(name: object) -> Any:  # noqa: ANN401  a class, or None
+    """Returns the dataclass of this library that has that name; imports nothing."""
+    module, _, own = str(name).rpartition(".")
+    if module.partition(".")[0] != __name__.partition(".")[0] or module not in sys.modules:
+        return None
+    found = vars(sys.modules[module]).get(own)
+    is_here = isinstance(found, type) and is_dataclass(found) and found.__module__ == module
+    return found if is_here else None
+
+
+def _words_of(error: BaseException) -> str:
+    """Returns what the other ranks are told of an error."""
+    words = f"{type(error).__name__}: {error}"[:MOST_REASON]
+    return words.encode(errors="backslashreplace").decode()
+
+
+def _number(text: str, rank: int | None) -> int:
+    """Reads a number that a rank wrote.
+
+    Raises:
+        TrainerRankError: It is none.
+    """
+    if not (text.isascii() and text.isdecimal() and len(text) < 16):
+        raise TrainerRankError(rank, f"wrote {text!r:.50} where a number belongs")
+    return int(text)
+
+
+def _text(value: bytes, key: str) -> str:
+    """Reads what the store holds under ``key``.
+
+    Raises:
+        TrainerRankError: It is no text, or too long.
+    """
+    if len(value) > MOST_BYTES:
+        raise TrainerRankError(None, f"their store holds {len(value)} bytes under {key}")
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise TrainerRankError(None, f"their store holds no text under {key}: {error}") from error
 
 
 def _await(store: Store, key: str, timeout_s: float, leader: int, what: str) -> str:
@@ -471,7 +552,7 @@ def _await(store: Store, key: str, timeout_s: float, leader: int, what: str) -> 
     begin = time.monotonic()
     try:
         store.wait([key], timedelta(seconds=timeout_s))
-        return store.get(key).decode()
+        return _text(store.get(key), key)
     except dist.DistStoreError as error:
         raise TrainerRankError(leader, f"did not {what} within {timeout_s:g} s") from error
     except dist.DistError as error:
