@@ -1,14 +1,20 @@
-"""In which state an update leaves a replica that has not joined its service yet."""
+"""In which state an update leaves a replica: one that has not joined yet, one that reads torn."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.admission import AdmissionGate
+from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
 from torchrl_vllm_sync.engine.updates import WeightUpdates
-from torchrl_vllm_sync.errors import SyncError
+from torchrl_vllm_sync.errors import SnapshotError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.weights.lease import held_leases
+from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.source import MappingSource
 
 STARTING, SERVING, STALE = ReplicaState.STARTING, ReplicaState.SERVING, ReplicaState.STALE
 
@@ -77,3 +83,81 @@ async def test_one_that_was_not_removed_after_all_serves_again(updates):
     updates.drain()
     updates.undrain()
     assert updates._gate.state is STALE
+
+
+class Stored:
+    """A directory with version 1, of which the engine's one worker loads as it is told."""
+
+    def __init__(self, updates, directory, monkeypatch):
+        self.updates, self.directory, self.done = updates, directory, []
+        self.during, self.error = lambda: None, ""
+        self.loads = SnapshotLoads(updates, "rollouts", list)
+        self.writer = SnapshotWriter(directory, num_slots=2, max_slots=2, lease_timeout_s=1e-3)
+        self.publish(1)
+        monkeypatch.setattr(internals, "call_workers", self.call_workers)
+        monkeypatch.setattr(internals, "set_weight_label", self.step("label"))
+        updates._engine.resume_generation = self.step("resume")
+        updates._gate.set(SERVING)
+
+    def publish(self, *versions):
+        for version in versions:
+            source = MappingSource({"a": torch.full((9,), float(version))})
+            self.writer.publish(source, source.metadata(), version)
+
+    def step(self, name):
+        async def taken(*_):
+            self.done.append((name, len(held_leases(self.directory, 0.0))))
+
+        return taken
+
+    async def call_workers(self, *_):
+        self.during()
+        return [
+            {"error": self.error, "num_tensors": 1, "attempts": 1, "path": "", "path_reason": ""}
+        ]
+
+    async def load(self):
+        return await self.loads.load(str(self.directory), None, at_least=1, timeout_s=5.0)
+
+
+@pytest.fixture
+def stored(updates, tmp_path, monkeypatch):
+    stored = Stored(updates, tmp_path / "weights", monkeypatch)
+    yield stored
+    if stored.directory.exists():
+        stored.writer.close()
+
+
+async def test_what_was_read_is_proved_whole_before_it_is_labelled(stored):
+    assert (await stored.load()).version == 1
+    assert stored.done == [("label", 0), ("resume", 0)], "with no lease held any more"
+    assert stored.updates._gate.state is SERVING
+
+
+@pytest.mark.parametrize("fault", ["recycled", "removed"])
+async def test_what_was_torn_while_it_was_read_is_not_served(stored, fault):
+    stored.during = {
+        "recycled": lambda: stored.publish(2, 3),  # the lease has expired, and the slot is 3's now
+        "removed": lambda: shutil.rmtree(stored.directory),
+    }[fault]
+    with pytest.raises(SnapshotError, match="discard what was read"):
+        await stored.load()
+    assert stored.done == []
+    assert (stored.updates._gate.state, stored.updates.whole) == (STALE, False)
+    assert (stored.updates.version, stored.loads.source) == (0, None)
+
+
+async def test_a_load_that_failed_is_told_of_and_not_what_became_of_the_snapshot(stored):
+    stored.during, stored.error = lambda: shutil.rmtree(stored.directory), "the disk is gone"
+    with pytest.raises(SyncError, match="worker 0 could not load: the disk is gone"):
+        await stored.load()
+    assert stored.updates._gate.state is STALE
+
+
+async def test_a_directory_removed_once_all_is_loaded_does_no_harm(stored):
+    async def remove(*_):
+        shutil.rmtree(stored.directory)
+
+    stored.updates._engine.resume_generation = remove
+    assert (await stored.load()).version == 1
+    assert stored.updates._gate.state is SERVING
