@@ -30,11 +30,11 @@ def updates(monkeypatch):
     return WeightUpdates(engine, AdmissionGate("0"))
 
 
-async def load(updates, version, error="", before=lambda: None):
+async def load(updates, version, error="", before=lambda: None, untouched=True):
     async def answers(timeout_s):
         del timeout_s
         before()
-        told = {"error": error, "untouched": True, "num_tensors": 1, "attempts": 1}
+        told = {"error": error, "untouched": untouched, "num_tensors": 1, "attempts": 1}
         return [{**told, "path": "plan", "path_reason": ""}]
 
     async with updates.exclusive(1.0):
@@ -64,6 +64,19 @@ async def test_one_that_serves_goes_on_after_an_update_that_failed(updates):
     updates._gate.set(SERVING)
     with pytest.raises(SyncError, match="disk"):
         await load(updates, 3, "the disk is gone")
+    assert updates._gate.state is SERVING
+
+
+@pytest.mark.parametrize("untouched", [True, False])
+async def test_a_load_that_broke_off_says_whether_the_weights_are_whole(updates, untouched):
+    updates._gate.set(SERVING)
+    with pytest.raises(SyncError) as caught:
+        await load(updates, 3, "the trainer is gone", untouched=untouched)
+    told = "its weights are not whole, and it is stale until the next push repairs it"
+    assert (told in str(caught.value)) is not untouched
+    assert "worker 0 could not load: the trainer is gone" in str(caught.value)
+    assert updates._gate.state is (SERVING if untouched else STALE)
+    await load(updates, 4)
     assert updates._gate.state is SERVING
 
 

@@ -32,6 +32,8 @@ RESUME_TIMEOUT_S = 30.0
 HEARTBEAT_S = 5.0
 # Seconds between looks at whether an engine core that owes an answer is still alive.
 POLL_S = 0.5
+# What a replica adds to the reason when a load broke off that had begun to write.
+NOT_WHOLE = "its weights are not whole, and it is stale until the next push repairs it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +235,8 @@ class WeightUpdates:
             ]
             if failures:
                 self.whole = was_whole and all(one.get("untouched") for one in answers)
-                raise SyncError("; ".join(failures))
+                told = "; ".join(failures)
+                raise SyncError(told if self.whole else f"{NOT_WHOLE}: {told}")
             loaded = time.perf_counter()
             await self.ask(
                 "labelling",
