@@ -1,5 +1,6 @@
-"""In which state an update leaves a replica: one that has not joined yet, one that reads torn."""
+"""In which state an update leaves a replica, and whose push it lets in."""
 
+import dataclasses
 import shutil
 from types import SimpleNamespace
 
@@ -9,12 +10,13 @@ import torch
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.admission import AdmissionGate
 from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
-from torchrl_vllm_sync.engine.updates import WeightUpdates
-from torchrl_vllm_sync.errors import SnapshotError, SyncError
+from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, WeightUpdates
+from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.weights.lease import held_leases
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.storage import ProcessIdentity
 
 STARTING, SERVING, STALE = ReplicaState.STARTING, ReplicaState.SERVING, ReplicaState.STALE
 
@@ -84,6 +86,60 @@ async def test_one_that_is_being_removed_is_not_admitted(updates):
     updates.drain()
     updates.admit(0, None)
     assert updates._gate.state is ReplicaState.DRAINING
+
+
+ME = ProcessIdentity.current()
+DEAD = dataclasses.replace(ME, start_time=ME.start_time - 1)
+ELSEWHERE = dataclasses.replace(ME, host="another", hostname="far-away", pid=7)
+
+
+def test_a_push_keeps_others_out_until_it_ends(updates):
+    assert not updates.begin_push(ELSEWHERE, "a", 1), "nobody pushed before"
+    for trainer, sender in [(ME, "b"), (ME, "a"), (ELSEWHERE, "b")]:
+        with pytest.raises(PushUnderWayError, match="pid 7 on far-away; push again") as caught:
+            updates.begin_push(trainer, sender, 1)
+        assert (caught.value.host, caught.value.pid) == ("far-away", 7)
+    updates.end_push("b", 1)
+    with pytest.raises(PushUnderWayError):
+        updates.begin_push(ME, "b", 1)
+    updates.end_push("a", 1)
+    assert not updates.begin_push(ME, "b", 1)
+    updates.end_push("b", 1)
+    assert updates.begin_push(ME, "b", 2)
+
+
+def test_the_end_of_a_push_that_comes_late_does_not_end_the_next(updates):
+    updates.begin_push(ME, "a", 1)
+    assert updates.begin_push(ME, "a", 2)
+    updates.end_push("a", 1)
+    with pytest.raises(PushUnderWayError):
+        updates.begin_push(ME, "b", 1)
+
+
+def test_a_trainer_that_died_keeps_nobody_out(updates):
+    updates.begin_push(DEAD, "a", 1)
+    assert not updates.begin_push(ME, "b", 1)
+
+
+def test_a_trainer_elsewhere_keeps_others_out_as_long_as_it_gives_signs_of_life(
+    updates, monkeypatch
+):
+    now = [0.0]
+    monkeypatch.setattr("torchrl_vllm_sync.engine.updates.time.monotonic", lambda: now[0])
+    updates.begin_push(ELSEWHERE, "a", 1)
+    now[0] += PUSH_SILENCE_S - 1
+    updates.keep_push("a", 1)
+    updates.keep_push("a", 2)
+    updates.keep_push("b", 1)
+    now[0] += PUSH_SILENCE_S - 1
+    with pytest.raises(PushUnderWayError):
+        updates.begin_push(ME, "b", 1)
+    now[0] += 2
+    assert not updates.begin_push(ME, "b", 1)
+    updates.keep_push("a", 1)
+    updates.end_push("a", 1)
+    with pytest.raises(PushUnderWayError):
+        updates.begin_push(ELSEWHERE, "a", 2)
 
 
 async def test_one_that_was_not_removed_after_all_serves_again(updates):
