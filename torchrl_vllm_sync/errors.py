@@ -19,6 +19,7 @@ __all__ = [
     "LaunchError",
     "NoReplicaAvailableError",
     "PlacementError",
+    "PushUnderWayError",
     "ReplicaUnavailableError",
     "RequestLostError",
     "ServiceClosedError",
@@ -181,6 +182,25 @@ class TransferNotReadyError(SyncError, RuntimeError):
 
     It did nothing: requests go on, and the calls that were in order stay in force.
     """
+
+
+class PushUnderWayError(SyncError, RuntimeError):
+    """Another trainer is pushing to the service; this push touched nothing and may be repeated.
+
+    Attributes:
+        host: Name of the host that the other trainer runs on.
+        pid: Its process id there.
+    """
+
+    def __init__(self, host: str, pid: int) -> None:
+        super().__init__(host, pid)
+        self.host, self.pid = host, pid
+
+    def __str__(self) -> str:
+        return (
+            f"another trainer is pushing to this service: pid {self.pid} on {self.host}; "
+            "push again when it is done"
+        )
 
 
 class WeightMismatchError(SyncError, ValueError):

@@ -80,6 +80,7 @@ class ServiceWeights(ServiceVersions):
                 no bool, or there is no such ``mode``.
             WeightMismatchError: The weights do not fit the model; nothing was sent.
             StaleVersionError: ``version`` is older than the newest; nothing was sent.
+            PushUnderWayError: Another trainer is pushing; nothing was sent.
             SnapshotError: The memmap transport could not store the weights; nothing was loaded.
             WeightSyncError: No replica reached the version, or with ``strict`` some did not; these
                 take no requests until they do. Pushing the same version again is safe. If none

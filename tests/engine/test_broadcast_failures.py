@@ -13,7 +13,7 @@ from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import FaultyActor, engine_core_pid
 from tests.engine.requests import eventually
-from tests.engine.trainers import Trainer, broadcast
+from tests.engine.trainers import Breaking, Rival, Trainer, broadcast
 from torchrl_vllm_sync import AsyncVLLM, attach
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
@@ -190,24 +190,18 @@ def test_an_older_version_than_replicas_hold_touches_nothing(faulty, trained):
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyError])
 def test_a_source_that_breaks_off_is_named_and_repaired(faulty, trained, kind):
-    from torchrl_vllm_sync.weights.source import MappingSource
-
-    class Breaking(MappingSource):
-        def views(self):
-            return None
-
-        def __iter__(self):
-            for index, item in enumerate(super().__iter__()):
-                if index == 20:
-                    raise kind("the trainer has had enough")
-                yield item
-
     perturbed(trained, seed=14)
-    with Within(15), pytest.raises(WeightSyncError, match="the trainer has had enough") as caught:
-        faulty.push_weights(Breaking(trained.state_dict()), timeout_s=60)
+    source = Breaking(trained.state_dict(), kind("the trainer has had enough"))
+    with Within(15), pytest.raises(WeightSyncError) as caught:
+        faulty.push_weights(source, timeout_s=60)
     assert set(caught.value.failures) == {"0", "1", "2"}
+    for told in caught.value.failures.values():
+        assert "the trainer has had enough" in told
+        assert "its weights are not whole, and it is stale until the next push repairs it" in told
     for index, state in enumerate(states(faulty)):
         assert state is STALE, index
+    with pytest.raises(NoReplicaAvailableError):
+        faulty.generate([5, 6], SamplingParams(max_tokens=1))
     faulty.push_weights(trained)
     wait_until_admitted(faulty)
     assert_holds(faulty, trained)
@@ -406,6 +400,35 @@ def test_staged_weights_need_memory_that_was_asked_for_at_launch(faulty, trained
     faulty.push_weights(other, transport=broadcast(join_timeout_s=5))
     assert faulty.weight_version > version
     assert_holds(faulty, other)
+
+
+# ---------------------------------------------------------------- two trainers
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "memmap"])
+def test_of_two_trainers_at_once_one_pushes_and_the_other_is_told_who(
+    faulty, trained, untied_checkpoint, transport
+):
+    rivals = [Rival.remote(faulty.name, untied_checkpoint, transport) for _ in range(2)]
+    pids = ray.get([one.pid.remote() for one in rivals])
+    pushing = [
+        one.push_all.remote(range(40 + at, 40 + at + 10, 2)) for at, one in enumerate(rivals)
+    ]
+    (first, refused), (second, refused_too) = ray.get(pushing, timeout=240)
+    pushed = {version: seed for one in (first, second) for seed, version in one.items()}
+    assert len(pushed) == 10, "each version is one trainer's"
+    assert refused + refused_too
+    assert {pid for _, pid in refused} <= {pids[1]}
+    assert {pid for _, pid in refused_too} <= {pids[0]}
+    assert max(seconds for seconds, _ in refused + refused_too) < 5
+    wait_until_admitted(faulty)
+    assert {one.weight_version for one in reports(faulty)} == {max(pushed)}
+    last = pushed[max(pushed)]
+    assert_holds(faulty, perturbed(load_tiny_model(untied_checkpoint), seed=last))
+    for one in rivals:
+        ray.kill(one)
+    assert faulty.push_weights(trained).version == max(pushed) + 1  # without being told
+    assert_holds(faulty, trained)
 
 
 # ---------------------------------------------------------------- a trainer that dies

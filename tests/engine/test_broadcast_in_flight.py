@@ -22,7 +22,7 @@ from tests.engine.test_push_in_flight import (
     spans,
     until_running,
 )
-from tests.engine.trainers import broadcast
+from tests.engine.trainers import Breaking, broadcast
 from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
 from torchrl_vllm_sync.replica import ReplicaState
@@ -247,16 +247,22 @@ async def test_staged_weights_keep_requests_and_label_their_tokens(staging):
         assert tokens[switch : switch + 16] == tail
 
 
-def test_a_stage_that_breaks_off_leaves_the_engine_as_it_was(staging):
+@pytest.mark.parametrize("at_fault", ["worker", "source"])
+def test_a_stage_that_breaks_off_leaves_the_engine_as_it_was(staging, at_fault):
     service, path = staging
     model = load_tiny_model(path)
     service.use_transport(broadcast(staged=True, bucket_bytes=2**20))
     version = service.push_weights(model).version
     other = perturbed(load_tiny_model(path), seed=9, scale=0.02)
-    actor = service.actors[0]
-    ray.get(actor.collective_rpc.remote("sync_plan", kwargs={"fail_at": 7, "times": 1}))
-    with pytest.raises(WeightSyncError, match="injected before tensor 7"):
-        service.push_weights(other, timeout_s=30)
+    source = other
+    if at_fault == "worker":
+        actor = service.actors[0]
+        ray.get(actor.collective_rpc.remote("sync_plan", kwargs={"fail_at": 7, "times": 1}))
+    else:
+        source = Breaking(other.state_dict(), RuntimeError("injected before tensor 7"), at=7)
+    with pytest.raises(WeightSyncError, match="injected before tensor 7") as caught:
+        service.push_weights(source, timeout_s=30)
+    assert "not whole" not in str(caught.value)
     (report,) = service.call_replicas("report").values()
     assert (report.state, report.weight_version) == (ReplicaState.SERVING, version)
     assert_holds(service, model)

@@ -1,8 +1,10 @@
 """Pushes that go wrong in a replica, and the twins without which the other tests prove nothing."""
 
 import os
+import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -11,12 +13,20 @@ from vllm import SamplingParams
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import FaultyActor
+from tests.engine.requests import eventually
 from torchrl_vllm_sync import AsyncVLLM
-from torchrl_vllm_sync.errors import NoReplicaAvailableError, WeightSyncError
+from torchrl_vllm_sync.errors import (
+    NoReplicaAvailableError,
+    ReplicaUnavailableError,
+    SnapshotError,
+    WeightSyncError,
+)
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
 from torchrl_vllm_sync.weights.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.source import MappingSource
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
 
@@ -248,6 +258,58 @@ def test_a_damaged_snapshot_is_not_loaded(faulty, trained, tmp_path):
     assert_holds(faulty, trained)
     faulty.push_weights(other, transport=MemmapTransport())
     assert_holds(faulty, other)
+
+
+def test_a_slot_rewritten_in_mid_load_is_not_served(faulty, trained, tmp_path):
+    directory, marker = tmp_path / "slots", tmp_path / "marker"
+    version = faulty.weight_version
+
+    def publish(writer, number):
+        source = MappingSource(perturbed(trained, seed=number).state_dict())
+        writer.publish(source, source.metadata(), version + number)
+
+    plan(faulty, 1, at=20, touch=str(marker))
+    with SnapshotWriter(directory, num_slots=2, max_slots=2, lease_timeout_s=1e-3) as writer:
+        publish(writer, 1)
+        load = faulty.actors[1].load_snapshot.remote(str(directory), None, at_least=1, timeout_s=60)
+        eventually(marker.exists)
+        publish(writer, 2)
+        publish(writer, 3)  # in the slot that is being read, whose lease has expired
+        marker.unlink()
+        with pytest.raises(SnapshotError, match="recycled while version"):
+            ray.get(load, timeout=60)
+    assert states(faulty) == [ReplicaState.SERVING, ReplicaState.STALE]
+    assert reports(faulty)[1].weight_version == version
+    with pytest.raises(ReplicaUnavailableError, match="recycled while"):  # whoever does not know
+        ray.get(faulty.actors[1].generate.remote([5, 6], SamplingParams(max_tokens=1)))
+    faulty.push_weights(trained)
+    wait_until_admitted(faulty)
+    assert_holds(faulty, trained)
+
+
+def test_a_directory_removed_in_mid_push_leaves_stale_who_had_not_finished(
+    faulty, trained, tmp_path
+):
+    directory, marker = tmp_path / "removed", tmp_path / "marker"
+    version = faulty.weight_version + 1
+    plan(faulty, 1, at=20, touch=str(marker))
+    perturbed(trained, seed=18)
+    with ThreadPoolExecutor(1) as pool:
+        pushing = pool.submit(
+            faulty.push_weights, trained, transport=MemmapTransport(directory), timeout_s=60
+        )
+        eventually(marker.exists)
+        eventually(lambda: reports(faulty)[0].weight_version == version)
+        shutil.rmtree(directory)
+        marker.unlink()
+        with pytest.raises(WeightSyncError, match=r"replica 1: .*discard what was read") as caught:
+            pushing.result(timeout=60)
+    assert set(caught.value.failures) == {"1"}
+    assert states(faulty) == [ReplicaState.SERVING, ReplicaState.STALE]
+    assert_holds(faulty, trained, [0])
+    faulty.push_weights(trained, transport=MemmapTransport())
+    wait_until_admitted(faulty)
+    assert_holds(faulty, trained)
 
 
 def test_an_actor_that_does_not_answer_is_named_in_time(faulty, trained):

@@ -2,11 +2,13 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchrl_vllm_sync.errors import (
+    PushUnderWayError,
     StaleVersionError,
     SyncError,
     UnsupportedArgumentError,
@@ -36,6 +38,7 @@ class Replicas:
     def __init__(self, **held):
         self.held, self.states, self.held_back, self.calls = held, {}, [], []
         self.known, self.left_behind, self.answer = {}, {}, {}
+        self.turns, self.refusals = [], {}
 
     def standings(self):
         return {name: self.known.get(name, SERVING) for name in self.held}
@@ -47,6 +50,10 @@ class Replicas:
         self.left_behind |= dict.fromkeys(replica_ids, version)
 
     def start_calls(self, method, calls, **kwargs):
+        if method in ("begin_push", "keep_push", "end_push"):
+            self.turns += [(method, *sorted(calls))] if calls else []
+            answers = {name: self.refusals.get(name, True) for name in calls}
+            return SimpleNamespace(answers=lambda deadline_s: answers)
         if calls:
             self.calls.append(method)
         if method == "hold_back":
@@ -443,3 +450,67 @@ def test_who_joined_during_a_push_is_kept_out_until_it_has_that_version(
     assert replicas.left_behind == {"c": 1}
     pusher.push(WEIGHTS, **options)  # this one reaches it
     assert replicas.held_back == [("c", 1, "run")]
+
+
+# ---------------------------------------------------------------- two trainers
+
+
+def test_one_replica_is_asked_first_and_all_are_told_of_the_end(pusher, replicas, transport):
+    replicas.turns = []
+    push(pusher)
+    assert replicas.turns == [("begin_push", "a"), ("begin_push", "b"), ("end_push", "a", "b")]
+    pusher.open()
+    assert replicas.turns[3:] == replicas.turns[:3]
+
+
+@pytest.mark.parametrize("replica", ["a", "b"])
+def test_a_push_that_another_trainer_keeps_out_touches_nothing(
+    pusher, replicas, transport, replica
+):
+    replicas.refusals = {replica: PushUnderWayError("far-away", 7)}
+    for call in (push, WeightPusher.open):
+        replicas.turns = []
+        with pytest.raises(PushUnderWayError, match="pid 7 on far-away"):
+            call(pusher)
+        assert replicas.turns[-1] == ("end_push", "a", "b")
+    assert (transport.sent, transport.opened_for, replicas.calls) == ([], [], [])
+    replicas.refusals = {}
+    assert push(pusher).version == 1
+
+
+@pytest.mark.parametrize("answer", [TimeoutError("no answer"), SyncError("it is dead")])
+def test_who_cannot_say_who_pushes_is_passed_over(pusher, replicas, answer):
+    replicas.refusals = {"a": answer}
+    assert push(pusher).version == 1
+    replicas.refusals = {"a": answer, "b": PushUnderWayError("far-away", 7)}
+    with pytest.raises(PushUnderWayError):
+        push(pusher)
+
+
+def test_what_another_trainer_pushed_since_is_counted_from(pusher, replicas, transport):
+    push(pusher)
+    replicas.held = {"a": 5, "b": 5}
+    replicas.refusals = {"a": False, "b": False}
+    assert push(pusher).version == 6
+    assert transport.sent == [1, 6]
+
+
+def test_a_push_that_takes_long_gives_signs_of_life_until_it_ends(
+    pusher, replicas, transport, monkeypatch
+):
+    monkeypatch.setattr("torchrl_vllm_sync.weights.push.SIGN_OF_LIFE_S", 0.01)
+    send = transport.send
+
+    def slow(*args, **kwargs):
+        deadline = time.monotonic() + 10
+        while replicas.turns.count(("keep_push", "a", "b")) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return send(*args, **kwargs)
+
+    transport.send = slow
+    push(pusher)
+    assert replicas.turns[-1] == ("end_push", "a", "b")
+    told = len(replicas.turns)
+    time.sleep(0.05)
+    assert len(replicas.turns) == told

@@ -1,14 +1,22 @@
-"""In which state an update leaves a replica that has not joined its service yet."""
+"""In which state an update leaves a replica, and whose push it lets in."""
 
+import dataclasses
+import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.admission import AdmissionGate
-from torchrl_vllm_sync.engine.updates import WeightUpdates
-from torchrl_vllm_sync.errors import SyncError
+from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
+from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, WeightUpdates
+from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.weights.lease import held_leases
+from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.storage import ProcessIdentity
 
 STARTING, SERVING, STALE = ReplicaState.STARTING, ReplicaState.SERVING, ReplicaState.STALE
 
@@ -24,11 +32,11 @@ def updates(monkeypatch):
     return WeightUpdates(engine, AdmissionGate("0"))
 
 
-async def load(updates, version, error="", before=lambda: None):
+async def load(updates, version, error="", before=lambda: None, untouched=True):
     async def answers(timeout_s):
         del timeout_s
         before()
-        told = {"error": error, "untouched": True, "num_tensors": 1, "attempts": 1}
+        told = {"error": error, "untouched": untouched, "num_tensors": 1, "attempts": 1}
         return [{**told, "path": "plan", "path_reason": ""}]
 
     async with updates.exclusive(1.0):
@@ -61,10 +69,77 @@ async def test_one_that_serves_goes_on_after_an_update_that_failed(updates):
     assert updates._gate.state is SERVING
 
 
+@pytest.mark.parametrize("untouched", [True, False])
+async def test_a_load_that_broke_off_says_whether_the_weights_are_whole(updates, untouched):
+    updates._gate.set(SERVING)
+    with pytest.raises(SyncError) as caught:
+        await load(updates, 3, "the trainer is gone", untouched=untouched)
+    told = "its weights are not whole, and it is stale until the next push repairs it"
+    assert (told in str(caught.value)) is not untouched
+    assert "worker 0 could not load: the trainer is gone" in str(caught.value)
+    assert updates._gate.state is (SERVING if untouched else STALE)
+    await load(updates, 4)
+    assert updates._gate.state is SERVING
+
+
 async def test_one_that_is_being_removed_is_not_admitted(updates):
     updates.drain()
     updates.admit(0, None)
     assert updates._gate.state is ReplicaState.DRAINING
+
+
+ME = ProcessIdentity.current()
+DEAD = dataclasses.replace(ME, start_time=ME.start_time - 1)
+ELSEWHERE = dataclasses.replace(ME, host="another", hostname="far-away", pid=7)
+
+
+def test_a_push_keeps_others_out_until_it_ends(updates):
+    assert not updates.begin_push(ELSEWHERE, "a", 1), "nobody pushed before"
+    for trainer, sender in [(ME, "b"), (ME, "a"), (ELSEWHERE, "b")]:
+        with pytest.raises(PushUnderWayError, match="pid 7 on far-away; push again") as caught:
+            updates.begin_push(trainer, sender, 1)
+        assert (caught.value.host, caught.value.pid) == ("far-away", 7)
+    updates.end_push("b", 1)
+    with pytest.raises(PushUnderWayError):
+        updates.begin_push(ME, "b", 1)
+    updates.end_push("a", 1)
+    assert not updates.begin_push(ME, "b", 1)
+    updates.end_push("b", 1)
+    assert updates.begin_push(ME, "b", 2)
+
+
+def test_the_end_of_a_push_that_comes_late_does_not_end_the_next(updates):
+    updates.begin_push(ME, "a", 1)
+    assert updates.begin_push(ME, "a", 2)
+    updates.end_push("a", 1)
+    with pytest.raises(PushUnderWayError):
+        updates.begin_push(ME, "b", 1)
+
+
+def test_a_trainer_that_died_keeps_nobody_out(updates):
+    updates.begin_push(DEAD, "a", 1)
+    assert not updates.begin_push(ME, "b", 1)
+
+
+def test_a_trainer_elsewhere_keeps_others_out_as_long_as_it_gives_signs_of_life(
+    updates, monkeypatch
+):
+    now = [0.0]
+    monkeypatch.setattr("torchrl_vllm_sync.engine.updates.time.monotonic", lambda: now[0])
+    updates.begin_push(ELSEWHERE, "a", 1)
+    now[0] += PUSH_SILENCE_S - 1
+    updates.keep_push("a", 1)
+    updates.keep_push("a", 2)
+    updates.keep_push("b", 1)
+    now[0] += PUSH_SILENCE_S - 1
+    with pytest.raises(PushUnderWayError):
+        updates.begin_push(ME, "b", 1)
+    now[0] += 2
+    assert not updates.begin_push(ME, "b", 1)
+    updates.keep_push("a", 1)
+    updates.end_push("a", 1)
+    with pytest.raises(PushUnderWayError):
+        updates.begin_push(ELSEWHERE, "a", 2)
 
 
 async def test_one_that_was_not_removed_after_all_serves_again(updates):
@@ -77,3 +152,81 @@ async def test_one_that_was_not_removed_after_all_serves_again(updates):
     updates.drain()
     updates.undrain()
     assert updates._gate.state is STALE
+
+
+class Stored:
+    """A directory with version 1, of which the engine's one worker loads as it is told."""
+
+    def __init__(self, updates, directory, monkeypatch):
+        self.updates, self.directory, self.done = updates, directory, []
+        self.during, self.error = lambda: None, ""
+        self.loads = SnapshotLoads(updates, "rollouts", list)
+        self.writer = SnapshotWriter(directory, num_slots=2, max_slots=2, lease_timeout_s=1e-3)
+        self.publish(1)
+        monkeypatch.setattr(internals, "call_workers", self.call_workers)
+        monkeypatch.setattr(internals, "set_weight_label", self.step("label"))
+        updates._engine.resume_generation = self.step("resume")
+        updates._gate.set(SERVING)
+
+    def publish(self, *versions):
+        for version in versions:
+            source = MappingSource({"a": torch.full((9,), float(version))})
+            self.writer.publish(source, source.metadata(), version)
+
+    def step(self, name):
+        async def taken(*_):
+            self.done.append((name, len(held_leases(self.directory, 0.0))))
+
+        return taken
+
+    async def call_workers(self, *_):
+        self.during()
+        return [
+            {"error": self.error, "num_tensors": 1, "attempts": 1, "path": "", "path_reason": ""}
+        ]
+
+    async def load(self):
+        return await self.loads.load(str(self.directory), None, at_least=1, timeout_s=5.0)
+
+
+@pytest.fixture
+def stored(updates, tmp_path, monkeypatch):
+    stored = Stored(updates, tmp_path / "weights", monkeypatch)
+    yield stored
+    if stored.directory.exists():
+        stored.writer.close()
+
+
+async def test_what_was_read_is_proved_whole_before_it_is_labelled(stored):
+    assert (await stored.load()).version == 1
+    assert stored.done == [("label", 0), ("resume", 0)], "with no lease held any more"
+    assert stored.updates._gate.state is SERVING
+
+
+@pytest.mark.parametrize("fault", ["recycled", "removed"])
+async def test_what_was_torn_while_it_was_read_is_not_served(stored, fault):
+    stored.during = {
+        "recycled": lambda: stored.publish(2, 3),  # the lease has expired, and the slot is 3's now
+        "removed": lambda: shutil.rmtree(stored.directory),
+    }[fault]
+    with pytest.raises(SnapshotError, match="discard what was read"):
+        await stored.load()
+    assert stored.done == []
+    assert (stored.updates._gate.state, stored.updates.whole) == (STALE, False)
+    assert (stored.updates.version, stored.loads.source) == (0, None)
+
+
+async def test_a_load_that_failed_is_told_of_and_not_what_became_of_the_snapshot(stored):
+    stored.during, stored.error = lambda: shutil.rmtree(stored.directory), "the disk is gone"
+    with pytest.raises(SyncError, match="worker 0 could not load: the disk is gone"):
+        await stored.load()
+    assert stored.updates._gate.state is STALE
+
+
+async def test_a_directory_removed_once_all_is_loaded_does_no_harm(stored):
+    async def remove(*_):
+        shutil.rmtree(stored.directory)
+
+    stored.updates._engine.resume_generation = remove
+    assert (await stored.load()).version == 1
+    assert stored.updates._gate.state is SERVING

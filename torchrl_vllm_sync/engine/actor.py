@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
 
     from torchrl_vllm_sync.push_status import PushStatus
+    from torchrl_vllm_sync.weights.storage import ProcessIdentity
 
 __all__ = ["EngineActor"]
 
@@ -299,6 +300,18 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
     async def take_weights(self, offer: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Takes what another replica offers; see ``PeerLoads``."""
         return dataclasses.asdict(await self._peers.take(offer, timeout_s=timeout_s))
+
+    def begin_push(self, trainer: ProcessIdentity, sender: str, number: int) -> bool:
+        """Keeps other trainers' pushes out; see ``WeightUpdates.begin_push``."""
+        return self._updates.begin_push(trainer, sender, number)
+
+    def keep_push(self, sender: str, number: int) -> None:
+        """Takes a sign of life from whoever pushes."""
+        self._updates.keep_push(sender, number)
+
+    def end_push(self, sender: str, number: int) -> None:
+        """Lets other trainers push again."""
+        self._updates.end_push(sender, number)
 
     async def probe_workers(self) -> None:
         """Returns when every worker has answered: a sign of life of the whole replica.

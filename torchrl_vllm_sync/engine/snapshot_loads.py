@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -89,16 +91,17 @@ class SnapshotLoads:
                 engine is as it was.
             WeightMismatchError: What is stored does not fit the engine's model. The engine is as it
                 was.
-            SyncError: The load failed or took too long. The replica is stale: it takes no
-                requests until a later load succeeds.
+            SyncError: The load failed or took too long, or what was loaded was replaced or removed
+                meanwhile. The replica is stale: it takes no requests until a later load succeeds.
         """
         updates = self._updates
         deadline = time.perf_counter() + timeout_s
         async with updates.exclusive(timeout_s):
             reader = self._reader(directory, run_id, verify=verify)
             begin = time.perf_counter()
-            lease = reader.read(newer_than=updates.version if updates.whole else None)
-            snapshot = await asyncio.to_thread(lease.__enter__)
+            newer_than = updates.version if updates.whole else None
+            reading = contextlib.ExitStack()
+            snapshot = await asyncio.to_thread(reading.enter_context, reader.read(newer_than))
             try:
                 verified = time.perf_counter()
                 if snapshot is None:
@@ -113,7 +116,7 @@ class SnapshotLoads:
                 if verified >= deadline:
                     raise SyncError(f"reading {directory} took longer than {timeout_s:g} s")
                 report = await updates.apply(
-                    lambda timeout_s: self._load_in_workers(reader, snapshot, timeout_s),
+                    lambda timeout_s: self._load_in_workers(reader, snapshot, reading, timeout_s),
                     version=snapshot.version,
                     run_id=snapshot.manifest.run_id,
                     mode=mode,
@@ -125,7 +128,7 @@ class SnapshotLoads:
                 self._source = {"directory": directory, "run_id": run, "version": report.version}
                 return report
             finally:
-                await asyncio.to_thread(lease.__exit__, None, None, None)
+                await asyncio.to_thread(reading.__exit__, *sys.exc_info())
 
     def _check_held(self, directory: str, run_id: str | None, at_least: int) -> None:
         """Accepts that ``directory`` holds nothing newer, or raises; see :meth:`load`."""
@@ -162,10 +165,14 @@ class SnapshotLoads:
             )
 
     async def _load_in_workers(
-        self, reader: SnapshotReader, snapshot: Snapshot, timeout_s: float
+        self,
+        reader: SnapshotReader,
+        snapshot: Snapshot,
+        reading: contextlib.ExitStack,
+        timeout_s: float,
     ) -> list[dict[str, Any]]:
-        """Has every worker load; keeps the lease on the snapshot alive meanwhile."""
-        return await self._updates.call_workers(
+        """Has every worker load, then ends ``reading``: raises unless it was one version."""
+        answers = await self._updates.call_workers(
             "sync_load_snapshot",
             str(reader.directory / snapshot.manifest.path / DATA_FILE),
             to_json(snapshot.metadata),
@@ -173,6 +180,9 @@ class SnapshotLoads:
             timeout_s=timeout_s,
             heartbeat=snapshot.heartbeat,
         )
+        if not any(answer["error"] for answer in answers):
+            await asyncio.to_thread(reading.close)
+        return answers
 
     def _reader(self, directory: str, run_id: str | None, *, verify: bool) -> SnapshotReader:
         """Returns the reader of one directory; readers keep mappings from load to load."""

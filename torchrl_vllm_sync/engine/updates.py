@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_vllm_sync.engine import internals
-from torchrl_vllm_sync.errors import SilentEngineError, StaleVersionError, SyncError
+from torchrl_vllm_sync.errors import (
+    PushUnderWayError,
+    SilentEngineError,
+    StaleVersionError,
+    SyncError,
+)
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.engine.admission import AdmissionGate
+    from torchrl_vllm_sync.weights.storage import ProcessIdentity
 
 __all__ = ["LoadReport", "WeightUpdates"]
 
@@ -32,6 +38,10 @@ RESUME_TIMEOUT_S = 30.0
 HEARTBEAT_S = 5.0
 # Seconds between looks at whether an engine core that owes an answer is still alive.
 POLL_S = 0.5
+# What a replica adds to the reason when a load broke off that had begun to write.
+NOT_WHOLE = "its weights are not whole, and it is stale until the next push repairs it"
+# A trainer on another host that gives no sign of life for so long is pushing no more.
+PUSH_SILENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +87,17 @@ class LoadReport:
     began_at: float | None = None
 
 
+@dataclass(slots=True)
+class _Push:
+    """The last push that began: a trainer's, with a number that the trainer counts."""
+
+    trainer: ProcessIdentity
+    sender: str
+    number: int
+    seen_at: float
+    is_open: bool = True
+
+
 class WeightUpdates:
     """Applies whole versions to one engine, one at a time.
 
@@ -100,6 +121,7 @@ class WeightUpdates:
         self._drains = self._was_admitted = False
         self._run_id: str | None = None
         self._repeats = 0
+        self._push: _Push | None = None
 
     @property
     def version(self) -> int:
@@ -164,6 +186,44 @@ class WeightUpdates:
             yield
         finally:
             self._lock.release()
+
+    def begin_push(self, trainer: ProcessIdentity, sender: str, number: int) -> bool:
+        """Keeps pushes of other trainers out, until :meth:`end_push` or until this one is gone.
+
+        Args:
+            trainer: The process that pushes.
+            sender: Tells its pushes from those of others in that process.
+            number: Number of the push; later ones have greater numbers.
+
+        Returns:
+            Whether the push before was the same sender's.
+
+        Raises:
+            PushUnderWayError: Another trainer's push is open.
+        """
+        before = self._push
+        is_same = before is not None and (before.trainer, before.sender) == (trainer, sender)
+        if before is not None and not is_same and self._is_under_way(before):
+            raise PushUnderWayError(before.trainer.hostname, before.trainer.pid)
+        self._push = _Push(trainer, sender, number, time.monotonic())
+        return is_same
+
+    def keep_push(self, sender: str, number: int) -> None:
+        """Notes a sign of life of whoever pushes."""
+        push = self._push
+        if push is not None and (push.sender, push.number) == (sender, number):
+            push.seen_at = time.monotonic()
+
+    def end_push(self, sender: str, number: int) -> None:
+        """Lets other trainers push; does nothing if a later push has begun."""
+        push = self._push
+        if push is not None and (push.sender, push.number) == (sender, number):
+            push.is_open = False
+
+    @staticmethod
+    def _is_under_way(push: _Push) -> bool:
+        is_silent = time.monotonic() - push.seen_at > PUSH_SILENCE_S
+        return push.is_open and not is_silent and not push.trainer.is_gone()
 
     def refuse_foreign(self, version: int, run_id: str | None) -> None:
         """Refuses a version that another run's has overtaken, or one of the same number.
@@ -233,7 +293,8 @@ class WeightUpdates:
             ]
             if failures:
                 self.whole = was_whole and all(one.get("untouched") for one in answers)
-                raise SyncError("; ".join(failures))
+                told = "; ".join(failures)
+                raise SyncError(told if self.whole else f"{NOT_WHOLE}: {told}")
             loaded = time.perf_counter()
             await self.ask(
                 "labelling",

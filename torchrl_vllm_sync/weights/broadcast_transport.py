@@ -429,4 +429,4 @@ def _with_cause(answer: Any, cause: SyncError) -> Any:  # noqa: ANN401  what a c
     """Puts what went wrong at the trainer before what a replica says of it."""
     if not isinstance(answer, Exception) or is_lost(answer) or str(cause) in str(answer):
         return answer
-    return TransferError(f"{cause}; then {answer}")
+    return TransferError(f"{cause}; {answer}")

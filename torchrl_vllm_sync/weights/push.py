@@ -6,9 +6,16 @@ import contextlib
 import math
 import threading
 import time
+import uuid
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.errors import StaleVersionError, SyncError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import (
+    PushUnderWayError,
+    ServiceClosedError,
+    StaleVersionError,
+    SyncError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.auto_transport import AutoTransport
@@ -18,6 +25,7 @@ from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.push_deadlines import PushDeadlines, PushKind
 from torchrl_vllm_sync.weights.sharded import leading
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
+from torchrl_vllm_sync.weights.storage import ProcessIdentity
 from torchrl_vllm_sync.weights.transport import (
     PushReport,
     awaited_replicas,
@@ -43,6 +51,10 @@ STOCK_TIMEOUT_S = 30.0
 HOLD_BACK_TIMEOUT_S = 5.0
 # A push that is under way has time limits of its own; this is for one that has lost its mind.
 TURN_TIMEOUT_S = 3600.0
+# Seconds for a replica to say whether another trainer is pushing; one that is silent has no say.
+TURN_CALL_TIMEOUT_S = 5.0
+# Seconds between signs of life to the replicas, which forget a trainer that gives none for long.
+SIGN_OF_LIFE_S = 5.0
 
 
 class VersionLedger:
@@ -113,6 +125,7 @@ class WeightPusher:
         self._committed_run: tuple[int, str | None] = 0, None
         self._newest: tuple[int, str | None] = 0, None
         self._silent: set[str] = set()
+        self._sender, self._number = uuid.uuid4().hex, 0
         self._deadlines = PushDeadlines()
         self._client, self._expected = client, expected
         self._transport: WeightTransport | None = None
@@ -149,6 +162,63 @@ class WeightPusher:
         finally:
             self._lock.release()
 
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Keeps pushes of other trainers out, in whatever process, or is kept out by one.
+
+        All trainers ask the same replica first, so that one of two that begin at once goes on; the
+        others are told too, for when that one dies.
+
+        Raises:
+            PushUnderWayError: Another trainer is pushing. Nothing was done.
+        """
+        self._number += 1
+        turn = self._sender, self._number
+        replicas = set(awaited_replicas(self._client.standings())) - self._silent
+        try:
+            if not self._begin(sorted(replicas)):  # another trainer may have pushed since
+                self._committed, self._ledger = self.committed, None
+            with self._giving_signs(replicas, turn):
+                yield
+        finally:
+            with contextlib.suppress(ServiceClosedError):  # nobody is left to be told
+                self._client.start_calls("end_push", dict.fromkeys(replicas & self._silent, turn))
+                awake = dict.fromkeys(replicas - self._silent, turn)
+                self._client.start_calls("end_push", awake).answers(TURN_CALL_TIMEOUT_S)
+
+    def _begin(self, replicas: list[str]) -> bool:
+        """Tells these replicas of a push; returns whether the one before was this pusher's too."""
+        mine = ProcessIdentity.current(), self._sender, self._number
+        answers: dict[str, Any] = {}
+        left = replicas
+        while left:
+            has_decided = any(isinstance(one, bool) for one in answers.values())
+            asked, left = (left, []) if has_decided else (left[:1], left[1:])
+            calls = self._client.start_calls("begin_push", dict.fromkeys(asked, mine))
+            answers |= calls.answers(TURN_CALL_TIMEOUT_S)
+            for refusal in answers.values():
+                if isinstance(refusal, PushUnderWayError):
+                    raise refusal
+        return False not in answers.values()
+
+    @contextlib.contextmanager
+    def _giving_signs(self, replicas: Collection[str], turn: tuple[str, int]) -> Iterator[None]:
+        """Tells the replicas from time to time that the push goes on."""
+        ended = threading.Event()
+
+        def give() -> None:
+            with contextlib.suppress(ServiceClosedError):  # nobody is left to be told
+                while not ended.wait(SIGN_OF_LIFE_S):
+                    self._client.start_calls("keep_push", dict.fromkeys(replicas, turn))
+
+        thread = threading.Thread(target=give, name="push-signs-of-life", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
     @property
     def transport(self) -> WeightTransport:
         """The transport that pushes use: what was chosen for the first one, unless it was told."""
@@ -174,8 +244,12 @@ class WeightPusher:
             self._transport = transport
 
     def open(self) -> None:
-        """Opens the transport; does nothing when it is open."""
-        with self._lock:
+        """Opens the transport; does nothing when it is open.
+
+        Raises:
+            PushUnderWayError: Another trainer is pushing.
+        """
+        with self._lock, self._turn():
             self._used().open(self._client)
 
     def step_aside(self) -> None:
@@ -222,6 +296,7 @@ class WeightPusher:
                 no bool, or there is no such ``mode``.
             WeightMismatchError: ``weights`` do not fit the engines' model. Nothing was sent.
             StaleVersionError: ``version`` is older than the newest. Nothing was sent.
+            PushUnderWayError: Another trainer is pushing. Nothing was sent.
             SnapshotError: The transport could not store the weights. Replicas are as they were.
             TransferError: The transport could not reach the replicas. They are as they were.
             WeightSyncError: No replica reached ``version``, or with ``strict`` some did not; these
@@ -234,8 +309,9 @@ class WeightPusher:
         with leading(source) as announcement:
             _check_arguments(version, timeout_s, mode, strict)
             strict = self._strict if strict is None else strict
-            with self.exclusive(TURN_TIMEOUT_S):
+            with self.exclusive(TURN_TIMEOUT_S), contextlib.ExitStack() as turn:
                 outcome, chosen, is_news = self._send(
+                    turn,
                     source,
                     version,
                     strict=strict,
@@ -260,6 +336,7 @@ class WeightPusher:
 
     def _send(
         self,
+        turn: contextlib.ExitStack,
         source: WeightSource,
         version: int | None,
         *,
@@ -268,7 +345,7 @@ class WeightPusher:
         clear_cache: bool,
         mode: PauseMode,
     ) -> tuple[SendOutcome, int, bool]:
-        """Sends once, or twice if another process was quicker.
+        """Sends once, or twice if another process was quicker; enters its turn into ``turn``.
 
         Returns:
             The outcome, the version chosen, and whether that was committed now.
@@ -277,6 +354,7 @@ class WeightPusher:
         with times.measure("open_s"):
             source = fit_to_model(source, self._expected())
             self._client.refresh_members()
+            turn.enter_context(self._turn())
             transport = self._used()  # which may choose anew
             transport.open(self._client, source)
             self._ledger = self._ledger or self._take_stock()
