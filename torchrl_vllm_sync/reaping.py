@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_vllm_sync.errors import SyncError
+from torchrl_vllm_sync.ray_errors import is_gone
 from torchrl_vllm_sync.replica import ProcessId, ReplicaProcesses
 
 __all__ = ["end_replica", "own_processes"]
@@ -60,7 +61,7 @@ def end_replica(
         SyncError: Something was left over after ``timeout_s``, or the node did not answer.
     """
     import ray
-    from ray.exceptions import GetTimeoutError, TaskUnschedulableError, WorkerCrashedError
+    from ray.exceptions import GetTimeoutError, RayError, TaskUnschedulableError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray.kill(actor)
@@ -71,13 +72,17 @@ def end_replica(
     call = task.remote(processes, timeout_s * WAIT_SHARE)
     try:
         left = ray.get(call, timeout=timeout_s)
-    except (GetTimeoutError, WorkerCrashedError) as error:
+    except TaskUnschedulableError:
+        return  # the node has gone meanwhile
+    except RayError as error:
+        if not isinstance(error, GetTimeoutError) and not is_gone(error):
+            raise
+        if not _is_alive(processes.node_id):
+            return
         raise SyncError(
             f"node {processes.node_id} did not say within {timeout_s:g} s whether the processes "
             f"of a replica have ended: {error}"
         ) from error
-    except TaskUnschedulableError:
-        return  # the node has gone meanwhile
     if left:
         raise SyncError(f"processes of a replica outlived SIGKILL for {timeout_s:g} s: {left}")
 
