@@ -59,7 +59,8 @@ def loss(replica_id: str, error: RayError) -> ReplicaUnavailableError | None:
     away = is_away(error)
     if not away and not is_gone(error):
         return None
-    first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    what = "its actor cannot be reached" if away else "its actor died"
-    reason = f"{what}: {first_line}"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # Ray says at the end why an actor died, behind who it was; elsewhere advice follows.
+    why = lines[-1] if isinstance(error, RayActorError) else lines[0]
+    reason = f"its actor {'cannot be reached' if away else 'died'}: {why}"
     return ReplicaUnavailableError(replica_id, ReplicaState.FAILED, reason, may_return=away)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import pytest
 import ray
 from ray import exceptions
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
 from tests.unit.test_dispatch import FakeActor, Rig, ids, make_requests, raises
@@ -72,6 +73,8 @@ def test_a_loss_says_what_happened_and_whether_it_may_pass():
     gone = loss("3", OutOfMemoryError("low on memory\nand much advice"))
     assert (gone.replica_id, gone.state, gone.may_return) == ("3", FAILED, False)
     assert gone.reason == "its actor died: low on memory"
+    cause = ActorDiedErrorContext(actor_id=b"1" * 16, error_message="it was killed by ray.kill")
+    assert loss("3", ActorDiedError(cause)).reason == "its actor died: it was killed by ray.kill"
     away = pickle.loads(pickle.dumps(loss("3", ActorUnavailableError("no route", None))))
     assert (away.state, away.may_return) == (FAILED, True)
     assert "cannot be reached" in away.reason
