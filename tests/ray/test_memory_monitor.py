@@ -10,6 +10,7 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 ray = pytest.importorskip("ray")
 
+from tests.soak.memory import eat, quick_to_kill  # noqa: E402
 from torchrl_vllm_sync import AsyncVLLM  # noqa: E402
 from torchrl_vllm_sync.errors import WeightSyncError  # noqa: E402
 from torchrl_vllm_sync.fleet import Fleet  # noqa: E402
@@ -26,35 +27,15 @@ ENGINE = {
     "verbose": False,
 }
 WAIT_S = 240.0
-PIECE = 128 * 2**20
 
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """Ray, whose memory monitor acts when half of what is free now is used.
-
-    It then kills the workers that began last, until what they had is enough.
-    """
-    from ray._private.utils import get_system_memory, get_used_memory
-
-    threshold = (1 + get_used_memory() / get_system_memory()) / 2
-    monkeypatch.setenv("RAY_memory_usage_threshold", f"{threshold:.3f}")
-    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "50")
-    monkeypatch.setenv("RAY_max_kill_memory_buffer_bytes", "1")
+    for name, value in quick_to_kill().items():
+        monkeypatch.setenv(name, value)
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
-
-
-def eat(_):
-    """Fills an actor's memory until it is killed."""
-    pieces = []
-    while True:
-        pieces.append(b"x" * PIECE)
-        time.sleep(0.01)
-
-
-ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["eat"]))
 
 
 def eventually(condition):
