@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as tests/conftest.py
 
 import ray
 
@@ -182,7 +183,7 @@ class Soak:
                     for one in spans
                 )
 
-    def run(self, num_requests, kinds, num_pushes=0):
+    def run(self, num_requests, kinds, num_pushes=0, push_pause_s=PUSH_PAUSE_S):
         """Lets ``kinds`` happen one after the other, while pushes and requests run."""
         ended = threading.Event()
         first, last_push = sum(self.answers.values()), self.happened["push"] + num_pushes
@@ -191,7 +192,7 @@ class Soak:
             return ended.is_set() and sum(self.answers.values()) - first >= num_requests
 
         def push():
-            while not ended.wait(PUSH_PAUSE_S) or self.happened["push"] < last_push:
+            while not ended.wait(push_pause_s) or self.happened["push"] < last_push:
                 self.push()
 
         with ThreadPoolExecutor(NUM_CALLERS + 1) as pool:
@@ -247,7 +248,15 @@ class Soak:
 
 
 def soak(
-    checkpoint, *, num_requests, num_events, seed, num_kills=0, num_memory_kills=0, num_pushes=0
+    checkpoint,
+    *,
+    num_requests,
+    num_events,
+    seed,
+    num_kills=0,
+    num_memory_kills=0,
+    num_pushes=0,
+    push_pause_s=PUSH_PAUSE_S,
 ):
     """Runs everything, and prints what happened.
 
@@ -264,7 +273,7 @@ def soak(
             20, KINDS[:1] + KINDS[2:]
         )  # each path once, so that what is kept for later is there
         before = one.rest()
-        one.run(num_requests, kinds, num_pushes)
+        one.run(num_requests, kinds, num_pushes, push_pause_s)
         after = one.rest()
     for name, value in before.items():
         say(f"{name:24s} {value:8.0f} {after[name]:8.0f}")
@@ -307,7 +316,8 @@ def main():
     parser.add_argument("--events", type=int, default=20, help="of any kind, but those below")
     parser.add_argument("--kills", type=int, default=0, help="by SIGKILL")
     parser.add_argument("--memory-kills", type=int, default=0, help="by Ray's memory monitor")
-    parser.add_argument("--pushes", type=int, default=0, help="at least; one a second")
+    parser.add_argument("--pushes", type=int, default=0, help="at least")
+    parser.add_argument("--push-pause", type=float, default=PUSH_PAUSE_S, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/soak_*")
     args = parser.parse_args()
@@ -323,6 +333,7 @@ def main():
             num_kills=args.kills,
             num_memory_kills=args.memory_kills,
             num_pushes=args.pushes,
+            push_pause_s=args.push_pause,
         )
     ray.shutdown()
     say("\n".join(found) if found else "PASS")
