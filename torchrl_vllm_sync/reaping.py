@@ -22,6 +22,8 @@ WAIT_SHARE = 0.5
 _POLL_S = 0.05
 # ``multiprocessing.shared_memory`` and ``multiprocessing.synchronize`` name theirs so.
 _SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-)\w+")
+# Who makes a semaphore has it mapped under a name that the C library gives it for a moment only.
+_MADE = re.compile(r"(\d+) +/dev/shm/sem\.\w+ \(deleted\)")
 
 
 def own_processes() -> ReplicaProcesses:
@@ -105,9 +107,12 @@ def _began(pid: int) -> int | None:
 def _shared_memory(pid: int) -> set[str]:
     """What Python's ``multiprocessing`` shares and a process has mapped (``proc(5)``)."""
     try:
-        return set(_SHARED.findall(Path(f"/proc/{pid}/maps").read_text()))
+        maps = Path(f"/proc/{pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return set()
+    made = {int(one) for one in _MADE.findall(maps)}
+    named = {one.path for one in os.scandir("/dev/shm") if one.inode() in made} if made else set()
+    return named.union(_SHARED.findall(maps))
 
 
 def _end_all(replica: ReplicaProcesses, timeout_s: float) -> list[int]:
