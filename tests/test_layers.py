@@ -12,7 +12,8 @@ LAYERS = """
 push_status
 replica wire background weights.metadata keys silence shown
 errors token_rates
-load_snapshot settings reaping request_counts
+ray_errors load_snapshot settings request_counts
+reaping
 load
 versions
 requests

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import types
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import RayError
 from torchrl.collectors import BaseCollector
-from torchrl.collectors.llm import RayLLMCollector
+from torchrl.collectors.llm import LLMCollector, RayLLMCollector
 from torchrl.envs import Transform
 from torchrl.envs.llm.transforms import PolicyVersion
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.ray_errors import is_away, is_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,13 +89,35 @@ class ServiceVersion(PolicyVersion):
         self.heard = version
 
 
+class _Counterless:
+    """Stands behind the class of a collector without a counter, which may yet be given one.
+
+    ``LLMCollector`` (TorchRL 0.14) registers with its updater first, then makes its counter, and at
+    last an environment that has it.
+    """
+
+    __slots__ = ()  # as an object can change between classes of one layout only
+
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
+        super().__setattr__(name, value)
+        if name == "env" and isinstance(vars(self)["policy_version_tracker"], PolicyVersion):
+            self.__class__ = type(self).__bases__[0]
+            hear(self, vars(self).pop("_heard"))
+
+
 def hear(collector: Any, version: int) -> None:  # noqa: ANN401  any of TorchRL's collectors
     """Brings a collector of this process to ``version``.
 
-    One that tracks no version, or is still being built and has no counter, stays as it is.
+    One that is still being built comes to it when it has a counter; one that tracks no version
+    stays as it is.
     """
     counter = getattr(collector, "policy_version_tracker", None)
     if not isinstance(counter, PolicyVersion):
+        if isinstance(collector, LLMCollector):
+            kind = type(collector)
+            if not isinstance(collector, _Counterless):
+                collector.__class__ = types.new_class(kind.__name__, (kind, _Counterless))
+            vars(collector)["_heard"] = version
         return
     if not isinstance(counter, ServiceVersion):
         counter = collector.policy_version_tracker = ServiceVersion(counter)
@@ -199,8 +223,11 @@ class CollectorVersions:
         self._unheard.pop(collector, None)
         try:
             ray.get(ref)
-        except ActorDiedError as error:
-            logger.warning("a registered collector died, and is forgotten: %s", error)
-            self._collectors = [one for one in self._collectors if one() is not collector]
-        except ActorUnavailableError as error:
-            logger.warning("a collector did not hear of version %d: %s", version, error)
+        except RayError as error:
+            if is_gone(error):
+                logger.warning("a registered collector died, and is forgotten: %s", error)
+                self._collectors = [one for one in self._collectors if one() is not collector]
+            elif is_away(error):
+                logger.warning("a collector did not hear of version %d: %s", version, error)
+            else:
+                raise

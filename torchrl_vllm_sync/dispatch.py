@@ -7,7 +7,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from ray.exceptions import ObjectLostError, RayActorError, RayError
+from ray.exceptions import RayError
 
 from torchrl_vllm_sync.attempts import PendingRequest, failed
 from torchrl_vllm_sync.errors import (
@@ -16,14 +16,8 @@ from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
     VersionNotReachedError,
 )
-from torchrl_vllm_sync.replica_access import (
-    GRACE_S,
-    ReplicaAccess,
-    death,
-    gone,
-    silence,
-    timed_out,
-)
+from torchrl_vllm_sync.ray_errors import loss
+from torchrl_vllm_sync.replica_access import GRACE_S, ReplicaAccess, gone, silence, timed_out
 from torchrl_vllm_sync.stream_dispatch import stream_request
 
 if TYPE_CHECKING:
@@ -184,13 +178,16 @@ class Dispatcher:
                         _, place = inside.pop(result.request_id)
                         place.release(_answers(result), _begun(result))
                         accept(self._access.completed(result))
-        except ReplicaUnavailableError as loss:
+        except ReplicaUnavailableError as error:
             self._access.disown(actor, list(inside))
-            lose_all(loss)
-        except (RayActorError, ObjectLostError) as error:
-            self._access.mark(death(replica_id, error), actor)
-            lose_all(death(replica_id, error))
+            lose_all(error)
         except RayError as error:
+            found = loss(replica_id, error)
+            if found is not None:
+                self._access.mark(found, actor)
+                if found.may_return:
+                    self._access.disown(actor, list(inside))
+                lose_all(found)
             for one, _ in inside.values():
                 reason = f"replica {replica_id}: {error}"
                 accept(failed(one.request, GenerationError(one.request.request_id, reason)))

@@ -113,11 +113,19 @@ class ReplicaUnavailableError(SyncError, RuntimeError):
         replica_id: Stable id of the replica.
         state: Its state.
         reason: What is wrong with it.
+        may_return: Whether its actor could only not be reached for the moment.
     """
 
-    def __init__(self, replica_id: str, state: ReplicaState, reason: str = "") -> None:
-        super().__init__(replica_id, state, reason)
+    def __init__(
+        self,
+        replica_id: str,
+        state: ReplicaState,
+        reason: str = "",
+        may_return: bool = False,
+    ) -> None:
+        super().__init__(replica_id, state, reason, may_return)
         self.replica_id, self.state, self.reason = replica_id, state, reason
+        self.may_return = may_return
 
     def __str__(self) -> str:
         return f"replica {self.replica_id} is {self.state}" + (
@@ -157,7 +165,8 @@ class RequestLostError(GenerationError, ReplicaUnavailableError):
     ) -> None:
         Exception.__init__(self, request_id, attempts, why)  # the bases have other arguments
         self.request_id, self.attempts, self.why = request_id, attempts, why
-        self.replica_id, self.state = attempts[-1].replica_id, attempts[-1].state
+        last = attempts[-1]
+        self.replica_id, self.state, self.may_return = last.replica_id, last.state, last.may_return
         told = "; ".join(f"attempt {at}: {one}" for at, one in enumerate(attempts, 1))
         self.reason = f"lost by every replica that had it ({told}), {why}"
 

@@ -421,7 +421,9 @@ class Fleet:
             return  # told late, when another actor has taken its place
         with self._load.lock:
             if death.replica_id in self._load.replica_ids:
-                self._load.mark(death.replica_id, death.state, death.reason)
+                self._load.mark(
+                    death.replica_id, death.state, death.reason, may_return=death.may_return
+                )
 
 
 def _job_id() -> str | None:

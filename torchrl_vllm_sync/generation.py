@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayError
 from tqdm.auto import tqdm
 
 from torchrl_vllm_sync.dispatch import Dispatcher
@@ -20,6 +20,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
+from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.request_counts import RequestCounts
 from torchrl_vllm_sync.requests import EngineRequest, EngineResult, mark_output
 from torchrl_vllm_sync.sessions import key_per_prompt
@@ -211,7 +212,9 @@ class Generation:
         for one in self._replicas():
             try:
                 return ray.get(one.actor.get_tokenizer.remote(), timeout=TOKENIZER_TIMEOUT_S)
-            except (RayActorError, GetTimeoutError) as error:
+            except RayError as error:
+                if not isinstance(error, GetTimeoutError) and loss(one.replica_id, error) is None:
+                    raise
                 reasons.append(f"replica {one.replica_id}: {type(error).__name__}")
         raise NoReplicaAvailableError(f"no replica could send its tokenizer: {', '.join(reasons)}")
 

@@ -375,6 +375,7 @@ class LoadTracker:
             buried = known.state is ReplicaState.FAILED and not alive
             if not outdated and not buried:
                 known.state, known.reason = self._fenced(report)
+                known.away_since = None
             known.num_unfinished = _figure(report.num_unfinished)
             known.num_running = _figure(report.num_running)
             known.num_waiting = _figure(report.num_waiting)
@@ -394,10 +395,19 @@ class LoadTracker:
             known.num_elsewhere = inside
             self._changed(known, before)
 
-    def mark(self, replica_id: str, state: ReplicaState, reason: str = "") -> None:
+    def mark(
+        self, replica_id: str, state: ReplicaState, reason: str = "", *, may_return: bool = False
+    ) -> None:
         """Records a state seen from outside, such as ``FAILED`` when a call to the actor died.
 
-        One that was ``CLOSED`` before its actor died has not failed, and stays so.
+        One that was ``CLOSED`` before its actor died has not failed, and stays so. Nor has one that
+        failed otherwise become one that may return.
+
+        Args:
+            replica_id: The replica.
+            state: Its state.
+            reason: Why.
+            may_return: Whether it is ``FAILED`` only because its actor could not be reached.
 
         Raises:
             KeyError: No such replica.
@@ -407,6 +417,10 @@ class LoadTracker:
             if known.state is ReplicaState.CLOSED and state is ReplicaState.FAILED:
                 return
             before = known.state, known.weight_version
+            if not may_return:
+                known.away_since = None
+            elif known.state is not ReplicaState.FAILED:
+                known.away_since = self.clock()
             known.state, known.reason = state, reason
             self._marked_at[replica_id] = self.clock()
             self._changed(known, before)

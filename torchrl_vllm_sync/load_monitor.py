@@ -280,16 +280,19 @@ class LoadMonitor:
             self._bury(replica_id, f"its actor has not answered for {silent_s:.1f} s")
 
     def _take_answers(self, asks: dict[str, _Ask]) -> None:
-        from ray.exceptions import RayActorError, RayError
+        from ray.exceptions import RayError
+
+        from torchrl_vllm_sync.ray_errors import loss
 
         for replica_id, ask in list(asks.items()):
             if not all(future.done() for future in ask.futures):
                 continue
             del asks[replica_id]
             answers = [future.exception() or future.result() for future in ask.futures]
-            dead = next((answer for answer in answers if isinstance(answer, RayActorError)), None)
-            if dead is not None:
-                self._bury(replica_id, str(dead))
+            errors = [answer for answer in answers if isinstance(answer, RayError)]
+            lost = next(filter(None, [loss(replica_id, error) for error in errors]), None)
+            if lost is not None:
+                self._bury(replica_id, lost.reason, may_return=lost.may_return)
                 continue
             try:
                 report = self._reader.read(replica_id, answers)
@@ -309,14 +312,15 @@ class LoadMonitor:
         found = (one.state for one in self._tracker.snapshots() if one.replica_id == replica_id)
         return next(found, None)
 
-    def _bury(self, replica_id: str, reason: str) -> None:
+    def _bury(self, replica_id: str, reason: str, *, may_return: bool = False) -> None:
         """Marks a replica that is dead or silent; one that was closed before stays so."""
         if self._state(replica_id) is ReplicaState.CLOSED:
             return
         self._complain(replica_id, reason)
         with self._tracker.lock:
             if replica_id in self._tracker.replica_ids:
-                self._tracker.mark(replica_id, ReplicaState.FAILED, reason)
+                failed = ReplicaState.FAILED
+                self._tracker.mark(replica_id, failed, reason, may_return=may_return)
 
     def _complain(self, replica_id: str, what: str) -> None:
         """Logs what is wrong with a replica, once until it answers again."""

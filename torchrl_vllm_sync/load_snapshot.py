@@ -45,6 +45,8 @@ class LoadSnapshot:
         block_size: Tokens in a block of its KV cache; None if unknown.
         membership_epoch: Changes of the service's membership that it had been told of.
         reason: Why it is ``STALE`` or ``FAILED``; empty otherwise.
+        away_since: Time, by the ledger's clock, since which it is ``FAILED`` only because its actor
+            cannot be reached and may be back; None otherwise.
         counted: The engine's counters of the last few seconds' reports, oldest first.
         last_push: The last push that the replica was told of; None before one.
     """
@@ -65,6 +67,7 @@ class LoadSnapshot:
     block_size: int | None = None
     membership_epoch: int = 0
     reason: str = ""
+    away_since: float | None = None
     counted: tuple[Counted, ...] = ()
     last_push: PushStatus | None = None
 

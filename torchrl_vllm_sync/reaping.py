@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_vllm_sync.errors import SyncError
+from torchrl_vllm_sync.ray_errors import is_gone
 from torchrl_vllm_sync.replica import ProcessId, ReplicaProcesses
 
 __all__ = ["end_replica", "own_processes"]
@@ -21,6 +22,8 @@ WAIT_SHARE = 0.5
 _POLL_S = 0.05
 # ``multiprocessing.shared_memory`` and ``multiprocessing.synchronize`` name theirs so.
 _SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-)\w+")
+# Who makes a semaphore has it mapped under a name that the C library gives it for a moment only.
+_MADE = re.compile(r"(\d+) +/dev/shm/sem\.\w+ \(deleted\)")
 
 
 def own_processes() -> ReplicaProcesses:
@@ -60,7 +63,7 @@ def end_replica(
         SyncError: Something was left over after ``timeout_s``, or the node did not answer.
     """
     import ray
-    from ray.exceptions import GetTimeoutError, TaskUnschedulableError, WorkerCrashedError
+    from ray.exceptions import GetTimeoutError, RayError, TaskUnschedulableError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray.kill(actor)
@@ -71,13 +74,17 @@ def end_replica(
     call = task.remote(processes, timeout_s * WAIT_SHARE)
     try:
         left = ray.get(call, timeout=timeout_s)
-    except (GetTimeoutError, WorkerCrashedError) as error:
+    except TaskUnschedulableError:
+        return  # the node has gone meanwhile
+    except RayError as error:
+        if not isinstance(error, GetTimeoutError) and not is_gone(error):
+            raise
+        if not _is_alive(processes.node_id):
+            return
         raise SyncError(
             f"node {processes.node_id} did not say within {timeout_s:g} s whether the processes "
             f"of a replica have ended: {error}"
         ) from error
-    except TaskUnschedulableError:
-        return  # the node has gone meanwhile
     if left:
         raise SyncError(f"processes of a replica outlived SIGKILL for {timeout_s:g} s: {left}")
 
@@ -100,9 +107,12 @@ def _began(pid: int) -> int | None:
 def _shared_memory(pid: int) -> set[str]:
     """What Python's ``multiprocessing`` shares and a process has mapped (``proc(5)``)."""
     try:
-        return set(_SHARED.findall(Path(f"/proc/{pid}/maps").read_text()))
+        maps = Path(f"/proc/{pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return set()
+    made = {int(one) for one in _MADE.findall(maps)}
+    named = {one.path for one in os.scandir("/dev/shm") if one.inode() in made} if made else set()
+    return named.union(_SHARED.findall(maps))
 
 
 def _end_all(replica: ReplicaProcesses, timeout_s: float) -> list[int]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Reserve = Callable[[Sequence[EngineRequest], Collection[str]], list[Reservation]]
 
-__all__ = ["ReplicaAccess", "death", "gone", "silence", "timed_out"]
+__all__ = ["ReplicaAccess", "gone", "silence", "timed_out"]
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,9 @@ class ReplicaAccess:
             known = self._load.snapshot(error.replica_id)
             if known is None or (now is None and not known.state.admits_requests):
                 return  # one that is being restarted is known not to take any
-            self._load.mark(error.replica_id, error.state, error.reason)
+            self._load.mark(
+                error.replica_id, error.state, error.reason, may_return=error.may_return
+            )
 
     async def abort(self, actor: Any, request_ids: list[str]) -> None:  # noqa: ANN401
         """Has the engine drop requests; one that is dead or hung has nothing to drop."""
@@ -156,12 +158,6 @@ class ReplicaAccess:
         held = {one.replica_id: one.describe() for one in self._load.snapshots()} | error.held
         told = VersionNotReachedError(error.version, held, error.timeout_s)
         return dataclasses.replace(result, error=told)
-
-
-def death(replica_id: str, error: RayError) -> ReplicaUnavailableError:
-    """Says that a call found a replica's actor dead."""
-    first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return ReplicaUnavailableError(replica_id, ReplicaState.FAILED, f"its actor died: {first_line}")
 
 
 def gone(replica_id: str) -> ReplicaUnavailableError:

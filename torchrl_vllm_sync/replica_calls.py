@@ -6,13 +6,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-from torchrl_vllm_sync.errors import ReplicaUnavailableError
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.ray_errors import loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from torchrl_vllm_sync.errors import ReplicaUnavailableError
 
 __all__ = ["ReplicaCalls"]
 
@@ -22,7 +23,7 @@ class ReplicaCalls:
 
     Args:
         refs: Replica id to the Ray object of its answer.
-        on_death: Told of each replica that turns out to be dead.
+        on_death: Told of each replica that turns out to be dead, or out of reach.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class ReplicaCalls:
             return ray.get(self._refs[replica_id])
         except RayTaskError as error:
             return error.cause
-        except RayActorError as error:
-            death = ReplicaUnavailableError(replica_id, ReplicaState.FAILED, str(error))
-            self._on_death(death)
-            return death
+        except RayError as error:
+            lost = loss(replica_id, error)
+            if lost is None:
+                return error
+            self._on_death(lost)
+            return lost

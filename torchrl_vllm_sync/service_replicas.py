@@ -142,7 +142,9 @@ class ServiceReplicas:
             return  # told late, when another actor has taken its place
         with self.load.lock:
             if death.replica_id in self.load.replica_ids:  # it may have been removed meanwhile
-                self.load.mark(death.replica_id, death.state, death.reason)
+                self.load.mark(
+                    death.replica_id, death.state, death.reason, may_return=death.may_return
+                )
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Calls every replica and returns the answers in order; the first failure is raised."""

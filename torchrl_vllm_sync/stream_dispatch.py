@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import ObjectLostError, RayActorError, RayError
+from ray.exceptions import RayError
 
 from torchrl_vllm_sync.attempts import PendingRequest, failed
 from torchrl_vllm_sync.continuation import AnswerSoFar
@@ -16,7 +16,8 @@ from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
     VersionNotReachedError,
 )
-from torchrl_vllm_sync.replica_access import GRACE_S, death, gone, silence, timed_out
+from torchrl_vllm_sync.ray_errors import loss
+from torchrl_vllm_sync.replica_access import GRACE_S, gone, silence, timed_out
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -71,8 +72,8 @@ async def stream_request(
                     async for result in steps:
                         so_far.add(result)
                         yield result
-                except ReplicaUnavailableError as loss:
-                    pending.note(loss, replica.actor)
+                except ReplicaUnavailableError as error:
+                    pending.note(error, replica.actor)
                 else:
                     return
                 finally:
@@ -109,11 +110,14 @@ async def _steps(
                 ended = True
                 access.disown(actor, [request.request_id])
                 raise
-            except (RayActorError, ObjectLostError) as error:
-                ended = True
-                access.mark(death(name, error), actor)
-                raise death(name, error) from None
             except RayError as error:
+                found = loss(name, error)
+                if found is not None:
+                    ended = True
+                    access.mark(found, actor)
+                    if found.may_return:
+                        access.disown(actor, [request.request_id])
+                    raise found from None
                 reason = f"replica {name}: {error}"
                 yield failed(request, GenerationError(request.request_id, reason))
                 return

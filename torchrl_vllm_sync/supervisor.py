@@ -25,6 +25,8 @@ __all__ = ["RESTART_WINDOW_S", "RestartBudget", "Supervised", "Supervisor"]
 
 logger = logging.getLogger(__name__)
 
+RETURN_S = 30.0
+"""Seconds for which an actor may be out of reach. Ray knows within as many that a node is dead."""
 RESTART_WINDOW_S = 3600.0
 """Restarts of one replica are counted over this many seconds."""
 FIRST_PAUSE_S = 1.0
@@ -102,8 +104,9 @@ class Supervisor:
 
     One daemon thread looks at the ledger, which costs no actor call; each restart, catch-up and
     change of the number of replicas runs in a thread of its own. What fails is tried again: see
-    :class:`RestartBudget`. A replica that has used up its restarts stays ``FAILED`` until the first
-    of them is an hour old.
+    :class:`RestartBudget`. A replica whose actor cannot be reached, but may be back, is restarted
+    only if it stays away for ``RETURN_S`` seconds. One that has used up its restarts stays
+    ``FAILED`` until the first of them is an hour old.
 
     Args:
         fleet: The replicas.
@@ -178,6 +181,8 @@ class Supervisor:
             return
         for one in snapshots:
             name = one.replica_id
+            if one.away_since is not None and now < one.away_since + RETURN_S:
+                continue
             if one.state is ReplicaState.FAILED:
                 if self._restarts.is_due(name, now):
                     self._begin(name, self._restarts, lambda name=name: self._fleet.restart(name))

@@ -123,6 +123,16 @@ def test_schemes_of_several_collectors(service, model):
         scheme.shutdown()
 
 
+def test_a_collector_begins_with_the_services_version(service, model):
+    updater = WeightUpdater(service, source=model)
+    updater.push_weights()
+    collector = llm_collector(service, weight_updater=updater)
+    assert agree(service, collector) == service.weight_version > 0
+    batch = next(iter(collector))
+    assert set(batch["next", "policy_version"].flatten().tolist()) == {service.weight_version}
+    collector.shutdown()
+
+
 def test_users_hooks_and_counting_by_hand_do_not_make_it_twice(service, model):
     updater = WeightUpdater(service, source=model)
     collector = llm_collector(service, weight_updater=updater)
@@ -194,8 +204,10 @@ def test_a_push_that_failed_leaves_every_version(service, model):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_collectors_in_actors_follow_and_may_die(service, model, caplog):
-    collectors = [ray_collector(service), ray_collector(service)]
     updater = WeightUpdater(service, source=model)
+    updater.push_weights()
+    collectors = [ray_collector(service), ray_collector(service, weight_updater=updater)]
+    assert agree(service, collectors[1], sampled=False) > 0  # from the beginning
     scheme = VLLMWeightSyncScheme(num_replicas=2)
     sender = connected(scheme, service, model)
     for one in collectors:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -46,6 +47,7 @@ class Reporting:
 
     def __init__(self):
         self.memory = SharedMemory(create=True, size=4096)
+        self.lock = multiprocessing.get_context("spawn").RLock()  # has a semaphore
         script = "import subprocess; subprocess.run(['sleep', '1000'])"
         self.child = subprocess.Popen([sys.executable, "-c", script])
 
@@ -55,8 +57,9 @@ class Reporting:
     def processes(self):
         return own_processes()
 
-    def memory_name(self):
-        return self.memory.name
+    def shared(self):
+        semaphore = self.lock._semlock.name.replace("/", "sem.")
+        return [Path("/dev/shm", self.memory.name), Path("/dev/shm", semaphore)]
 
     async def serve(self):
         await asyncio.sleep(1000)
@@ -188,13 +191,13 @@ def gone(processes):
 @pytest.mark.parametrize("stopped", [(), (0,), (0, 1, 2, 3), (1,)])
 def test_everything_of_a_replica_is_ended(actor, stopped):
     processes = ray.get(actor.processes.remote())
-    memory = Path("/dev/shm") / ray.get(actor.memory_name.remote())
-    assert memory.exists()
+    shared = ray.get(actor.shared.remote())
+    assert all(one.exists() for one in shared)
     for index in stopped:
         os.kill(processes.processes[index].pid, signal.SIGSTOP)
     end_replica(actor, processes)
     assert gone(processes)
-    assert not memory.exists()  # which nobody else would remove
+    assert not any(one.exists() for one in shared)  # which nobody else would remove
 
 
 def test_what_outlived_its_actor_is_ended(actor):

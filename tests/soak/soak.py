@@ -2,7 +2,9 @@
 
 ``python -m tests.soak.soak --requests 10000 --events 20`` prints what happened, and what all
 processes hold before and after; it fails if a request was lost or answered twice, if one was
-sampled by weights that were never pushed, if the replicas differ at the end, or if something grew.
+sampled by weights that were never pushed, or has other log-probabilities than the weights that its
+spans name, if the replicas differ at the end, or if something grew. ``--kills``, ``--memory-kills``
+and ``--pushes`` say how many there must be of each, beside ``--events`` of any kind.
 """
 
 import argparse
@@ -15,28 +17,37 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as tests/conftest.py
 
 import ray
 
-from tests.engine.checks import assert_holds, perturbed
+from benchmarks.record import Recorder, RecordError
+from tests.engine.checks import TOLERANCE, assert_holds
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
 from tests.engine.requests import sampling
+from tests.engine.test_version_spans import Weights, compare, scored_spans
 from tests.soak.holdings import growth, of_service
+from tests.soak.memory import eat, quick_to_kill
 from torchrl_vllm_sync import AsyncVLLM
-from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
+from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 STEADY = "0"
 NUM_REPLICAS, MAX_REPLICAS = 2, 3
 NUM_CALLERS = 4
 REPAIR_S = 240.0
 PUSH_PAUSE_S = 1.0
-KINDS = ("kill actor", "kill core", "join", "leave")
+KILLS = ("kill actor", "kill core")
+KINDS = (*KILLS, "join", "leave")
+MEMORY = "kill by memory monitor"  # wants a Ray that is quick to kill
 
 
 def say(text):
@@ -55,20 +66,26 @@ class Soak:
 
     def __init__(self, checkpoint, seed):
         self.random = random.Random(seed)
-        self.model = load_tiny_model(checkpoint)
+        self.weights = Weights(checkpoint)
         self.service = AsyncVLLM.from_pretrained(
-            str(checkpoint), num_replicas=NUM_REPLICAS, **{**ENGINE, "max_restarts": 1000}
+            str(checkpoint), num_replicas=1, **{**ENGINE, "max_restarts": 1000}
         )
-        self.happened, self.versions = Counter(), {0}
-        self.answers, self.errors = Counter(), []
+        self.service.add_replicas(NUM_REPLICAS - 1)
+        self.happened, self.versions, self.cleared = Counter(), set(), set()
+        self.answers, self.errors, self.spans = Counter(), [], {}
         self.numbers = itertools.count()
+        self.began = self.service.load.replica_ids  # their actors, in this order
+        self.push()
 
-    def push(self):
-        """One push of changed weights."""
+    def push(self, **options):
+        """One push of other weights; requests in flight keep their keys or recompute them."""
         version = self.service.weight_version + 1
         self.versions.add(version)
-        perturbed(self.model, seed=version, scale=0.01)
-        self.service.push_weights(self.model, version=version)
+        clear_cache = version % 2 == 0
+        if clear_cache:
+            self.cleared.add(version)
+        model = self.weights.at(version)
+        self.service.push_weights(model, version=version, clear_cache=clear_cache, **options)
         self.happened["push"] += 1
 
     def cause(self, kind):
@@ -81,22 +98,46 @@ class Soak:
             kind = "join"
         victim = self.random.choice(others)
         if kind == "join":
-            service.add_replicas()
+            self.began += service.add_replicas()
         elif kind == "leave":
             service.remove_replicas(victim.replica_id, drain_timeout_s=self.random.choice([0, 60]))
+        elif kind == MEMORY:
+            self._exhaust(others)
         else:
             pid = ray.get(victim.actor.describe.remote()).pid
             if kind == "kill core":
                 pid = engine_core_pid(victim.actor)
             os.kill(pid, signal.SIGKILL)
             self._await_restart(victim.replica_id)
+            self.began.append(victim.replica_id)
         service.wait_until_serving(timeout_s=REPAIR_S)
         self.happened[kind] += 1
 
-    def _await_restart(self, replica_id):
+    def _exhaust(self, others):
+        """Fills the memory of the actor that began last, and waits for whom the monitor killed."""
+        find, load = self.service._membership.find, self.service.load
+        before = {one.replica_id: find(one.replica_id).num_restarts for one in others}
+        killed = set()
+
+        def note():
+            failed = (one for one in load.snapshots() if one.state is ReplicaState.FAILED)
+            killed.update(one.replica_id for one in failed if "low on memory" in one.reason)
+
+        last = min(others, key=lambda one: self.began[::-1].index(one.replica_id))
+        with load.watched(note):
+            last.actor.__ray_call__.remote(eat)
+            self._await_restart(last.replica_id, before[last.replica_id])
+        assert last.replica_id in killed, f"the memory monitor killed {killed or 'nobody'}"
+        for one in killed - {last.replica_id}:
+            self._await_restart(one, before[one])
+        self.began += killed
+        self.happened[MEMORY] += len(killed) - 1  # one is counted as every event is
+
+    def _await_restart(self, replica_id, before=None):
         """Waits until it is known that a replica was killed, and until it is there again."""
         find = self.service._membership.find
-        before, deadline = find(replica_id).num_restarts, time.monotonic() + REPAIR_S
+        deadline = time.monotonic() + REPAIR_S
+        before = find(replica_id).num_restarts if before is None else before
         while find(replica_id).num_restarts == before:
             assert time.monotonic() < deadline, f"replica {replica_id} was not restarted"
             time.sleep(0.05)
@@ -108,7 +149,7 @@ class Soak:
             numbers = [next(self.numbers) for _ in range(generator.choice([1, 4, 16]))]
             prompts = [[5 + one // 200 % 200, 5 + one % 200, 5 + one // 40_000] for one in numbers]
             length = generator.choice([2, 16, 40])
-            params = sampling(max_tokens=length, temperature=1.0, ignore_eos=True)
+            params = sampling(max_tokens=length, temperature=1.0, ignore_eos=True, logprobs=0)
             outputs = self.service.generate(
                 prompts, params, timeout_seconds=REPAIR_S, return_exceptions=True, use_tqdm=False
             )
@@ -122,17 +163,36 @@ class Soak:
                 if not used <= self.versions:
                     self.errors.append(f"request {number}: sampled by {used - self.versions}")
                 self.answers[number] += 1
+                self._keep(output)
 
-    def run(self, num_requests, kinds):
+    def _keep(self, output):
+        """Keeps the spans that a model can be compared with, in little memory.
+
+        Keys that were kept at a switch are the old weights'.
+        """
+        first = output.version_spans[0][0].version
+        for version, spans in scored_spans([output], first_only=False).items():
+            if version == first or version in self.cleared:
+                self.spans.setdefault(version, []).extend(
+                    replace(
+                        one,
+                        sequence=array("i", one.sequence),
+                        engine=array("f", one.engine),
+                        later=array("f", one.later),
+                    )
+                    for one in spans
+                )
+
+    def run(self, num_requests, kinds, num_pushes=0, push_pause_s=PUSH_PAUSE_S):
         """Lets ``kinds`` happen one after the other, while pushes and requests run."""
         ended = threading.Event()
-        first = sum(self.answers.values())
+        first, last_push = sum(self.answers.values()), self.happened["push"] + num_pushes
 
         def stop():
             return ended.is_set() and sum(self.answers.values()) - first >= num_requests
 
         def push():
-            while not ended.wait(PUSH_PAUSE_S):
+            while not ended.wait(push_pause_s) or self.happened["push"] < last_push:
                 self.push()
 
         with ThreadPoolExecutor(NUM_CALLERS + 1) as pool:
@@ -156,12 +216,26 @@ class Soak:
             service.remove_replicas([one.replica_id for one in service.replicas][-1])
         while service.num_replicas < NUM_REPLICAS:
             service.add_replicas()
-        service.push_weights(self.model, strict=True)
-        self.versions.add(service.weight_version)
-        assert_holds(service, self.model)
+        self.push(strict=True)
+        assert_holds(service, self.weights.model)
         time.sleep(2.0)
         assert service.load.total_in_flight == 0
         return of_service(service, STEADY)
+
+    def compared(self):
+        """Compares all spans with their versions' models.
+
+        Returns:
+            The largest difference, the number of spans and the share of tokens right behind one, of
+            the next version, that would have been noticed in it.
+        """
+        worst, foreign = 0.0, []
+        for version, spans in self.spans.items():
+            own, after = compare(self.weights.at(version), spans)
+            worst = max(worst, own)
+            foreign += after
+        noticed = sum(one > 10 * TOLERANCE for one in foreign) / max(len(foreign), 1)
+        return worst, sum(map(len, self.spans.values())), noticed
 
     def shortcomings(self, before, after):
         """What was not as it should be, in words."""
@@ -173,37 +247,101 @@ class Soak:
         return found
 
 
-def soak(checkpoint, *, num_requests, num_events, seed):
-    """Runs everything; returns what is wrong, in words, and prints the rest."""
+def soak(
+    checkpoint,
+    *,
+    num_requests,
+    num_events,
+    seed,
+    num_kills=0,
+    num_memory_kills=0,
+    num_pushes=0,
+    push_pause_s=PUSH_PAUSE_S,
+):
+    """Runs everything, and prints what happened.
+
+    Returns:
+        What is wrong, in words, and what happened.
+    """
     begin = time.monotonic()
     one = Soak(checkpoint, seed)
+    kinds = [one.random.choice(KINDS) for _ in range(num_events)]
+    kinds += [one.random.choice(KILLS) for _ in range(num_kills)] + [MEMORY] * num_memory_kills
+    one.random.shuffle(kinds)
     with one.service:
         one.run(
             20, KINDS[:1] + KINDS[2:]
         )  # each path once, so that what is kept for later is there
         before = one.rest()
-        one.run(num_requests, [one.random.choice(KINDS) for _ in range(num_events)])
+        one.run(num_requests, kinds, num_pushes, push_pause_s)
         after = one.rest()
     for name, value in before.items():
         say(f"{name:24s} {value:8.0f} {after[name]:8.0f}")
-    total, happened = sum(one.answers.values()), dict(one.happened)
-    say(f"{total} requests, {happened}, {time.monotonic() - begin:.0f} s")
-    return one.shortcomings(before, after)
+    worst, num_spans, noticed = one.compared()
+    told = {
+        "requests": sum(one.answers.values()),
+        **dict(one.happened),
+        "spans": num_spans,
+        "worst_difference": worst,
+        "share_noticed_one_token_on": noticed,
+        "seconds": time.monotonic() - begin,
+    }
+    say(", ".join(f"{name} {value:g}" for name, value in told.items()))
+    found = one.shortcomings(before, after)
+    if worst > TOLERANCE:
+        found.append(f"log-probabilities differ from their versions' by {worst:.2g}")
+    return found, told
+
+
+def record(told, seed):
+    """Writes what happened in a run that went well."""
+    recorder = Recorder("soak")
+    told = dict(told)
+    recorder.add(
+        case=f"{told['requests']} requests",
+        system="AsyncVLLM",
+        metric="time",
+        unit="s",
+        samples=[told.pop("seconds")],
+        seed=seed,
+        **told,
+    )
+    return recorder.write()
 
 
 def main():
     """Reads the command line; the exit status tells whether all was well."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--events", type=int, default=20)
+    parser.add_argument("--events", type=int, default=20, help="of any kind, but those below")
+    parser.add_argument("--kills", type=int, default=0, help="by SIGKILL")
+    parser.add_argument("--memory-kills", type=int, default=0, help="by Ray's memory monitor")
+    parser.add_argument("--pushes", type=int, default=0, help="at least")
+    parser.add_argument("--push-pause", type=float, default=PUSH_PAUSE_S, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/soak_*")
     args = parser.parse_args()
+    if args.memory_kills:
+        os.environ.update(quick_to_kill())
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint = make_tiny_checkpoint(Path(directory) / "model", seed=0)
-        found = soak(checkpoint, num_requests=args.requests, num_events=args.events, seed=args.seed)
+        found, told = soak(
+            make_tiny_checkpoint(Path(directory) / "model", seed=0),
+            num_requests=args.requests,
+            num_events=args.events,
+            seed=args.seed,
+            num_kills=args.kills,
+            num_memory_kills=args.memory_kills,
+            num_pushes=args.pushes,
+            push_pause_s=args.push_pause,
+        )
     ray.shutdown()
     say("\n".join(found) if found else "PASS")
+    if args.record and not found:
+        try:
+            say(f"record: {record(told, args.seed)}")
+        except RecordError as error:
+            say(f"no record: {error}")
     return bool(found)
 
 

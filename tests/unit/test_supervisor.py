@@ -15,7 +15,7 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.scaling import QueueLengthScaling
-from torchrl_vllm_sync.supervisor import RESTART_WINDOW_S, RestartBudget, Supervisor
+from torchrl_vllm_sync.supervisor import RESTART_WINDOW_S, RETURN_S, RestartBudget, Supervisor
 
 SERVING, STALE = ReplicaState.SERVING, ReplicaState.STALE
 FAILED, STARTING = ReplicaState.FAILED, ReplicaState.STARTING
@@ -184,6 +184,23 @@ def test_a_stale_replica_is_brought_along_with_growing_pauses():
     before = len(rig.fleet.done)
     rig.look()
     assert len(rig.fleet.done) == before + 1  # the pauses begin anew
+
+
+def test_one_that_may_be_back_is_restarted_only_if_it_stays_away():
+    rig = Rig(2)
+    for name in "01":
+        rig.load.mark(name, FAILED, "its actor cannot be reached", may_return=True)
+    rig.look(after_s=RETURN_S / 2)
+    assert rig.fleet.done == []
+    assert rig.supervisor.is_at_work  # requests wait for it
+    rig.load.observe(EngineReport(replica_id="0", state=SERVING))
+    rig.load.mark("1", FAILED, "its actor cannot be reached", may_return=True)
+    rig.look(after_s=RETURN_S / 2)
+    assert rig.fleet.done == [("restart", "1")]
+    rig.load.mark("0", FAILED, "its actor cannot be reached", may_return=True)
+    rig.load.mark("0", FAILED, "its actor died")
+    rig.look()
+    assert rig.fleet.done == [("restart", "1"), ("restart", "0")]
 
 
 def test_the_thread_notices_a_failure_at_once_and_ends():

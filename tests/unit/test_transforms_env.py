@@ -2,12 +2,15 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
+import ray
 import torch
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 from tensordict import NonTensorStack, TensorDict, set_list_to_stack
 from tensordict.nn import TensorDictModuleBase
-from torchrl.collectors.llm import LLMCollector
+from torchrl.collectors.llm import LLMCollector, RayLLMCollector
 from torchrl.data.llm import History
 from torchrl.data.tensor_specs import Composite, NonTensor, Unbounded
 from torchrl.envs import AsyncEnvPool, EnvBase, StepCounter
@@ -181,6 +184,93 @@ def test_a_collector_that_hears_of_a_version_twice_moves_once():
         assert [one.policy_version for one in collectors] == [version, version]
     for one in collectors:
         one.shutdown()
+
+
+# TorchRL's LLMCollector takes no schemes, and is told to take no updater.
+with_updater = pytest.mark.filterwarnings(
+    "ignore:Using WeightUpdaterBase is dep:DeprecationWarning"
+)
+
+
+class Announced(Service):
+    """A service that says when it has a new version."""
+
+    def listen_to_versions(self, listener):
+        self.announce = listener
+        return lambda: None
+
+
+@with_updater
+@pytest.mark.parametrize("stamp", [True, PolicyVersion, VersionStamp], ids=["own", "int", "stamp"])
+def test_a_collector_begins_with_the_version_that_its_updaters_service_has(stamp):
+    service = Announced(7)
+    policy = Policy(service, stamp=False)
+    updater = WeightUpdater(service)
+    collector = make_collector(policy, stamp if stamp is True else stamp(), weight_updater=updater)
+    assert type(collector) is LLMCollector
+    assert collector.policy_version == 7
+    batches = iter(collector)
+    assert set(next(batches)["next", "policy_version"].flatten().tolist()) == {7}
+    collector.increment_version()  # nobody pushed
+    assert collector.policy_version == 7
+    service.weight_version = 8
+    service.announce(8)
+    assert set(next(batches)["next", "policy_version"].flatten().tolist()) == {8}
+    collector.shutdown()
+
+
+@with_updater
+def test_a_collector_that_tracks_no_version_stays_without_one():
+    service = Announced(7)
+    updater = WeightUpdater(service)
+    collector = make_collector(Policy(service), False, weight_updater=updater)
+    assert isinstance(collector, LLMCollector)
+    assert updater.collector is collector
+    service.announce(8)
+    assert collector.policy_version is None
+    collector.shutdown()
+
+
+class RemoteCollector(RayLLMCollector):
+    """One whose actor answers each call with what the next of ``answers`` is, or raises it."""
+
+    def __init__(self, *answers):
+        self.answers, self.heard = list(answers), []
+        self._collector = SimpleNamespace(__ray_call__=SimpleNamespace(remote=self.call))
+
+    def call(self, function, version):
+        self.heard.append(version)
+        return self.answers.pop(0)
+
+    def shutdown(self):
+        pass
+
+
+def test_a_collector_that_ray_killed_is_forgotten(monkeypatch, caplog):
+    def get(answer):
+        if isinstance(answer, Exception):
+            raise answer
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
+    service = Announced(1)
+    updater = WeightUpdater(service)
+    lives = RemoteCollector(None, ActorUnavailableError("no route", None), None)
+    dies = [
+        RemoteCollector(None, error) for error in (OutOfMemoryError("killed"), ActorDiedError())
+    ]
+    for one in (lives, *dies):
+        updater.register_collector(one)
+    service.announce(2)
+    assert [one.message for one in caplog.records if "is forgotten: killed" in one.message]
+    assert updater.collectors == [lives]
+    service.announce(3)
+    assert lives.heard == [1, 2, 3]
+    raised = RayTaskError("hear", "trace", OutOfMemoryError("of a task")).as_instanceof_cause()
+    lives.answers = [raised]
+    with pytest.raises(RayTaskError):
+        service.announce(4)
+    assert updater.collectors == [lives]
 
 
 # ---------------------------------------------------------------- specs

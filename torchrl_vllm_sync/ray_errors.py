@@ -1,0 +1,66 @@
+"""What Ray's exceptions say of the actor that was called: gone, away, or nothing."""
+
+from __future__ import annotations
+
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+    WorkerCrashedError,
+)
+
+from torchrl_vllm_sync.errors import ReplicaUnavailableError
+from torchrl_vllm_sync.replica import ReplicaState
+
+__all__ = ["is_away", "is_gone", "loss"]
+
+# Every call to an actor that the memory monitor killed ends with an ``OutOfMemoryError``, and every
+# call to one that could not be created with what prevented it. An answer is lost with its node.
+_GONE = (
+    RayActorError,
+    OutOfMemoryError,
+    NodeDiedError,
+    WorkerCrashedError,
+    ObjectLostError,
+    ActorUnschedulableError,
+    ActorPlacementGroupRemoved,
+    RuntimeEnvSetupError,
+)
+
+
+def is_gone(error: BaseException) -> bool:
+    """Whether a call ended because its actor is dead, or never lived.
+
+    What a method itself raised says nothing of its actor, whatever class it is of: Ray makes a
+    ``RayTaskError`` of it that is of the cause's class too, such as ``OutOfMemoryError`` when a
+    task was killed that the method waited for.
+    """
+    return isinstance(error, _GONE) and not isinstance(error, RayTaskError | ActorUnavailableError)
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether a call ended because its actor could not be reached, which may be back.
+
+    Its replica takes no requests, as if it were gone, but is restarted only if it stays away: see
+    ``LoadSnapshot.away_since``.
+    """
+    return isinstance(error, ActorUnavailableError) and not isinstance(error, RayTaskError)
+
+
+def loss(replica_id: str, error: RayError) -> ReplicaUnavailableError | None:
+    """Says that a call found a replica's actor gone or away; ``None`` if only the call failed."""
+    away = is_away(error)
+    if not away and not is_gone(error):
+        return None
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # Ray says at the end why an actor died, behind who it was; elsewhere advice follows.
+    why = lines[-1] if isinstance(error, RayActorError) else lines[0]
+    reason = f"its actor {'cannot be reached' if away else 'died'}: {why}"
+    return ReplicaUnavailableError(replica_id, ReplicaState.FAILED, reason, may_return=away)
