@@ -193,6 +193,27 @@ def test_other_things_are_refused(weights):
         as_weight_source(weights)
 
 
+@pytest.mark.parametrize("form", ["module", "adapters", "state dict"])
+def test_tensors_without_storage_are_refused_by_name(untied, form):
+    untied.model.layers[1].mlp.to("meta")
+    weights = {
+        "module": lambda: untied,
+        "adapters": lambda: with_adapters(untied, target_modules=["q_proj"]),
+        "state dict": untied.state_dict,
+    }[form]()
+    with pytest.raises(
+        WeightMismatchError, match=r"layers\.1\.mlp\.gate_proj\.weight .* meta device: so are 3 of"
+    ):
+        as_weight_source(weights).metadata()
+
+
+def test_a_module_that_was_filled_since_is_taken(untied):
+    untied.to("meta")
+    with pytest.raises(WeightMismatchError, match="meta device"):
+        ModuleSource(untied).metadata()
+    assert ModuleSource(untied.to_empty(device="cpu")).metadata()
+
+
 def test_a_value_that_is_no_tensor_is_named():
     with pytest.raises(TypeError, match="got list for 'a'"):
         as_weight_source({"a": [1.0]})
@@ -425,10 +446,19 @@ LORA = {
 }
 
 
-def with_adapters(model, seed=0, **config):
+EXPERT_LORA = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "lora_dropout": 0.0,
+}
+
+
+def with_adapters(model, seed=0, autocast=True, **config):
     """Wraps a copy of ``model`` and gives its adapters values that matter."""
-    config = {"r": 4, "lora_alpha": 16, **config}
-    wrapped = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**config)).eval()
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 16, **config})
+    wrapped = peft.get_peft_model(
+        copy.deepcopy(model), config, autocast_adapter_dtype=autocast
+    ).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
@@ -464,6 +494,36 @@ def test_adapters_are_merged_without_touching_the_training_copy(untied, kind):
         torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("autocast", [True, False], ids=["float32 adapters", "bfloat16 adapters"])
+@pytest.mark.parametrize("kind", [*LORA, "experts"])
+def test_what_is_sent_equals_a_merge_by_peft_bit_by_bit(checkpoints, kind, autocast):
+    model = load_tiny_model(checkpoints["moe" if kind == "experts" else "untied"]).bfloat16()
+    config = EXPERT_LORA if kind == "experts" else LORA[kind]
+    wrapped = with_adapters(model, autocast=autocast, **config)
+    other = peft.LoraConfig(**{"r": 2, **config, "init_lora_weights": False})
+    if kind != "saved modules":  # of which only one copy can be active
+        wrapped.add_adapter("other", other, autocast_adapter_dtype=autocast)
+        wrapped.base_model.set_adapter(["default", "other"])
+    found = dict(ModuleSource(wrapped))
+    merged = dict(ModuleSource(wrapped.merge_and_unload()))
+    assert found.keys() == merged.keys()
+    assert [name for name in merged if not torch.equal(found[name], merged[name])] == []
+    plain = dict(ModuleSource(model))
+    assert any(not torch.equal(found[name], plain[name]) for name in plain)
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_biases_of_adapters_over_layers_that_have_none_are_refused(untied):
+    untied.model.layers[1].self_attn.q_proj.bias = None
+    wrapped = with_adapters(untied, **LORA["biases"])
+    with pytest.raises(
+        WeightMismatchError, match=r"layers\.1\.self_attn\.q_proj: adapter 'default' has a bias"
+    ):
+        ModuleSource(wrapped).metadata()
+    with wrapped.disable_adapter():
+        assert ModuleSource(wrapped).metadata()
+
+
 def test_disabled_and_merged_adapters(untied):
     wrapped = with_adapters(untied, target_modules=["q_proj"], modules_to_save=["norm"])
     merged = {name: tensor.clone() for name, tensor in ModuleSource(wrapped)}
@@ -490,12 +550,7 @@ def test_several_active_adapters_add_up(untied):
 
 def test_adapters_on_experts(checkpoints):
     model = load_tiny_model(checkpoints["moe"])
-    wrapped = with_adapters(
-        model,
-        target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        lora_dropout=0.0,
-    )
+    wrapped = with_adapters(model, **EXPERT_LORA)
     source = ModuleSource(wrapped)
     assert_agrees(source)
     assert {m.name for m in source.metadata()} == {m.name for m in ModuleSource(model).metadata()}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.module_source import ModuleSource
-from torchrl_vllm_sync.weights.module_tensors import same_values, whole
+from torchrl_vllm_sync.weights.module_tensors import check_readable, same_values, whole
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class MappingSource:
 
     Raises:
         TypeError: A name is no text, or a value is no tensor (named).
-        WeightMismatchError: A tensor is sparse, or has no storage (named).
+        WeightMismatchError: Tensors are sparse, or have no storage: names one, and how many.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -96,9 +96,7 @@ class MappingSource:
                 raise TypeError(
                     f"weights must be tensors, got {type(tensor).__name__} for {name!r}"
                 )
-            if tensor.is_meta or tensor.layout is not torch.strided:
-                kind = "on the meta device" if tensor.is_meta else tensor.layout
-                raise WeightMismatchError(f"{name} must be a dense tensor with storage, is {kind}")
+        check_readable(self._tensors)
         self._metadata: list[ParamMeta] = []
         self._views: list[tuple[str, torch.Tensor]] = []
 
