@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,15 @@ __all__ = [
 HEAD = "lm_head.weight"
 # Buffers that no checkpoint holds, since they follow from its configuration; a TensorDict may.
 DERIVED = ("inv_freq", "original_inv_freq", "position_ids")
+# transformers 5 holds the experts of a layer in one tensor: of which of each expert's matrices in a
+# checkpoint, one below the other, by the names of either kind of checkpoint.
+EXPERTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+# What it calls otherwise in models with experts.
+RENAMED = (".mlp.", ".block_sparse_moe.")
 
 
 @runtime_checkable
@@ -170,7 +180,8 @@ class _Fit:
         given: The source's metadata that was compared.
         expected: The engines' model's metadata that it was compared with.
         prefix: What is removed from the source's names.
-        accepted: Names that are sent; the others are tied or derived.
+        sent: For each of the source's names the names that its values are sent under: one, or those
+            of each expert's parts. A name that is not here is tied or derived.
         metadata: What is sent.
         twins: Names, in the source, of a head and the embedding that must equal it.
         source_views: The list that ``views`` was made from.
@@ -180,11 +191,23 @@ class _Fit:
     given: list[ParamMeta]
     expected: Sequence[ParamMeta]
     prefix: str
-    accepted: frozenset[str]
+    sent: dict[str, str | list[tuple[str, ...]]]
     metadata: list[ParamMeta]
     twins: tuple[str, str] | None
     source_views: list[tuple[str, torch.Tensor]] | None = None
     views: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    def renamed(
+        self, items: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields what is sent of a source's tensors, experts as views of what holds them all."""
+        for name, tensor in items:
+            match self.sent.get(name):
+                case str() as short:
+                    yield short, tensor
+                case [*experts]:
+                    for parts, expert in zip(experts, tensor, strict=True):
+                        yield from zip(parts, expert.chunk(len(parts)), strict=True)
 
 
 # What the last push of each owner was found to fit: a source is made anew for each push.
@@ -208,10 +231,7 @@ class _FittedSource:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors the engines expect; the transport casts them."""
-        for name, tensor in self._source:
-            short = name.removeprefix(self._fit.prefix)
-            if short in self._fit.accepted:
-                yield short, tensor
+        return self._fit.renamed(self._source)
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
         """Returns what iteration yields as aliases; see :class:`StableSource`."""
@@ -220,18 +240,17 @@ class _FittedSource:
         if views is None:
             return None
         if views is not fit.source_views:
-            short = ((name.removeprefix(fit.prefix), tensor) for name, tensor in views)
-            fit.views = [one for one in short if one[0] in fit.accepted]
-            fit.source_views = views
+            fit.views, fit.source_views = list(fit.renamed(views)), views
         return fit.views
 
 
 def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightSource:
     """Checks that ``source`` is a complete push for the engines' model and renames it to fit.
 
-    A prefix that all names share, as wrappers add, is removed. A tied output head may be present
-    or not, but must equal the embedding. Any floating-point dtype may stand for another, since
-    transports cast. What was found is kept with the source's owner and holds as long as both
+    A prefix that all names share, as wrappers add, is removed. Experts that transformers holds in
+    one tensor a layer are sent one by one, as checkpoints hold them. A tied output head may be
+    present or not, but must equal the embedding. Any floating-point dtype may stand for another,
+    since transports cast. What was found is kept with the source's owner and holds as long as both
     lists of metadata are the same objects.
 
     Args:
@@ -265,12 +284,24 @@ def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamM
         if meta.name in wanted or meta.name.rpartition(".")[2] not in DERIVED
     }
     prefix = _common_prefix(relevant, wanted)
-    found = {name.removeprefix(prefix): meta for name, meta in relevant.items()}
+    sent = {
+        name: _sent_as(name.removeprefix(prefix), meta, wanted) for name, meta in relevant.items()
+    }
+    found: dict[str, ParamMeta] = {}
+    twice: list[str] = []
+    for name, names in sent.items():
+        meta = relevant[name]
+        shape = meta.shape if isinstance(names, str) else _part_shape(meta.shape, names)
+        for one in [names] if isinstance(names, str) else itertools.chain(*names):
+            if one in found:
+                twice.append(one)
+            found[one] = ParamMeta(one, meta.dtype, shape)
     known = wanted.keys() | {HEAD}
     both = [(name, meta, wanted[name]) for name, meta in found.items() if name in wanted]
     problems = [
         _listing("missing", [name for name in wanted if name not in found]),
         _listing("unknown", [name for name in found if name not in known]),
+        _listing("given twice", twice),
         _listing(
             "of another shape",
             [
@@ -293,7 +324,32 @@ def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamM
     if any(problems):
         raise _mismatch("; ".join(filter(None, problems)))
     metadata = [want for _, _, want in both]
-    return _Fit(given, expected, prefix, frozenset(wanted), metadata, twins)
+    if HEAD not in wanted:
+        sent.pop(prefix + HEAD, None)
+    return _Fit(given, expected, prefix, sent, metadata, twins)
+
+
+def _sent_as(
+    name: str, meta: ParamMeta, wanted: Mapping[str, ParamMeta]
+) -> str | list[tuple[str, ...]]:
+    """Returns the name of a tensor in the engines' checkpoint, or those of each expert's parts."""
+    for known_as in (name, name.replace(*RENAMED)):
+        if known_as in wanted:
+            return known_as
+        layer, _, leaf = known_as.rpartition(".")
+        for parts in EXPERTS.get(leaf, ()) if len(meta.shape) == 3 else ():
+            divides = meta.shape[0] and meta.shape[1] % len(parts) == 0
+            if divides and f"{layer}.0.{parts[0]}.weight" in wanted:
+                return [
+                    tuple(f"{layer}.{expert}.{part}.weight" for part in parts)
+                    for expert in range(meta.shape[0])
+                ]
+    return name
+
+
+def _part_shape(shape: tuple[int, ...], names: list[tuple[str, ...]]) -> tuple[int, ...]:
+    """Returns the shape of each expert's parts in a tensor that holds them all."""
+    return shape[1] // len(names[0]), shape[2]
 
 
 def _mismatch(problems: str) -> WeightMismatchError:
