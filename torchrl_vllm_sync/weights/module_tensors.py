@@ -18,6 +18,7 @@ __all__ = [
     "drop_tied",
     "is_peft",
     "layout_of",
+    "local",
     "module_readers",
     "same_values",
     "tied_names",
@@ -84,7 +85,7 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     Of sharded tensors this rank's shards are compared.
     """
-    one, other = _local(one), _local(other)
+    one, other = local(one), local(other)
     if one.shape != other.shape:
         return False
     if one.device == other.device and one.data_ptr() == other.data_ptr():
@@ -92,7 +93,8 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other.to(one.device))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ``tensor`` detached or, if it is sharded, this rank's shard."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

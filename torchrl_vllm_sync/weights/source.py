@@ -13,15 +13,23 @@ from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
 
 from torchrl_vllm_sync.errors import WeightMismatchError
+from torchrl_vllm_sync.weights.data_file import checksum
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.module_source import ModuleSource
-from torchrl_vllm_sync.weights.module_tensors import check_readable, same_values, whole
+from torchrl_vllm_sync.weights.module_tensors import (
+    check_readable,
+    is_peft,
+    local,
+    same_values,
+    whole,
+)
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "Content",
     "MappingSource",
     "ModuleSource",
     "StableSource",
@@ -98,15 +106,15 @@ class MappingSource:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = dict(tensors)
-        for name, tensor in self._tensors.items():
+        self.tensors = dict(tensors)
+        for name, tensor in self.tensors.items():
             if not isinstance(name, str):
                 raise TypeError(f"names of weights must be text, got {name!r}")
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(
                     f"weights must be tensors, got {type(tensor).__name__} for {name!r}"
                 )
-        check_readable(self._tensors)
+        check_readable(self.tensors)
         self._metadata: list[ParamMeta] = []
         self._views: list[tuple[str, torch.Tensor]] = []
 
@@ -117,28 +125,28 @@ class MappingSource:
 
     def metadata(self) -> list[ParamMeta]:
         """Returns name, dtype and full shape of each tensor; the same list while none changes."""
-        metadata = [ParamMeta.of(name, tensor) for name, tensor in self._tensors.items()]
+        metadata = [ParamMeta.of(name, tensor) for name, tensor in self.tensors.items()]
         if metadata != self._metadata:
             self._metadata = metadata
         return self._metadata
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
         """Returns the tensors, detached; see :class:`StableSource`."""
-        if any(isinstance(tensor, DTensor) for tensor in self._tensors.values()):
+        if any(isinstance(tensor, DTensor) for tensor in self.tensors.values()):
             return None
-        views = [(name, tensor.detach()) for name, tensor in self._tensors.items()]
+        views = [(name, tensor.detach()) for name, tensor in self.tensors.items()]
         if list(map(_place, views)) != list(map(_place, self._views)):
             self._views = views
         return self._views
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields each tensor, detached and whole."""
-        for name, tensor in self._tensors.items():
+        for name, tensor in self.tensors.items():
             yield name, whole(tensor)
 
     def same_values(self, name: str, other: str) -> bool:
         """Whether two of the tensors are equal."""
-        return same_values(self._tensors[name], self._tensors[other])
+        return same_values(self.tensors[name], self.tensors[other])
 
 
 def as_weight_source(weights: Any) -> WeightSource:  # noqa: ANN401  every form the trainer may hold
@@ -394,6 +402,72 @@ def _listing(what: str, names: Sequence[str]) -> str:
         return ""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{len(names)} {what}: {', '.join(names[:5])}{more}"
+
+
+class Content:
+    """What a source held at a moment, to tell later whether a push repeats it.
+
+    At once it notes which tensors were read, where they lay and torch's count of the writes to each
+    (some microseconds a tensor). That does not show what was written through ``.data``, and tells
+    nothing of a source whose tensors are not at hand: merged adapters, a source of the user's.
+    :meth:`summed` reads everything once, and shows every change. Of sharded tensors it reads this
+    rank's shards.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        held = _held(source)
+        self._marks = (
+            None
+            if held is None
+            else {name: (weakref.ref(one), _writes(one)) for name, one in held.items()}
+        )
+        self._sums: dict[str, int] | None = None
+
+    def summed(self, source: WeightSource) -> Content:
+        """Returns this with checksums of what ``source`` holds now."""
+        self._sums = _sums(source)
+        return self
+
+    def difference(self, source: WeightSource) -> str:
+        """Says what of ``source`` is not as it was, or cannot be shown to be; empty if all is."""
+        if self._sums is not None:
+            now, then = _sums(source), self._sums
+            return _differing([name for name in now | then if now.get(name) != then.get(name)])
+        held = _held(source)
+        if held is None or self._marks is None:
+            return "nothing is known to compare its weights with"
+        same = {
+            name
+            for name, (tensor, place) in self._marks.items()
+            if name in held and tensor() is held[name] and place == _writes(held[name])
+        }
+        return _differing([name for name in held | self._marks if name not in same])
+
+
+def _differing(names: Sequence[str]) -> str:
+    return _listing("not as they were", names)
+
+
+def _held(source: WeightSource) -> dict[str, torch.Tensor] | None:
+    """Returns the live tensors that a source reads unchanged; ``None`` if they are not known."""
+    if isinstance(source, MappingSource):
+        return source.tensors
+    owner = source.owner if isinstance(source, StableSource) else None
+    if not isinstance(owner, torch.nn.Module) or is_peft(owner):
+        return None
+    return dict(owner.state_dict(keep_vars=True))
+
+
+def _writes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns where a tensor lies, and torch's count of the writes to it."""
+    return local(tensor).data_ptr(), tensor._version
+
+
+def _sums(source: WeightSource) -> dict[str, int]:
+    """Returns checksums of what a source holds."""
+    held = _held(source)
+    items = source if held is None else held.items()
+    return {name: checksum(local(one).cpu()) for name, one in items}
 
 
 def _place(item: tuple[str, torch.Tensor]) -> tuple[Any, ...]:
