@@ -32,9 +32,9 @@ weights.broadcast_group
 weights.start_signal weights.bucket_stream weights.whole_tensors weights.direct_stream
 weights.module_tensors weights.published weights.gathering weights.trainer_ranks
 weights.private_files weights.module_source
-weights.storage weights.sharded
+weights.storage weights.sharded weights.data_file
 weights.source
-weights.lease weights.head weights.writer_lock weights.data_file weights.transport
+weights.lease weights.head weights.writer_lock weights.transport
 weights.manifest weights.tensor_writer
 weights.marker weights.slot_store weights.snapshot_reader
 weights.version_store

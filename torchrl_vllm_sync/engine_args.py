@@ -144,12 +144,19 @@ def prepare_engine_args(
         stage_weights: Reserve memory for a second set of weights in each worker.
 
     Raises:
-        UnsupportedArgumentError: A parallel size that cannot run on this platform, a
-            ``worker_extension_cls`` that is not a subclass of this library's, or ``stage_weights``
-            together with a ``weight_transfer_config`` of the caller's.
+        UnsupportedArgumentError: ``engine_args`` are something else, a parallel size that cannot
+            run on this platform, a ``worker_extension_cls`` that is not a subclass of this
+            library's, or ``stage_weights`` together with a ``weight_transfer_config`` of the
+            caller's.
     """
+    from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
 
+    if not isinstance(engine_args, AsyncEngineArgs):
+        raise UnsupportedArgumentError(
+            f"engine_args must be vllm.AsyncEngineArgs, got {type(engine_args).__name__}: make "
+            "them with AsyncEngineArgs(model=...), or take from_pretrained(model, ...)"
+        )
     prepared = copy.copy(engine_args)
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(prepared, name) < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import uuid
@@ -127,7 +128,8 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceMetrics, 
             :meth:`remove_replicas`.
 
     Raises:
-        UnsupportedArgumentError: A setting is out of range, or the platform cannot run it.
+        UnsupportedArgumentError: A setting is out of range, ``engine_args`` are no
+            ``AsyncEngineArgs``, or the platform cannot run it.
 
     Attributes:
         engine_args: The arguments that the replicas run with.
@@ -136,6 +138,11 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceMetrics, 
         load: This process's ledger of requests in flight and of the engines' reports.
         name: Name of the service.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Makes an instance that TorchRL's own classes recognise, of a subclass too."""
+        del args, kwargs
+        return object.__new__(_recognised(_origin(cls)))  # pyright: ignore[reportReturnType]
 
     def __init__(
         self,
@@ -391,17 +398,27 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceMetrics, 
         return {name: getattr(self, name) for name in _SHARED}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kind = None if type(self) is AsyncVLLM else type(self)  # its module name is not importable
-        return _rebuild, (kind, self.__getstate__())
+        return _rebuild, (_origin(type(self)), self.__getstate__())
 
 
-# TorchRL's vLLMWrapper recognises an engine by its type's name and module prefix
-# (torchrl/modules/llm/policies/vllm_wrapper.py, 0.14.1); no module of this name need exist.
-AsyncVLLM.__module__ = "torchrl.modules.llm.backends.vllm.torchrl_vllm_sync"
+@functools.cache
+def _recognised(kind: type[AsyncVLLM]) -> type[AsyncVLLM]:
+    """Returns the type of ``kind``'s instances, with a name that TorchRL's wrapper looks for.
+
+    It tells an engine by its type's name and module prefix
+    (torchrl/modules/llm/policies/vllm_wrapper.py, 0.14.1); no module of this name need exist.
+    """
+    module = "torchrl.modules.llm.backends.vllm.torchrl_vllm_sync"
+    return type(kind)("AsyncVLLM", (kind,), {"__module__": module, "_is_recognised": True})
 
 
-def _rebuild(kind: type[AsyncVLLM] | None, state: dict[str, Any]) -> AsyncVLLM:
-    service = object.__new__(kind or AsyncVLLM)
+def _origin(kind: type[AsyncVLLM]) -> type[AsyncVLLM]:
+    """Returns the class that can be imported of an instance's type."""
+    return kind.__bases__[0] if "_is_recognised" in vars(kind) else kind
+
+
+def _rebuild(kind: type[AsyncVLLM], state: dict[str, Any]) -> AsyncVLLM:
+    service = kind.__new__(kind)
     vars(service).update(state, _is_copy=True, _supervises=False, _num_wanted=0, scaling=None)
     service._begin()
     return service
@@ -420,7 +437,7 @@ def attach(name: str, *, supervise: bool = False) -> AsyncVLLM:
         UnsupportedArgumentError: ``supervise`` for a service that is not detached: its replicas
             end with the process that launched it.
     """
-    service = _rebuild(None, find_service(name))
+    service = _rebuild(AsyncVLLM, find_service(name))
     if supervise:
         service._take_over()
     return service

@@ -58,8 +58,8 @@ class ServiceWeights(ServiceVersions):
             weights: A module, a state dict, a TensorDict, a ``WeightSource``, or an iterable of
                 ``(name, tensor)``.
             version: Policy version; by default one more than the newest. One version names the same
-                weights each time: repeating it is a retry, and where it is held already some
-                transports load nothing.
+                weights each time: repeating the last one is a retry, and where it is held already
+                some transports load nothing. What another process pushed is not known here.
             transport: How to send from now on; memmap in shared memory to begin with.
             timeout_s: Seconds after which a silent replica counts as failed, in each attempt: when
                 some die or fall silent, the others get everything once more. By default 30 s and
@@ -79,7 +79,8 @@ class ServiceWeights(ServiceVersions):
             UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number, ``strict`` is
                 no bool, or there is no such ``mode``.
             WeightMismatchError: The weights do not fit the model; nothing was sent.
-            StaleVersionError: ``version`` is older than the newest; nothing was sent.
+            StaleVersionError: ``version`` is older than the newest, or this process pushed other
+                weights under it; see ``WeightPusher.push``. Nothing was sent.
             PushUnderWayError: Another trainer is pushing; nothing was sent.
             SnapshotError: The memmap transport could not store the weights; nothing was loaded.
             WeightSyncError: No replica reached the version, or with ``strict`` some did not; these

@@ -5,6 +5,7 @@ When one of these fails after an upgrade of vLLM, the function it names is the o
 
 import asyncio
 import inspect
+import os
 import sys
 import time
 
@@ -285,3 +286,13 @@ def test_an_engine_core_that_is_killed_is_noticed(inside):
     assert str(report.state) == "failed"
     assert "engine core died" in report.reason
     assert report.num_unfinished == 0
+
+
+def test_the_first_cause_is_found_in_what_workers_printed(capfd):
+    from torchrl_vllm_sync.engine import internals
+
+    printed = internals.output_sizes()  # pytest captures into files, as Ray does
+    os.write(1, b"(Worker pid=7) ERROR 11-22 13:22:13 [a.py:1] ValueError: no room: 3\n")
+    os.write(2, b"Process EngineCore:\nTraceback (most recent call last):\n")
+    os.write(2, b"Exception: initialization failed. See stack trace for root cause.\n")
+    assert internals.startup_failure(printed) == "ValueError: no room: 3"

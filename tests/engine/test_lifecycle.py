@@ -300,6 +300,13 @@ def test_a_model_that_does_not_exist_is_named(nothing_stays, tmp_path):
 
 
 @pytest.mark.slow
+def test_what_an_engine_s_own_process_raised_is_told(nothing_stays, checkpoint):
+    own = {**ENGINE, "kv_cache_memory_bytes": 1024}  # not one block; ENGINE is not verbose
+    with pytest.raises(LaunchError, match=r"failed: 0: .* ValueError: No available memory for the"):
+        AsyncVLLM.from_pretrained(str(checkpoint), **own)
+
+
+@pytest.mark.slow
 def test_a_checkpoint_that_is_quantised_already_is_refused(nothing_stays, checkpoint, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "quantised")
     config = tmp_path / "quantised" / "config.json"

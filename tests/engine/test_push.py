@@ -1,5 +1,6 @@
 """After a push the engines compute what the trainer's model computes, on every replica."""
 
+import copy
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
+from tests.engine.trainers import broadcast
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
     UnsupportedArgumentError,
@@ -80,6 +82,18 @@ def test_a_version_that_all_hold_is_not_loaded_again(pushed):
     assert again.version == version
     assert [one.phases["loaded"] for one in again.replicas] == [0, 0]
     assert "publish_s" not in again.phases
+    assert_holds(service, model)
+
+
+@pytest.mark.parametrize("kind", [MemmapTransport, broadcast])
+def test_a_version_that_all_hold_does_not_take_other_weights(service, model, kind):
+    version = service.push_weights(model, transport=kind()).version
+    held = copy.deepcopy(model)
+    with pytest.raises(StaleVersionError, match=f"version {version} was pushed already"):
+        service.push_weights(perturbed(model, seed=31), version=version)
+    assert_holds(service, held)
+    transport = MemmapTransport()  # which the other tests use
+    assert service.push_weights(model, transport=transport).version == version + 1
     assert_holds(service, model)
 
 

@@ -1,13 +1,25 @@
 """Mixtures of experts, and a replica of two workers: the same proof."""
 
+import tempfile
+
 import pytest
 import ray
+from tensordict import TensorDict
+from torchrl.collectors.llm.weight_update.vllm_v2 import vLLMUpdaterV2
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.weight_update.llm import get_model_metadata
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.conftest import ENGINE
 from tests.engine.requests import eventually
+from tests.engine.rollouts import TOKENIZER
 from tests.engine.trainers import broadcast
-from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync import (
+    AsyncVLLM,
+    VLLMDoubleBufferSyncScheme,
+    VLLMWeightSyncScheme,
+    WeightUpdater,
+)
 from torchrl_vllm_sync.errors import WeightMismatchError, WeightSyncError
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
@@ -128,6 +140,57 @@ def test_two_workers_each_take_their_shard(cluster, checkpoint):
         plan(service, fail_at=20, times=1)
         assert service.push_weights(model).replicas[0].phases["attempts"] == 2
         assert_holds(service, model)
+
+
+def updater_v2(service, model):
+    updater = vLLMUpdaterV2(service)
+    updater.init()
+    updater.push_weights_from_transformers(
+        TransformersWrapper(model, tokenizer=TOKENIZER, input_mode="tokens", generate=False)
+    )
+
+
+def grpo_sender(service, model):
+    scheme = VLLMWeightSyncScheme(num_replicas=1, transport="broadcast", timeout_s=60)
+    sender = scheme.create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(get_model_metadata(model), service)
+    sender.update_weights()
+    sender.update_weights(dict(model.state_dict()))
+    sender.shutdown()
+
+
+def double_buffer(service, model):
+    with tempfile.TemporaryDirectory() as directory:
+        sender = VLLMDoubleBufferSyncScheme(directory, timeout_s=60).create_sender()
+        sender.register_model(model)
+        sender.init_all_workers_group(get_model_metadata(model), service)
+        sender.update_weights()
+        sender.shutdown()
+
+
+FACES = {
+    "module": lambda service, model: service.push_weights(model),
+    "state dict": lambda service, model: service.push_weights(model.state_dict()),
+    "TensorDict": lambda service, model: service.push_weights(TensorDict.from_module(model)),
+    "pairs": lambda service, model: service.update_weights(iter(model.state_dict().items())),
+    "updater": lambda service, model: WeightUpdater(service).push_weights(
+        TensorDict(model.state_dict())
+    ),
+    "vLLMUpdaterV2": updater_v2,
+    "VLLMWeightSyncScheme": grpo_sender,
+    "VLLMDoubleBufferSyncScheme": double_buffer,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("face", FACES)
+def test_every_face_brings_the_experts(experts, face):
+    service, path = experts
+    model = perturbed(load_tiny_model(path), seed=100 + list(FACES).index(face))
+    assert distance(service, model, 0) > 100 * TOLERANCE
+    FACES[face](service, model)
+    assert_holds(service, model)
 
 
 def plan(service, **faults):

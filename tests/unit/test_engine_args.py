@@ -1,13 +1,19 @@
 """Engine arguments of single replicas."""
 
+import pickle
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import cloudpickle
 import pytest
 import torch
+from torchrl.modules.llm import vLLMWrapper as TorchRLWrapper
 
-from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
 from torchrl_vllm_sync.engine_args import for_replica, make_engine_args
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 
 def test_each_replica_samples_with_a_seed_of_its_own():
@@ -49,6 +55,54 @@ def test_sizes_that_contradict_each_other_are_refused():
         make_engine_args("a/model", num_devices=2, tensor_parallel_size=4)
     with pytest.raises(UnsupportedArgumentError, match="has the argument swap_spaces"):
         make_engine_args("a/model", swap_spaces=4)
+
+
+def test_arguments_of_another_kind_are_refused_by_name():
+    with pytest.raises(UnsupportedArgumentError, match=r"engine_args must be .*Args, got dict"):
+        AsyncVLLM.launch({"model": "a/model"})
+
+
+class ElsewhereUnknown(AsyncVLLM):
+    """As defined in a notebook: another process cannot import it."""
+
+
+ElsewhereUnknown.__module__ = "__main__"
+
+# Says which type was read, and has both wrappers take it.
+READ = """
+import pickle, sys
+service = pickle.load(sys.stdin.buffer)
+from torchrl.modules.llm import vLLMWrapper as TorchRLWrapper
+from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
+from torchrl_vllm_sync.testing import make_tiny_tokenizer
+assert isinstance(service, AsyncVLLM)
+for wrapper in TorchRLWrapper, vLLMWrapper:
+    wrapper(service, tokenizer=make_tiny_tokenizer(), input_mode="tokens")
+print(type(service).__mro__[1].__name__)
+"""
+
+
+def test_wrappers_take_subclasses_pickled_ones_too():
+    from vllm import AsyncEngineArgs
+
+    service = ElsewhereUnknown(AsyncEngineArgs(model="a/model"))
+    assert isinstance(service, ElsewhereUnknown)
+    for wrapper in TorchRLWrapper, vLLMWrapper:
+        policy = wrapper(service, tokenizer=make_tiny_tokenizer(), input_mode="tokens")
+        assert policy.model is service
+    done = subprocess.run(
+        [sys.executable, "-c", READ],
+        input=cloudpickle.dumps(service),
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.decode().strip() == "ElsewhereUnknown", done.stderr.decode()
+
+
+def test_the_service_itself_is_pickled_as_what_can_be_imported():
+    assert cloudpickle.loads(cloudpickle.dumps(AsyncVLLM)) is AsyncVLLM
+    assert pickle.loads(pickle.dumps(AsyncVLLM)) is AsyncVLLM
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """The pusher and its ledger, over replicas and a transport that only answer."""
 
+import copy
+import gc
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from torchrl_vllm_sync.errors import (
     PushUnderWayError,
@@ -16,6 +20,7 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.weights import source as source_module
 from torchrl_vllm_sync.weights.auto_transport import AutoTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.push import WeightPusher
@@ -28,6 +33,14 @@ from torchrl_vllm_sync.weights.transport import (
 
 WEIGHTS = {"w": torch.ones(2)}
 SERVING = Standing(state=ReplicaState.SERVING)
+
+
+class Weights(nn.Module):
+    """A model of one tensor."""
+
+    def __init__(self, value=1.0):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((2,), float(value)))
 
 
 class Replicas:
@@ -170,6 +183,94 @@ def test_older_versions_are_refused_and_equal_ones_sent_again(pusher, transport)
     with pytest.raises(StaleVersionError, match="version must be at least 5, got 0"):
         push(pusher, 0)
     assert transport.sent == [5, 5]
+
+
+FORMS = {
+    "module": lambda module: module,
+    "state dict": lambda module: module.state_dict(),
+    "pairs": lambda module: iter(module.state_dict().items()),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_failed_push_is_repeated_with_the_same_weights_only(pusher, replicas, transport, form):
+    module = Weights()
+    transport.failing = {"b"}
+    with pytest.raises(WeightSyncError):
+        push(pusher, weights=FORMS[form](module))
+    module.w.data[1] += 1  # of which torch keeps no count
+    calls = list(replicas.calls)
+    with pytest.raises(StaleVersionError, match=r"version 1 was pushed already, .*: w;"):
+        push(pusher, weights=FORMS[form](module), version=1)
+    assert (transport.sent, replicas.calls) == ([1], calls)
+    module.w.data[1] -= 1
+    with pytest.raises(WeightSyncError):
+        push(pusher, weights=FORMS[form](module), version=1)
+    transport.failing = set()
+    assert push(pusher, weights=copy.deepcopy(module), version=1).version == 1
+    assert transport.sent == [1, 1, 1]
+    push(pusher, weights=FORMS[form](Weights(value=3)), version=2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: nn.init.zeros_(module.w),
+        lambda module: setattr(module, "w", nn.Parameter(torch.ones(2))),
+        lambda module: setattr(module.w, "data", torch.ones(2)),
+    ],
+    ids=["written to", "another parameter", "other memory"],
+)
+def test_a_committed_version_is_repeated_only_from_tensors_as_they_were(pusher, transport, change):
+    module = Weights()
+    push(pusher, weights=module)
+    assert push(pusher, weights=module, version=1).version == 1
+    change(module)
+    with pytest.raises(StaleVersionError, match=r"version 1 was pushed already, .*: w;"):
+        push(pusher, weights=module, version=1)
+    assert transport.sent == [1, 1]
+    assert push(pusher, weights=module).version == 2
+    with pytest.raises(StaleVersionError, match="must be at least 2"):
+        push(pusher, weights=module, version=1)
+
+
+def test_a_committed_version_that_nothing_can_be_compared_with_is_not_repeated(pusher, transport):
+    class Own:
+        def metadata(self):
+            return [ParamMeta.of("w", WEIGHTS["w"])]
+
+        def __iter__(self):
+            yield from WEIGHTS.items()
+
+    push(pusher, weights=Own())
+    with pytest.raises(StaleVersionError, match="nothing is known to compare"):
+        push(pusher, weights=Own(), version=1)
+    assert transport.sent == [1]
+
+
+def test_pushes_that_everybody_took_read_no_weights(pusher, transport, monkeypatch):
+    monkeypatch.setattr(source_module, "checksum", None)
+    for _ in range(3):
+        push(pusher, weights=Weights())
+    assert transport.sent == [1, 2, 3]
+
+
+def test_a_number_that_nobody_took_is_free_for_other_weights(pusher, transport):
+    transport.failing = {"a", "b"}
+    with pytest.raises(WeightSyncError):
+        push(pusher, weights=Weights(), version=4)
+    transport.failing = set()
+    assert push(pusher, weights=Weights(value=3), version=4).version == 4
+
+
+def test_what_was_pushed_is_not_kept_alive(pusher, transport):
+    module = Weights()
+    seen = weakref.ref(module.w)
+    push(pusher, weights=module)
+    transport.opened_for.clear()
+    del module
+    gc.collect()
+    assert seen() is None
 
 
 def test_who_was_left_behind_is_held_back_and_can_be_repaired(pusher, replicas, transport):

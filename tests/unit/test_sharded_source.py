@@ -585,6 +585,17 @@ def test_adapters_on_a_sharded_model_are_refused():
     succeed(wrap_adapters)
 
 
+def leave_unfilled(rank):
+    _, sharded = models("tied")
+    sharded.to("meta")
+    with pytest.raises(WeightMismatchError, match=r"embed_tokens\.weight must .* meta device"):
+        as_weight_source(sharded)
+
+
+def test_a_sharded_model_without_storage_is_refused_on_every_rank():
+    succeed(leave_unfilled)
+
+
 def alone(rank):
     whole, sharded = models("moe")
     compare(read(as_weight_source(sharded)), whole)

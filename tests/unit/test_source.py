@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -9,8 +10,13 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from torchrl.modules.llm import TransformersWrapper
+from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from torchrl_vllm_sync.errors import WeightMismatchError
+from torchrl_vllm_sync.sync_sender import check_metadata
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
 from torchrl_vllm_sync.weights import module_source, published
 from torchrl_vllm_sync.weights import source as source_module
@@ -36,7 +42,23 @@ def checkpoints(tmp_path_factory):
         "moe": make_tiny_checkpoint(
             root / "moe", architecture="qwen3_moe", tied=False, num_hidden_layers=2
         ),
+        "mixtral": make_mixtral(root / "mixtral"),
     }
+
+
+def make_mixtral(path):
+    """A checkpoint whose experts and router are called otherwise than in the model."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 100, "head_dim": 8}
+    config = MixtralConfig(
+        **sizes,
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    MixtralForCausalLM(config).save_pretrained(path)
+    return path
 
 
 @pytest.fixture
@@ -176,7 +198,7 @@ def test_a_generator_is_read_once_and_pushed_as_often_as_needed(untied):
         lambda model: {f"policy.module.{name}": p for name, p in model.named_parameters()},
     ],
 )
-@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "moe", "mixtral"])
 def test_every_form_fits_and_holds_the_same_values(checkpoints, kind, form):
     model = load_tiny_model(checkpoints[kind])
     wanted = dict(ModuleSource(model))
@@ -187,10 +209,100 @@ def test_every_form_fits_and_holds_the_same_values(checkpoints, kind, form):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_experts_are_views_of_the_tensor_that_holds_them_all(checkpoints):
+    model = load_tiny_model(checkpoints["moe"])
+    source = as_weight_source(model.state_dict())
+    fitted = fit_to_model(source, expected_of(model))
+    held = {one.untyped_storage().data_ptr() for one in model.state_dict().values()}
+    assert {one.untyped_storage().data_ptr() for _, one in fitted} == held
+    views = fitted.views()
+    assert [name for name, _ in views] == [meta.name for meta in fitted.metadata()]
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3] += 1
+    assert fitted.views() is views
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    assert torch.equal(dict(views)[name], model.model.layers[1].mlp.experts.down_proj[3])
+
+
+def test_what_a_trainer_announces_of_experts_fits(checkpoints):
+    model = load_tiny_model(checkpoints["moe"])
+    announced = {name: (one.dtype, one.shape) for name, one in model.state_dict().items()}
+    expected = {meta.name: (meta.dtype, meta.shape) for meta in expected_of(model)}
+    check_metadata(announced, SimpleNamespace(get_model_metadata=lambda: expected))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    announced[name] = announced[name][0], torch.Size([3, *announced[name][1][1:]])
+    with pytest.raises(WeightMismatchError, match=r"2 missing: model\.layers\.1\.mlp\.experts\.3"):
+        check_metadata(announced, SimpleNamespace(get_model_metadata=lambda: expected))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda one: one[:, :-2], r"8 of another shape: .*gate_proj\.weight \[63, 64\] instead of"),
+        (lambda one: one[:, :-1], r"1 unknown: model\.layers\.0\.mlp\.experts\.gate_up_proj"),
+        (lambda one: torch.cat([one, one]), "8 unknown: "),
+        (lambda one: one[0], r"1 unknown: model\.layers\.0\.mlp\.experts\.gate_up_proj"),
+        (lambda one: one.to(torch.int32), "8 of another kind of dtype: "),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(checkpoints, change, problem):
+    model = load_tiny_model(checkpoints["moe"])
+    weights = model.state_dict()
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    weights[name] = change(weights[name])
+    with pytest.raises(WeightMismatchError, match=problem):
+        fit_to_model(as_weight_source(weights), expected_of(model))
+
+
+def test_experts_that_are_given_twice_are_refused(checkpoints):
+    model = load_tiny_model(checkpoints["moe"])
+    name = "model.layers.0.mlp.experts.2.down_proj.weight"
+    weights = {**model.state_dict(), name: torch.zeros(64, 64)}
+    with pytest.raises(WeightMismatchError, match=rf"1 given twice: {name}"):
+        fit_to_model(as_weight_source(weights), expected_of(model))
+
+
+def test_transformers_holds_experts_in_no_other_way():
+    found = set()
+    for model_type in CONFIG_MAPPING_NAMES:
+        for one in get_checkpoint_conversion_mapping(model_type) or ():
+            steps = one.operations if isinstance(one, WeightConverter) else []
+            if any(isinstance(step, MergeModulelist) for step in steps):
+                places = [(type(step), step.dim) for step in steps]
+                assert places in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+                leaf = one.target_patterns[0].rpartition("experts.")[2]
+                parts = [name.rpartition("*.")[2].split(".")[0] for name in one.source_patterns]
+                found.add((leaf, tuple(parts)))
+    known = {(leaf, parts) for leaf, kinds in source_module.EXPERTS.items() for parts in kinds}
+    assert ("gate_up_proj", ("gate_proj", "up_proj")) in found
+    assert found <= known
+
+
 @pytest.mark.parametrize("weights", [None, 3, "weights", b"weights", object()])
 def test_other_things_are_refused(weights):
     with pytest.raises(TypeError, match=f"got {type(weights).__name__}"):
         as_weight_source(weights)
+
+
+@pytest.mark.parametrize("form", ["module", "adapters", "state dict"])
+def test_tensors_without_storage_are_refused_by_name(untied, form):
+    untied.model.layers[1].mlp.to("meta")
+    weights = {
+        "module": lambda: untied,
+        "adapters": lambda: with_adapters(untied, target_modules=["q_proj"]),
+        "state dict": untied.state_dict,
+    }[form]()
+    with pytest.raises(
+        WeightMismatchError, match=r"layers\.1\.mlp\.gate_proj\.weight .* meta device: so are 3 of"
+    ):
+        as_weight_source(weights).metadata()
+
+
+def test_a_module_that_was_filled_since_is_taken(untied):
+    untied.to("meta")
+    with pytest.raises(WeightMismatchError, match="meta device"):
+        ModuleSource(untied).metadata()
+    assert ModuleSource(untied.to_empty(device="cpu")).metadata()
 
 
 def test_a_value_that_is_no_tensor_is_named():
@@ -425,10 +537,19 @@ LORA = {
 }
 
 
-def with_adapters(model, seed=0, **config):
+EXPERT_LORA = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "lora_dropout": 0.0,
+}
+
+
+def with_adapters(model, seed=0, autocast=True, **config):
     """Wraps a copy of ``model`` and gives its adapters values that matter."""
-    config = {"r": 4, "lora_alpha": 16, **config}
-    wrapped = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**config)).eval()
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 16, **config})
+    wrapped = peft.get_peft_model(
+        copy.deepcopy(model), config, autocast_adapter_dtype=autocast
+    ).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
@@ -464,6 +585,36 @@ def test_adapters_are_merged_without_touching_the_training_copy(untied, kind):
         torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("autocast", [True, False], ids=["float32 adapters", "bfloat16 adapters"])
+@pytest.mark.parametrize("kind", [*LORA, "experts"])
+def test_what_is_sent_equals_a_merge_by_peft_bit_by_bit(checkpoints, kind, autocast):
+    model = load_tiny_model(checkpoints["moe" if kind == "experts" else "untied"]).bfloat16()
+    config = EXPERT_LORA if kind == "experts" else LORA[kind]
+    wrapped = with_adapters(model, autocast=autocast, **config)
+    other = peft.LoraConfig(**{"r": 2, **config, "init_lora_weights": False})
+    if kind != "saved modules":  # of which only one copy can be active
+        wrapped.add_adapter("other", other, autocast_adapter_dtype=autocast)
+        wrapped.base_model.set_adapter(["default", "other"])
+    found = dict(ModuleSource(wrapped))
+    merged = dict(ModuleSource(wrapped.merge_and_unload()))
+    assert found.keys() == merged.keys()
+    assert [name for name in merged if not torch.equal(found[name], merged[name])] == []
+    plain = dict(ModuleSource(model))
+    assert any(not torch.equal(found[name], plain[name]) for name in plain)
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_biases_of_adapters_over_layers_that_have_none_are_refused(untied):
+    untied.model.layers[1].self_attn.q_proj.bias = None
+    wrapped = with_adapters(untied, **LORA["biases"])
+    with pytest.raises(
+        WeightMismatchError, match=r"layers\.1\.self_attn\.q_proj: adapter 'default' has a bias"
+    ):
+        ModuleSource(wrapped).metadata()
+    with wrapped.disable_adapter():
+        assert ModuleSource(wrapped).metadata()
+
+
 def test_disabled_and_merged_adapters(untied):
     wrapped = with_adapters(untied, target_modules=["q_proj"], modules_to_save=["norm"])
     merged = {name: tensor.clone() for name, tensor in ModuleSource(wrapped)}
@@ -490,12 +641,7 @@ def test_several_active_adapters_add_up(untied):
 
 def test_adapters_on_experts(checkpoints):
     model = load_tiny_model(checkpoints["moe"])
-    wrapped = with_adapters(
-        model,
-        target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        lora_dropout=0.0,
-    )
+    wrapped = with_adapters(model, **EXPERT_LORA)
     source = ModuleSource(wrapped)
     assert_agrees(source)
     assert {m.name for m in source.metadata()} == {m.name for m in ModuleSource(model).metadata()}

@@ -98,8 +98,10 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         Raises:
             TransferError: There is no memory for staged weights, which were asked for.
             UnsupportedArgumentError: The model is quantised such that no push can fill it.
-            LaunchError: vLLM cannot start with these arguments; with what it raised, by its name.
+            LaunchError: vLLM cannot start with these arguments; with what it raised, by its name,
+                and if that was in a process of its own, with what that printed.
         """
+        printed = internals.output_sizes()
         try:
             return await self._start()
         except SyncError:
@@ -107,6 +109,8 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         except Exception as error:
             # Some, such as pydantic's, cannot be pickled, of which Ray would tell instead.
             why = f"{type(error).__name__}: {error}"
+            if "root cause" in why and (cause := internals.startup_failure(printed)):
+                why = f"{why}: {cause}"
             raise LaunchError({self.replica_id: why}) from error
 
     async def _start(self) -> EngineDescription:

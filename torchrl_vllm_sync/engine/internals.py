@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
+import re
+import stat
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -43,9 +47,11 @@ __all__ = [
     "label_of_version",
     "label_spans",
     "num_unfinished_requests",
+    "output_sizes",
     "pause_scheduler",
     "set_weight_label",
     "settle_outputs",
+    "startup_failure",
     "watch_samples",
 ]
 
@@ -54,6 +60,10 @@ UNLABELLED = "default"
 OLDEST_SUPPORTED = Version("0.26")
 _FIRST_WITH_WEIGHT_LABEL = Version("0.27")
 _FIRST_WITH_LABEL_SPANS = Version("0.32")
+# The last line of a traceback, as Python or vLLM's logger prints it.
+_EXCEPTION = re.compile(
+    r"^(?:\([^)]* pid=\d+\) )?(?:ERROR .*?\] )?([\w.]*(?:Error|Exception): .*)$", re.MULTILINE
+)
 
 
 def installed_vllm() -> Version:
@@ -355,3 +365,24 @@ async def set_weight_label(engine: AsyncLLM, label: str) -> None:
     """Labels the tokens sampled from now on; vLLM 0.26 has no labels and is left alone."""
     if installed_vllm() >= _FIRST_WITH_WEIGHT_LABEL:
         await engine.update_weight_version(label)
+
+
+def output_sizes() -> dict[int, int]:
+    """Returns how much this process and its children have written to its output so far."""
+    return {fd: os.fstat(fd).st_size for fd in (1, 2) if stat.S_ISREG(os.fstat(fd).st_mode)}
+
+
+def startup_failure(since: dict[int, int]) -> str:
+    """Returns the exception of a vLLM process that ended, as it printed it; empty if it did not.
+
+    vLLM tells the process that starts it no more than "see root cause above".
+
+    Args:
+        since: What :func:`output_sizes` returned before it was started.
+    """
+    printed: list[str] = []
+    for fd, size in since.items():  # Ray's files of this actor, which everything it starts shares
+        with Path(f"/proc/self/fd/{fd}").open("rb") as file:
+            file.seek(size)
+            printed += _EXCEPTION.findall(file.read().decode(errors="replace"))
+    return next((one for one in reversed(printed) if "root cause" not in one), "")

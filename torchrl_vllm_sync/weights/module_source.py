@@ -32,9 +32,10 @@ class ModuleSource:
     """A Hugging Face model, plain or wrapped by PEFT, by a TorchRL policy, by DDP or by compile.
 
     Every iteration reads the parameters as they are then. LoRA adapters are merged one tensor at a
-    time into a fresh tensor, so that the training copy is never touched. Experts that transformers
-    holds fused are published under their own names as views of the fused tensor, in the order in
-    which they lie there.
+    time into a fresh tensor, so that the training copy is never touched; the result equals that of
+    PEFT's ``merge_and_unload()`` bit by bit, whatever the dtypes of base and adapters. Experts that
+    transformers holds fused are published under their own names as views of the fused tensor, in
+    the order in which they lie there.
 
     What is worked out about a module is kept with it, not with the source. A ``StableSource``.
 

@@ -10,13 +10,15 @@ from torch.distributed.tensor import DTensor
 from torchrl_vllm_sync.errors import WeightMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = [
     "TensorReader",
+    "check_readable",
     "drop_tied",
     "is_peft",
     "layout_of",
+    "local",
     "module_readers",
     "same_values",
     "tied_names",
@@ -29,7 +31,7 @@ class TensorReader:
 
     Args:
         tensor: A parameter or buffer; a ``DTensor`` is gathered when it is read.
-        delta: Computes what adapters add to it; ``None`` when nothing does.
+        deltas: Each computes what one adapter adds to it.
 
     Attributes:
         shape: Full shape.
@@ -38,11 +40,11 @@ class TensorReader:
     """
 
     def __init__(
-        self, tensor: torch.Tensor, delta: Callable[[], torch.Tensor] | None = None
+        self, tensor: torch.Tensor, deltas: Sequence[Callable[[], torch.Tensor]] = ()
     ) -> None:
-        self._tensor, self._delta = tensor, delta
+        self._tensor, self._deltas = tensor, deltas
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        self.changed = delta is not None
+        self.changed = bool(deltas)
 
     @property
     def is_plain(self) -> bool:
@@ -58,9 +60,12 @@ class TensorReader:
         """Returns the tensor as it is now; where adapters add to it, a fresh one."""
         with torch.no_grad():
             tensor = whole(self._tensor)
-            if self._delta is None:
+            if not self._deltas:
                 return tensor
-            return tensor + whole(self._delta()).to(tensor.dtype)
+            merged = tensor.clone()
+            for delta in self._deltas:
+                merged += whole(delta())  # as PEFT merges: one adapter at a time, each rounded once
+            return merged
 
     def same_as(self, other: TensorReader) -> bool:
         """Whether both read the same values; gathers and merges only where adapters add."""
@@ -80,7 +85,7 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     Of sharded tensors this rank's shards are compared.
     """
-    one, other = _local(one), _local(other)
+    one, other = local(one), local(other)
     if one.shape != other.shape:
         return False
     if one.device == other.device and one.data_ptr() == other.data_ptr():
@@ -88,7 +93,8 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other.to(one.device))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ``tensor`` detached or, if it is sharded, this rank's shard."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -100,11 +106,32 @@ def module_readers(module: torch.nn.Module) -> dict[str, TensorReader]:
         module: A model, or a PEFT model whose adapters are LoRA.
 
     Raises:
-        WeightMismatchError: Adapters of a kind that does not add to single tensors.
+        WeightMismatchError: Adapters of a kind that does not add to single tensors, or whose biases
+            have nothing to be added to; or see :func:`check_readable`.
     """
     if is_peft(module):
         return _lora_readers(module)
-    return {name: TensorReader(tensor) for name, tensor in module.state_dict().items()}
+    tensors = module.state_dict()
+    check_readable(tensors)
+    return {name: TensorReader(tensor) for name, tensor in tensors.items()}
+
+
+def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses tensors without values to read, before anybody is told that they will come.
+
+    Raises:
+        WeightMismatchError: Some are sparse, or have no storage: names the first, and how many.
+    """
+    bad = {
+        name: "on the meta device" if one.is_meta else one.layout
+        for name, one in tensors.items()
+        if one.is_meta or one.layout is not torch.strided
+    }
+    for name, kind in bad.items():
+        raise WeightMismatchError(
+            f"{name} must be a dense tensor with storage, is {kind}: so are {len(bad)} of "
+            f"{len(tensors)} tensors"
+        )
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
@@ -170,8 +197,12 @@ def _lora_readers(model: Any) -> dict[str, TensorReader]:  # noqa: ANN401  peft.
         for name, module in base.named_modules()
         if isinstance(module, LoraLayer | ModulesToSaveWrapper)
     }
+    for name, wrapper in wrappers.items():
+        _check_biases(name, wrapper)
     readers: dict[str, TensorReader] = {}
-    for name, tensor in base.state_dict().items():
+    tensors = base.state_dict()
+    check_readable(tensors)
+    for name, tensor in tensors.items():
         owner = _owner(name, wrappers)
         if owner is None:
             readers[name] = TensorReader(tensor)
@@ -186,7 +217,7 @@ def _lora_readers(model: Any) -> dict[str, TensorReader]:  # noqa: ANN401  peft.
             leaf = inner.replace("base_layer.", "")
             if not leaf.startswith("lora_"):
                 plain = f"{owner}.{leaf}"
-                readers[plain] = TensorReader(tensor, _lora_delta(plain, leaf, wrapper))
+                readers[plain] = TensorReader(tensor, _lora_deltas(plain, leaf, wrapper))
     return readers
 
 
@@ -207,17 +238,35 @@ def _chosen_copy(wrapper: Any) -> str:  # noqa: ANN401  peft's ModulesToSaveWrap
     return f"modules_to_save.{active[0]}."
 
 
-def _lora_delta(name: str, leaf: str, layer: Any) -> Callable[[], torch.Tensor] | None:  # noqa: ANN401
-    """Returns a function that computes what the active adapters add to ``leaf`` of ``layer``."""
+def _check_biases(name: str, wrapper: Any) -> None:  # noqa: ANN401  peft's wrappers
+    """Refuses biases of adapters over a layer that has none, which the engines' has not either.
+
+    Raises:
+        WeightMismatchError: The layer ``name`` has such an adapter, and it is active.
+    """
+    biased = getattr(wrapper, "lora_bias", {})
+    adapters = [one for one in wrapper.active_adapters if biased.get(one, False)]
+    has_none = adapters and getattr(wrapper.get_base_layer(), "bias", None) is None
+    if has_none and not (wrapper.disable_adapters or wrapper.merged):
+        raise WeightMismatchError(
+            f"{name}: adapter {adapters[0]!r} has a bias (lora_bias=True) and the layer has none, "
+            "so that they cannot be merged"
+        )
+
+
+def _lora_deltas(name: str, leaf: str, layer: Any) -> list[Callable[[], torch.Tensor]]:  # noqa: ANN401
+    """Returns what computes the addition of each active adapter to ``leaf`` of ``layer``."""
+    from peft.tuners.lora import Embedding
+
     if hasattr(layer, "parameter_name"):
         while layer.parameter_name != leaf:
             layer = layer.base_layer
             if not hasattr(layer, "parameter_name"):
-                return None
+                return []
     elif leaf not in ("weight", "bias"):
-        return None
+        return []
     if layer.disable_adapters or layer.merged:
-        return None
+        return []
     active = [
         one for one in layer.active_adapters if one in layer.lora_A or one in layer.lora_embedding_A
     ]
@@ -229,9 +278,8 @@ def _lora_delta(name: str, leaf: str, layer: Any) -> Callable[[], torch.Tensor] 
         )
     if leaf == "bias":
         active = [one for one in active if layer.lora_bias.get(one, False)]
-        deltas = [lambda one=one: layer.lora_B[one].bias * layer.scaling[one] for one in active]
-    else:
-        deltas = [lambda one=one: layer.get_delta_weight(one) for one in active]
-    if not deltas:
-        return None
-    return lambda: torch.stack([delta() for delta in deltas]).sum(0)
+        return [lambda one=one: layer.lora_B[one].bias * layer.scaling[one] for one in active]
+    if isinstance(layer, Embedding):  # of which alone PEFT rounds the addition first
+        dtype = layer.get_base_layer().weight.dtype
+        return [lambda one=one: layer.get_delta_weight(one).to(dtype) for one in active]
+    return [lambda one=one: layer.get_delta_weight(one) for one in active]

@@ -24,7 +24,7 @@ from torchrl_vllm_sync.weights.peer_catch_up import catch_up_from_peer, catch_up
 from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.push_deadlines import PushDeadlines, PushKind
 from torchrl_vllm_sync.weights.sharded import leading
-from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
+from torchrl_vllm_sync.weights.source import Content, as_weight_source, fit_to_model
 from torchrl_vllm_sync.weights.storage import ProcessIdentity
 from torchrl_vllm_sync.weights.transport import (
     PushReport,
@@ -124,6 +124,7 @@ class WeightPusher:
         self._attempted = self._committed = 0
         self._committed_run: tuple[int, str | None] = 0, None
         self._newest: tuple[int, str | None] = 0, None
+        self._pushed: tuple[int, Content] | None = None
         self._silent: set[str] = set()
         self._sender, self._number = uuid.uuid4().hex, 0
         self._deadlines = PushDeadlines()
@@ -278,8 +279,8 @@ class WeightPusher:
 
         Args:
             weights: See :func:`as_weight_source`.
-            version: Policy version of these weights; by default one more than the newest. A
-                version that was sent before is not sent again: the replicas that missed it get it.
+            version: Policy version of these weights; by default one more than the newest. The last
+                version may be pushed again, for replicas that missed it, with the same weights.
             timeout_s: Seconds after which a silent replica counts as failed, in each attempt;
                 ``None`` takes a multiple of what such pushes took, see ``PushDeadlines``.
             clear_cache: Recompute keys and values of requests in flight.
@@ -295,7 +296,9 @@ class WeightPusher:
             UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number, ``strict`` is
                 no bool, or there is no such ``mode``.
             WeightMismatchError: ``weights`` do not fit the engines' model. Nothing was sent.
-            StaleVersionError: ``version`` is older than the newest. Nothing was sent.
+            StaleVersionError: ``version`` is older than the newest, or this process pushed other
+                weights under it: after a push that left replicas behind all values are compared,
+                else whether the same tensors were written to since. Nothing was sent.
             PushUnderWayError: Another trainer is pushing. Nothing was sent.
             SnapshotError: The transport could not store the weights. Replicas are as they were.
             TransferError: The transport could not reach the replicas. They are as they were.
@@ -351,8 +354,10 @@ class WeightPusher:
             The outcome, the version chosen, and whether that was committed now.
         """
         times = PhaseTimes()
+        given = source
         with times.measure("open_s"):
             source = fit_to_model(source, self._expected())
+            self._check_repeat(given, version)
             self._client.refresh_members()
             turn.enter_context(self._turn())
             transport = self._used()  # which may choose anew
@@ -387,6 +392,7 @@ class WeightPusher:
             if outcome.reached_some:
                 self._newest = chosen, outcome.run_id
                 self._hold_back_late(outcome, chosen)
+            self._note_content(given, chosen, outcome, crew, transport)
             if outcome.was_loaded and not crew.keys() & outcome.failures.keys():
                 self._deadlines.record(kind, time.perf_counter() - begin)
             if not outcome.failures:
@@ -395,6 +401,39 @@ class WeightPusher:
             if last_try or not self._was_overtaken(outcome, chosen):
                 break
         return outcome.after(times), chosen, is_news
+
+    def _check_repeat(self, source: WeightSource, version: int | None) -> None:
+        """Refuses other weights under the version that this process pushed last.
+
+        Raises:
+            StaleVersionError: They differ, or nothing shows that they do not; says which.
+        """
+        known, content = self._pushed or (None, None)
+        if content is None or version != known:
+            return
+        if problem := content.difference(source):
+            raise StaleVersionError(
+                f"version {version} was pushed already, and what is pushed now cannot be called "
+                f"the same: {problem}; give other weights a version of their own"
+            )
+
+    def _note_content(
+        self,
+        source: WeightSource,
+        version: int,
+        outcome: SendOutcome,
+        crew: Collection[str],
+        transport: WeightTransport,
+    ) -> None:
+        """Keeps what tells whether ``version`` is repeated; reads it all only if it may well be."""
+        if not outcome.reached_some and transport.last_version < version:
+            return  # nobody has anything under this name
+        known, content = self._pushed or (None, None)
+        if content is None or known != version:
+            content = Content(source)
+            if outcome.failures.keys() & set(crew):
+                content.summed(source)
+            self._pushed = version, content
 
     def _choose(
         self, version: int | None, ledger: VersionLedger, transport: WeightTransport

@@ -24,7 +24,13 @@ from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchErr
 from torchrl_vllm_sync.weights.gathering import Gather, part_of
 from torchrl_vllm_sync.weights.metadata import metadata_digest
 from torchrl_vllm_sync.weights.module_source import plan_of, unwrap
-from torchrl_vllm_sync.weights.module_tensors import TensorReader, is_peft, same_values, tied_names
+from torchrl_vllm_sync.weights.module_tensors import (
+    TensorReader,
+    check_readable,
+    is_peft,
+    same_values,
+    tied_names,
+)
 from torchrl_vllm_sync.weights.trainer_ranks import TrainerRankError, TrainerRanks, Verdict
 
 if TYPE_CHECKING:
@@ -73,8 +79,8 @@ class ShardedModuleSource:
         timeout_s: Seconds after which a rank that does not take its part counts as failed.
 
     Raises:
-        WeightMismatchError: The model has adapters, which cannot be merged shard by shard, or its
-            parameters are spread over different ranks.
+        WeightMismatchError: The model has adapters, which cannot be merged shard by shard, its
+            parameters are spread over different ranks, or some have no storage.
         UnsupportedArgumentError: This process belongs to none of its ranks.
     """
 
@@ -85,6 +91,7 @@ class ShardedModuleSource:
                 "adapters on a sharded model cannot be merged: merge them first, or do not shard"
             )
         self._module = module
+        check_readable(self._tensors())
         ranks = _ranks_of(module)
         if dist.get_rank() not in ranks:
             raise UnsupportedArgumentError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,15 +13,23 @@ from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
 
 from torchrl_vllm_sync.errors import WeightMismatchError
+from torchrl_vllm_sync.weights.data_file import checksum
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.module_source import ModuleSource
-from torchrl_vllm_sync.weights.module_tensors import same_values, whole
+from torchrl_vllm_sync.weights.module_tensors import (
+    check_readable,
+    is_peft,
+    local,
+    same_values,
+    whole,
+)
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "Content",
     "MappingSource",
     "ModuleSource",
     "StableSource",
@@ -32,6 +41,15 @@ __all__ = [
 HEAD = "lm_head.weight"
 # Buffers that no checkpoint holds, since they follow from its configuration; a TensorDict may.
 DERIVED = ("inv_freq", "original_inv_freq", "position_ids")
+# transformers 5 holds the experts of a layer in one tensor: of which of each expert's matrices in a
+# checkpoint, one below the other, by the names of either kind of checkpoint.
+EXPERTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+# What it calls otherwise in models with experts.
+RENAMED = (".mlp.", ".block_sparse_moe.")
 
 
 @runtime_checkable
@@ -84,21 +102,19 @@ class MappingSource:
 
     Raises:
         TypeError: A name is no text, or a value is no tensor (named).
-        WeightMismatchError: A tensor is sparse, or has no storage (named).
+        WeightMismatchError: Tensors are sparse, or have no storage: names one, and how many.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = dict(tensors)
-        for name, tensor in self._tensors.items():
+        self.tensors = dict(tensors)
+        for name, tensor in self.tensors.items():
             if not isinstance(name, str):
                 raise TypeError(f"names of weights must be text, got {name!r}")
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(
                     f"weights must be tensors, got {type(tensor).__name__} for {name!r}"
                 )
-            if tensor.is_meta or tensor.layout is not torch.strided:
-                kind = "on the meta device" if tensor.is_meta else tensor.layout
-                raise WeightMismatchError(f"{name} must be a dense tensor with storage, is {kind}")
+        check_readable(self.tensors)
         self._metadata: list[ParamMeta] = []
         self._views: list[tuple[str, torch.Tensor]] = []
 
@@ -109,28 +125,28 @@ class MappingSource:
 
     def metadata(self) -> list[ParamMeta]:
         """Returns name, dtype and full shape of each tensor; the same list while none changes."""
-        metadata = [ParamMeta.of(name, tensor) for name, tensor in self._tensors.items()]
+        metadata = [ParamMeta.of(name, tensor) for name, tensor in self.tensors.items()]
         if metadata != self._metadata:
             self._metadata = metadata
         return self._metadata
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
         """Returns the tensors, detached; see :class:`StableSource`."""
-        if any(isinstance(tensor, DTensor) for tensor in self._tensors.values()):
+        if any(isinstance(tensor, DTensor) for tensor in self.tensors.values()):
             return None
-        views = [(name, tensor.detach()) for name, tensor in self._tensors.items()]
+        views = [(name, tensor.detach()) for name, tensor in self.tensors.items()]
         if list(map(_place, views)) != list(map(_place, self._views)):
             self._views = views
         return self._views
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields each tensor, detached and whole."""
-        for name, tensor in self._tensors.items():
+        for name, tensor in self.tensors.items():
             yield name, whole(tensor)
 
     def same_values(self, name: str, other: str) -> bool:
         """Whether two of the tensors are equal."""
-        return same_values(self._tensors[name], self._tensors[other])
+        return same_values(self.tensors[name], self.tensors[other])
 
 
 def as_weight_source(weights: Any) -> WeightSource:  # noqa: ANN401  every form the trainer may hold
@@ -172,7 +188,8 @@ class _Fit:
         given: The source's metadata that was compared.
         expected: The engines' model's metadata that it was compared with.
         prefix: What is removed from the source's names.
-        accepted: Names that are sent; the others are tied or derived.
+        sent: For each of the source's names the names that its values are sent under: one, or those
+            of each expert's parts. A name that is not here is tied or derived.
         metadata: What is sent.
         twins: Names, in the source, of a head and the embedding that must equal it.
         source_views: The list that ``views`` was made from.
@@ -182,11 +199,23 @@ class _Fit:
     given: list[ParamMeta]
     expected: Sequence[ParamMeta]
     prefix: str
-    accepted: frozenset[str]
+    sent: dict[str, str | list[tuple[str, ...]]]
     metadata: list[ParamMeta]
     twins: tuple[str, str] | None
     source_views: list[tuple[str, torch.Tensor]] | None = None
     views: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    def renamed(
+        self, items: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields what is sent of a source's tensors, experts as views of what holds them all."""
+        for name, tensor in items:
+            match self.sent.get(name):
+                case str() as short:
+                    yield short, tensor
+                case [*experts]:
+                    for parts, expert in zip(experts, tensor, strict=True):
+                        yield from zip(parts, expert.chunk(len(parts)), strict=True)
 
 
 # What the last push of each owner was found to fit: a source is made anew for each push.
@@ -210,10 +239,7 @@ class _FittedSource:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors the engines expect; the transport casts them."""
-        for name, tensor in self._source:
-            short = name.removeprefix(self._fit.prefix)
-            if short in self._fit.accepted:
-                yield short, tensor
+        return self._fit.renamed(self._source)
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
         """Returns what iteration yields as aliases; see :class:`StableSource`."""
@@ -222,18 +248,17 @@ class _FittedSource:
         if views is None:
             return None
         if views is not fit.source_views:
-            short = ((name.removeprefix(fit.prefix), tensor) for name, tensor in views)
-            fit.views = [one for one in short if one[0] in fit.accepted]
-            fit.source_views = views
+            fit.views, fit.source_views = list(fit.renamed(views)), views
         return fit.views
 
 
 def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightSource:
     """Checks that ``source`` is a complete push for the engines' model and renames it to fit.
 
-    A prefix that all names share, as wrappers add, is removed. A tied output head may be present
-    or not, but must equal the embedding. Any floating-point dtype may stand for another, since
-    transports cast. What was found is kept with the source's owner and holds as long as both
+    A prefix that all names share, as wrappers add, is removed. Experts that transformers holds in
+    one tensor a layer are sent one by one, as checkpoints hold them. A tied output head may be
+    present or not, but must equal the embedding. Any floating-point dtype may stand for another,
+    since transports cast. What was found is kept with the source's owner and holds as long as both
     lists of metadata are the same objects.
 
     Args:
@@ -267,12 +292,24 @@ def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamM
         if meta.name in wanted or meta.name.rpartition(".")[2] not in DERIVED
     }
     prefix = _common_prefix(relevant, wanted)
-    found = {name.removeprefix(prefix): meta for name, meta in relevant.items()}
+    sent = {
+        name: _sent_as(name.removeprefix(prefix), meta, wanted) for name, meta in relevant.items()
+    }
+    found: dict[str, ParamMeta] = {}
+    twice: list[str] = []
+    for name, names in sent.items():
+        meta = relevant[name]
+        shape = meta.shape if isinstance(names, str) else _part_shape(meta.shape, names)
+        for one in [names] if isinstance(names, str) else itertools.chain(*names):
+            if one in found:
+                twice.append(one)
+            found[one] = ParamMeta(one, meta.dtype, shape)
     known = wanted.keys() | {HEAD}
     both = [(name, meta, wanted[name]) for name, meta in found.items() if name in wanted]
     problems = [
         _listing("missing", [name for name in wanted if name not in found]),
         _listing("unknown", [name for name in found if name not in known]),
+        _listing("given twice", twice),
         _listing(
             "of another shape",
             [
@@ -295,7 +332,32 @@ def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamM
     if any(problems):
         raise _mismatch("; ".join(filter(None, problems)))
     metadata = [want for _, _, want in both]
-    return _Fit(given, expected, prefix, frozenset(wanted), metadata, twins)
+    if HEAD not in wanted:
+        sent.pop(prefix + HEAD, None)
+    return _Fit(given, expected, prefix, sent, metadata, twins)
+
+
+def _sent_as(
+    name: str, meta: ParamMeta, wanted: Mapping[str, ParamMeta]
+) -> str | list[tuple[str, ...]]:
+    """Returns the name of a tensor in the engines' checkpoint, or those of each expert's parts."""
+    for known_as in (name, name.replace(*RENAMED)):
+        if known_as in wanted:
+            return known_as
+        layer, _, leaf = known_as.rpartition(".")
+        for parts in EXPERTS.get(leaf, ()) if len(meta.shape) == 3 else ():
+            divides = meta.shape[0] and meta.shape[1] % len(parts) == 0
+            if divides and f"{layer}.0.{parts[0]}.weight" in wanted:
+                return [
+                    tuple(f"{layer}.{expert}.{part}.weight" for part in parts)
+                    for expert in range(meta.shape[0])
+                ]
+    return name
+
+
+def _part_shape(shape: tuple[int, ...], names: list[tuple[str, ...]]) -> tuple[int, ...]:
+    """Returns the shape of each expert's parts in a tensor that holds them all."""
+    return shape[1] // len(names[0]), shape[2]
 
 
 def _mismatch(problems: str) -> WeightMismatchError:
@@ -340,6 +402,72 @@ def _listing(what: str, names: Sequence[str]) -> str:
         return ""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{len(names)} {what}: {', '.join(names[:5])}{more}"
+
+
+class Content:
+    """What a source held at a moment, to tell later whether a push repeats it.
+
+    At once it notes which tensors were read, where they lay and torch's count of the writes to each
+    (some microseconds a tensor). That does not show what was written through ``.data``, and tells
+    nothing of a source whose tensors are not at hand: merged adapters, a source of the user's.
+    :meth:`summed` reads everything once, and shows every change. Of sharded tensors it reads this
+    rank's shards.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        held = _held(source)
+        self._marks = (
+            None
+            if held is None
+            else {name: (weakref.ref(one), _writes(one)) for name, one in held.items()}
+        )
+        self._sums: dict[str, int] | None = None
+
+    def summed(self, source: WeightSource) -> Content:
+        """Returns this with checksums of what ``source`` holds now."""
+        self._sums = _sums(source)
+        return self
+
+    def difference(self, source: WeightSource) -> str:
+        """Says what of ``source`` is not as it was, or cannot be shown to be; empty if all is."""
+        if self._sums is not None:
+            now, then = _sums(source), self._sums
+            return _differing([name for name in now | then if now.get(name) != then.get(name)])
+        held = _held(source)
+        if held is None or self._marks is None:
+            return "nothing is known to compare its weights with"
+        same = {
+            name
+            for name, (tensor, place) in self._marks.items()
+            if name in held and tensor() is held[name] and place == _writes(held[name])
+        }
+        return _differing([name for name in held | self._marks if name not in same])
+
+
+def _differing(names: Sequence[str]) -> str:
+    return _listing("not as they were", names)
+
+
+def _held(source: WeightSource) -> dict[str, torch.Tensor] | None:
+    """Returns the live tensors that a source reads unchanged; ``None`` if they are not known."""
+    if isinstance(source, MappingSource):
+        return source.tensors
+    owner = source.owner if isinstance(source, StableSource) else None
+    if not isinstance(owner, torch.nn.Module) or is_peft(owner):
+        return None
+    return dict(owner.state_dict(keep_vars=True))
+
+
+def _writes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns where a tensor lies, and torch's count of the writes to it."""
+    return local(tensor).data_ptr(), tensor._version
+
+
+def _sums(source: WeightSource) -> dict[str, int]:
+    """Returns checksums of what a source holds."""
+    held = _held(source)
+    items = source if held is None else held.items()
+    return {name: checksum(local(one).cpu()) for name, one in items}
 
 
 def _place(item: tuple[str, torch.Tensor]) -> tuple[Any, ...]:
