@@ -19,7 +19,7 @@ from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.private_files import TEMPORARY_PREFIX
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
-from torchrl_vllm_sync.weights.storage import write_json
+from torchrl_vllm_sync.weights.storage import read_json, write_json
 
 PAGE = 4096
 
@@ -201,6 +201,16 @@ def test_a_number_that_does_not_fit_into_63_bits_is_named(published, layout, fie
         SnapshotReader(published).current()
     write_manifest(published, replace(manifest, **{field: (1 << 63) - 1}), fsync=False)
     assert getattr(SnapshotReader(published).current(), field) == (1 << 63) - 1
+
+
+def test_a_record_of_any_depth_ends_in_a_typed_error(tmp_path):
+    """Writing a record, for its checksum, gives up at another depth than reading it does."""
+    path = tmp_path / "record"
+    path.touch(mode=0o600)
+    for depth in (*range(800, 1000), 100_000):
+        path.write_text('{"a":' + "[" * depth + "]" * depth + "}")
+        with pytest.raises(SnapshotError, match=r"not JSON|corrupted"):
+            read_json(path)
 
 
 def test_another_format_is_named(published):

@@ -58,12 +58,13 @@ def read_json(path: Path) -> dict[str, Any]:
     content = read_file(path, max_bytes=_MAX_JSON_BYTES)
     try:
         record = json.loads(content)
+        if not isinstance(record, dict):
+            raise SnapshotError(f"{path}: must hold a JSON object, got {type(record).__name__}")
+        checksum = record.pop(_CHECKSUM, None)
+        expected = _checksum(record)  # fails from a lower depth on than reading does
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"{path}: not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise SnapshotError(f"{path}: must hold a JSON object, got {type(record).__name__}")
-    checksum = record.pop(_CHECKSUM, None)
-    if checksum != _checksum(record):
+    if checksum != expected:
         raise SnapshotError(f"{path}: corrupted: checksum is not {shown(checksum)}")
     return record
 
