@@ -287,7 +287,15 @@ class SnapshotWriter:
     def first_difference(
         self, tensors: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[ParamMeta]
     ) -> str | None:
-        """Name of the first parameter that is not as it was published last; None if all are."""
+        """Compares weights with what was published last, by its checksums.
+
+        Args:
+            tensors: As ``publish`` takes them; they are read once.
+            metadata: As ``publish`` takes it.
+
+        Returns:
+            Name of the first parameter that is not as it was published; None if all are.
+        """
         stored = self._current
         assert stored is not None
         assert stored.checksums is not None
