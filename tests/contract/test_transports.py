@@ -51,6 +51,12 @@ class MemmapReplica:
             self.version, self.loads = snapshot.version, self.loads + 1
         return {"version": self.version, "loaded": True}
 
+    def begin_push(self, trainer, sender, number):
+        return True
+
+    def end_push(self, sender, number):
+        pass
+
 
 class Client:
     """Two replicas; calls them side by side, as Ray does."""
