@@ -80,7 +80,7 @@ def run(recorder: Recorder, case: str, models: VllmModels, rounds: int) -> None:
         if (method := getattr(module, "quant_method", None)) is not None:
             method.process_weights_after_loading = lambda layer: None  # noqa: ARG005
 
-    def source() -> Any:  # noqa: ANN401  a StableSource
+    def source() -> Any:
         return fit_to_model(as_weight_source(trainer), expected)
 
     metadata = source().metadata()
@@ -126,7 +126,7 @@ def run(recorder: Recorder, case: str, models: VllmModels, rounds: int) -> None:
         add(recorder, case, "broadcast", f"{metric}, once", [seconds], len(metadata))
 
 
-def layerwise(models: VllmModels, model: torch.nn.Module, views: Any) -> None:  # noqa: ANN401
+def layerwise(models: VllmModels, model: torch.nn.Module, views: Any) -> None:
     """One layerwise reload, as vLLM's transfer engines run it."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,

@@ -76,9 +76,9 @@ def counted_actor() -> type:
 
         def record(
             self,
-            scheduler_stats: Any,  # noqa: ANN401
-            iteration_stats: Any,  # noqa: ANN401
-            mm_cache_stats: Any = None,  # noqa: ANN401
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
             engine_idx: int = 0,
         ) -> None:
             super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)

@@ -100,9 +100,9 @@ class Probe:
         class StepRecorder(StatsRecorder):
             def record(
                 self,
-                scheduler_stats: Any,  # noqa: ANN401
-                iteration_stats: Any,  # noqa: ANN401
-                mm_cache_stats: Any = None,  # noqa: ANN401
+                scheduler_stats: Any,
+                iteration_stats: Any,
+                mm_cache_stats: Any = None,
                 engine_idx: int = 0,
             ) -> None:
                 super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
@@ -126,7 +126,7 @@ class Probe:
         """Ends the engine."""
         self.engine.shutdown()
 
-    def note(self, iteration: Any, scheduler: Any) -> None:  # noqa: ANN401  vLLM's statistics
+    def note(self, iteration: Any, scheduler: Any) -> None:
         """Takes vLLM's figures of one batch of outputs; gaps are by the engine core's clock."""
         gaps = iteration.inter_token_latencies_iter
         self.steps.append(
@@ -146,7 +146,7 @@ class Probe:
         """Random tokens."""
         return self._random.integers(FIRST_ID, self.vocab_size, num).tolist()
 
-    async def ask(self, prompt: Sequence[int], num_tokens: int, token: int) -> Any:  # noqa: ANN401
+    async def ask(self, prompt: Sequence[int], num_tokens: int, token: int) -> Any:
         """One request of known length, whose answer consists of ``token``."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

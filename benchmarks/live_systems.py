@@ -37,7 +37,7 @@ class System:
         self.service = service
         self.decision_s: list[float] = []
 
-    async def answer(self, conversation: Conversation, prompt: list[int], params: Any) -> Any:  # noqa: ANN401
+    async def answer(self, conversation: Conversation, prompt: list[int], params: Any) -> Any:
         """VLLM's output for one turn of a conversation."""
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class Balanced(System):
             return {}
         return {"session_id": conversation.session, "group_id": conversation.group}
 
-    async def answer(self, conversation: Conversation, prompt: list[int], params: Any) -> Any:  # noqa: ANN401
+    async def answer(self, conversation: Conversation, prompt: list[int], params: Any) -> Any:
         """Lets the service decide."""
         return await self.service.agenerate(prompt, params, **self._keys(conversation))
 
@@ -131,7 +131,7 @@ class TorchRLRule(System):
         self.decision_s.append(time.perf_counter() - begin)
         return index
 
-    async def answer(self, conversation: Conversation, prompt: list[int], params: Any) -> Any:  # noqa: ANN401
+    async def answer(self, conversation: Conversation, prompt: list[int], params: Any) -> Any:
         """Decides and sends; the next decision is made when the request is on its way."""
         del conversation
         async with self._sending:

@@ -197,7 +197,7 @@ class Run:
         self,
         recorder: Recorder,
         service: AsyncVLLM,
-        trainer: Any,  # noqa: ANN401  a Ray actor handle
+        trainer: Any,
         case: str,
         args: argparse.Namespace,
         directory: Path,

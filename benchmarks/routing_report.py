@@ -262,7 +262,7 @@ def _difference(percent: float, error: float) -> str:
     return f"{percent:+.1f} %" + (f" ({error:.1f})" if math.isfinite(error) else "")
 
 
-def _pyplot() -> Any:  # noqa: ANN401  a module
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")

@@ -62,7 +62,7 @@ class RawRank:
         return samples[2:]
 
 
-def spawn(kind: type, *args: Any, num_gpus: int) -> Any:  # noqa: ANN401  a Ray actor handle
+def spawn(kind: type, *args: Any, num_gpus: int) -> Any:
     """Starts an actor of ``kind``."""
     actor: Any = ray.remote(num_gpus=num_gpus, num_cpus=0)(kind)
     return actor.remote(*args)

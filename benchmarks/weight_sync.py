@@ -141,7 +141,7 @@ def launch(args: argparse.Namespace, checkpoint: Path, dtype: str) -> AsyncVLLM:
 def measure(
     recorder: Recorder,
     service: AsyncVLLM,
-    trainer: Any,  # noqa: ANN401  a Ray actor handle
+    trainer: Any,
     case: str,
     system: str,
     args: argparse.Namespace,
@@ -174,7 +174,7 @@ def measure(
 
 def under_load(
     service: AsyncVLLM,
-    trainer: Any,  # noqa: ANN401
+    trainer: Any,
     system: str,
     options: dict[str, Any],
     args: argparse.Namespace,
@@ -263,7 +263,7 @@ def say(case: str, system: str, metric: str, samples: list[float]) -> None:
 
 def check(
     service: AsyncVLLM,
-    trainer: Any,  # noqa: ANN401
+    trainer: Any,
     dtype: str,
     args: argparse.Namespace,
 ) -> None:

@@ -92,7 +92,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 (a class, a function, a module or a string)
+def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = metadata.version("torchrl-vllm-sync")
     elif name == "errors":

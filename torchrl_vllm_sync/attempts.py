@@ -50,7 +50,7 @@ class PendingRequest:
         """Seconds that are left of its time limit."""
         return self.begin + self.request.timeout_s - time.monotonic()
 
-    def note(self, loss: ReplicaUnavailableError, actor: Any) -> None:  # noqa: ANN401  of Ray
+    def note(self, loss: ReplicaUnavailableError, actor: Any) -> None:
         """Takes note that a replica lost or refused the request."""
         self.losses.append(loss)
         if loss.state not in _PASSING:

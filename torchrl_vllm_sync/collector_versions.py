@@ -66,7 +66,7 @@ class ServiceVersion(PolicyVersion):
         self.counter.version = value
 
     @property
-    def version_type(self) -> Any:  # noqa: ANN401  a type, or its name
+    def version_type(self) -> Any:
         """Whether versions are integers or made-up ids."""
         return self.counter.version_type
 
@@ -98,14 +98,14 @@ class _Counterless:
 
     __slots__ = ()  # as an object can change between classes of one layout only
 
-    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
+    def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "env" and isinstance(vars(self)["policy_version_tracker"], PolicyVersion):
             self.__class__ = type(self).__bases__[0]
             hear(self, vars(self).pop("_heard"))
 
 
-def hear(collector: Any, version: int) -> None:  # noqa: ANN401  any of TorchRL's collectors
+def hear(collector: Any, version: int) -> None:
     """Brings a collector of this process to ``version``.
 
     One that is still being built comes to it when it has a counter; one that tracks no version
@@ -154,7 +154,7 @@ class CollectorVersions:
         with self._lock:
             self._end, self._collectors, self._newest = None, [], 0
 
-    def register(self, collector: Any, version: int | None) -> None:  # noqa: ANN401
+    def register(self, collector: Any, version: int | None) -> None:
         """Brings ``collector`` to ``version`` and to each one announced from now on.
 
         Registering it again makes it the last one of :attr:`live`.
@@ -209,7 +209,7 @@ class CollectorVersions:
         for collector, ref in calls.items():
             self._settle(collector, ref, version)
 
-    def _settle(self, collector: Any, ref: Any, version: int) -> None:  # noqa: ANN401
+    def _settle(self, collector: Any, ref: Any, version: int) -> None:
         """Looks at one actor's answer."""
         if not ray.wait([ref], timeout=0)[0]:
             if collector not in self._unheard:

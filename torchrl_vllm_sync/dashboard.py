@@ -233,7 +233,7 @@ class _Server(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
         self.server_name, self.server_port = self.socket.getsockname()[:2]
 
-    def process_request(self, request: Any, client_address: object) -> None:  # noqa: ANN401
+    def process_request(self, request: Any, client_address: object) -> None:
         """Starts a thread for one connection, or closes it if there are too many."""
         self._open = {one: held for one, held in self._open.items() if held[0].is_alive()}
         if len(self._open) >= MAX_CONNECTIONS:
@@ -248,7 +248,7 @@ class _Server(ThreadingHTTPServer):
         self._open[request] = thread, time.monotonic() + _REQUEST_S
         thread.start()
 
-    def handle_error(self, request: Any, client_address: object) -> None:  # noqa: ANN401, ARG002
+    def handle_error(self, request: Any, client_address: object) -> None:  # noqa: ARG002
         """Logs what a connection ended with, instead of printing it."""
         gone = isinstance(sys.exc_info()[1], OSError)  # the browser has left, or took too long
         level = logging.DEBUG if gone else logging.ERROR

@@ -415,7 +415,7 @@ class Fleet:
             refs, lambda death: self._note_death(death, called[death.replica_id])
         ).answers(CALL_TIMEOUT_S)
 
-    def _note_death(self, death: ReplicaUnavailableError, actor: Any) -> None:  # noqa: ANN401
+    def _note_death(self, death: ReplicaUnavailableError, actor: Any) -> None:
         now = self._membership.find(death.replica_id)
         if now is None or not now.joined or now.replica.actor != actor:
             return  # told late, when another actor has taken its place

@@ -91,16 +91,16 @@ class Generation:
 
     def prepare(
         self,
-        prompts: Any,  # noqa: ANN401  every form that ``as_requests`` takes
-        prompt_token_ids: Any,  # noqa: ANN401
-        sampling_params: Any,  # noqa: ANN401
+        prompts: Any,
+        prompt_token_ids: Any,
+        sampling_params: Any,
         *,
-        lora_request: Any,  # noqa: ANN401
+        lora_request: Any,
         timeout_s: float,
         stream: bool,
         min_version: int | None = None,
-        session_id: Any = None,  # noqa: ANN401  see ``key_per_prompt``
-        group_id: Any = None,  # noqa: ANN401
+        session_id: Any = None,
+        group_id: Any = None,
     ) -> PreparedBatch:
         """Checks everything about a call before any of it is sent.
 
@@ -207,7 +207,7 @@ class Generation:
             self._tokenizer = self._fetch_tokenizer()
         return self._tokenizer.encode(text)
 
-    def _fetch_tokenizer(self) -> Any:  # noqa: ANN401  a transformers tokenizer
+    def _fetch_tokenizer(self) -> Any:
         reasons: list[str] = []
         for one in self._replicas():
             try:

@@ -229,7 +229,7 @@ def close_replicas(
     placement.remove(groups)
 
 
-def _as_remote(actor_class: Any) -> Any:  # noqa: ANN401  a class, or a Ray actor class
+def _as_remote(actor_class: Any) -> Any:
     if inspect.isclass(actor_class):
         return ray.remote(actor_class)
     return actor_class

@@ -112,7 +112,7 @@ class LocalLLM:
 
     def push_weights(
         self,
-        weights: Any,  # noqa: ANN401  every form that ``as_weight_source`` takes
+        weights: Any,
         *,
         version: int | None = None,
         transport: WeightTransport | None = None,
@@ -208,7 +208,7 @@ def _require_extension(llm: LLM) -> None:
         )
 
 
-def _settle(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+def _settle(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     answer = target(*args, **kwargs)
     if not asyncio.iscoroutine(answer):
         return answer

@@ -30,7 +30,7 @@ _SUMMED = ("num_kept", "num_restarted")
 class LogsMetrics(Protocol):
     """What is needed of a logger; every ``torchrl.record.loggers.Logger`` has it."""
 
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> Any:  # noqa: ANN401
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> Any:
         """Logs numbers by name."""
         ...
 
@@ -199,7 +199,7 @@ def _earned(batch: TensorDictBase, key: NestedKey) -> dict[str, float]:
     return {"reward": sum(float(one.double().sum()) for one in values) / count} if count else {}
 
 
-def _leaves(entry: Any) -> Any:  # noqa: ANN401  tensors, or lists of them
+def _leaves(entry: Any) -> Any:
     if isinstance(entry, list):
         for one in entry:
             yield from _leaves(one)

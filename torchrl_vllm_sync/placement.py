@@ -135,7 +135,7 @@ def remove(groups: Sequence[Any]) -> None:
 
 def actor_options(
     resources: ReplicaResources,
-    group: Any | None,  # noqa: ANN401  a placement group
+    group: Any | None,
     preferred_node: str | None = None,
 ) -> dict[str, Any]:
     """Returns the Ray options that put an actor into its replica's placement group.

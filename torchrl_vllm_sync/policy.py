@@ -89,7 +89,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     def __init__(
         self,
-        model: Any,  # noqa: ANN401  a service
+        model: Any,
         *,
         generate: bool = True,
         generate_kwargs: dict[str, Any] | None = None,
@@ -121,7 +121,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         other.find_sessions = find_sessions
         return other
 
-    def _call_generate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _call_generate(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("use_tqdm", False)  # the loop that collects has its own bar
         conversations = _conversations.get()
         if conversations is not None:
@@ -201,7 +201,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return out.update(lazy_stack(rows))
 
 
-def _messages(history: Any, ndim: int) -> list[list[str]]:  # noqa: ANN401  TorchRL's History
+def _messages(history: Any, ndim: int) -> list[list[str]]:
     """Returns the messages of each conversation in a history of ``ndim`` batch dimensions."""
     roles, contents = history.role, history.content
     for _ in range(ndim - 1):
@@ -214,11 +214,11 @@ def _messages(history: Any, ndim: int) -> list[list[str]]:  # noqa: ANN401  Torc
     ]
 
 
-def _as_text(prompt: Any) -> str:  # noqa: ANN401
+def _as_text(prompt: Any) -> str:
     return repr(prompt.tolist()) if isinstance(prompt, torch.Tensor) else str(prompt)
 
 
-def _row(output: Any, completion: Any, sample: SampleReport) -> TensorDictBase:  # noqa: ANN401
+def _row(output: Any, completion: Any, sample: SampleReport) -> TensorDictBase:
     """Returns the entries of one response that do not depend on its layout."""
     seconds = {
         keys.QUEUE_TIME: sample.queue_s,

@@ -41,7 +41,7 @@ def own_processes() -> ReplicaProcesses:
 
 
 def end_replica(
-    actor: Any,  # noqa: ANN401  a Ray actor handle
+    actor: Any,
     processes: ReplicaProcesses | None,
     *,
     timeout_s: float = END_TIMEOUT_S,

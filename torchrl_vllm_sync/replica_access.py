@@ -118,7 +118,7 @@ class ReplicaAccess:
         """Returns what bounds the waits for a replica."""
         return ReplicaWatch(self._replicas, self._load, replica)
 
-    def mark(self, error: ReplicaUnavailableError, actor: Any) -> None:  # noqa: ANN401  of Ray
+    def mark(self, error: ReplicaUnavailableError, actor: Any) -> None:
         """Has the balancer avoid a replica until it reports that it serves.
 
         Args:
@@ -137,7 +137,7 @@ class ReplicaAccess:
                 error.replica_id, error.state, error.reason, may_return=error.may_return
             )
 
-    async def abort(self, actor: Any, request_ids: list[str]) -> None:  # noqa: ANN401
+    async def abort(self, actor: Any, request_ids: list[str]) -> None:
         """Has the engine drop requests; one that is dead or hung has nothing to drop."""
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
@@ -145,7 +145,7 @@ class ReplicaAccess:
         except (RayError, TimeoutError) as error:
             logger.warning("could not abort %d requests: %s", len(request_ids), error)
 
-    def disown(self, actor: Any, request_ids: list[str]) -> None:  # noqa: ANN401
+    def disown(self, actor: Any, request_ids: list[str]) -> None:
         """Tells an actor that is not waited for to drop requests, should it come back to life."""
         if request_ids:
             actor.abort.remote(request_ids)

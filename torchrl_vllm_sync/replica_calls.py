@@ -60,7 +60,7 @@ class ReplicaCalls:
             for name, ref in self._refs.items()
         }
 
-    def first_answer(self, deadline_s: float) -> Any:  # noqa: ANN401  whatever was called
+    def first_answer(self, deadline_s: float) -> Any:
         """Waits for one of them to succeed.
 
         Args:
@@ -81,7 +81,7 @@ class ReplicaCalls:
                 return answer
         return None
 
-    def _answer(self, replica_id: str) -> Any:  # noqa: ANN401  whatever was called
+    def _answer(self, replica_id: str) -> Any:
         try:
             return ray.get(self._refs[replica_id])
         except RayTaskError as error:

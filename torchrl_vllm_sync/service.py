@@ -148,7 +148,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceMetrics, 
         self,
         engine_args: AsyncEngineArgs,
         num_replicas: int = 1,
-        actor_class: Any = None,  # noqa: ANN401  a class, or a Ray actor class
+        actor_class: Any = None,
         enable_prefix_caching: bool | None = None,
         *,
         num_cpus_per_replica: float = 1,

@@ -44,7 +44,7 @@ class ServiceNative(ServiceWeights):
 
     def init_weight_transfer_engine(
         self,
-        request: Any,  # noqa: ANN401  vLLM's request, or a mapping
+        request: Any,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -138,7 +138,7 @@ class ServiceNative(ServiceWeights):
 
     def update_weights(
         self,
-        weights: Any,  # noqa: ANN401
+        weights: Any,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -317,14 +317,14 @@ class ServiceNative(ServiceWeights):
         return self._current_replicas()
 
 
-def _payload(request: Any, field: str) -> Any:  # noqa: ANN401  a mapping, or a list of mappings
+def _payload(request: Any, field: str) -> Any:
     """Returns the plain payload of one of vLLM's requests, which may be plain itself."""
     if dataclasses.is_dataclass(request) and not isinstance(request, type):
         request = dataclasses.asdict(request)
     return request.get(field, request) if isinstance(request, dict) else request
 
 
-def _is_payload(weights: Any) -> bool:  # noqa: ANN401  anything
+def _is_payload(weights: Any) -> bool:
     """Whether ``weights`` speak of a transfer, rather than are weights."""
     if type(weights).__name__ == "WeightTransferUpdateRequest":
         return True

@@ -136,7 +136,7 @@ class ServiceReplicas:
             for replica_id in set(replica_ids).intersection(self.load.replica_ids):
                 self.load.set_floor(replica_id, version)
 
-    def _note_death(self, death: ReplicaUnavailableError, actor: Any) -> None:  # noqa: ANN401
+    def _note_death(self, death: ReplicaUnavailableError, actor: Any) -> None:
         now = {one.replica_id: one.actor for one in self._current_replicas()}
         if now.get(death.replica_id) != actor:
             return  # told late, when another actor has taken its place
@@ -154,7 +154,7 @@ class ServiceReplicas:
                 raise answer
         return answers
 
-    def _figure(self, method: str, actor_index: int | None) -> Any:  # noqa: ANN401
+    def _figure(self, method: str, actor_index: int | None) -> Any:
         """TorchRL's convention: one replica's figure by position, or the list of all.
 
         What a replica that is dead or silent would have said is unknown: ``None``.

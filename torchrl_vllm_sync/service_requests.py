@@ -53,14 +53,14 @@ class ServiceRequests(ServiceReplicas):
 
     def generate(
         self,
-        prompts: Any = None,  # noqa: ANN401  see Args
+        prompts: Any = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         use_tqdm: bool = True,
-        lora_request: Any = None,  # noqa: ANN401  vLLM's LoRARequest
-        prompt_adapter_request: Any = None,  # noqa: ANN401
-        guided_options_request: Any = None,  # noqa: ANN401
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        guided_options_request: Any = None,
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
         stream: bool = False,
@@ -68,7 +68,7 @@ class ServiceRequests(ServiceReplicas):
         min_version: int | None = None,
         session_id: RequestKey | Sequence[RequestKey | None] | None = None,
         group_id: RequestKey | Sequence[RequestKey | None] | None = None,
-    ) -> Any:  # noqa: ANN401  see Returns
+    ) -> Any:
         """Generates on the replicas and waits for the result; callable from any thread.
 
         Each output carries, beside vLLM's attributes, ``replica_id``; ``version_spans``, for each
@@ -149,19 +149,19 @@ class ServiceRequests(ServiceReplicas):
 
     async def agenerate(
         self,
-        prompts: Any = None,  # noqa: ANN401
+        prompts: Any = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         use_tqdm: bool = False,
-        lora_request: Any = None,  # noqa: ANN401
+        lora_request: Any = None,
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
         return_exceptions: bool = False,
         min_version: int | None = None,
         session_id: RequestKey | Sequence[RequestKey | None] | None = None,
         group_id: RequestKey | Sequence[RequestKey | None] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """:meth:`generate` for asyncio. Cancelling it ends the engines' work too.
 
         Arguments, results and errors are those of :meth:`generate`.
@@ -185,11 +185,11 @@ class ServiceRequests(ServiceReplicas):
 
     async def astream(
         self,
-        prompt: Any = None,  # noqa: ANN401
+        prompt: Any = None,
         sampling_params: SamplingParams | None = None,
         *,
         prompt_token_ids: list[int] | None = None,
-        lora_request: Any = None,  # noqa: ANN401
+        lora_request: Any = None,
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
         min_version: int | None = None,
@@ -232,16 +232,16 @@ class ServiceRequests(ServiceReplicas):
 
     def _prepare(
         self,
-        prompts: Any,  # noqa: ANN401
-        sampling_params: Any,  # noqa: ANN401
-        prompt_token_ids: Any,  # noqa: ANN401
-        lora_request: Any,  # noqa: ANN401
+        prompts: Any,
+        sampling_params: Any,
+        prompt_token_ids: Any,
+        lora_request: Any,
         timeout_seconds: float | None,
         actor_index: int | None,
         *,
         min_version: int | None,
-        session_id: Any,  # noqa: ANN401
-        group_id: Any,  # noqa: ANN401
+        session_id: Any,
+        group_id: Any,
         stream: bool,
     ) -> tuple[PreparedBatch, LoadBalancer | PinnedBalancer]:
         generation, balancer = self._serving()
@@ -373,7 +373,7 @@ class ServiceRequests(ServiceReplicas):
 
 def _unbatch(
     outputs: list[RequestOutput | Exception], batch: PreparedBatch, *, return_exceptions: bool
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Gives back a list for a batch and one output otherwise; raises the first error."""
     if not return_exceptions or not batch.is_batch:
         for output in outputs:

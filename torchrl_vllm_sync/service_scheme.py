@@ -55,7 +55,7 @@ class ServiceScheme(_TorchRLScheme):
         self,
         strategy: Strategy,
         *,
-        service: Any,  # noqa: ANN401  a service, or a vllm.LLM
+        service: Any,
         timeout_s: float | None,
         clear_cache: bool,
         mode: PauseMode,
@@ -110,7 +110,7 @@ class ServiceScheme(_TorchRLScheme):
             self._sender = self.new_sender()
         return self._sender
 
-    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:  # noqa: ANN401
+    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
         """Returns a new receiver for a service, or for a ``vllm.LLM``.
 
         Args:
@@ -133,8 +133,8 @@ class ServiceScheme(_TorchRLScheme):
         self,
         *,
         model_id: str | None = None,
-        context: Any = None,  # noqa: ANN401  a collector
-        model: Any = None,  # noqa: ANN401
+        context: Any = None,
+        model: Any = None,
         **kwargs: Any,
     ) -> None:
         """Finds the service, and registers what TorchRL hands over.
@@ -163,7 +163,7 @@ class ServiceScheme(_TorchRLScheme):
     def _init_on_receiver_impl(
         self,
         model_id: str,
-        context: Any = None,  # noqa: ANN401  a collector
+        context: Any = None,
         **kwargs: Any,
     ) -> None:
         self.model_id, self.worker_idx = model_id, kwargs.get("worker_idx")
@@ -176,9 +176,9 @@ class ServiceScheme(_TorchRLScheme):
 
     def _find_service(
         self,
-        context: Any,  # noqa: ANN401
+        context: Any,
         model_id: str | None,
-        policy: Any = None,  # noqa: ANN401
+        policy: Any = None,
     ) -> AsyncVLLM | LocalLLM:
         if self._service is not None:
             return find_service(self._service)
@@ -194,7 +194,7 @@ class ServiceScheme(_TorchRLScheme):
             )
         return find_service(engine)
 
-    def send(self, weights: Any = None, worker_ids: Any = None) -> None:  # noqa: ANN401
+    def send(self, weights: Any = None, worker_ids: Any = None) -> None:
         """Pushes to every replica; ``update_policy_weights_`` of a collector calls it.
 
         Args:
@@ -216,7 +216,7 @@ class ServiceScheme(_TorchRLScheme):
             )
         super().send(weights)
 
-    def prepare_weights(self, weights: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def prepare_weights(self, weights: Any, *args: Any, **kwargs: Any) -> Any:
         """Leaves ``weights`` as they are: the push reads them, merged, gathered and named.
 
         The name of a model of the collector stands for that model.
@@ -236,7 +236,7 @@ class ServiceScheme(_TorchRLScheme):
         self,
         *,
         worker_idx: int | None = None,
-        weights: Any = None,  # noqa: ANN401
+        weights: Any = None,
     ) -> None:
         del worker_idx
         if weights is not None:

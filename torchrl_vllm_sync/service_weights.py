@@ -43,7 +43,7 @@ class ServiceWeights(ServiceVersions):
 
     def push_weights(
         self,
-        weights: Any,  # noqa: ANN401  see Args
+        weights: Any,
         *,
         version: int | None = None,
         transport: WeightTransport | None = None,
@@ -196,7 +196,7 @@ class ServiceWeights(ServiceVersions):
             )
         self._pusher.open()
 
-    def update_weights(self, weights: Any) -> None:  # noqa: ANN401
+    def update_weights(self, weights: Any) -> None:
         """Replaces the weights on all replicas; TorchRL's and vLLM's name for it.
 
         Args:

@@ -160,7 +160,7 @@ class ServiceStatus:
         return finite(told)
 
 
-def finite(value: Any) -> Any:  # noqa: ANN401  whatever JSON can hold
+def finite(value: Any) -> Any:
     """Returns the same with None for figures that are not finite, which JSON cannot hold."""
     if isinstance(value, dict):
         return {name: finite(one) for name, one in value.items()}

@@ -38,7 +38,7 @@ class VLLMWeightReceiver:
         UnsupportedArgumentError: It is neither, or its replicas are not what the scheme is for.
     """
 
-    def __init__(self, scheme: SenderSettings, vllm_engine: Any) -> None:  # noqa: ANN401
+    def __init__(self, scheme: SenderSettings, vllm_engine: Any) -> None:
         self._scheme = scheme
         self.service = find_service(vllm_engine)
         scheme.check_service(self.service)
@@ -53,7 +53,7 @@ class VLLMWeightReceiver:
         """
         check_metadata(model_metadata, self.service)
 
-    def register_collector(self, collector: Any) -> None:  # noqa: ANN401
+    def register_collector(self, collector: Any) -> None:
         """Brings ``collector`` to the service's version now, and at each poll that finds news.
 
         Raises:
@@ -86,7 +86,7 @@ class VLLMWeightReceiver:
         self._versions.announce(version)
         return True
 
-    def apply_weights(self, weights: Any, inplace: bool = True) -> PushReport:  # noqa: ANN401
+    def apply_weights(self, weights: Any, inplace: bool = True) -> PushReport:
         """Pushes ``weights`` from this process, as a version of their own.
 
         Args:
@@ -173,7 +173,7 @@ class ReceiverTransport:
     def __init__(self, receiver: VLLMWeightReceiver) -> None:
         self._receiver = receiver
 
-    def send_weights(self, weights: Any) -> None:  # noqa: ANN401
+    def send_weights(self, weights: Any) -> None:
         """Pushes from this end."""
         self._receiver.apply_weights(weights)
 

@@ -71,7 +71,7 @@ class VLLMWeightSyncScheme(ServiceScheme):
         strategy: Strategy = "tensordict",
         device: torch.device | str | int | None = None,
         *,
-        service: Any = None,  # noqa: ANN401  a service, or a vllm.LLM
+        service: Any = None,
         transport: str | WeightTransport = "auto",
         timeout_s: float | None = None,
         clear_cache: bool = False,
@@ -185,7 +185,7 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         num_threads: int = 1,
         strategy: Strategy = "tensordict",
         *,
-        service: Any = None,  # noqa: ANN401  a service, or a vllm.LLM
+        service: Any = None,
         layout: LayoutName = "slots",
         timeout_s: float | None = None,
         clear_cache: bool = False,
@@ -221,7 +221,7 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         """Returns the trainer's end."""
         return VLLMDoubleBufferWeightSender(self)
 
-    def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:  # noqa: ANN401
+    def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
         """Returns a new receiver, which has a service load what the directory holds.
 
         Args:

@@ -98,7 +98,7 @@ class VLLMWeightSender:
         """What the last update did."""
         return self._updater.last_report
 
-    def register_model(self, model: Any) -> None:  # noqa: ANN401  what ``as_weight_source`` takes
+    def register_model(self, model: Any) -> None:
         """Makes ``model`` what :meth:`update_weights` sends when it is given nothing.
 
         Args:
@@ -125,7 +125,7 @@ class VLLMWeightSender:
     def init_all_workers_group(
         self,
         model_metadata: ModelMetadata,
-        vllm_engine: Any = None,  # noqa: ANN401  a service, or a vllm.LLM
+        vllm_engine: Any = None,
     ) -> None:
         """Connects to a service, and checks that the model fits its engines' before anything moves.
 
@@ -173,7 +173,7 @@ class VLLMWeightSender:
             raise
         self._connected = True
 
-    def register_collector(self, collector: Any) -> None:  # noqa: ANN401
+    def register_collector(self, collector: Any) -> None:
         """Keeps ``collector``'s version equal to the service's; see ``WeightUpdater``.
 
         Raises:
@@ -183,7 +183,7 @@ class VLLMWeightSender:
 
     def update_weights(
         self,
-        weights: Any = None,  # noqa: ANN401  what ``as_weight_source`` takes
+        weights: Any = None,
         *,
         version: int | None = None,
     ) -> PushReport | PublishReport:
@@ -210,7 +210,7 @@ class VLLMWeightSender:
             )
         return self._updater.push_weights(self.to_send(weights), version=version)
 
-    def to_send(self, weights: Any) -> Any:  # noqa: ANN401
+    def to_send(self, weights: Any) -> Any:
         """Returns ``weights``, or the registered model in their place.
 
         Raises:
@@ -258,7 +258,7 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
         self._close_writer()
         super().connect(service)
 
-    def register_collector(self, collector: Any) -> None:  # noqa: ANN401
+    def register_collector(self, collector: Any) -> None:
         """Keeps ``collector``'s version equal to the service's; see ``VLLMWeightSender``.
 
         Raises:
@@ -274,7 +274,7 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
 
     def update_weights(
         self,
-        weights: Any = None,  # noqa: ANN401  what ``as_weight_source`` takes
+        weights: Any = None,
         *,
         version: int | None = None,
     ) -> PushReport | PublishReport:
@@ -327,7 +327,7 @@ class SenderTransport:
     def __init__(self, sender: VLLMWeightSender) -> None:
         self._sender = sender
 
-    def send_weights(self, weights: Any) -> None:  # noqa: ANN401
+    def send_weights(self, weights: Any) -> None:
         """Pushes, and returns when every replica has answered."""
         self._sender.update_weights(weights)
 
@@ -338,7 +338,7 @@ class SenderTransport:
         """Sends nothing: the engines hold what they were launched with."""
 
 
-def find_service(engine: Any) -> AsyncVLLM | LocalLLM:  # noqa: ANN401  a service, or a vllm.LLM
+def find_service(engine: Any) -> AsyncVLLM | LocalLLM:
     """Returns the service that ``engine`` is, or that stands around a ``vllm.LLM``.
 
     Raises:

@@ -70,7 +70,7 @@ class WeightUpdater:
     def __init__(
         self,
         service: AsyncVLLM | LLM | None,
-        source: Any = None,  # noqa: ANN401  every form that ``as_weight_source`` takes
+        source: Any = None,
         *,
         transport: str | WeightTransport = "auto",
         timeout_s: float | None = None,
@@ -98,8 +98,8 @@ class WeightUpdater:
 
     def push_weights(
         self,
-        policy_or_weights: Any = None,  # noqa: ANN401
-        worker_ids: Any = None,  # noqa: ANN401
+        policy_or_weights: Any = None,
+        worker_ids: Any = None,
         *,
         version: int | None = None,
     ) -> PushReport:
@@ -152,13 +152,13 @@ class WeightUpdater:
 
     def __call__(
         self,
-        policy_or_weights: Any = None,  # noqa: ANN401
-        worker_ids: Any = None,  # noqa: ANN401
+        policy_or_weights: Any = None,
+        worker_ids: Any = None,
     ) -> PushReport:
         """The same as :meth:`push_weights`; ``update_policy_weights_`` of collectors calls it."""
         return self.push_weights(policy_or_weights, worker_ids)
 
-    def _take_part(self, weights: Any) -> PushReport:  # noqa: ANN401
+    def _take_part(self, weights: Any) -> PushReport:
         """Gathers a sharded model with the rank that pushes it, and returns that rank's report."""
         source = as_weight_source(weights)
         if not isinstance(source, ShardedModuleSource) or source.leads:
@@ -210,7 +210,7 @@ class WeightUpdater:
         self._versions.stop()
         self.service, self._is_disconnected = None, True
 
-    def register_collector(self, collector: Any) -> None:  # noqa: ANN401
+    def register_collector(self, collector: Any) -> None:
         """Keeps ``collector``'s version equal to the service's from now on; it is held weakly.
 
         That is after every push of this process, also one that does not go through the updater.
@@ -228,7 +228,7 @@ class WeightUpdater:
         self._versions.follow(self.service)
 
     @property
-    def collector(self) -> Any | None:  # noqa: ANN401
+    def collector(self) -> Any | None:
         """The collector registered last, or ``None``."""
         return next(reversed(self._versions.live), None)
 
@@ -262,7 +262,7 @@ class WeightUpdater:
         return {**self.__dict__, "_post_hooks": [], "source": None}
 
 
-def as_service(service: Any) -> Any:  # noqa: ANN401  a service, or an LLM
+def as_service(service: Any) -> Any:
     """Puts what a push needs around a ``vllm.LLM``; returns anything else as it is."""
     offline = sys.modules.get("vllm.entrypoints.llm")  # whoever has an LLM has imported it
     if offline is None or not isinstance(service, offline.LLM):

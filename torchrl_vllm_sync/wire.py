@@ -173,7 +173,7 @@ def _unpack(value: object) -> object:
     return value
 
 
-def _pack_list(values: list[Any]) -> Any:  # noqa: ANN401 - a _Column, _Positions or the list
+def _pack_list(values: list[Any]) -> Any:
     types = set(map(type, values))
     if types in ({int}, {float}):
         return _pack_column(values)
@@ -182,7 +182,7 @@ def _pack_list(values: list[Any]) -> Any:  # noqa: ANN401 - a _Column, _Position
     return values
 
 
-def _as_ids(packed: Any) -> Sequence[int] | np.ndarray:  # noqa: ANN401 - a _Column or the list
+def _as_ids(packed: Any) -> Sequence[int] | np.ndarray:
     return np.frombuffer(packed.data, packed.dtype) if isinstance(packed, _Column) else packed
 
 

@@ -209,7 +209,7 @@ def check_rows(rows: TensorDictBase, *, version: int, expected_rows: int) -> Non
 def train(
     args: argparse.Namespace,
     service: AsyncVLLM,
-    tokenizer: Any,  # noqa: ANN401
+    tokenizer: Any,
     checkpoint: str,
 ) -> Iterator[Step]:
     """Runs the loop and yields each step.

@@ -180,7 +180,7 @@ class Turns:
 class Dataloader:
     """What a collector's environment reads: the prompts of one turn after the other."""
 
-    def __init__(self, turns: Any) -> None:  # noqa: ANN401  an actor's handle
+    def __init__(self, turns: Any) -> None:
         self.turns = turns
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -195,7 +195,7 @@ class InTurn(TensorDictModuleBase):
     seconds of ``time.time()``, all of the batch's shape.
     """
 
-    def __init__(self, policy: vLLMWrapper, turns: Any, groups: int, collector: int) -> None:  # noqa: ANN401
+    def __init__(self, policy: vLLMWrapper, turns: Any, groups: int, collector: int) -> None:
         super().__init__()
         self.policy, self.turns, self.groups, self.collector = policy, turns, groups, collector
         self.in_keys, self.out_keys = policy.in_keys, policy.out_keys
@@ -248,9 +248,9 @@ def make_buffer(args: argparse.Namespace) -> RayReplayBuffer:
 def make_collectors(
     args: argparse.Namespace,
     service: AsyncVLLM,
-    tokenizer: Any,  # noqa: ANN401
+    tokenizer: Any,
     buffer: RayReplayBuffer,
-    turns: Any,  # noqa: ANN401  an actor's handle
+    turns: Any,
 ) -> list[RayLLMCollector]:
     """Starts the collectors' actors, which do not collect yet."""
     policy = make_policy(args, service, tokenizer)
@@ -396,7 +396,7 @@ class Run:
 def train(
     args: argparse.Namespace,
     service: AsyncVLLM,
-    tokenizer: Any,  # noqa: ANN401
+    tokenizer: Any,
     checkpoint: str,
     run: Run,
 ) -> Iterator[Step]:
@@ -516,7 +516,7 @@ def sampling_spans(rows: TensorDictBase, zero: float) -> set[Span]:
     }
 
 
-def end(collectors: list[RayLLMCollector], turns: Any, buffer: RayReplayBuffer, run: Run) -> None:  # noqa: ANN401
+def end(collectors: list[RayLLMCollector], turns: Any, buffer: RayReplayBuffer, run: Run) -> None:
     """Lets the collectors finish what they are at, ends them, and counts what is left over."""
     with contextlib.suppress(RayError):  # what has died already needs no end
         ends = [one._collector.async_shutdown.remote(timeout=30) for one in collectors]

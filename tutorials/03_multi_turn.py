@@ -229,7 +229,7 @@ class NamesResult(Transform):
         next_tensordict["reward"] = torch.tensor(rewards).view(*next_tensordict.batch_size, 1, 1)
         return next_tensordict
 
-    def transform_reward_spec(self, reward_spec: Any) -> Any:  # noqa: ANN401  a TorchRL Composite
+    def transform_reward_spec(self, reward_spec: Any) -> Any:
         """Announces the reward's shape."""
         reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1, 1), dtype=torch.float32)
         return reward_spec
@@ -253,7 +253,7 @@ def questions(args: argparse.Namespace, seed: int) -> Iterator[dict[str, list[st
 
 def make_env(
     args: argparse.Namespace,
-    tokenizer: Any,  # noqa: ANN401
+    tokenizer: Any,
     *,
     conversations: int,
     seed: int,
@@ -341,7 +341,7 @@ def measure(
     args: argparse.Namespace,
     service: AsyncVLLM,
     policy: vLLMWrapper,
-    tokenizer: Any,  # noqa: ANN401
+    tokenizer: Any,
     routing: str,
 ) -> list[Turn]:
     """Runs one batch of conversations from empty caches; returns all turns."""
@@ -357,7 +357,7 @@ def measure(
     ]
 
 
-def compare(args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any) -> list[Turn]:  # noqa: ANN401
+def compare(args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any) -> list[Turn]:
     """Measures with sessions and without."""
     policy = make_policy(args, service, tokenizer)
     service.create_load_balancer("round-robin")
@@ -417,7 +417,7 @@ class Step:
 class Trainer:
     """The model, its loss and its optimizer."""
 
-    def __init__(self, args: argparse.Namespace, tokenizer: Any, checkpoint: str) -> None:  # noqa: ANN401
+    def __init__(self, args: argparse.Namespace, tokenizer: Any, checkpoint: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self.model = model.eval().to(args.device)  # dropout would make it another model
         policy = TransformersWrapper(
@@ -446,7 +446,7 @@ class Trainer:
         self._optimizer.zero_grad()
 
 
-def make_pool(args: argparse.Namespace, tokenizer: Any) -> AsyncEnvPool:  # noqa: ANN401
+def make_pool(args: argparse.Namespace, tokenizer: Any) -> AsyncEnvPool:
     """Returns one environment for each conversation; those of a group share their seed."""
     return AsyncEnvPool(
         [
@@ -469,7 +469,7 @@ def make_pool(args: argparse.Namespace, tokenizer: Any) -> AsyncEnvPool:  # noqa
 def train(
     args: argparse.Namespace,
     service: AsyncVLLM,
-    tokenizer: Any,  # noqa: ANN401
+    tokenizer: Any,
     checkpoint: str,
     turns: list[Turn],
 ) -> Iterator[Step]:

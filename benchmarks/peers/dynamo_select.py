@@ -124,7 +124,7 @@ async def _run(
         context.term()
 
 
-async def _heard(service: Any, tokens: list[int], worker: int, num_blocks: int) -> None:  # noqa: ANN401
+async def _heard(service: Any, tokens: list[int], worker: int, num_blocks: int) -> None:
     """Waits until the index knows that a worker holds all blocks of a prompt."""
     deadline = time.monotonic() + _HEARD_S
     while time.monotonic() < deadline:

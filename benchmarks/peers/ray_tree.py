@@ -26,7 +26,7 @@ __all__ = ["ray_choices"]
 class _Remote:
     """Methods of a tree under the names of an actor's."""
 
-    def __init__(self, tree: Any) -> None:  # noqa: ANN401
+    def __init__(self, tree: Any) -> None:
         self._tree = tree
 
     def __getattr__(self, name: str) -> SimpleNamespace:
@@ -128,7 +128,7 @@ def ray_choices(
     return chosen, seconds
 
 
-def _evicts(tree: Any, tenant: str, settings: dict[str, Any]) -> bool:  # noqa: ANN401
+def _evicts(tree: Any, tenant: str, settings: dict[str, Any]) -> bool:
     """Whether a replica owns so much that Ray's loop would take some away."""
     threshold = settings.get("eviction_threshold")
     return threshold is not None and tree.tenant_to_char_count[tenant] > threshold

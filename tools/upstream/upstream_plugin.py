@@ -104,7 +104,7 @@ def swap_engine() -> None:
 
 
 @functools.cache
-def shared_service(model: str, **kwargs: Any) -> Any:  # noqa: ANN401  a service
+def shared_service(model: str, **kwargs: Any) -> Any:
     """Returns the one service that stands for every ``vllm.LLM`` of the tests of collectors."""
     from torchrl_vllm_sync import AsyncVLLM
 
@@ -120,7 +120,7 @@ def pretend_gpu() -> None:
     load = loader.from_pretrained
 
     @functools.wraps(load)
-    def on_cpu(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  a model
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
         placed = ("device_map", "attn_implementation")
         return load(*args, **{name: one for name, one in kwargs.items() if name not in placed})
 
@@ -131,7 +131,7 @@ def pretend_gpu() -> None:
 
 def _told_by_caller(truth: Callable[[], Any], pretended: object) -> Callable[[], Any]:
     @functools.wraps(truth)
-    def answer() -> Any:  # noqa: ANN401  what ``truth`` returns
+    def answer() -> Any:
         caller = Path(sys._getframe(1).f_code.co_filename)
         return pretended if caller.name.startswith("test_") else truth()
 

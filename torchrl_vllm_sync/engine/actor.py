@@ -343,7 +343,7 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         stats = self._stats.latest()
         return stats.kv_cache_usage if stats else None
 
-    def get_tokenizer(self) -> Any:  # noqa: ANN401  a transformers tokenizer
+    def get_tokenizer(self) -> Any:
         """Returns the engine's tokenizer."""
         return self.engine.get_tokenizer()
 

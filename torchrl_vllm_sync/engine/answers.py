@@ -291,13 +291,13 @@ class RequestAnswers:
 
     async def generate(
         self,
-        prompts: Any = None,  # noqa: ANN401  every prompt form of the service
-        sampling_params: Any = None,  # noqa: ANN401
+        prompts: Any = None,
+        sampling_params: Any = None,
         *,
-        prompt_token_ids: Any = None,  # noqa: ANN401
+        prompt_token_ids: Any = None,
         timeout_seconds: float = 3600.0,
-        lora_request: Any = None,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        lora_request: Any = None,
+    ) -> Any:
         """TorchRL's actor surface: generates on this replica and returns vLLM's own outputs.
 
         Args:

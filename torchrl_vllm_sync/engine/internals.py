@@ -115,9 +115,9 @@ class StatsRecorder(StatLoggerBase):
 
     def record(
         self,
-        scheduler_stats: Any,  # noqa: ANN401  vLLM's SchedulerStats, or None
-        iteration_stats: Any,  # noqa: ANN401  vLLM's IterationStats, or None
-        mm_cache_stats: Any = None,  # noqa: ANN401, ARG002
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,  # noqa: ARG002
         engine_idx: int = 0,
     ) -> None:
         """Keeps the scheduler's figures of one step, and adds its tokens up."""
@@ -220,7 +220,7 @@ class SampleState:
 
     __slots__ = ("_processor", "_request", "_state", "engine_id", "index")
 
-    def __init__(self, processor: Any, state: Any, request: Any) -> None:  # noqa: ANN401  vLLM's own
+    def __init__(self, processor: Any, state: Any, request: Any) -> None:
         self._processor, self._state, self._request = processor, state, request
         self.engine_id: str = state.external_req_id
         self.index: int = state.request_index
@@ -297,7 +297,7 @@ class SampleState:
         return times[1] - times[0] if all(times) else None  # 0 stands for never
 
 
-def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None:  # noqa: ANN401
+def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None:
     """Tells ``on_sample`` of every sample that ``engine`` registers from now on, as it does so.
 
     vLLM calls no one then: its output processor's ``add_request`` is wrapped, which every request
@@ -311,7 +311,7 @@ def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None
     processor = engine.output_processor
     add_request = processor.add_request
 
-    def add_and_tell(request: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def add_and_tell(request: Any, *args: Any, **kwargs: Any) -> None:
         add_request(request, *args, **kwargs)
         on_sample(SampleState(processor, processor.request_states[request.request_id], request))
 

@@ -39,7 +39,7 @@ class NativeWeightTransfer:
 
     async def init_weight_transfer_engine(
         self,
-        request: Any,  # noqa: ANN401  vLLM's request, or a mapping
+        request: Any,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -72,7 +72,7 @@ class NativeWeightTransfer:
 
     async def update_weights(
         self,
-        request: Any,  # noqa: ANN401  vLLM's request, a mapping, or a list of mappings
+        request: Any,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -106,7 +106,7 @@ class NativeWeightTransfer:
 
     async def update_weights_native(
         self,
-        request: Any,  # noqa: ANN401  see update_weights
+        request: Any,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -170,7 +170,7 @@ class NativeWeightTransfer:
         return await self._updates.wake_up(tags, timeout_s=timeout_s)
 
 
-def _payload(request: Any, field: str) -> Any:  # noqa: ANN401  a mapping, or a list of mappings
+def _payload(request: Any, field: str) -> Any:
     """Returns the plain payload of one of vLLM's requests, which may be plain itself.
 
     Raises:

@@ -196,7 +196,7 @@ class NativeUpdates(PausableUpdates):
         except SyncError as error:  # nobody waits for this task
             logger.warning("replica %s: %s", self.replica_id, error)
 
-    async def receive(self, update_info: Any, *, timeout_s: float) -> None:  # noqa: ANN401
+    async def receive(self, update_info: Any, *, timeout_s: float) -> None:
         """Receives one part of the update, or all of it.
 
         Args:

@@ -219,7 +219,7 @@ class NativeTransferWorker:
         return self._native_answer(self._native_abandon)
 
     @property
-    def _native_host(self) -> Any:  # noqa: ANN401  vLLM's worker, of whichever platform
+    def _native_host(self) -> Any:
         """The worker that this class is mixed into."""
         return self
 

@@ -193,7 +193,7 @@ class PeerLoads:
         return answers
 
 
-async def _within(call: Any, deadline: float) -> Any:  # noqa: ANN401  a Ray object, and its value
+async def _within(call: Any, deadline: float) -> Any:
     try:
         async with asyncio.timeout(max(deadline - time.monotonic(), 1e-3)):
             return await call

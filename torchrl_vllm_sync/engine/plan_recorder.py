@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401  whatever the operation returns
+    ) -> Any:
         kwargs = kwargs or {}
         if func is aten.as_strided.default and storage_key(args[0]) in self._sources:
             # The strides of a stand-in are no promise: its clones are views.
@@ -233,7 +233,7 @@ class _Recorder(TorchDispatchMode):
         meta = self._sources.get(key)
         return meta.name if meta is not None else self._computed.get(key)
 
-    def _other(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  whatever the operation returns
+    def _other(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any other operation: its results are no stand-ins, and it must not write."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         origin = next(filter(None, map(self._origin, tensors)), None)

@@ -146,5 +146,5 @@ def repack_cpu(model: torch.nn.Module) -> None:
             _process(method, module)
 
 
-def _process(method: Any, module: torch.nn.Module) -> None:  # noqa: ANN401  vLLM's own kinds
+def _process(method: Any, module: torch.nn.Module) -> None:
     method.process_weights_after_loading(module)

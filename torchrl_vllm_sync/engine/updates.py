@@ -341,7 +341,7 @@ class WeightUpdates:
         timeout_s: float,
         *,
         heartbeat: Callable[[], None] | None = None,
-    ) -> Any:  # noqa: ANN401  whatever the engine answers
+    ) -> Any:
         """Awaits the engine's answer, and notices if its core dies: vLLM answers no call then.
 
         Raises:

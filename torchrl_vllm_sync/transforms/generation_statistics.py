@@ -241,12 +241,12 @@ class GenerationStatistics(Transform):
         self._lock = threading.Lock()
 
 
-def _entry(tensordict: TensorDictBase, key: NestedKey) -> Any:  # noqa: ANN401  a tensor, or lists
+def _entry(tensordict: TensorDictBase, key: NestedKey) -> Any:
     """Returns an entry, ragged ones as lists, or ``None`` if some row lacks it."""
     return tensordict.get(key, None, as_list=True)  # pyright: ignore[reportCallIssue]
 
 
-def _count(tensordict: TensorDictBase, key: NestedKey, chosen: Any) -> torch.Tensor | None:  # noqa: ANN401
+def _count(tensordict: TensorDictBase, key: NestedKey, chosen: Any) -> torch.Tensor | None:
     """Returns how many items of each row's entry are ``chosen``: int64, of the batch's shape.
 
     ``None`` if there is no such entry. Rows may be ragged, then lists of lists, or padded.
@@ -257,13 +257,13 @@ def _count(tensordict: TensorDictBase, key: NestedKey, chosen: Any) -> torch.Ten
     return _counts(entry, chosen, tensordict.batch_dims).reshape(tensordict.batch_size)
 
 
-def _counts(entry: Any, chosen: Any, dims: int) -> torch.Tensor:  # noqa: ANN401
+def _counts(entry: Any, chosen: Any, dims: int) -> torch.Tensor:
     if isinstance(entry, torch.Tensor):
         return chosen(entry).flatten(dims).sum(-1) if entry.ndim > dims else chosen(entry)
     return torch.stack([_counts(one, chosen, dims - 1) for one in entry])
 
 
-def _texts(entry: Any) -> list[str]:  # noqa: ANN401  text, or TensorDict's stacks of it
+def _texts(entry: Any) -> list[str]:
     if isinstance(entry, str):
         return [entry]
     if entry is None or isinstance(entry, int | float):

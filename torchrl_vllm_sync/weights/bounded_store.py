@@ -82,7 +82,7 @@ class BoundedStore:
 
         return self._call(wait, timeout_s + LAST_WORD_S)
 
-    def _call(self, call: Callable[[], Any], timeout_s: float | None = None) -> Any:  # noqa: ANN401
+    def _call(self, call: Callable[[], Any], timeout_s: float | None = None) -> Any:
         """Returns what ``call`` does, if that is in time."""
         if self._answer_timeout_s is None:
             return call()

@@ -346,7 +346,7 @@ class BroadcastGroup:
                 target=_keep, args=(group, works), name="gloo-ends", daemon=True
             ).start()
 
-    def _close_connections(self, group: Any) -> None:  # noqa: ANN401  of torch, whose stubs lack it
+    def _close_connections(self, group: Any) -> None:
         """Closes them as Gloo does when a receive is late; it has no ``abort`` (torch 2.13)."""
         for peer in range(self.rendezvous.world_size):
             if peer != self.rank:
@@ -405,7 +405,7 @@ class BroadcastGroup:
                 next_look = now + WATCH_S
             time.sleep(STORE_POLL_S)
 
-    def _make_group(self, timeout_s: float) -> Any:  # noqa: ANN401
+    def _make_group(self, timeout_s: float) -> Any:
         store = PrefixStore("weights", self.store.raw)
         world_size = self.rendezvous.world_size
         if self.device.type == "cuda":

@@ -425,7 +425,7 @@ class BroadcastTransport:
         self._forget()
 
 
-def _with_cause(answer: Any, cause: SyncError) -> Any:  # noqa: ANN401  what a call ended with
+def _with_cause(answer: Any, cause: SyncError) -> Any:
     """Puts what went wrong at the trainer before what a replica says of it."""
     if not isinstance(answer, Exception) or is_lost(answer) or str(cause) in str(answer):
         return answer

@@ -26,7 +26,7 @@ class Work(Protocol):
         """Whether it has ended."""
         ...
 
-    def wait(self) -> Any:  # noqa: ANN401
+    def wait(self) -> Any:
         """Waits for it, on a GPU only the current stream."""
         ...
 

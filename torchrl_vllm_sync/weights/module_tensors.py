@@ -184,7 +184,7 @@ def is_peft(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith("peft.")
 
 
-def _lora_readers(model: Any) -> dict[str, TensorReader]:  # noqa: ANN401  peft.PeftModel, an optional dependency
+def _lora_readers(model: Any) -> dict[str, TensorReader]:
     """Readers for the base model's names, each adding the active adapters' change on reading."""
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
@@ -231,14 +231,14 @@ def _owner(name: str, wrappers: dict[str, Any]) -> str | None:
     return None
 
 
-def _chosen_copy(wrapper: Any) -> str:  # noqa: ANN401  peft's ModulesToSaveWrapper
+def _chosen_copy(wrapper: Any) -> str:
     active = [one for one in wrapper.active_adapters if one in wrapper.modules_to_save]
     if wrapper.disable_adapters or not active:
         return "original_module."
     return f"modules_to_save.{active[0]}."
 
 
-def _check_biases(name: str, wrapper: Any) -> None:  # noqa: ANN401  peft's wrappers
+def _check_biases(name: str, wrapper: Any) -> None:
     """Refuses biases of adapters over a layer that has none, which the engines' has not either.
 
     Raises:
@@ -254,7 +254,7 @@ def _check_biases(name: str, wrapper: Any) -> None:  # noqa: ANN401  peft's wrap
         )
 
 
-def _lora_deltas(name: str, leaf: str, layer: Any) -> list[Callable[[], torch.Tensor]]:  # noqa: ANN401
+def _lora_deltas(name: str, leaf: str, layer: Any) -> list[Callable[[], torch.Tensor]]:
     """Returns what computes the addition of each active adapter to ``leaf`` of ``layer``."""
     from peft.tuners.lora import Embedding
 

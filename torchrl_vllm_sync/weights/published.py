@@ -188,11 +188,11 @@ class _Origins(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401
-        types: Any,  # noqa: ANN401
-        args: Any = (),  # noqa: ANN401
-        kwargs: Any = None,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         del types
         kwargs = kwargs or {}
         if func is aten.clone.default:
@@ -213,7 +213,7 @@ class _Origins(TorchDispatchMode):
         return out
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:  # noqa: ANN401  what an operator takes or returns
+def _tensors(tree: Any) -> list[torch.Tensor]:
     leaves = [tree] if isinstance(tree, torch.Tensor) else tree_leaves(tree)
     return [one for one in leaves if isinstance(one, torch.Tensor)]
 

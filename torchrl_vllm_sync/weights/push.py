@@ -266,7 +266,7 @@ class WeightPusher:
 
     def push(
         self,
-        weights: Any,  # noqa: ANN401  every form that ``as_weight_source`` takes
+        weights: Any,
         *,
         version: int | None,
         timeout_s: float | None,

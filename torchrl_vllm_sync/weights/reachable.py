@@ -57,7 +57,7 @@ def describe_replicas(
     return alive, missing
 
 
-def is_dead(answer: Any) -> bool:  # noqa: ANN401
+def is_dead(answer: Any) -> bool:
     """Whether a call to a replica ended so that there will be no other.
 
     Args:
@@ -66,7 +66,7 @@ def is_dead(answer: Any) -> bool:  # noqa: ANN401
     return isinstance(answer, ReplicaUnavailableError) and answer.state in OVER
 
 
-def is_lost(answer: Any) -> bool:  # noqa: ANN401
+def is_lost(answer: Any) -> bool:
     """Whether a replica died during a call, or it or its engine kept silent.
 
     Args:

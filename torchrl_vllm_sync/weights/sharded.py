@@ -178,7 +178,7 @@ class ShardedModuleSource:
         finally:
             self._round = self._failure = None
 
-    def participate(self, *, timeout_s: float = FOLLOW_TIMEOUT_S) -> Any:  # noqa: ANN401
+    def participate(self, *, timeout_s: float = FOLLOW_TIMEOUT_S) -> Any:
         """Takes part in one push on a rank that does not send.
 
         Args:

@@ -149,7 +149,7 @@ class MappingSource:
         return same_values(self.tensors[name], self.tensors[other])
 
 
-def as_weight_source(weights: Any) -> WeightSource:  # noqa: ANN401  every form the trainer may hold
+def as_weight_source(weights: Any) -> WeightSource:
     """Turns what a trainer may hold into a source.
 
     Args:

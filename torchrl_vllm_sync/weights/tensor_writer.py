@@ -185,7 +185,7 @@ class Filling:
         part: torch.Tensor,
         dtype: torch.dtype,
         offset: int,
-        state: Any,  # noqa: ANN401  xxhash has no type for it
+        state: Any,
         buffer: torch.Tensor | None = None,
     ) -> None:
         """Stores one piece and gives its buffer, if it is in one, back."""

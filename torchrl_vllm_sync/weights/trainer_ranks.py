@@ -201,7 +201,7 @@ class LeadingRound:
         self._await_ready()
         self._say(GATHER + str(index))
 
-    def succeed(self, outcome: Any) -> None:  # noqa: ANN401  whatever the ranks are to know
+    def succeed(self, outcome: Any) -> None:
         """Tells all ranks that the push succeeded; one that is not there any more is logged.
 
         Args:
@@ -430,7 +430,7 @@ def _written(verdict: Verdict) -> str:
     return text
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401  whatever the ranks are to know
+def _plain(value: Any) -> Any:
     """Returns a value as JSON holds it, dataclasses of this library with their names.
 
     Raises:
@@ -464,7 +464,7 @@ def _read(call: str) -> Verdict:
     return verdict
 
 
-def _built(value: Any) -> Any:  # noqa: ANN401  what JSON holds
+def _built(value: Any) -> Any:
     """Returns what :func:`_plain` was given.
 
     Raises:
@@ -490,7 +490,7 @@ def _built(value: Any) -> Any:  # noqa: ANN401  what JSON holds
     return kind(**told)
 
 
-def _fits(value: Any, kind: Any) -> bool:  # noqa: ANN401  what JSON holds, and a type
+def _fits(value: Any, kind: Any) -> bool:
     """Returns whether ``value`` is of that type, to the last entry."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is UnionType:
@@ -506,7 +506,7 @@ def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _class_of(name: object) -> Any:  # noqa: ANN401  a class, or None
+def _class_of(name: object) -> Any:
     """Returns the dataclass of this library that has that name; imports nothing."""
     module, _, own = str(name).rpartition(".")
     if module.partition(".")[0] != __name__.partition(".")[0] or module not in sys.modules:

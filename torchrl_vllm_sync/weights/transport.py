@@ -93,7 +93,7 @@ class ReplicaOutcome:
     began_at: float | None = None
 
     @classmethod
-    def of(cls, replica_id: str, answer: Any) -> ReplicaOutcome:  # noqa: ANN401  a report, or an error
+    def of(cls, replica_id: str, answer: Any) -> ReplicaOutcome:
         """Makes it from what a call to the replica ended with.
 
         Args:

@@ -110,7 +110,7 @@ def update_info(
     return info
 
 
-def open_group(address: str, port: int, world_size: int) -> Any:  # noqa: ANN401  PyNcclCommunicator
+def open_group(address: str, port: int, world_size: int) -> Any:
     """Opens the trainer's end, as rank 0, on the current CUDA device; blocks until all have come.
 
     Raises:
@@ -123,7 +123,7 @@ def open_group(address: str, port: int, world_size: int) -> Any:  # noqa: ANN401
 
 def send(
     pairs: Iterator[tuple[str, torch.Tensor]],
-    group: Any,  # noqa: ANN401  PyNcclCommunicator
+    group: Any,
     packing: Packing,
 ) -> None:
     """Packs and broadcasts ``pairs`` from the current CUDA device; blocks until it has left.

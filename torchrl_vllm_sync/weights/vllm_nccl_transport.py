@@ -262,14 +262,14 @@ class VLLMNCCLTransport:
 
     def _watched(
         self, what: str, call: Callable[[], Any], pending: PendingCalls, deadline: float
-    ) -> Any:  # noqa: ANN401  what ``call`` returns
+    ) -> Any:
         """Runs ``call``, which NCCL may block for ever; leaves the group if it does not end well.
 
         Raises:
             SyncError: It failed, a replica failed meanwhile, or it did not end in time.
         """
 
-        def on_device() -> Any:  # noqa: ANN401
+        def on_device() -> Any:
             with torch.cuda.device(self._device):
                 return call()
 

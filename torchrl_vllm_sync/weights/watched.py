@@ -19,7 +19,7 @@ __all__ = ["raise_exceptions", "watched"]
 WATCH_S = 0.05
 
 
-def watched(what: str, call: Callable[[], Any], pending: PendingCalls, deadline: float) -> Any:  # noqa: ANN401  what ``call`` returns
+def watched(what: str, call: Callable[[], Any], pending: PendingCalls, deadline: float) -> Any:
     """Makes ``call`` in a thread and waits for it, but not for ever.
 
     The thread is left behind when this raises early; ending what it does is the caller's.

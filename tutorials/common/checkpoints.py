@@ -43,7 +43,7 @@ def random_model(
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def load_trainer(checkpoint: str | Path, *, dtype: torch.dtype, device: torch.device) -> Any:  # noqa: ANN401
+def load_trainer(checkpoint: str | Path, *, dtype: torch.dtype, device: torch.device) -> Any:
     """Loads a checkpoint as a trainer would hold it."""
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
 

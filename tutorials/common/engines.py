@@ -114,7 +114,7 @@ def make_service(args: argparse.Namespace, checkpoint: str, **engine: Any) -> As
     )
 
 
-def make_policy(args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any) -> vLLMWrapper:  # noqa: ANN401
+def make_policy(args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any) -> vLLMWrapper:
     """Returns the policy that samples, from the model as it is: no token is cut off."""
     if "qwen" in args.model.lower():
         template = {"chat_template_name": "qwen"}  # TorchRL has one that marks the answer

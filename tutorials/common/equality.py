@@ -22,7 +22,7 @@ def random_prompts(num_prompts: int, seed: int) -> list[list[int]]:
     return torch.randint(5, 500, (num_prompts, 12), generator=generator).tolist()
 
 
-def greedy(num_tokens: int) -> Any:  # noqa: ANN401  vLLM's SamplingParams
+def greedy(num_tokens: int) -> Any:
     """Says: the likeliest token each time, and no early end."""
     from vllm import SamplingParams  # reads the environment, which tutorials set in ``main``
 

@@ -29,7 +29,7 @@ class LowTokenIds(Transform):
         next_tensordict["reward"] = torch.tensor(shares).view(*next_tensordict.batch_size, 1, 1)
         return next_tensordict
 
-    def transform_reward_spec(self, reward_spec: Any) -> Any:  # noqa: ANN401  a TorchRL Composite
+    def transform_reward_spec(self, reward_spec: Any) -> Any:
         """Announces the reward's shape."""
         reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1, 1), dtype=torch.float32)
         return reward_spec
@@ -75,7 +75,7 @@ def first_twice(items: Iterable[dict[str, Any]], number: int) -> Iterator[dict[s
 
 def make_env(
     args: argparse.Namespace,
-    tokenizer: Any,  # noqa: ANN401
+    tokenizer: Any,
     dataloader: Iterable[dict[str, Any]],
 ) -> TransformedEnv:
     """Returns the environment: each prompt ``group_size`` times, one answer to each."""

@@ -52,7 +52,7 @@ def names_of_the_sources() -> tuple[set[str], set[str]]:
 DEFINED, IMPORTED = names_of_the_sources()
 
 
-def find_by_last_name(app: Any, env: Any, node: Any, content: Any) -> Any:  # noqa: ANN401
+def find_by_last_name(app: Any, env: Any, node: Any, content: Any) -> Any:
     """Resolves a name as docstrings and annotations have it: without its module.
 
     Args:
@@ -83,13 +83,13 @@ def find_by_last_name(app: Any, env: Any, node: Any, content: Any) -> Any:  # no
 
 
 def domain_link(
-    app: Any,  # noqa: ANN401
+    app: Any,
     source: str,
     docname: str,
     node_id: str,
-    content: Any,  # noqa: ANN401
+    content: Any,
     title: str,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Makes a link inside the reference.
 
     Args:
@@ -105,6 +105,6 @@ def domain_link(
     return make_refnode(app.builder, source, docname, node_id, content, title)
 
 
-def setup(app: Any) -> None:  # noqa: ANN401
+def setup(app: Any) -> None:
     """Registers what this file adds to Sphinx."""
     app.connect("missing-reference", find_by_last_name)
