@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.loggers import log_pushes, log_rollouts
     from torchrl_vllm_sync.metrics_exporter import MetricsExporter
     from torchrl_vllm_sync.policy import vLLMWrapper
-    from torchrl_vllm_sync.push_status import PushStatus
     from torchrl_vllm_sync.ray_buffer import RayReplayBuffer
+    from torchrl_vllm_sync.replica import PushStatus
     from torchrl_vllm_sync.scaling import QueueLengthScaling
     from torchrl_vllm_sync.service import AsyncVLLM, attach, make_async_vllm_engine
     from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
@@ -71,7 +71,7 @@ _HOMES = {
     "GenerationStatistics": "torchrl_vllm_sync.transforms",
     "LoadBalancer": "torchrl_vllm_sync.balancer",
     "MetricsExporter": "torchrl_vllm_sync.metrics_exporter",
-    "PushStatus": "torchrl_vllm_sync.push_status",
+    "PushStatus": "torchrl_vllm_sync.replica",
     "QueueLengthScaling": "torchrl_vllm_sync.scaling",
     "RayReplayBuffer": "torchrl_vllm_sync.ray_buffer",
     "ReplicaStatus": "torchrl_vllm_sync.status",

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torchrl_vllm_sync.bare_actors import BareActors
+from torchrl_vllm_sync.checks import check_integer, check_number
 from torchrl_vllm_sync.errors import (
     InvalidPromptError,
     UnsupportedArgumentError,
@@ -24,7 +25,6 @@ from torchrl_vllm_sync.routing import (
 )
 from torchrl_vllm_sync.routing.prefix_index import index_block_tokens
 from torchrl_vllm_sync.sessions import as_key, as_keys, key_per_prompt
-from torchrl_vllm_sync.settings import check_integer, check_number
 from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.ray_connection import staying_connected
-from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
-from torchrl_vllm_sync.silence import Silence
+from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState, Silence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from torchrl_vllm_sync.push_status import PushStatus
-    from torchrl_vllm_sync.replica import EngineCounters, ReplicaState
+    from torchrl_vllm_sync.replica import EngineCounters, PushStatus, ReplicaState
     from torchrl_vllm_sync.token_rates import Counted
 
 __all__ = ["MAX_KV_USAGE", "LoadSnapshot", "describe_replicas"]

@@ -13,7 +13,7 @@ from torchrl_vllm_sync.replica import ReplicaState
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from torchrl_vllm_sync.push_status import PushStatus
+    from torchrl_vllm_sync.replica import PushStatus
     from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
 
 __all__ = [

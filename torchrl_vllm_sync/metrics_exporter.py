@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from torchrl_vllm_sync.push_status import PushStatus
+    from torchrl_vllm_sync.replica import PushStatus
     from torchrl_vllm_sync.status import ServiceStatus
 
 __all__ = ["ExportedService", "MetricsExporter", "metrics_port"]

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
+from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import InvalidPromptError
-from torchrl_vllm_sync.shown import shown
 
 __all__ = [
     "NormalisedPrompts",

@@ -2,23 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.push_status import PushStatus
+    from collections.abc import Callable
 
-__all__ = [
-    "UNRESPONSIVE_AFTER_S",
-    "EngineCounters",
-    "EngineDescription",
-    "EngineReport",
-    "ProcessId",
-    "Replica",
-    "ReplicaProcesses",
-    "ReplicaState",
-]
+
+# What became of one push, as every process that has the service may know it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushStatus:
+    """One push that has ended, well or not.
+
+    Attributes:
+        ended_at: When it ended, in seconds since 1970, by the clock of the process that pushed.
+        seconds: Wall clock of the whole push.
+        version: Policy version; ``None`` if it failed before it had one.
+        transport: Name of the transport; ``None`` if it failed.
+        num_bytes: Bytes of all tensors, once; ``None`` if it failed.
+        phases: Seconds by phase on the trainer's side. Some are parts of others.
+        replicas: Replica id to the seconds by phase that it measured itself.
+        left_behind: Id of each replica that did not reach the version, to the reason.
+        error: Why nothing was committed; empty if the version was.
+    """
+
+    ended_at: float
+    seconds: float
+    version: int | None = None
+    transport: str | None = None
+    num_bytes: int | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    replicas: dict[str, dict[str, float]] = field(default_factory=dict)
+    left_behind: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def pause_s(self) -> float | None:
+        """Seconds for which generation paused, on the replica where that was longest."""
+        pauses = [one["whole_pause"] for one in self.replicas.values() if "whole_pause" in one]
+        return max(pauses, default=None)
+
+
+# How long somebody has owed an answer, by the time that whoever waits was awake.
+
+
+MAX_STEP_S = 1.0
+"""Seconds that count, at most, between two looks."""
+
+
+class Silence:
+    """Seconds for which an answer has been owed.
+
+    Whoever waits must look at least once every ``MAX_STEP_S``. What lies between two looks counts
+    for no more than that: a listener that was itself stopped, or starved, does not take its own
+    absence for another's silence.
+
+    Example:
+        >>> silence = Silence()
+        >>> silence.look() < 60
+        True
+
+    Args:
+        clock: Tells the time in seconds; must never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins again at 0 seconds."""
+        self._looked_at, self._seconds = self._clock(), 0.0
+
+    def look(self) -> float:
+        """Returns the seconds so far."""
+        now = self._clock()
+        self._seconds += min(now - self._looked_at, MAX_STEP_S)
+        self._looked_at = now
+        return self._seconds
+
 
 UNRESPONSIVE_AFTER_S = 60.0
 """Seconds of silence after which an engine, or an actor, counts as failed unless told otherwise."""

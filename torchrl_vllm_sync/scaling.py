@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from torchrl_vllm_sync.checks import check_integer, check_number
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.settings import check_integer, check_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,6 +13,7 @@ import ray.util
 from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
 
 from torchrl_vllm_sync.balancer import LoadBalancer
+from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.engine_args import (
     engine_environment,
     make_engine_args,
@@ -41,7 +42,6 @@ from torchrl_vllm_sync.service_members import ServiceMembers
 from torchrl_vllm_sync.service_metrics import ServiceMetrics
 from torchrl_vllm_sync.service_native import ServiceNative
 from torchrl_vllm_sync.service_requests import ServiceRequests
-from torchrl_vllm_sync.settings import check_integer
 from torchrl_vllm_sync.status_log import StatusLog
 from torchrl_vllm_sync.version_hooks import VersionHooks
 from torchrl_vllm_sync.weights.push import WeightPusher

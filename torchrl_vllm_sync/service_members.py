@@ -8,6 +8,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     ServiceClosedError,
@@ -17,7 +18,6 @@ from torchrl_vllm_sync.fleet import Fleet
 from torchrl_vllm_sync.load_snapshot import describe_replicas
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.service_replicas import ServiceReplicas
-from torchrl_vllm_sync.settings import check_integer
 from torchrl_vllm_sync.supervisor import Supervisor
 
 if TYPE_CHECKING:

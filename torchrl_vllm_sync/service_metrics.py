@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchrl_vllm_sync.generation import Generation
-    from torchrl_vllm_sync.push_status import PushStatus
+    from torchrl_vllm_sync.replica import PushStatus
 
 __all__ = ["ServiceMetrics"]
 

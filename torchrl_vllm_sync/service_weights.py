@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from vllm import AsyncEngineArgs
 
-    from torchrl_vllm_sync.push_status import PushStatus
+    from torchrl_vllm_sync.replica import PushStatus
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 

@@ -9,9 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from torchrl_vllm_sync.checks import check_integer, shown
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.settings import check_integer
-from torchrl_vllm_sync.shown import shown
 
 __all__ = ["Home", "RequestKey", "SessionLedger", "as_key", "as_keys", "key_per_prompt"]
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.load_snapshot import LoadSnapshot
     from torchrl_vllm_sync.membership import Member
-    from torchrl_vllm_sync.push_status import PushStatus
-    from torchrl_vllm_sync.replica import EngineCounters, ReplicaState
+    from torchrl_vllm_sync.replica import EngineCounters, PushStatus, ReplicaState
     from torchrl_vllm_sync.status_log import FailureStatus, StatusLog
 
 __all__ = ["MAX_AGE_S", "ReplicaStatus", "ServiceStatus", "collect_status", "finite"]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import WeightSyncError
-from torchrl_vllm_sync.push_status import PushStatus
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.replica import PushStatus, ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

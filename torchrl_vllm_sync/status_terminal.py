@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from torchrl_vllm_sync.push_status import PushStatus
+    from torchrl_vllm_sync.replica import PushStatus
     from torchrl_vllm_sync.status import ServiceStatus
 
 __all__ = ["services_view", "status_view"]

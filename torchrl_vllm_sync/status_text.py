@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.push_status import PushStatus
+    from torchrl_vllm_sync.replica import PushStatus
     from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
     from torchrl_vllm_sync.status_log import FailureStatus
 

@@ -130,13 +130,13 @@ async def _steps(
                 access.mark(result.error, actor)
                 raise result.error
             if ended:
-                reservation.release(_answers(result) if is_whole else [])
+                reservation.release(_streamed_answers(result) if is_whole else [])
             yield access.completed(result)
     finally:
         if not ended:
             await asyncio.shield(access.abort(actor, [request.request_id]))
 
 
-def _answers(result: EngineResult) -> list[Any]:
+def _streamed_answers(result: EngineResult) -> list[Any]:
     """Token ids of the one sample of a result, for whom places the next requests."""
     return [] if result.output is None else result.output.answers

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from ray.exceptions import RayError
 
+from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.settings import check_integer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

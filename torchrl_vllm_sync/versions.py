@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
-from torchrl_vllm_sync.shown import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -4,8 +4,7 @@ import math
 import threading
 from dataclasses import replace
 
-from torchrl_vllm_sync.push_status import PushStatus
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.replica import PushStatus, ReplicaState
 from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
 from torchrl_vllm_sync.status_log import FailureStatus
 

@@ -14,8 +14,13 @@ from torchrl_vllm_sync.launch import _check_block_sizes
 from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.load_monitor import BareActorReader, LoadMonitor, ReportReader, _Ask
 from torchrl_vllm_sync.load_snapshot import LoadSnapshot
-from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Replica, ReplicaState
-from torchrl_vllm_sync.silence import Silence
+from torchrl_vllm_sync.replica import (
+    EngineDescription,
+    EngineReport,
+    Replica,
+    ReplicaState,
+    Silence,
+)
 
 SERVING, FAILED = ReplicaState.SERVING, ReplicaState.FAILED
 

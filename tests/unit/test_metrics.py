@@ -14,8 +14,7 @@ from torchrl_vllm_sync.metrics import (
     request_readings,
     status_readings,
 )
-from torchrl_vllm_sync.push_status import PushStatus
-from torchrl_vllm_sync.replica import EngineCounters, ReplicaState
+from torchrl_vllm_sync.replica import EngineCounters, PushStatus, ReplicaState
 from torchrl_vllm_sync.request_counts import REQUEST_ENDS, RequestCounts
 from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
 

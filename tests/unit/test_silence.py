@@ -11,8 +11,7 @@ from torchrl_vllm_sync.engine import health, internals
 from torchrl_vllm_sync.engine.admission import AdmissionGate
 from torchrl_vllm_sync.engine.health import BLOCKING_CALL_S, EngineHealth
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.silence import Silence
+from torchrl_vllm_sync.replica import ReplicaState, Silence
 
 LIMIT_S = 8.0
 

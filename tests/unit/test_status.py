@@ -8,8 +8,7 @@ import pytest
 
 from torchrl_vllm_sync.errors import ServiceClosedError, WeightSyncError
 from torchrl_vllm_sync.load import LoadTracker
-from torchrl_vllm_sync.push_status import PushStatus
-from torchrl_vllm_sync.replica import EngineCounters, EngineReport, ReplicaState
+from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus, ReplicaState
 from torchrl_vllm_sync.service_status import ServiceView
 from torchrl_vllm_sync.service_weights import ServiceWeights
 from torchrl_vllm_sync.status import collect_status

@@ -39,7 +39,7 @@ from torchrl_vllm_sync.weights.rendezvous import free_port
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
 
-    from torchrl_vllm_sync.push_status import PushStatus
+    from torchrl_vllm_sync.replica import PushStatus
     from torchrl_vllm_sync.weights.storage import ProcessIdentity
 
 __all__ = ["EngineActor"]

@@ -8,8 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.engine import internals
-from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.silence import Silence
+from torchrl_vllm_sync.replica import ReplicaState, Silence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

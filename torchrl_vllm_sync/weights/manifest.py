@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
-from torchrl_vllm_sync.shown import shown
 from torchrl_vllm_sync.weights.data_file import DataLayout
 from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json, metadata_digest, to_json
 from torchrl_vllm_sync.weights.private_files import open_file, replace_file, require_length

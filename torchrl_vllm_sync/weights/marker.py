@@ -6,8 +6,8 @@ import uuid
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
+from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import SnapshotError
-from torchrl_vllm_sync.shown import shown
 from torchrl_vllm_sync.weights.lease import READERS
 from torchrl_vllm_sync.weights.private_files import TEMPORARY_PREFIX, list_folder
 from torchrl_vllm_sync.weights.storage import field, read_json, write_json
@@ -21,7 +21,7 @@ LAYOUTS = ("slots", "versions")
 MARKER = "SNAPSHOTS.json"
 # An empty file in a directory that nobody named: it is to go with the process that made it.
 TEMPORARY = "TEMPORARY"
-_FORMAT = 1
+_MARKER_FORMAT = 1
 # What a writer may have made before it died and before the marker was there.
 _BEFORE_MARKER = frozenset({LOCK, COMMIT, EPOCH, READERS, TEMPORARY})
 
@@ -38,7 +38,7 @@ class Marker:
 
     run_id: str
     layout: str
-    format: int = _FORMAT
+    format: int = _MARKER_FORMAT
 
     @classmethod
     def read(cls, directory: Path) -> Marker | None:
@@ -69,8 +69,8 @@ class Marker:
                 ) from None
             return None
         found = field(record, "format", int, path)
-        if found != _FORMAT:
-            raise SnapshotError(f"{path}: format must be {_FORMAT}, got {found}")
+        if found != _MARKER_FORMAT:
+            raise SnapshotError(f"{path}: format must be {_MARKER_FORMAT}, got {found}")
         layout = field(record, "layout", str, path)
         if layout not in LAYOUTS:
             raise SnapshotError(f"{path}: corrupted: there is no layout {shown(layout)}")

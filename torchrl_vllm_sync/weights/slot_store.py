@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.writer_lock import WriterLock
 
 # The epoch of the writer that made it, and a number.
-_NAME = re.compile("slot-([0-9]+)-[0-9]+")
+_SLOT_NAME = re.compile("slot-([0-9]+)-[0-9]+")
 _POLL_S = 0.01
 
 
@@ -268,7 +268,7 @@ def require_space(directory: Path, num_bytes: int) -> None:
 def _slot_names(directory: Path) -> dict[str, int]:
     """Every slot in the directory, and the epoch of the writer that made it."""
     names = list_folder(directory)
-    return {name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
+    return {name: int(match[1]) for name in names if (match := _SLOT_NAME.fullmatch(name))}
 
 
 def _head_or_none(folder: Path) -> Head | None:

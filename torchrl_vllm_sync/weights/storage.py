@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import xxhash
 
+from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import SnapshotError
-from torchrl_vllm_sync.shown import shown
 from torchrl_vllm_sync.weights.private_files import read_file, replace_file
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.writer_lock import WriterLock
 
 _BUILDING = ".building-"
-_NAME = re.compile("v([0-9]+)")
+_VERSION_NAME = re.compile("v([0-9]+)")
 
 
 class VersionStore:
@@ -110,7 +110,9 @@ class VersionStore:
             else:
                 held.add(lease.folder)
         names = list_folder(self._directory)
-        numbered = {name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
+        numbered = {
+            name: int(match[1]) for name in names if (match := _VERSION_NAME.fullmatch(name))
+        }
         last = -1 if self._current is None else numbered[self._current]
         older = [name for name in numbered if numbered[name] < last]
         keep = {self._current, max(older, key=numbered.__getitem__, default=None)} | held
