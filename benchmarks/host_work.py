@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.record import Recorder
 from tests.unit.vllm_models import VllmModels, single_process_group
-from torchrl_vllm_sync.engine.checkpoint import checkpoint_metadata
-from torchrl_vllm_sync.engine.load_plan import record_load_plan
+from torchrl_vllm_sync.engine.plan_copies import record_load_plan
+from torchrl_vllm_sync.engine.reload import checkpoint_metadata
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers
 from torchrl_vllm_sync.weights.buckets import BucketLayout
 from torchrl_vllm_sync.weights.packer import ViewPacker

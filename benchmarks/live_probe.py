@@ -14,11 +14,7 @@ import numpy as np
 
 from benchmarks.live_traffic import FIRST_ID, FORCING_BIAS
 from benchmarks.routing_sim.calibration import CalibrationError, Limits, Measurement, prefill
-from torchrl_vllm_sync.engine_args import (
-    engine_environment,
-    make_engine_args,
-    prepare_engine_args,
-)
+from torchrl_vllm_sync.engine.args import engine_environment, make_engine_args, prepare_engine_args
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

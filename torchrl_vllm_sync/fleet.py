@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from torchrl_vllm_sync import placement
+from torchrl_vllm_sync.engine.processes import end_replica
 from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
     ServiceClosedError,
@@ -19,7 +20,6 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.launch import close_replicas, launch_replicas
-from torchrl_vllm_sync.reaping import end_replica
 from torchrl_vllm_sync.registry import find_service, living_ids
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.replica_calls import ReplicaCalls

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from torchrl_vllm_sync import placement
-from torchrl_vllm_sync.engine_args import for_replica
+from torchrl_vllm_sync.engine.args import for_replica
 from torchrl_vllm_sync.errors import LaunchError, UnsupportedArgumentError
 from torchrl_vllm_sync.membership import Member
 from torchrl_vllm_sync.registry import NAMESPACE, actor_name, ensure_ray

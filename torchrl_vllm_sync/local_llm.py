@@ -13,9 +13,8 @@ import torch
 from torchrl_vllm_sync.background import run_blocking
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.actor import EngineActor
-from torchrl_vllm_sync.engine.admission import AdmissionGate
-from torchrl_vllm_sync.engine.checkpoint import check_can_be_filled
-from torchrl_vllm_sync.engine.samples import SampleVersions
+from torchrl_vllm_sync.engine.gate import AdmissionGate, SampleVersions
+from torchrl_vllm_sync.engine.reload import check_can_be_filled
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, ReplicaState

@@ -14,7 +14,7 @@ from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
 
 from torchrl_vllm_sync.balancer import LoadBalancer
 from torchrl_vllm_sync.checks import check_integer
-from torchrl_vllm_sync.engine_args import (
+from torchrl_vllm_sync.engine.args import (
     engine_environment,
     make_engine_args,
     num_workers,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchrl_vllm_sync.engine_args import num_workers
+from torchrl_vllm_sync.engine.args import num_workers
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.service_weights import ServiceWeights
 

@@ -9,7 +9,7 @@ import ray
 import ray.util
 import torch
 
-from torchrl_vllm_sync.engine_args import num_workers
+from torchrl_vllm_sync.engine.args import num_workers
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.service_versions import ServiceVersions
 from torchrl_vllm_sync.status_log import failed_push, finished_push

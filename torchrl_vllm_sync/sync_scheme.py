@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from torchrl_vllm_sync.engine_args import num_workers
+from torchrl_vllm_sync.engine.args import num_workers
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.service import AsyncVLLM
 from torchrl_vllm_sync.service_scheme import ServiceScheme

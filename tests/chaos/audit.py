@@ -7,7 +7,7 @@ import torch
 from tests.chaos.traffic import ANSWER_TOKENS
 from tests.chaos.trainer import model_of
 from tests.engine.checks import TOLERANCE
-from torchrl_vllm_sync.engine.checksums import checksum
+from torchrl_vllm_sync.engine.reload import checksum
 from torchrl_vllm_sync.versions import check_spans
 
 # Seconds by which this process may hear of a replica later than what happened.

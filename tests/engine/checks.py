@@ -3,7 +3,7 @@
 import torch
 from vllm import SamplingParams
 
-from torchrl_vllm_sync.engine.samples import versions_of_labels
+from torchrl_vllm_sync.engine.gate import versions_of_labels
 from torchrl_vllm_sync.testing import token_log_probs
 from torchrl_vllm_sync.versions import check_spans
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import ray
 import torch
 
-from torchrl_vllm_sync.engine import broadcast_receiver, internals, reload
+from torchrl_vllm_sync.engine import internals, receiver, reload
 from torchrl_vllm_sync.engine.actor import EngineActor
-from torchrl_vllm_sync.engine.checksums import checksum
+from torchrl_vllm_sync.engine.reload import checksum
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -46,7 +46,7 @@ class FaultyWorker(SyncWorkerExtension):
 
     def sync_plan(self, rank=None, **plan):
         self._plan = plan if rank in (None, self._sync_receiver().rank_in_replica) else {}
-        broadcast_receiver.whole_tensors = self._sync_faulty_arrivals
+        receiver.whole_tensors = self._sync_faulty_arrivals
         reload.repack_cpu = self._sync_faulty_repacking
         return os.getpid()
 
@@ -122,7 +122,7 @@ class CrampedWorker(SyncWorkerExtension):
         return "staged weights need 12.34 GB on cuda:0 beside the model, 1.00 GB are free"
 
 
-WHOLE_TENSORS, REPACK_CPU = broadcast_receiver.whole_tensors, reload.repack_cpu
+WHOLE_TENSORS, REPACK_CPU = receiver.whole_tensors, reload.repack_cpu
 
 
 class FaultyActor(EngineActor):

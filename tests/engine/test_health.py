@@ -17,8 +17,8 @@ from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
 from tests.engine.requests import endless, eventually, token_ids
 from torchrl_vllm_sync.engine.actor import EngineActor
+from torchrl_vllm_sync.engine.processes import end_replica
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
-from torchrl_vllm_sync.reaping import end_replica
 from torchrl_vllm_sync.replica import ReplicaState
 
 LIMIT_S = 6.0

@@ -17,10 +17,10 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 ray = pytest.importorskip("ray")
 
+from torchrl_vllm_sync.engine.processes import end_replica, own_processes  # noqa: E402
 from torchrl_vllm_sync.launch import MAX_CONCURRENT_CALLS  # noqa: E402
 from torchrl_vllm_sync.load import LoadTracker  # noqa: E402
 from torchrl_vllm_sync.load_monitor import LoadMonitor  # noqa: E402
-from torchrl_vllm_sync.reaping import end_replica, own_processes  # noqa: E402
 from torchrl_vllm_sync.replica import (  # noqa: E402
     EngineReport,
     ProcessId,
@@ -233,6 +233,6 @@ def test_a_replica_of_which_nothing_is_known_is_killed_all_the_same(actor):
 
 
 def _as_ids(pid):
-    from torchrl_vllm_sync.reaping import _began
+    from torchrl_vllm_sync.engine.processes import _began
 
     return (ProcessId(pid, _began(pid)),)

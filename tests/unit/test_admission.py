@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from torchrl_vllm_sync.engine.admission import AdmissionGate, RunningRequest
 from torchrl_vllm_sync.engine.answers import RequestAnswers
+from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests import EngineRequest

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.vllm_models import VllmModels, make_checkpoint, metadata_of, single_process_group
-from torchrl_vllm_sync.engine_args import BROADCAST_BACKEND, STAGED_BACKEND
+from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.errors import SyncError, TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, ReplicaState
 from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
@@ -70,7 +70,7 @@ class Replica:
     """A replica's side of the transport, as the engine actor has it."""
 
     def __init__(self, name, workers):
-        from torchrl_vllm_sync.engine.broadcast_loads import BroadcastLoads
+        from torchrl_vllm_sync.engine.arrivals import BroadcastLoads
 
         self.name, self.workers = name, workers
         self.loads = BroadcastLoads(Updates(workers))
@@ -140,14 +140,14 @@ class World:
     """One replica of one worker with a model, what it must hold, and a trainer."""
 
     def __init__(self, directory, monkeypatch, name="qwen3", *, stage=False, **overrides):
-        from torchrl_vllm_sync.engine import broadcast_receiver, load_path
-        from torchrl_vllm_sync.engine.broadcast_receiver import BroadcastReceiver
-        from torchrl_vllm_sync.engine.checkpoint import checkpoint_metadata
+        from torchrl_vllm_sync.engine import receiver
+        from torchrl_vllm_sync.engine.receiver import BroadcastReceiver
+        from torchrl_vllm_sync.engine.reload import checkpoint_metadata
         from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 
         # On a CPU vLLM repacks weights after a reload; these models stay as loaders expect them.
-        monkeypatch.setattr(broadcast_receiver, "reload_model", self.reload)
-        monkeypatch.setattr(load_path, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+        monkeypatch.setattr(receiver, "reload_model", self.reload)
+        monkeypatch.setattr(receiver, "current_platform", SimpleNamespace(is_cpu=lambda: False))
         self.models = VllmModels(directory, name, **overrides)
         self.model = self.models.build(fill=-1.0)
         self.metadata = checkpoint_metadata(self.models.model_config)
@@ -307,7 +307,7 @@ def test_staged_weights_need_memory(world, transports):
 
 
 def test_a_gpu_without_room_for_staged_weights_is_named(world, transports, monkeypatch):
-    from torchrl_vllm_sync.engine.broadcast_receiver import BroadcastReceiver
+    from torchrl_vllm_sync.engine.receiver import BroadcastReceiver
 
     here = world("qwen3")
     needed = sum(tensor.nbytes for tensor in here.model.parameters())

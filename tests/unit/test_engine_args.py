@@ -11,7 +11,7 @@ import torch
 from torchrl.modules.llm import vLLMWrapper as TorchRLWrapper
 
 from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
-from torchrl_vllm_sync.engine_args import for_replica, make_engine_args
+from torchrl_vllm_sync.engine.args import for_replica, make_engine_args
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 
 def test_a_version_that_is_too_old_is_told_of_once(tmp_path, caplog):
-    from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
+    from torchrl_vllm_sync.engine.arrivals import SnapshotLoads
 
     directory = tmp_path / "weights"
     source = MappingSource({"a": torch.ones(2)})

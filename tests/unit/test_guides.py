@@ -13,7 +13,7 @@ import torchrl_vllm_sync
 from tests.test_public_api import METHODS
 from tests.unit.test_docstrings import sections
 from torchrl_vllm_sync import errors
-from torchrl_vllm_sync.engine_args import make_engine_args
+from torchrl_vllm_sync.engine.args import make_engine_args
 from torchrl_vllm_sync.load_snapshot import LoadSnapshot
 from torchrl_vllm_sync.service import _CONSTRUCTOR_KEYWORDS, AsyncVLLM
 from torchrl_vllm_sync.updater import WeightUpdater

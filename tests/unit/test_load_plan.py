@@ -18,7 +18,7 @@ from tests.unit.vllm_models import (
     metadata_of,
     single_process_group,
 )
-from torchrl_vllm_sync.engine.load_plan import LoadPlan, PlanNotPossibleError, record_load_plan
+from torchrl_vllm_sync.engine.plan_copies import LoadPlan, PlanNotPossibleError, record_load_plan
 from torchrl_vllm_sync.weights.buckets import BucketLayout
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 
@@ -377,7 +377,7 @@ def vllm_process(tmp_path_factory):
 
 
 def checkpoint_of(models):
-    from torchrl_vllm_sync.engine.checkpoint import checkpoint_metadata
+    from torchrl_vllm_sync.engine.reload import checkpoint_metadata
 
     return make_checkpoint(checkpoint_metadata(models.model_config))
 

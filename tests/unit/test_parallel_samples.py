@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from torchrl_vllm_sync.engine.parallel_samples import merged, split_samples
+from torchrl_vllm_sync.engine.answers import merged, split_samples
 
 
 def test_samples_have_seeds_of_their_own():

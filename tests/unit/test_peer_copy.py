@@ -6,7 +6,7 @@ import stat
 import pytest
 import torch
 
-from torchrl_vllm_sync.engine.peer_copy import PeerCopy, remove_file
+from torchrl_vllm_sync.engine.worker import PeerCopy, remove_file
 from torchrl_vllm_sync.errors import TransferError
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchrl_vllm_sync.engine.peer_loads import PeerLoads
+from torchrl_vllm_sync.engine.arrivals import PeerLoads
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import StaleVersionError, SyncError
 

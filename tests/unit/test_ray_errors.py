@@ -11,12 +11,13 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
 from tests.unit.test_dispatch import FakeActor, Rig, ids, make_requests, raises
-from torchrl_vllm_sync import generation, reaping
+from torchrl_vllm_sync import generation
+from torchrl_vllm_sync.engine import processes
+from torchrl_vllm_sync.engine.processes import end_replica
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, ReplicaUnavailableError, SyncError
 from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.load_monitor import LoadMonitor, _Ask
 from torchrl_vllm_sync.ray_errors import is_away, is_gone, loss
-from torchrl_vllm_sync.reaping import end_replica
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaProcesses, ReplicaState
 from torchrl_vllm_sync.replica_calls import ReplicaCalls
 
@@ -204,7 +205,7 @@ def test_who_ends_a_replica_hears_whether_that_was_done(monkeypatch, error, node
     monkeypatch.setattr(ray, "kill", lambda actor: None)
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "a" * 56, "Alive": next(nodes)}])
     monkeypatch.setattr(ray, "remote", lambda function: function)
-    monkeypatch.setattr(reaping, "_end_all", Task())
+    monkeypatch.setattr(processes, "_end_all", Task())
 
     def get(call, timeout):
         raise error

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from torchrl_vllm_sync.continuation import AnswerSoFar, unsound_settings
-from torchrl_vllm_sync.engine.admission import AdmissionGate, RunningRequest
-from torchrl_vllm_sync.engine.resumption import longer_prompt, remaining_params
-from torchrl_vllm_sync.engine.samples import SpanChecker
+from torchrl_vllm_sync.engine.answers import longer_prompt, remaining_params
+from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest, SpanChecker
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests import EngineRequest, EngineResult
 from torchrl_vllm_sync.testing.tokenizer import make_tiny_tokenizer

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torchrl_vllm_sync.engine import internals
-from torchrl_vllm_sync.engine.admission import AdmissionGate
-from torchrl_vllm_sync.engine.snapshot_loads import SnapshotLoads
+from torchrl_vllm_sync.engine.arrivals import SnapshotLoads
+from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, WeightUpdates
 from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState

@@ -7,20 +7,13 @@ import contextlib
 import copy
 import logging
 import time
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from torchrl_vllm_sync.engine.admission import AdmissionGate, RunningRequest
-from torchrl_vllm_sync.engine.parallel_samples import merged, split_samples
-from torchrl_vllm_sync.engine.resumption import (
-    longer_prompt,
-    remaining_params,
-    tell_of_first_replica,
-)
-from torchrl_vllm_sync.engine.samples import SpanChecker
+from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest, SpanChecker
 from torchrl_vllm_sync.errors import (
     GenerationError,
     GenerationTimeoutError,
@@ -33,20 +26,133 @@ from torchrl_vllm_sync.requests import EngineRequest, EngineResult
 from torchrl_vllm_sync.wire import pack_output, unpack_output
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 
     from vllm import RequestOutput
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.engine.updates import WeightUpdates
-    from torchrl_vllm_sync.requests import SampleReport
+    from torchrl_vllm_sync.requests import BegunAnswer, SampleReport
 
     _Step: TypeAlias = "tuple[RequestOutput, tuple[SampleReport, ...]]"
 
-__all__ = ["RequestAnswers"]
-
 logger = logging.getLogger(__name__)
+
+# The samples of one request as engine requests of their own, and their outputs together again.
+#
+# vLLM can make ``n`` samples of a request by itself. A weight update may then find some of them
+# begun
+# and others not, and could send back neither those alone, which must not start on keys of the old
+# weights, nor the whole request, which would lose tokens.
+
+
+T = TypeVar("T")
+
+
+def split_samples(params: SamplingParams) -> list[SamplingParams]:
+    """Returns the parameters of each sample, with seeds as vLLM gives them.
+
+    See ``ParentRequest`` in ``vllm/v1/engine/parallel_sampling.py``: sample ``i`` has the request's
+    seed plus ``i``.
+
+    Args:
+        params: The request's, which are not changed.
+    """
+    if params.n == 1:
+        return [params]
+    samples: list[SamplingParams] = []
+    for index in range(params.n):
+        sample = copy.copy(params)
+        sample.n = 1
+        if params.seed is not None:
+            sample.seed = params.seed + index
+        samples.append(sample)
+    return samples
+
+
+async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+    """Runs ``streams`` side by side and yields their items as they come, each with its position.
+
+    When one fails the others are closed, and its error is raised; so are all when this is closed.
+    """
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    arrivals: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def follow(index: int, stream: AsyncGenerator[T]) -> None:
+        async with contextlib.aclosing(stream):
+            async for item in stream:
+                arrivals.put_nowait((index, item))
+
+    tasks = [asyncio.create_task(follow(index, one)) for index, one in enumerate(streams)]
+    for task in tasks:
+        task.add_done_callback(arrivals.put_nowait)
+    left = len(tasks)
+    try:
+        while left:
+            arrival = await arrivals.get()
+            if isinstance(arrival, asyncio.Task):
+                arrival.result()
+                left -= 1
+            else:
+                yield arrival
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# Going on with an answer that another replica's engine began.
+#
+# The engine core is given the tokens that were received as the end of the prompt. What vLLM's
+# ``AsyncLLM`` process keeps of the answer, its tokens, text and log-probabilities, begins with
+# them,
+# so that outputs are those of an unbroken run.
+
+
+def longer_prompt(prompt: dict[str, Any], begun: BegunAnswer) -> dict[str, Any]:
+    """Returns a vLLM ``TokensPrompt`` that ends in the tokens received.
+
+    Args:
+        prompt: The request's own, which is not changed.
+        begun: What was received.
+    """
+    return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *begun.token_ids]}
+
+
+def remaining_params(params: SamplingParams, begun: BegunAnswer) -> SamplingParams:
+    """Returns parameters for what is left of an answer.
+
+    Args:
+        params: The request's own, which are not changed; ``max_tokens`` is greater than the number
+            of tokens received.
+        begun: What was received, the log-probabilities of the prompt among it.
+    """
+    num_tokens = len(begun.token_ids)
+    remaining = copy.copy(params)
+    remaining.min_tokens = max(0, params.min_tokens - num_tokens)
+    remaining.prompt_logprobs = None
+    if params.max_tokens is not None:
+        remaining.max_tokens = params.max_tokens - num_tokens
+    return remaining
+
+
+def tell_of_first_replica(output: RequestOutput, begun: BegunAnswer) -> None:
+    """Has an output say of its prompt what the first replica did, and nothing that is half known.
+
+    The prompt's cached tokens are those of the replica that began; which tokens could have been
+    sampled (``sampling_mask``) is known of the tokens of the last replica alone.
+    """
+    output.num_cached_tokens = begun.num_cached_tokens
+    for completion in output.outputs:
+        masked = getattr(completion, "sampling_mask", None)  # not before vLLM 0.32
+        if masked is not None and len(masked.token_ids) != len(completion.token_ids):
+            completion.sampling_mask = None
+
 
 # Finished outputs of a batch are sent back together, at most this much later than they finished.
 BATCH_LINGER_S = 0.05

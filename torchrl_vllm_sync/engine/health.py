@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from torchrl_vllm_sync.engine.admission import AdmissionGate
+    from torchrl_vllm_sync.engine.gate import AdmissionGate
 
 __all__ = ["BLOCKING_CALL_S", "EngineHealth"]
 

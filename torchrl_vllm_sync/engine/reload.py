@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -21,14 +23,167 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 
-from torchrl_vllm_sync.errors import WeightMismatchError
+from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchError
+from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
-__all__ = ["reload_model"]
+
+# Which tensors a complete push to a model holds, and which models pushes cannot fill.
+
+
+# Its weights are quantised by the loader that reads files, not by the layers they are loaded into.
+_QUANTISED_BY_LOADER = ("bitsandbytes", "gguf")
+
+
+def check_can_be_filled(model_config: ModelConfig) -> None:
+    """Refuses models that a trainer's weights do not fit into.
+
+    vLLM's layers take what a checkpoint has: those of a quantised one want packed integers and
+    scales, which no trainer holds. What a layer quantises itself when weights arrive (*online*
+    quantisation: ``quantization="fp8"`` and others) is fine.
+
+    Args:
+        model_config: The engine's model configuration.
+
+    Raises:
+        UnsupportedArgumentError: The checkpoint is quantised, or its loader would quantise it.
+    """
+    found = getattr(model_config.hf_config, "quantization_config", None)
+    if found is not None:
+        how = f"a checkpoint that is quantised already ({model_config.quantization})"
+    elif model_config.quantization in _QUANTISED_BY_LOADER:
+        how = f"quantization={model_config.quantization!r}, which happens while files are read"
+    else:
+        return
+    raise UnsupportedArgumentError(
+        f"the model must be able to take a trainer's weights, got {model_config.model} with {how}; "
+        'start from the unquantised checkpoint, with quantization="fp8" or another method that '
+        "vLLM applies to weights as they arrive"
+    )
+
+
+def checkpoint_metadata(model_config: ModelConfig) -> list[ParamMeta]:
+    """Returns one entry for each tensor of the loaded model's checkpoint, in checkpoint order.
+
+    The model is built from the engine's own configuration on the ``meta`` device, which allocates
+    nothing, and its names are turned into published checkpoint form (transformers 5 holds experts
+    fused in memory). A tied output head is left out. Floating-point tensors carry the dtype the
+    engine runs in, whatever the checkpoint was stored in.
+
+    Args:
+        model_config: The engine's model configuration.
+
+    Raises:
+        ValueError: transformers has no causal language model for this configuration.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config.hf_config, trust_remote_code=model_config.trust_remote_code
+        )
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    for name in model.all_tied_weights_keys:
+        tensors.pop(name, None)
+    return [
+        ParamMeta(
+            name,
+            model_config.dtype if tensor.is_floating_point() else tensor.dtype,
+            tuple(tensor.shape),
+        )
+        for name, tensor in revert_weight_conversion(model, tensors).items()
+    ]
+
+
+# Checksums of parameters, computed where they are: equal bytes give equal numbers on any device.
+#
+# A tensor's bytes are read as little-endian words of 64 bits, padded with zeros. Each word is
+# mixed
+# with its position and the results are added up, so that a swapped or moved value shows.
+# Arithmetic
+# wraps around at 64 bits, so the sum depends neither on its order nor on the device.
+
+
+# 32 MiB at a time; with the temporaries of a step about 160 MiB.
+CHUNK_WORDS = 2**22
+WORD_BYTES = 8
+# The mixer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
+# 2014), its constants as the signed numbers torch computes with.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+
+
+def checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Checksums of named tensors, a guard against misplaced or stale weights, not forged ones.
+
+    Args:
+        parameters: Such as ``model.named_parameters()``; any dtype, any strides. At most 256 MiB
+            beyond them are taken on their device.
+
+    Returns:
+        Name to a signed 64-bit number.
+
+    Example:
+        >>> checksum([("w", torch.zeros(3))]) == checksum([("w", torch.zeros(3, device="cuda"))])
+        True
+    """
+    return {name: tensor_checksum(tensor) for name, tensor in parameters}
+
+
+@torch.no_grad()
+def tensor_checksum(tensor: torch.Tensor) -> int:
+    """The checksum of one tensor's values in row-major order, whatever its shape."""
+    total = torch.full((), tensor.nbytes, dtype=torch.int64, device=tensor.device)
+    position = 0
+    for chunk in _chunks(tensor.detach()):
+        words = _words(chunk)
+        total += _mixed(words, position).sum()
+        position += len(words)
+    return int(total.item())
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The values in row-major order, a whole number of words at a time but for the last."""
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(CHUNK_WORDS * WORD_BYTES // tensor.element_size())
+        return
+    dims = list(zip(tensor.shape, tensor.stride(), strict=True))
+    extent = 1 + sum((size - 1) * stride for size, stride in dims)
+    flat = tensor.as_strided((extent,), (1,))
+    for start in range(0, tensor.numel(), CHUNK_WORDS):
+        end = min(start + CHUNK_WORDS, tensor.numel())
+        index = torch.arange(start, end, device=tensor.device)
+        place = torch.zeros_like(index)
+        for size, stride in reversed(dims):
+            place += (index % size).mul_(stride)
+            index //= size
+        yield flat[place]
+
+
+def _words(chunk: torch.Tensor) -> torch.Tensor:
+    """The bytes of a 1-D tensor as 64-bit words, in new memory."""
+    words = torch.zeros(-(-chunk.nbytes // WORD_BYTES), dtype=torch.int64, device=chunk.device)
+    words.view(torch.uint8)[: chunk.nbytes].copy_(chunk.view(torch.uint8))
+    return words
+
+
+def _mixed(words: torch.Tensor, position: int) -> torch.Tensor:
+    """Mixes each word with its position; changes ``words``."""
+    end = position + len(words)
+    words ^= torch.arange(position + 1, end + 1, device=words.device).mul_(_GAMMA)
+    for shift, factor in _STEPS:
+        _fold(words, shift)
+        words *= factor
+    return _fold(words, 31)
+
+
+def _fold(words: torch.Tensor, shift: int) -> torch.Tensor:
+    """``words ^= words >> shift`` without regard to the sign, which torch would keep."""
+    words ^= (words >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+    return words
+
 
 # vllm/model_executor/layers/quantization/kv_cache.py, ``BaseKVCacheMethod.create_weights``
 _CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")

@@ -10,30 +10,380 @@ its type.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import os
+import pickle
 import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.engine import broadcast_receiver
-from torchrl_vllm_sync.engine.broadcast_info import BroadcastInitInfo
-from torchrl_vllm_sync.engine.broadcast_receiver import BroadcastReceiver
-from torchrl_vllm_sync.engine.load_path import why_not_a_plan
-from torchrl_vllm_sync.engine.native_worker import NativeTransferWorker
-from torchrl_vllm_sync.engine.peer_copy import PeerCopy, remove_file
-from torchrl_vllm_sync.engine.reload import reload_model
-from torchrl_vllm_sync.errors import TransferError
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+from torchrl_vllm_sync.engine import receiver as receiver_module
+from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
+from torchrl_vllm_sync.engine.reload import reload_model, repack_cpu, tensor_checksum
+from torchrl_vllm_sync.errors import TransferError, TransferNotReadyError, UnsupportedArgumentError
+from torchrl_vllm_sync.weights.choice import device_uuid
 from torchrl_vllm_sync.weights.data_file import open_tensordict
 from torchrl_vllm_sync.weights.metadata import from_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
-    import torch
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
-__all__ = ["SyncWorkerExtension"]
+
+# vLLM's own weight transfer in a worker: its calls with failures as data, and another engine.
+#
+# vLLM's worker methods of the same purpose (``vllm/v1/worker/gpu_worker.py``, 0.26 to 0.32) raise,
+# and what they raise loses its type on the way; a failed update leaves the model taken apart. Here
+# a failure says whether the weights are as they were, and puts the model together again.
+
+
+class NativeTransferWorker:
+    """Methods of a vLLM worker that drive its weight-transfer engine; names carry a prefix.
+
+    Each returns ``error``, empty if all is well, ``error_type``, and ``untouched``: whether the
+    weights are as they were before the update began.
+    """
+
+    _native_launched: WeightTransferEngine[Any, Any] | None = None
+    _native_ready: bool = False
+    _native_chunks: int | None = None
+
+    def native_use(self, backend: str | None) -> dict[str, Any]:
+        """Puts another transfer engine in the place of the present one, which leaves its group.
+
+        Args:
+            backend: A name registered with vLLM's ``WeightTransferEngineFactory``; ``None`` for
+                the engine of the launch.
+        """
+
+        def use() -> None:
+            self._native_refuse_open("another engine")
+            present = self._native_host.weight_transfer_engine
+            if self._native_launched is None:
+                self._native_launched = present
+            launched = self._native_launched
+            if backend is None or (launched is not None and launched.config.backend == backend):
+                wanted = launched
+            else:
+                known = WeightTransferEngineFactory._registry
+                if backend not in known:
+                    raise UnsupportedArgumentError(
+                        f"backend must be one of {sorted(known)}, got {backend!r}"
+                    )
+                wanted = WeightTransferEngineFactory.create_engine(
+                    WeightTransferConfig(backend=backend),
+                    self._native_host.vllm_config,
+                    self._native_host.device,
+                    self._native_host.model_runner.get_model(),
+                )
+            if present is not None:
+                present.shutdown()
+            self._native_host.weight_transfer_engine, self._native_ready = wanted, False
+
+        return self._native_answer(use)
+
+    def native_init(self, init_info: dict[str, Any]) -> dict[str, Any]:
+        """Initialises the transfer engine; for most that is the rendezvous with the trainer.
+
+        Args:
+            init_info: Fields of the engine's own init info, this replica's ``rank_offset`` among
+                them.
+        """
+
+        def init() -> None:
+            self._native_refuse_open("initialising")
+            engine = self._native_engine()
+            self._native_ready = False
+            engine.init_transfer_engine(engine.parse_init_info(dict(init_info)))
+            self._native_ready = True
+
+        return self._native_answer(init)
+
+    def native_shutdown(self) -> dict[str, Any]:
+        """Leaves the trainer's group; initialising again is possible.
+
+        Does what vLLM's ``shutdown_weight_transfer_engine`` does, which 0.26 does not have.
+        """
+
+        def shutdown() -> None:
+            self._native_abandon()
+            self._native_ready = False
+            if self._native_host.weight_transfer_engine is not None:
+                self._native_host.weight_transfer_engine.shutdown()
+
+        return self._native_answer(shutdown)
+
+    def native_engine_name(self) -> str:
+        """Returns the class name of the present transfer engine."""
+        return type(self._native_host.weight_transfer_engine).__name__
+
+    def native_device_uuid(self) -> str:
+        """Returns the UUID of this worker's GPU; empty on a CPU."""
+        return device_uuid(self._native_host.device)
+
+    def native_check(self) -> dict[str, Any]:
+        """Says whether an update could begin; changes nothing."""
+
+        def check() -> None:
+            engine = self._native_engine()
+            if not self._native_ready:
+                raise TransferNotReadyError(
+                    f"{type(engine).__name__} is not initialised: call "
+                    "init_weight_transfer_engine first"
+                )
+
+        return self._native_answer(check)
+
+    def native_start(self) -> dict[str, Any]:
+        """Begins an update; no step may run until it has ended."""
+
+        def start() -> None:
+            self._native_abandon()
+            engine = self._native_engine()
+            self._native_chunks = 0
+            if not isinstance(engine, BroadcastReceiver):
+                with set_current_vllm_config(self._native_host.vllm_config):
+                    self._native_host.start_weight_update()
+
+        answer = self._native_answer(start)
+        if answer["error"]:
+            self._native_abandon()
+        return {**answer, "untouched": True}
+
+    def native_update(self, update_info: dict[str, Any] | list[Any]) -> dict[str, Any]:
+        """Receives one part of an update, or all of it.
+
+        Args:
+            update_info: Fields of the engine's own update info, or a list of such by the worker's
+                rank in its replica.
+        """
+        touched = bool(self._native_chunks)
+
+        def update() -> None:
+            nonlocal touched
+            engine = self._native_engine()
+            if self._native_chunks is None:
+                raise TransferNotReadyError("no update was begun: start_weight_update comes first")
+            info = dict(self._native_own(update_info))
+            if "ipc_handles_bytes" in info:  # from this library's own trainer side
+                info["ipc_handles"] = pickle.loads(info.pop("ipc_handles_bytes"))
+            parsed = engine.parse_update_info(dict(info))
+            if isinstance(engine, BroadcastReceiver):
+                if parsed.metadata is not None:
+                    engine.prepare(from_json(parsed.metadata), parsed.bucket_bytes)
+                deadline = time.monotonic() + parsed.timeout_s
+                engine.await_start(parsed.push_id, deadline)
+                touched = True
+                engine.receive(deadline, num_passes=parsed.num_passes)
+            else:
+                touched = True
+                with set_current_vllm_config(self._native_host.vllm_config):
+                    self._native_host.update_weights(dict(info))
+            self._native_chunks += 1
+
+        answer = self._native_answer(update)
+        return {**answer, "untouched": not touched}
+
+    def native_finish(self) -> dict[str, Any]:
+        """Ends an update; afterwards the model is whole."""
+
+        def finish() -> None:
+            engine = self._native_engine()
+            if self._native_chunks is None:
+                raise TransferNotReadyError("no update was begun: start_weight_update comes first")
+            if not isinstance(engine, BroadcastReceiver):
+                with set_current_vllm_config(self._native_host.vllm_config):
+                    self._native_host.finish_weight_update()
+                    repack_cpu(engine.model)
+            self._native_chunks = None
+            self._native_host._sync_forget_encodings()
+
+        return self._native_answer(finish)
+
+    def native_load(self, update_info: dict[str, Any]) -> dict[str, Any]:
+        """Begins, receives and ends an update in one call.
+
+        Returns:
+            Also ``num_tensors``, ``attempts``, ``path`` and ``path_reason``, as a push reports.
+        """
+        answer = self.native_start()
+        if not answer["error"]:
+            answer = self.native_update(update_info)
+            if not answer["error"]:
+                answer = {**self.native_finish(), "untouched": False}
+            if answer["error"]:
+                self._native_abandon()
+        return answer | {
+            "num_tensors": len(update_info["names"]),
+            "attempts": 1,
+            "path": "layerwise",
+            "path_reason": f"vLLM's {self.native_engine_name()} always takes it",
+        }
+
+    def native_abandon(self) -> dict[str, Any]:
+        """Gives an open update up and puts the model together, so that a later one starts clean."""
+        return self._native_answer(self._native_abandon)
+
+    @property
+    def _native_host(self) -> Any:
+        """The worker that this class is mixed into."""
+        return self
+
+    def _native_abandon(self) -> None:
+        """Finalises a layerwise reload that was begun: left alone it would poison the next one."""
+        if self._native_chunks is None:
+            return
+        self._native_chunks = None
+        engine = self._native_engine()
+        if not isinstance(engine, BroadcastReceiver):
+            with set_current_vllm_config(self._native_host.vllm_config):
+                finalize_layerwise_reload(engine.model, engine.model_config)
+                repack_cpu(engine.model)
+            self._native_host._weight_update_active = False
+        engine.reset_weight_update_target()
+
+    def _native_own(self, update_info: dict[str, Any] | list[Any]) -> dict[str, Any]:
+        if isinstance(update_info, dict):
+            return update_info
+        parallel = self._native_host.vllm_config.parallel_config
+        return update_info[parallel.data_parallel_index * parallel.world_size + parallel.rank]
+
+    def _native_refuse_open(self, what: str) -> None:
+        if self._native_chunks is not None:
+            raise TransferNotReadyError(f"{what} has to wait: a weight update is open")
+
+    def _native_engine(self) -> WeightTransferEngine[Any, Any]:
+        if self._native_host.weight_transfer_engine is None:
+            raise TransferNotReadyError("this engine has no weight_transfer_config")
+        return self._native_host.weight_transfer_engine
+
+    def _native_answer(self, call: Callable[[], None]) -> dict[str, Any]:
+        try:
+            call()
+        except Exception as failure:  # noqa: BLE001  any is reported to the replica's actor
+            return {
+                "error": str(failure) or type(failure).__name__,
+                "error_type": type(failure).__name__,
+                "traceback": traceback.format_exc(),
+            }
+        return {"error": "", "error_type": ""}
+
+
+# A model's parameters and buffers as they are, copied from a worker to one of the same rank.
+#
+# Two replicas with the same engine arguments hold the same tensors under the same names in the
+# same
+# layouts, so nothing is loaded or processed: bytes go from tensor to tensor, in chunks of fixed
+# size.
+
+
+CHUNK_BYTES = 64 * 2**20
+
+
+class PeerCopy:
+    """One worker's end: all its tensors as one row of bytes, cut into chunks.
+
+    Args:
+        model: The worker's model.
+        chunk_bytes: Size of all chunks but the last.
+
+    Raises:
+        TransferError: A tensor has gaps, so that its bytes are not all its own.
+    """
+
+    def __init__(self, model: torch.nn.Module, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._rows: list[tuple[str, torch.Tensor]] = []
+        self.layout: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = []
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.numel():
+                self._rows.append((name, _row_of(name, tensor.detach())))
+            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+            self.layout.append((name, str(tensor.dtype), shape, stride))
+        self.num_bytes = sum(row.numel() for _, row in self._rows)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole model."""
+        return -(-self.num_bytes // self._chunk_bytes)
+
+    def give(self, index: int) -> bytes:
+        """Returns the bytes of one chunk."""
+        pieces = [piece.cpu().numpy().tobytes() for piece in self._pieces(index)]
+        return b"".join(pieces)
+
+    def give_file(self, index: int, path: str) -> None:
+        """Puts one chunk into a file that only this user can read; replaces what was there."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+            for piece in self._pieces(index):
+                file.write(piece.cpu().numpy().data)
+
+    def take(self, index: int, source: bytes | str) -> None:
+        """Overwrites one chunk.
+
+        Args:
+            index: Number of the chunk.
+            source: Its bytes, or the path of a file that holds them.
+
+        Raises:
+            TransferError: It has another size. Nothing was written.
+        """
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
+        pieces = list(self._pieces(index))
+        if len(data) != sum(piece.numel() for piece in pieces):
+            raise TransferError(f"chunk {index} has {len(data)} bytes, which do not fit")
+        offset = 0
+        for piece in pieces:
+            part = torch.frombuffer(
+                bytearray(memoryview(data)[offset : offset + piece.numel()]), dtype=torch.uint8
+            )
+            piece.copy_(part)
+            offset += piece.numel()
+
+    def checksums(self) -> dict[str, int]:
+        """Returns a checksum of each tensor, by name."""
+        return {name: tensor_checksum(row) for name, row in self._rows}
+
+    def _pieces(self, index: int) -> Iterator[torch.Tensor]:
+        """The parts of tensors that make up a chunk, as they lie in the model."""
+        begin, offset = index * self._chunk_bytes, 0
+        end = begin + self._chunk_bytes
+        for _, row in self._rows:
+            low, high = max(begin - offset, 0), min(end - offset, row.numel())
+            if low < high:
+                yield row[low:high]
+            offset += row.numel()
+
+
+def remove_file(path: str) -> None:
+    """Removes what :meth:`PeerCopy.give_file` made, if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        Path(path).unlink()
+
+
+def _row_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in the order in which they lie, whatever the order of its dimensions.
+
+    Raises:
+        TransferError: They do not lie side by side.
+    """
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    dense = tensor.permute(order)
+    if not dense.is_contiguous():
+        raise TransferError(f"{name} has gaps: strides {tensor.stride()}, shape {tensor.shape}")
+    return dense.reshape(-1).view(torch.uint8)
+
 
 # The second attempt repairs what the first left behind; a third would not fare better.
 MAX_ATTEMPTS = 2
@@ -41,7 +391,7 @@ MAX_ATTEMPTS = 2
 PEER_DIRECTORY = Path("/dev/shm")
 PEER_PREFIX = "torchrl_vllm_sync_peer-"
 
-broadcast_receiver.register()
+receiver_module.register()
 
 
 class SyncWorkerExtension(NativeTransferWorker):

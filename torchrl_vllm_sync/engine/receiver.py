@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.platforms import current_platform
 
-from torchrl_vllm_sync.engine.broadcast_info import BroadcastInitInfo, BroadcastUpdateInfo
-from torchrl_vllm_sync.engine.checksums import checksum
-from torchrl_vllm_sync.engine.load_path import PlannedLoad, choose_plan
-from torchrl_vllm_sync.engine.reload import reload_model
-from torchrl_vllm_sync.engine.staging import StagingArea
-from torchrl_vllm_sync.engine_args import BROADCAST_BACKEND, STAGED_BACKEND
+from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
+from torchrl_vllm_sync.engine.plan_copies import PlanNotPossibleError, record_load_plan
+from torchrl_vllm_sync.engine.reload import checksum, reload_model
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.broadcast_group import SPIN_S, BroadcastGroup
 from torchrl_vllm_sync.weights.bucket_stream import make_buffers, receive_buckets
-from torchrl_vllm_sync.weights.buckets import BucketLayout
+from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
 from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors
 from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json, metadata_digest
 from torchrl_vllm_sync.weights.rendezvous import Rendezvous
@@ -37,7 +41,209 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
-__all__ = ["BroadcastReceiver", "register"]
+    from torchrl_vllm_sync.engine.plan_copies import BoundBucket, LoadPlan
+
+
+# What vLLM's calls carry to the receiver of the ``broadcast`` transport.
+
+
+@dataclass
+class BroadcastInitInfo(WeightTransferInitInfo):
+    """How a worker joins the group; the words are those of vLLM's own NCCL engine.
+
+    Attributes:
+        master_address: The trainer's address.
+        master_port: Port of its store.
+        rank_offset: Rank of the replica's first worker, at least 1.
+        world_size: The trainer and the workers of all replicas.
+        timeout_s: Seconds within which everybody must have come.
+        interface: Network interface; ``None`` takes the one that reaches the trainer.
+        group_id: Tells the group's pushes from those of other groups.
+        deadline: ``time.monotonic()`` of this host at which nobody waits for the worker any more;
+            a call that an engine comes to later, because it was stopped, is not begun.
+    """
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout_s: float = 60.0
+    interface: str | None = None
+    group_id: int = 0
+    deadline: float | None = None
+
+
+@dataclass
+class BroadcastUpdateInfo(WeightTransferUpdateInfo):
+    """One push.
+
+    Attributes:
+        push_id: Number of the push, which begins with the group's.
+        timeout_s: Seconds for all of it.
+        num_passes: How often the trainer sends everything; the second time is a check.
+        direct: Whether the first pass comes without buckets.
+        metadata: ``ParamMeta`` in JSON form; ``None`` for the same as last time.
+        bucket_bytes: Size of the buckets; read together with ``metadata``.
+    """
+
+    push_id: int
+    timeout_s: float = 300.0
+    num_passes: int = 1
+    direct: bool = False
+    metadata: list[list[Any]] | None = None
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+
+
+# How a push gets into a worker's model: by the load plan, or by vLLM's layerwise reload.
+
+
+class PlannedLoad:
+    """A load plan, ready for both ways of receiving.
+
+    Args:
+        plan: The plan.
+
+    Attributes:
+        plan: As given.
+        whole_targets: Where each tensor is received straight into; ``None`` if buckets are needed.
+    """
+
+    def __init__(self, plan: LoadPlan) -> None:
+        self.plan = plan
+        self.whole_targets = plan.whole_targets()
+        self._lacks_constants = True
+        self._bound: list[BoundBucket] = []
+        self._bound_to: tuple[int, ...] = ()
+
+    def buckets(self, layout: BucketLayout, buffers: Sequence[torch.Tensor]) -> list[BoundBucket]:
+        """Returns the copies out of each bucket; worked out once for the same buffers."""
+        pointers = tuple(buffer.data_ptr() for buffer in buffers)
+        if self._bound_to != pointers:
+            self._bound, self._bound_to = self.plan.bind(layout, buffers), pointers
+        return self._bound
+
+    def fill_constants(self) -> None:
+        """Sets what loaders set and no push holds, such as padding; does nothing the second time.
+
+        A model that was launched with dummy weights has never had it.
+        """
+        if self._lacks_constants:
+            self.plan.fill_constants()
+            self._lacks_constants = False
+
+
+def why_not_a_plan(vllm_config: VllmConfig) -> str:
+    """Says what of an engine's configuration rules a load plan out; empty if nothing does.
+
+    Each changes weights after ``load_weights``, or puts them elsewhere than it says.
+    """
+    config: Any = vllm_config
+    reasons = {
+        "vLLM's CPU backend repacks weights after loading": current_platform.is_cpu(),
+        f"the model is quantised ({config.model_config.quantization})": (
+            config.model_config.quantization is not None or config.quant_config is not None
+        ),
+        "LoRA wraps the model's layers": config.lora_config is not None,
+        "expert-parallel load balancing moves experts": config.parallel_config.enable_eplb,
+        "latent attention (MLA) derives weights after loading": config.model_config.use_mla,
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def choose_plan(
+    model: torch.nn.Module, vllm_config: VllmConfig, metadata: Sequence[ParamMeta]
+) -> tuple[PlannedLoad | None, str]:
+    """Records a load plan for ``model``, or says why there is none.
+
+    Args:
+        model: The worker's model; nothing of it changes.
+        vllm_config: Its configuration.
+        metadata: Every tensor of a push.
+
+    Returns:
+        The plan and an empty reason, or ``None`` and the reason.
+    """
+    if reason := why_not_a_plan(vllm_config):
+        return None, reason
+    try:
+        with set_current_vllm_config(vllm_config):
+            return PlannedLoad(record_load_plan(model, metadata)), ""
+    except PlanNotPossibleError as error:
+        return None, str(error)
+
+
+# Spare memory for a worker's weights: they arrive there while the model goes on serving.
+
+
+class StagingArea:
+    """A second set of a model's parameters.
+
+    On a GPU it is reserved at once, when the engine is launched, so that vLLM sizes its KV cache
+    for what is left. On a CPU it is taken with the first plan: engines there reload layer by layer
+    and keep whole tensors in :attr:`tensors` instead.
+
+    Args:
+        model: The worker's model, loaded.
+        device: Where its parameters are.
+
+    Attributes:
+        tensors: Name and tensor of a staged push that has no plan.
+
+    Raises:
+        TransferError: The GPU has not enough free memory; says how much is needed.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self._model, self._device = model, device
+        self._spare: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        if device.type == "cuda":
+            self._reserve()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved."""
+        return sum(spare.numel() for _, spare in self._spare.values())
+
+    def stand_in(self, plan: LoadPlan) -> LoadPlan:
+        """Returns ``plan`` with targets in spare memory instead of in the model."""
+        if not self._spare:
+            self._reserve()
+        return plan.redirected(self._counterpart)
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """Copies everything into the model and waits until it is there."""
+        for live, spare in self._spare.values():
+            live.copy_(spare, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _reserve(self) -> None:
+        storages = {storage.data_ptr(): storage for storage in _storages(self._model)}
+        needed = sum(storage.nbytes() for storage in storages.values())
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            if free < needed:
+                raise TransferError(
+                    f"staged weights need {needed / 1e9:.2f} GB on {self._device} beside the "
+                    f"model, {free / 1e9:.2f} GB are free"
+                )
+        for pointer, storage in storages.items():
+            live = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            self._spare[pointer] = live, live.clone()
+
+    def _counterpart(self, target: torch.Tensor) -> torch.Tensor:
+        spare = self._spare[target.untyped_storage().data_ptr()][1]
+        return spare.view(target.dtype).as_strided(
+            target.shape, target.stride(), target.storage_offset()
+        )
+
+
+def _storages(model: torch.nn.Module) -> Iterator[torch.UntypedStorage]:
+    for parameter in model.parameters():
+        if parameter.numel():
+            yield parameter.untyped_storage()
 
 
 def register() -> None:

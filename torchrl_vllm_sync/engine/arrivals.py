@@ -1,0 +1,628 @@
+"""Versions that a trainer broadcasts, received by one engine's workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import sys
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from torchrl_vllm_sync.engine.updates import LoadReport
+from torchrl_vllm_sync.errors import (
+    SilentEngineError,
+    SnapshotError,
+    StaleVersionError,
+    SyncError,
+    TransferError,
+    WeightMismatchError,
+)
+from torchrl_vllm_sync.weights.choice import this_node
+from torchrl_vllm_sync.weights.data_file import DATA_FILE
+from torchrl_vllm_sync.weights.metadata import to_json
+from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.engine import PauseMode
+
+    from torchrl_vllm_sync.engine.updates import WeightUpdates
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+    from torchrl_vllm_sync.weights.snapshot_reader import Snapshot
+
+logger = logging.getLogger(__name__)
+
+# Seconds between looks at whether staged weights have arrived.
+STAGED_POLL_S = 0.005
+# A worker that has run out of time is given this much longer to say so, and whether its weights
+# are as they were: of one that stays silent that is not known.
+LAST_WORDS_S = 5.0
+# Seconds for a worker to leave its group.
+LEAVE_TIMEOUT_S = 10.0
+
+
+class BroadcastLoads:
+    """Takes part in a trainer's broadcasts.
+
+    Args:
+        updates: The engine's weights.
+    """
+
+    def __init__(self, updates: WeightUpdates) -> None:
+        self._updates = updates
+
+    async def join(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
+        """Has every worker join the trainer's group.
+
+        Args:
+            init_info: Fields of ``BroadcastInitInfo``.
+            timeout_s: Seconds within which everybody must have come.
+
+        Raises:
+            ReplicaUnavailableError: The engine is dead or closed.
+            SyncError: A worker could not join.
+        """
+        async with self._updates.exclusive(timeout_s):
+            limits = {"timeout_s": timeout_s, "deadline": time.monotonic() + timeout_s}
+            await self._call("sync_join", init_info | limits, timeout_s=timeout_s + LAST_WORDS_S)
+
+    async def prepare(
+        self, metadata: list[list[Any]], bucket_bytes: int, *, timeout_s: float
+    ) -> dict[str, Any]:
+        """Tells every worker what all coming pushes consist of.
+
+        Args:
+            metadata: Names, dtypes and shapes, in the JSON form of ``ParamMeta``.
+            bucket_bytes: Size of the buckets.
+            timeout_s: Seconds for it.
+
+        Returns:
+            ``path`` and ``path_reason`` of the workers, and ``direct``: whether all of them can
+            receive without buckets.
+
+        Raises:
+            ReplicaUnavailableError: The engine is dead or closed.
+            SyncError: A worker could not prepare.
+        """
+        async with self._updates.exclusive(timeout_s):
+            answers = await self._call("sync_prepare", metadata, bucket_bytes, timeout_s=timeout_s)
+        return {
+            "path": " and ".join(sorted({one["path"] for one in answers})),
+            "path_reason": next((one["path_reason"] for one in answers if one["path_reason"]), ""),
+            "direct": all(one["direct"] for one in answers),
+        }
+
+    async def receive(
+        self,
+        push_id: int,
+        digest: str,
+        *,
+        version: int,
+        run_id: str,
+        direct: bool = False,
+        num_passes: int = 1,
+        staged: bool = False,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        timeout_s: float,
+    ) -> LoadReport:
+        """Receives one version.
+
+        Args:
+            push_id: Number of the push in the group.
+            digest: Digest of its metadata.
+            version: Policy version.
+            run_id: Run that it belongs to.
+            direct: Whether it comes without buckets.
+            num_passes: How often the trainer sends everything.
+            staged: Receive into spare memory while generation goes on, then only copy into place.
+            mode: vLLM's pause mode: ``keep``, ``wait`` or ``abort``.
+            clear_cache: Recompute the keys and values of requests in flight under the new weights.
+            timeout_s: Seconds for everything.
+
+        Raises:
+            ReplicaUnavailableError: The engine is dead or closed.
+            StaleVersionError: The engine holds a newer version, or another run's.
+            SyncError: It was not received. The engine is as it was if the transfer had not begun;
+                otherwise the replica is stale until a later load succeeds.
+        """
+        deadline = time.perf_counter() + timeout_s
+        updates = self._updates
+        async with updates.exclusive(timeout_s):
+            if version < updates.version:
+                raise StaleVersionError(
+                    f"version must be at least {updates.version}, which replica "
+                    f"{updates.replica_id} holds, got {version}"
+                )
+            updates.refuse_foreign(version, run_id)
+            stage_s = ready_s = 0.0
+            if staged:
+                begin = time.monotonic()
+                ready_s = await self._stage(push_id, digest, direct, timeout_s) - begin
+                stage_s = time.monotonic() - begin
+
+            async def load(timeout_s: float) -> list[dict[str, Any]]:
+                if staged:
+                    return await updates.call_workers("sync_install_staged", timeout_s=timeout_s)
+                return await updates.call_workers(
+                    "sync_receive",
+                    push_id,
+                    digest,
+                    direct,
+                    num_passes,
+                    timeout_s,
+                    timeout_s=timeout_s + LAST_WORDS_S,
+                )
+
+            report = await updates.apply(
+                load,
+                version=version,
+                run_id=run_id,
+                mode=mode,
+                clear_cache=clear_cache,
+                timeout_s=deadline - time.perf_counter(),
+                stage_s=stage_s,
+            )
+            return dataclasses.replace(report, ready_s=ready_s)
+
+    async def leave(self) -> None:
+        """Has every worker leave the group; workers whose engine is dead have left it."""
+        if not self._updates.is_over:
+            await self._updates.call_workers("sync_leave", timeout_s=LEAVE_TIMEOUT_S)
+
+    async def _stage(self, push_id: int, digest: str, direct: bool, timeout_s: float) -> float:
+        """Receives into spare memory; returns when it began, by ``time.monotonic()``."""
+        deadline = time.perf_counter() + timeout_s
+        await self._call("sync_stage", push_id, digest, direct, timeout_s, timeout_s=timeout_s)
+        while True:
+            left = deadline - time.perf_counter()
+            if left <= 0:
+                raise TransferError(f"staging took longer than {timeout_s:g} s")
+            answers = await self._updates.call_workers("sync_staged", timeout_s=left)
+            if all(answers):
+                _raise_errors(answers)
+                return min(one["began_at"] for one in answers)
+            await asyncio.sleep(STAGED_POLL_S)
+
+    async def _call(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:
+        answers = await self._updates.call_workers(
+            method, *args, timeout_s=timeout_s, what="preparing"
+        )
+        _raise_errors(answers)
+        return answers
+
+
+def _raise_errors(answers: list[dict[str, Any]]) -> None:
+    """Raises for the workers that failed.
+
+    Raises:
+        SyncError: At least one did.
+    """
+    failures = [
+        f"worker {rank}: {answer['error'].partition(chr(10))[0]}"
+        for rank, answer in enumerate(answers)
+        if answer["error"]
+    ]
+    if failures:
+        raise SyncError("; ".join(failures))
+
+
+# One replica's weights given to another of the same service, and taken from one.
+
+
+CALL_TIMEOUT_S = 60.0
+# An offer of which nothing is taken for so long has no taker, and must not keep updates out.
+IDLE_TIMEOUT_S = 15.0
+
+
+class PeerLoads:
+    """Gives this engine's weights to another replica, or takes another's.
+
+    Giving: :meth:`offer`, then :meth:`give` for each chunk and :meth:`checksums`, from the replica
+    that takes; then :meth:`withdraw`. The engine goes on generating meanwhile; updates wait, so
+    that what is given is one version. An offer ends by itself when nothing was taken for 15 s, and
+    at the next chunk when an update waits: that is newer.
+
+    Args:
+        updates: The engine's weights.
+    """
+
+    def __init__(self, updates: WeightUpdates) -> None:
+        self._updates = updates
+        self._token = ""
+        self._offered: contextlib.AsyncExitStack | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+
+    async def offer(self, *, timeout_s: float) -> dict[str, Any]:
+        """Keeps updates out and says what there is to take.
+
+        Args:
+            timeout_s: Seconds to wait for an update that is under way.
+
+        Returns:
+            What :meth:`take` needs.
+
+        Raises:
+            ReplicaUnavailableError: The engine is dead or closed.
+            TransferError: The weights are not whole, or cannot be copied as they are.
+            SyncError: An update was under way all the time.
+        """
+        updates = self._updates
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(updates.exclusive(timeout_s))
+            if not updates.whole:
+                raise TransferError(f"replica {updates.replica_id} holds no whole version")
+            token = uuid.uuid4().hex
+            answers = await self._ask("sync_peer_open", token, True)
+            self._token, self._offered = token, stack.pop_all()
+        self._stand(token)
+        return {
+            "actor": ray.get_runtime_context().current_actor,
+            "token": token,
+            "node_id": this_node(),
+            "version": updates.version,
+            "run_id": updates.run_id,
+            "workers": [{"layout": a["layout"], "num_chunks": a["num_chunks"]} for a in answers],
+        }
+
+    async def give(self, token: str, index: int, by_value: bool) -> list[Any]:
+        """Returns chunk ``index`` of each worker: its bytes, or the file that holds it now.
+
+        Raises:
+            TransferError: The offer does not stand any more, or an update waits for it.
+        """
+        self._require(token)
+        if self._updates.num_waiting:
+            await self.withdraw(token)
+            raise TransferError("an update came in between, which brings newer weights")
+        self._stand(token)
+        return [one["source"] for one in await self._ask("sync_peer_give", index, by_value)]
+
+    async def checksums(self, token: str) -> list[dict[str, int]]:
+        """Returns the checksums of each worker's tensors.
+
+        Raises:
+            TransferError: The offer does not stand any more.
+        """
+        self._require(token)
+        return [one["checksums"] for one in await self._ask("sync_peer_checksums")]
+
+    async def withdraw(self, token: str) -> None:
+        """Ends an offer; does nothing if it has ended."""
+        if token != self._token or self._offered is None:
+            return
+        offered, self._offered, self._token = self._offered, None, ""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        try:
+            await self._ask("sync_peer_close")
+        finally:
+            await offered.aclose()
+
+    async def take(self, offer: dict[str, Any], *, timeout_s: float) -> LoadReport:
+        """Takes the weights that another replica offers, unless it holds them by now.
+
+        Args:
+            offer: What its :meth:`offer` returned.
+            timeout_s: Seconds for everything.
+
+        Raises:
+            ReplicaUnavailableError: The engine is dead or closed.
+            StaleVersionError: The engine holds a newer version. It is as it was.
+            TransferError: The two engines' tensors are not alike. The engine is as it was.
+            SyncError: The copy broke off. The replica is stale until a later load succeeds.
+        """
+        updates = self._updates
+        deadline = time.monotonic() + timeout_s
+        async with updates.exclusive(timeout_s):
+            if updates.whole and updates.version > offer["version"]:
+                raise StaleVersionError(
+                    f"version must be at least {updates.version}, which replica "
+                    f"{updates.replica_id} holds, got {offer['version']}"
+                )
+            offered = offer["version"], offer["run_id"]
+            if updates.whole and (updates.version, updates.run_id) == offered:
+                return LoadReport(version=updates.version, loaded=False)
+            try:
+                own = await self._ask("sync_peer_open", offer["token"], False)
+                if [a["layout"] for a in own] != [a["layout"] for a in offer["workers"]]:
+                    raise TransferError("the two replicas' tensors are not alike")
+                return await updates.apply(
+                    lambda _: self._copy(offer, deadline),
+                    version=offer["version"],
+                    run_id=offer["run_id"],
+                    mode="keep",
+                    clear_cache=False,
+                    timeout_s=deadline - time.monotonic(),
+                )
+            finally:
+                await self._ask("sync_peer_close")
+
+    async def _copy(self, offer: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+        """Takes every chunk and compares; returns what ``WeightUpdates.apply`` asks for."""
+        actor, token = offer["actor"], offer["token"]
+        by_value = offer["node_id"] != this_node()
+        for index in range(max(one["num_chunks"] for one in offer["workers"])):
+            sources = await _within(actor.give_weights.remote(token, index, by_value), deadline)
+            await self._ask("sync_peer_take", index, sources, deadline=deadline)
+        theirs = await _within(actor.weight_checksums.remote(token), deadline)
+        answers = await self._ask("sync_peer_checksums", deadline=deadline)
+        return [
+            {
+                "error": "" if one["checksums"] == wanted else "the copy differs from the peer",
+                "untouched": False,
+                "num_tensors": len(wanted),
+                "attempts": 1,
+                "path": "peer",
+                "path_reason": "",
+            }
+            for one, wanted in zip(answers, theirs, strict=True)
+        ]
+
+    def _stand(self, token: str) -> None:
+        """Has an offer stand for a while from now on."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = asyncio.get_running_loop().call_later(
+            IDLE_TIMEOUT_S, lambda: asyncio.ensure_future(self.withdraw(token))
+        )
+
+    def _require(self, token: str) -> None:
+        if token != self._token or self._offered is None:
+            raise TransferError("the offer does not stand any more")
+
+    async def _ask(
+        self, method: str, *args: Any, deadline: float | None = None
+    ) -> list[dict[str, Any]]:
+        left_s = CALL_TIMEOUT_S if deadline is None else max(deadline - time.monotonic(), 1e-3)
+        answers = await self._updates.call_workers(
+            method, *args, timeout_s=min(left_s, CALL_TIMEOUT_S), what="copying"
+        )
+        for rank, answer in enumerate(answers):
+            if answer["error"]:
+                raise SyncError(f"worker {rank}: {answer['error'].partition(chr(10))[0]}")
+        return answers
+
+
+async def _within(call: Any, deadline: float) -> Any:
+    try:
+        async with asyncio.timeout(max(deadline - time.monotonic(), 1e-3)):
+            return await call
+    except TimeoutError:
+        raise SilentEngineError("the giving replica did not answer in time") from None
+
+
+# Versions stored in a snapshot directory, loaded into one engine: when told, or on its own.
+
+
+class SnapshotLoads:
+    """Applies stored versions to one engine, each at most once.
+
+    Args:
+        updates: The engine's weights.
+        service_name: Tells this service's readers from those of others in one directory.
+        expected: Returns the tensors that the engine's model consists of.
+    """
+
+    def __init__(
+        self, updates: WeightUpdates, service_name: str, expected: Callable[[], list[ParamMeta]]
+    ) -> None:
+        self._updates = updates
+        self._expected = functools.cache(expected)
+        self._follower: asyncio.Task[None] | None = None
+        self._load: asyncio.Future[LoadReport] | None = None
+        self._readers: dict[tuple[str, str | None, bool], SnapshotReader] = {}
+        self._reader_id = f"{service_name}-{updates.replica_id}"
+        self._source: dict[str, Any] | None = None
+
+    @property
+    def source(self) -> dict[str, Any] | None:
+        """``directory``, ``run_id`` and ``version`` of what the engine loaded last.
+
+        ``None`` if its weights came another way since.
+        """
+        source = self._source
+        return source if source and source["version"] == self._updates.version else None
+
+    async def load(
+        self,
+        directory: str,
+        run_id: str | None,
+        *,
+        at_least: int,
+        verify: bool = True,
+        compare: bool = False,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        timeout_s: float,
+    ) -> LoadReport:
+        """Loads the newest version stored in ``directory``, unless the engine holds it already.
+
+        Args:
+            directory: Snapshot directory, readable by this replica's workers.
+            run_id: Run that the snapshots must belong to; ``None`` accepts any.
+            at_least: Oldest acceptable version.
+            verify: Check the stored checksums before anything is touched.
+            compare: Compare names and shapes with the model's before anything is touched, for
+                writers that have not.
+            mode: vLLM's pause mode: ``keep``, ``wait`` or ``abort``.
+            clear_cache: Recompute the keys and values of requests in flight under the new weights.
+            timeout_s: Seconds for everything together.
+
+        Raises:
+            ReplicaUnavailableError: The engine is dead or closed.
+            SnapshotError: Nothing acceptable is stored there. The engine is as it was.
+            StaleVersionError: Another run brought the engine to this version or a newer one. The
+                engine is as it was.
+            WeightMismatchError: What is stored does not fit the engine's model. The engine is as it
+                was.
+            SyncError: The load failed or took too long, or what was loaded was replaced or removed
+                meanwhile. The replica is stale: it takes no requests until a later load succeeds.
+        """
+        updates = self._updates
+        deadline = time.perf_counter() + timeout_s
+        async with updates.exclusive(timeout_s):
+            reader = self._reader(directory, run_id, verify=verify)
+            begin = time.perf_counter()
+            newer_than = updates.version if updates.whole else None
+            reading = contextlib.ExitStack()
+            snapshot = await asyncio.to_thread(reading.enter_context, reader.read(newer_than))
+            try:
+                verified = time.perf_counter()
+                if snapshot is None:
+                    self._check_held(directory, run_id, at_least)
+                    return LoadReport(version=updates.version, loaded=False)
+                if snapshot.version < at_least:
+                    raise SnapshotError(
+                        f"{directory} holds version {snapshot.version}, not yet {at_least}"
+                    )
+                if compare:
+                    await asyncio.to_thread(self._check_fits, snapshot)
+                if verified >= deadline:
+                    raise SyncError(f"reading {directory} took longer than {timeout_s:g} s")
+                report = await updates.apply(
+                    lambda timeout_s: self._load_in_workers(reader, snapshot, reading, timeout_s),
+                    version=snapshot.version,
+                    run_id=snapshot.manifest.run_id,
+                    mode=mode,
+                    clear_cache=clear_cache,
+                    timeout_s=deadline - verified,
+                    verify_s=verified - begin,
+                )
+                run = snapshot.manifest.run_id
+                self._source = {"directory": directory, "run_id": run, "version": report.version}
+                return report
+            finally:
+                await asyncio.to_thread(reading.__exit__, *sys.exc_info())
+
+    def _check_held(self, directory: str, run_id: str | None, at_least: int) -> None:
+        """Accepts that ``directory`` holds nothing newer, or raises; see :meth:`load`."""
+        updates = self._updates
+        if updates.version < at_least or not updates.whole:
+            raise SnapshotError(
+                f"{directory} holds no version {at_least} or later, and replica "
+                f"{updates.replica_id} is at {updates.version}"
+            )
+        if at_least:
+            updates.refuse_foreign(at_least, run_id)
+
+    def _check_fits(self, snapshot: Snapshot) -> None:
+        """Refuses what a trainer stored that knows nothing of the engines; see :meth:`load`."""
+        try:
+            expected = self._expected()
+        except ValueError:
+            return  # transformers has no such model to compare with; vLLM has the last word
+        given = {meta.name for meta in snapshot.metadata}
+        shapes = {meta.name: meta.shape for meta in expected}
+        problems = [
+            *(f"{name} is missing" for name in shapes if name not in given),
+            *(
+                f"{meta.name} has shape {list(meta.shape)} instead of {list(shapes[meta.name])}"
+                for meta in snapshot.metadata
+                if shapes.get(meta.name, meta.shape) != meta.shape
+            ),
+        ]
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise WeightMismatchError(
+                f"version {snapshot.version} does not fit the model of replica "
+                f"{self._updates.replica_id}: {'; '.join(problems[:5])}{more}"
+            )
+
+    async def _load_in_workers(
+        self,
+        reader: SnapshotReader,
+        snapshot: Snapshot,
+        reading: contextlib.ExitStack,
+        timeout_s: float,
+    ) -> list[dict[str, Any]]:
+        """Has every worker load, then ends ``reading``: raises unless it was one version."""
+        answers = await self._updates.call_workers(
+            "sync_load_snapshot",
+            str(reader.directory / snapshot.manifest.path / DATA_FILE),
+            to_json(snapshot.metadata),
+            snapshot.manifest.trailer_checksum,
+            timeout_s=timeout_s,
+            heartbeat=snapshot.heartbeat,
+        )
+        if not any(answer["error"] for answer in answers):
+            await asyncio.to_thread(reading.close)
+        return answers
+
+    def _reader(self, directory: str, run_id: str | None, *, verify: bool) -> SnapshotReader:
+        """Returns the reader of one directory; readers keep mappings from load to load."""
+        key = (directory, run_id, verify)
+        if key not in self._readers:
+            self._readers[key] = SnapshotReader(
+                directory, reader_id=self._reader_id, run_id=run_id, verify=verify
+            )
+        return self._readers[key]
+
+    def follow(
+        self,
+        directory: str,
+        run_id: str | None,
+        *,
+        interval_s: float,
+        timeout_s: float,
+        verify: bool = True,
+    ) -> None:
+        """Loads new versions of ``directory`` as they appear, until :meth:`stop_following`.
+
+        A version that cannot be loaded is tried again at each interval.
+
+        Args:
+            directory: Snapshot directory; it need not exist yet.
+            run_id: Run that the snapshots must belong to; ``None`` accepts any.
+            interval_s: Seconds between looks at the manifest.
+            timeout_s: Seconds for each load.
+            verify: Check checksums before each load.
+        """
+        self.stop_following()
+        self._follower = asyncio.create_task(
+            self._follow(directory, run_id, interval_s, timeout_s, verify)
+        )
+
+    async def _follow(
+        self, directory: str, run_id: str | None, interval_s: float, timeout_s: float, verify: bool
+    ) -> None:
+        reader = self._reader(directory, run_id, verify=verify)
+        complaint = ""
+        updates = self._updates
+        while not updates.is_over:
+            now = ""
+            try:
+                manifest = await asyncio.to_thread(reader.current)
+                if manifest is None:
+                    pass
+                elif manifest.version > updates.version or not updates.whole:
+                    # Shielded, so that whoever stops this leaves no load half done.
+                    self._load = asyncio.ensure_future(
+                        self.load(directory, run_id, at_least=0, verify=verify, timeout_s=timeout_s)
+                    )
+                    await asyncio.shield(self._load)
+                elif manifest.version < updates.version:
+                    now = (
+                        f"version {manifest.version} is older than the replica's {updates.version}"
+                    )
+            except SyncError as error:
+                now = str(error)
+            if now and now != complaint:
+                logger.warning(
+                    "replica %s cannot follow %s: %s", updates.replica_id, directory, now
+                )
+            complaint = now
+            await asyncio.sleep(interval_s)
+
+    def stop_following(self) -> None:
+        """Ends :meth:`follow`; a load under way goes on, see ``WeightUpdates.settled``."""
+        if self._follower is not None:
+            self._follower.cancel()
+            self._follower = None
