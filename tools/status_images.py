@@ -24,7 +24,7 @@ from PIL import Image
 from rich.console import Console
 
 from torchrl_vllm_sync import AsyncVLLM, ServiceStatus
-from torchrl_vllm_sync.status_terminal import status_view
+from torchrl_vllm_sync.observe.views import status_view
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
 
 if TYPE_CHECKING:

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_vllm_sync import errors
     from torchrl_vllm_sync.balancer import LoadBalancer
-    from torchrl_vllm_sync.dashboard import Dashboard
     from torchrl_vllm_sync.loggers import log_pushes, log_rollouts
-    from torchrl_vllm_sync.metrics_exporter import MetricsExporter
+    from torchrl_vllm_sync.observe.metrics import MetricsExporter
+    from torchrl_vllm_sync.observe.page import Dashboard
+    from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
+    from torchrl_vllm_sync.observe.timeline import save_timeline
     from torchrl_vllm_sync.policy import vLLMWrapper
     from torchrl_vllm_sync.ray_buffer import RayReplayBuffer
     from torchrl_vllm_sync.replica import PushStatus
     from torchrl_vllm_sync.scaling import QueueLengthScaling
     from torchrl_vllm_sync.service import AsyncVLLM, attach, make_async_vllm_engine
-    from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
     from torchrl_vllm_sync.sync_scheme import (
         VLLMDoubleBufferSyncScheme,
         VLLMWeightSyncScheme,
         WeightSyncScheme,
     )
-    from torchrl_vllm_sync.timeline import save_timeline
     from torchrl_vllm_sync.transforms import (
         GenerationStatistics,
         StalenessFilter,
@@ -67,15 +67,15 @@ __all__ = [
 
 _HOMES = {
     "AsyncVLLM": "torchrl_vllm_sync.service",
-    "Dashboard": "torchrl_vllm_sync.dashboard",
+    "Dashboard": "torchrl_vllm_sync.observe.page",
     "GenerationStatistics": "torchrl_vllm_sync.transforms",
     "LoadBalancer": "torchrl_vllm_sync.balancer",
-    "MetricsExporter": "torchrl_vllm_sync.metrics_exporter",
+    "MetricsExporter": "torchrl_vllm_sync.observe.metrics",
     "PushStatus": "torchrl_vllm_sync.replica",
     "QueueLengthScaling": "torchrl_vllm_sync.scaling",
     "RayReplayBuffer": "torchrl_vllm_sync.ray_buffer",
-    "ReplicaStatus": "torchrl_vllm_sync.status",
-    "ServiceStatus": "torchrl_vllm_sync.status",
+    "ReplicaStatus": "torchrl_vllm_sync.observe.status",
+    "ServiceStatus": "torchrl_vllm_sync.observe.status",
     "StalenessFilter": "torchrl_vllm_sync.transforms",
     "StalenessWeight": "torchrl_vllm_sync.transforms",
     "VLLMDoubleBufferSyncScheme": "torchrl_vllm_sync.sync_scheme",
@@ -87,7 +87,7 @@ _HOMES = {
     "log_pushes": "torchrl_vllm_sync.loggers",
     "log_rollouts": "torchrl_vllm_sync.loggers",
     "make_async_vllm_engine": "torchrl_vllm_sync.service",
-    "save_timeline": "torchrl_vllm_sync.timeline",
+    "save_timeline": "torchrl_vllm_sync.observe.timeline",
     "vLLMWrapper": "torchrl_vllm_sync.policy",
 }
 

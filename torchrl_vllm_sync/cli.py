@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from torchrl_vllm_sync.observe.status import ServiceStatus
     from torchrl_vllm_sync.service import AsyncVLLM
-    from torchrl_vllm_sync.status import ServiceStatus
 
 __all__ = ["main"]
 
@@ -133,8 +133,8 @@ def _check_reachable(address: str) -> None:
 
 
 def _list_services(options: argparse.Namespace, console: Console) -> None:
+    from torchrl_vllm_sync.observe.views import services_view
     from torchrl_vllm_sync.registry import running_services
-    from torchrl_vllm_sync.status_terminal import services_view
 
     while True:
         services = running_services()
@@ -171,7 +171,7 @@ def _show_service(options: argparse.Namespace, console: Console) -> None:
 
 
 def _show_once(service: AsyncVLLM, options: argparse.Namespace, console: Console) -> None:
-    from torchrl_vllm_sync.status_terminal import status_view
+    from torchrl_vllm_sync.observe.views import status_view
 
     status = _look(service)
     if options.json:
@@ -183,7 +183,7 @@ def _show_once(service: AsyncVLLM, options: argparse.Namespace, console: Console
 def _watch(service: AsyncVLLM, interval_s: float, console: Console) -> None:
     from rich.live import Live
 
-    from torchrl_vllm_sync.status_terminal import status_view
+    from torchrl_vllm_sync.observe.views import status_view
 
     with Live(console=console, auto_refresh=False) as live:
         while True:

@@ -35,6 +35,7 @@ from torchrl_vllm_sync.launch import (
 from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.load_monitor import LoadMonitor
 from torchrl_vllm_sync.membership import Membership
+from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.placement import ReplicaResources
 from torchrl_vllm_sync.registry import find_service, named_actors
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
@@ -42,7 +43,6 @@ from torchrl_vllm_sync.service_members import ServiceMembers
 from torchrl_vllm_sync.service_metrics import ServiceMetrics
 from torchrl_vllm_sync.service_native import ServiceNative
 from torchrl_vllm_sync.service_requests import ServiceRequests
-from torchrl_vllm_sync.status_log import StatusLog
 from torchrl_vllm_sync.version_hooks import VersionHooks
 from torchrl_vllm_sync.weights.push import WeightPusher
 

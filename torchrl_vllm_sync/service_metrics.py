@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.metrics_exporter import MetricsExporter, metrics_port
+from torchrl_vllm_sync.observe.metrics import MetricsExporter, metrics_port
 from torchrl_vllm_sync.request_counts import REQUEST_ENDS
 from torchrl_vllm_sync.service_status import ServiceView
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from torchrl_vllm_sync.dashboard import Dashboard, ServiceGoneError
+from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError
+from torchrl_vllm_sync.observe.status import collect_status
+from torchrl_vllm_sync.observe.views import absent_html, status_html
 from torchrl_vllm_sync.service_versions import ServiceVersions
-from torchrl_vllm_sync.status import collect_status
-from torchrl_vllm_sync.status_html import absent_html, status_html
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.status import ServiceStatus
+    from torchrl_vllm_sync.observe.status import ServiceStatus
 
 __all__ = ["ServiceView"]
 

@@ -11,8 +11,8 @@ import torch
 
 from torchrl_vllm_sync.engine.args import num_workers
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.observe.status import failed_push, finished_push
 from torchrl_vllm_sync.service_versions import ServiceVersions
-from torchrl_vllm_sync.status_log import failed_push, finished_push
 from torchrl_vllm_sync.weights.metadata import from_json
 from torchrl_vllm_sync.weights.rendezvous import free_port
 

@@ -21,8 +21,8 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
     WeightSyncError,
 )
+from torchrl_vllm_sync.observe.timeline import trace_of
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_tokenizer
-from torchrl_vllm_sync.timeline import trace_of
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 
 

@@ -4,9 +4,8 @@ import math
 import threading
 from dataclasses import replace
 
+from torchrl_vllm_sync.observe.status import FailureStatus, ReplicaStatus, ServiceStatus
 from torchrl_vllm_sync.replica import PushStatus, ReplicaState
-from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
-from torchrl_vllm_sync.status_log import FailureStatus
 
 NOON = 1_750_000_000.0
 HOSTILE = "<img src=x onerror=document.title=1>&\"'[red]\x1b[31m\u202e"

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from torchrl_vllm_sync.errors import ReplicaUnavailableError, RequestLostError
-from torchrl_vllm_sync.metrics import (
+from torchrl_vllm_sync.observe.metrics import (
     METRICS,
     PREFIX,
     push_readings,
     request_readings,
     status_readings,
 )
+from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
 from torchrl_vllm_sync.replica import EngineCounters, PushStatus, ReplicaState
 from torchrl_vllm_sync.request_counts import REQUEST_ENDS, RequestCounts
-from torchrl_vllm_sync.status import ReplicaStatus, ServiceStatus
 
 GUIDE = Path(__file__).resolve().parents[2] / "tutorials" / "guides" / "metrics.md"
 KNOWN = ReplicaStatus(

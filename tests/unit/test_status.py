@@ -8,17 +8,17 @@ import pytest
 
 from torchrl_vllm_sync.errors import ServiceClosedError, WeightSyncError
 from torchrl_vllm_sync.load import LoadTracker
-from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus, ReplicaState
-from torchrl_vllm_sync.service_status import ServiceView
-from torchrl_vllm_sync.service_weights import ServiceWeights
-from torchrl_vllm_sync.status import collect_status
-from torchrl_vllm_sync.status_log import (
+from torchrl_vllm_sync.observe.status import (
     MAX_FAILURES,
     MAX_PUSHES,
     StatusLog,
+    collect_status,
     failed_push,
     finished_push,
 )
+from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus, ReplicaState
+from torchrl_vllm_sync.service_status import ServiceView
+from torchrl_vllm_sync.service_weights import ServiceWeights
 from torchrl_vllm_sync.token_rates import token_rates
 from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tests.unit.status_scenes import HOSTILE, Moving, hostile, troubled
-from torchrl_vllm_sync.dashboard import Dashboard, _sample_of
 from torchrl_vllm_sync.errors import ServiceClosedError
-from torchrl_vllm_sync.status_text import UNKNOWN, printable
+from torchrl_vllm_sync.observe.page import Dashboard, _sample_of
+from torchrl_vllm_sync.observe.views import UNKNOWN, printable
 
 PLOTS = ("in_flight", "waiting", "kv", "tokens", "version")
 

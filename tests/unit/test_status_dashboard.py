@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.status_scenes import HOSTILE, NOON, Moving, hostile, push, replica, status
-from torchrl_vllm_sync import dashboard
-from torchrl_vllm_sync.dashboard import Dashboard, ServiceGoneError, _sample_of
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
 from torchrl_vllm_sync.load import LoadTracker
+from torchrl_vllm_sync.observe import page as page_module
+from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError, _sample_of
+from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.service_status import ServiceView
-from torchrl_vllm_sync.status_log import StatusLog
 
 
 def threads():
@@ -261,14 +261,14 @@ def test_a_flood_of_connections_takes_no_more_than_the_bound(board):
                 one.sendall(b"GET /status.json HTTP/1.1\r\nHo")
         with contextlib.suppress(ConnectionError):
             assert raw(board, b"") == b""  # closed: all before it have been seen to
-        assert descriptors() < before + 200 + dashboard.MAX_CONNECTIONS + 10
-        assert len(threads()) == 1 + dashboard.MAX_CONNECTIONS
+        assert descriptors() < before + 200 + page_module.MAX_CONNECTIONS + 10
+        assert len(threads()) == 1 + page_module.MAX_CONNECTIONS
     until(lambda: (descriptors(), len(threads())) == (before, 1))
     assert ask(board, "/status.json")[0] == 200
 
 
 def test_those_that_are_there_are_served_during_a_flood(board, monkeypatch):
-    monkeypatch.setattr(dashboard, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(page_module, "MAX_CONNECTIONS", 2)
     with contextlib.ExitStack() as flood:
         early, _ = [
             flood.enter_context(socket.create_connection((board.host, board.port), timeout=10))
@@ -282,7 +282,7 @@ def test_those_that_are_there_are_served_during_a_flood(board, monkeypatch):
 
 @pytest.mark.parametrize("sent", [b"G", b"GET / HTTP/1.1\r\nA: "])
 def test_a_request_that_comes_byte_by_byte_is_cut_off_in_time(board, monkeypatch, sent):
-    monkeypatch.setattr(dashboard, "_REQUEST_S", 0.5)
+    monkeypatch.setattr(page_module, "_REQUEST_S", 0.5)
 
     def send_slowly(slow):
         deadline = time.monotonic() + 8
@@ -299,8 +299,8 @@ def test_a_request_that_comes_byte_by_byte_is_cut_off_in_time(board, monkeypatch
 
 
 def test_an_answer_that_nobody_takes_is_cut_off_in_time(board, monkeypatch):
-    monkeypatch.setattr(dashboard, "_REQUEST_S", 0.5)
-    monkeypatch.setattr(dashboard, "_page", lambda: bytes(1 << 26))
+    monkeypatch.setattr(page_module, "_REQUEST_S", 0.5)
+    monkeypatch.setattr(page_module, "_page", lambda: bytes(1 << 26))
     with socket.create_connection((board.host, board.port), timeout=10) as one:
         one.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         until(lambda: len(threads()) == 2)

@@ -15,18 +15,20 @@ from tests.unit.status_scenes import HOSTILE, replica, status, troubled
 from tests.unit.status_scenes import hostile as hostile_status
 from torchrl_vllm_sync import cli
 from torchrl_vllm_sync.errors import ServiceClosedError
-from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.service_status import ServiceView
-from torchrl_vllm_sync.status import ReplicaStatus
-from torchrl_vllm_sync.status_html import absent_html, status_html
-from torchrl_vllm_sync.status_terminal import services_view, status_view
-from torchrl_vllm_sync.status_text import (
+from torchrl_vllm_sync.observe.status import ReplicaStatus
+from torchrl_vllm_sync.observe.views import (
     COLUMNS,
     UNKNOWN,
+    absent_html,
     milliseconds_text,
     printable,
     replica_cells,
+    services_view,
+    status_html,
+    status_view,
 )
+from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.service_status import ServiceView
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -10,7 +10,7 @@ import torch
 from tests.unit.test_push import Replicas
 from torchrl_vllm_sync import save_timeline
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.timeline import trace_of
+from torchrl_vllm_sync.observe.timeline import trace_of
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.push import WeightPusher

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import parse_qs, urlsplit
 
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
-from torchrl_vllm_sync.status import finite
+from torchrl_vllm_sync.observe.status import finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from torchrl_vllm_sync.status import ServiceStatus
+    from torchrl_vllm_sync.observe.status import ServiceStatus
 
 __all__ = ["Dashboard"]
 

@@ -1,0 +1,241 @@
+"""How a status reads: the same columns, numbers and words in a terminal and on a page."""
+
+from __future__ import annotations
+
+import time
+from html import escape
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rich.console import RenderableType
+
+    from torchrl_vllm_sync.observe.status import FailureStatus, ReplicaStatus, ServiceStatus
+    from torchrl_vllm_sync.replica import PushStatus
+
+
+UNKNOWN = "\N{EN DASH}"
+"""What stands for a figure that is not known."""
+MAX_LENGTH = 300
+COLUMNS = (
+    "replica",
+    "state",
+    "version",
+    "in flight",
+    "running",
+    "waiting",
+    "KV",
+    "hits",
+    "tokens/s",
+    "prompt/s",
+    "restarts",
+    "node",
+)
+"""Headings of the table of replicas."""
+
+
+def printable(text: str) -> str:
+    """Returns a text's first line, without control characters, and cut if it is very long.
+
+    What Ray says of a dead actor goes on for many lines; errors and the log have all of it.
+    """
+    text = text.lstrip().partition("\n")[0]
+    clean = "".join(one if one.isprintable() else " " for one in text[: MAX_LENGTH + 1])
+    return clean if len(text) <= MAX_LENGTH else f"{clean[: MAX_LENGTH - 1]}…"
+
+
+def number_text(value: float | None) -> str:
+    """Returns a count or a rate: whole, with thousands apart."""
+    return UNKNOWN if value is None else f"{value:,.0f}"
+
+
+def share_text(value: float | None) -> str:
+    """Returns a share of 0 to 1 in percent."""
+    return UNKNOWN if value is None else f"{100 * value:.0f} %"
+
+
+def milliseconds_text(seconds: float | None) -> str:
+    """Returns seconds as milliseconds, or as seconds from 10 s on."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds < 0.1 else f"{1e3 * seconds:,.0f} ms"
+
+
+def clock_text(at: float) -> str:
+    """Returns a time in seconds since 1970 as hours, minutes and seconds of this machine's zone."""
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def replica_cells(replica: ReplicaStatus) -> tuple[str, ...]:
+    """Returns a replica's row in the table: one text for each of ``COLUMNS``."""
+    return (
+        printable(replica.replica_id),
+        str(replica.state),
+        UNKNOWN if replica.weight_version is None else str(replica.weight_version),
+        number_text(replica.samples),
+        number_text(replica.num_running),
+        number_text(replica.num_waiting),
+        share_text(replica.kv_cache_usage),
+        share_text(replica.prefix_cache_hit_rate),
+        number_text(replica.generated_tokens_per_s),
+        number_text(replica.prompt_tokens_per_s),
+        number_text(replica.num_restarts),
+        UNKNOWN if replica.node is None else printable(replica.node),
+    )
+
+
+def headline(status: ServiceStatus) -> str:
+    """Returns what matters most of a service, on one line, without its name."""
+    return (
+        f"version {status.weight_version}, "
+        f"{status.num_serving} of {len(status.replicas)} replicas serve, "
+        f"{number_text(status.samples)} in flight, "
+        f"{number_text(status.generated_tokens_per_s)} tokens/s, "
+        f"at {clock_text(status.time)}"
+    )
+
+
+def push_text(push: PushStatus) -> str:
+    """Returns what became of a push, on one line."""
+    from rich import filesize  # not with the service, which needs none of rich
+
+    version = UNKNOWN if push.version is None else push.version
+    if push.error:
+        return f"version {version} failed at {clock_text(push.ended_at)}: {printable(push.error)}"
+    size = "" if push.num_bytes is None else f", {filesize.decimal(push.num_bytes)}"
+    pause = "" if push.pause_s is None else f", pause {milliseconds_text(push.pause_s)}"
+    left = f", {len(push.left_behind)} left behind" if push.left_behind else ""
+    return (
+        f"version {version} at {clock_text(push.ended_at)} in {milliseconds_text(push.seconds)} "
+        f"by {printable(push.transport or UNKNOWN)}{size}{pause}{left}"
+    )
+
+
+def failure_text(failure: FailureStatus) -> str:
+    """Returns what went wrong, on one line."""
+    who = "push" if failure.replica_id is None else f"replica {printable(failure.replica_id)}"
+    what = "failed" if failure.what == "push" else failure.what
+    why = f": {printable(failure.reason)}" if failure.reason else ""
+    return f"{clock_text(failure.at)} {who} {what}{why}"
+
+
+# A status as a small table for a notebook.
+
+
+_CELL = "padding:2px 8px;text-align:right;white-space:nowrap"
+
+
+def status_html(status: ServiceStatus) -> str:
+    """Returns a page's fragment: a line, a table of replicas, and the last push."""
+    heads = "".join(f'<th style="{_CELL}">{escape(one)}</th>' for one in COLUMNS)
+    rows = "".join(_row(one) for one in status.replicas)
+    pushed = f"<div>last push: {escape(push_text(status.pushes[0]))}</div>" if status.pushes else ""
+    return (
+        f"<div><b>AsyncVLLM {escape(status.name)}</b> {escape(headline(status))}"
+        f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{pushed}</div>"
+    )
+
+
+def absent_html(name: str) -> str:
+    """Returns what stands for a service that has no replicas."""
+    return f"<div><b>AsyncVLLM {escape(name)}</b> is not launched, or was shut down</div>"
+
+
+def _row(replica: ReplicaStatus) -> str:
+    cells = "".join(f'<td style="{_CELL}">{escape(one)}</td>' for one in replica_cells(replica))
+    return f'<tr title="{escape(replica.reason)}">{cells}</tr>'
+
+
+# A status in a terminal, drawn by ``rich``.
+
+
+MAX_FAILURES = 5
+BAR_WIDTH = 40
+WIDE = 100
+_FOR_WIDE = ("prompt/s", "restarts", "node")
+_STYLES = {
+    "serving": "green",
+    "updating": "cyan",
+    "starting": "yellow",
+    "draining": "yellow",
+    "stale": "red",
+    "failed": "bold red",
+    "closed": "dim",
+}
+
+
+def status_view(status: ServiceStatus, width: int = WIDE) -> RenderableType:
+    """Returns a service's status: replicas, the last push by phase, and what went wrong.
+
+    All texts are shown as they are: none is taken for markup or for terminal codes.
+
+    Args:
+        status: The status.
+        width: Columns of the terminal; on a narrow one the table leaves some figures out.
+    """
+    title = Text.assemble((printable(status.name), "bold"), " ", headline(status))
+    parts: list[RenderableType] = [title, _replicas(status, width)]
+    if status.pushes:
+        parts += _last_push(status.pushes[0])
+        parts += [Text(f"before it: {push_text(one)}", "dim") for one in status.pushes[1:4]]
+    else:
+        parts.append(Text("no push yet that this process heard of", "dim"))
+    reasons = {one.replica_id: one.reason for one in status.replicas if one.reason}
+    for replica_id, reason in reasons.items():
+        parts.append(Text(f"replica {printable(replica_id)}: {printable(reason)}", "red"))
+    if status.failures:
+        parts.append(Text("lately", "bold"))
+        parts += [Text(failure_text(one), "red") for one in status.failures[:MAX_FAILURES]]
+    return Group(*parts)
+
+
+def services_view(services: Mapping[str, int]) -> RenderableType:
+    """Returns a list of services.
+
+    Args:
+        services: Name of each to the number of its replicas whose actors are alive.
+    """
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("service")
+    table.add_column("replicas alive", justify="right")
+    for name, num_replicas in services.items():
+        table.add_row(Text(printable(name), "bold"), Text(str(num_replicas)))
+    return table
+
+
+def _replicas(status: ServiceStatus, width: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
+    shown = [at for at, one in enumerate(COLUMNS) if width >= WIDE or one not in _FOR_WIDE]
+    for column in (COLUMNS[at] for at in shown):
+        left = column in ("replica", "state", "node")
+        justify = "left" if left else "right"
+        table.add_column(column, justify=justify, no_wrap=column == "state", overflow="fold")
+    for replica in status.replicas:
+        style = _STYLES[replica.state]
+        cells = replica_cells(replica)
+        table.add_row(*(Text(cells[at], style if COLUMNS[at] == "state" else "") for at in shown))
+    return table
+
+
+def _last_push(push: PushStatus) -> list[RenderableType]:
+    """One line for the push, and a bar for each of its phases, as long as its part of the whole."""
+    line = Text.assemble(("last push ", "bold"), (push_text(push), "red" if push.error else ""))
+    if not push.phases:
+        return [line]
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for name, seconds in push.phases.items():
+        part = min(max(seconds / push.seconds, 0.0), 1.0) if push.seconds > 0 else 0.0
+        bar = Text("━" * max(round(part * BAR_WIDTH), 1), "blue")
+        table.add_row(Text(f"  {printable(name)}", "dim"), Text(milliseconds_text(seconds)), bar)
+    return [line, table]
