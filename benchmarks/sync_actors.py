@@ -126,7 +126,7 @@ class Trainer:
             options: Arguments of the transport.
             rounds: Pushes.
         """
-        from torchrl_vllm_sync.updater import TRANSPORTS
+        from torchrl_vllm_sync.rl.updater import TRANSPORTS
 
         transport = self._transports.get(system)
         if transport is None:

@@ -12,28 +12,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_vllm_sync import errors
     from torchrl_vllm_sync.balancer import LoadBalancer
-    from torchrl_vllm_sync.loggers import log_pushes, log_rollouts
     from torchrl_vllm_sync.observe.metrics import MetricsExporter
     from torchrl_vllm_sync.observe.page import Dashboard
     from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
     from torchrl_vllm_sync.observe.timeline import save_timeline
-    from torchrl_vllm_sync.policy import vLLMWrapper
-    from torchrl_vllm_sync.ray_buffer import RayReplayBuffer
     from torchrl_vllm_sync.replica import PushStatus
-    from torchrl_vllm_sync.scaling import QueueLengthScaling
-    from torchrl_vllm_sync.service import AsyncVLLM, attach, make_async_vllm_engine
-    from torchrl_vllm_sync.sync_scheme import (
-        VLLMDoubleBufferSyncScheme,
-        VLLMWeightSyncScheme,
-        WeightSyncScheme,
-    )
-    from torchrl_vllm_sync.transforms import (
+    from torchrl_vllm_sync.rl import (
         GenerationStatistics,
         StalenessFilter,
         StalenessWeight,
         VersionStamp,
     )
-    from torchrl_vllm_sync.updater import WeightUpdater
+    from torchrl_vllm_sync.rl.collectors import RayReplayBuffer
+    from torchrl_vllm_sync.rl.policy import vLLMWrapper
+    from torchrl_vllm_sync.rl.schemes import (
+        VLLMDoubleBufferSyncScheme,
+        VLLMWeightSyncScheme,
+        WeightSyncScheme,
+    )
+    from torchrl_vllm_sync.rl.statistics import log_pushes, log_rollouts
+    from torchrl_vllm_sync.rl.updater import WeightUpdater
+    from torchrl_vllm_sync.scaling import QueueLengthScaling
+    from torchrl_vllm_sync.service import AsyncVLLM, attach, make_async_vllm_engine
 
     __version__: str
 
@@ -68,27 +68,27 @@ __all__ = [
 _HOMES = {
     "AsyncVLLM": "torchrl_vllm_sync.service",
     "Dashboard": "torchrl_vllm_sync.observe.page",
-    "GenerationStatistics": "torchrl_vllm_sync.transforms",
+    "GenerationStatistics": "torchrl_vllm_sync.rl",
     "LoadBalancer": "torchrl_vllm_sync.balancer",
     "MetricsExporter": "torchrl_vllm_sync.observe.metrics",
     "PushStatus": "torchrl_vllm_sync.replica",
     "QueueLengthScaling": "torchrl_vllm_sync.scaling",
-    "RayReplayBuffer": "torchrl_vllm_sync.ray_buffer",
+    "RayReplayBuffer": "torchrl_vllm_sync.rl.collectors",
     "ReplicaStatus": "torchrl_vllm_sync.observe.status",
     "ServiceStatus": "torchrl_vllm_sync.observe.status",
-    "StalenessFilter": "torchrl_vllm_sync.transforms",
-    "StalenessWeight": "torchrl_vllm_sync.transforms",
-    "VLLMDoubleBufferSyncScheme": "torchrl_vllm_sync.sync_scheme",
-    "VLLMWeightSyncScheme": "torchrl_vllm_sync.sync_scheme",
-    "VersionStamp": "torchrl_vllm_sync.transforms",
-    "WeightSyncScheme": "torchrl_vllm_sync.sync_scheme",
-    "WeightUpdater": "torchrl_vllm_sync.updater",
+    "StalenessFilter": "torchrl_vllm_sync.rl",
+    "StalenessWeight": "torchrl_vllm_sync.rl",
+    "VLLMDoubleBufferSyncScheme": "torchrl_vllm_sync.rl.schemes",
+    "VLLMWeightSyncScheme": "torchrl_vllm_sync.rl.schemes",
+    "VersionStamp": "torchrl_vllm_sync.rl",
+    "WeightSyncScheme": "torchrl_vllm_sync.rl.schemes",
+    "WeightUpdater": "torchrl_vllm_sync.rl.updater",
     "attach": "torchrl_vllm_sync.service",
-    "log_pushes": "torchrl_vllm_sync.loggers",
-    "log_rollouts": "torchrl_vllm_sync.loggers",
+    "log_pushes": "torchrl_vllm_sync.rl.statistics",
+    "log_rollouts": "torchrl_vllm_sync.rl.statistics",
     "make_async_vllm_engine": "torchrl_vllm_sync.service",
     "save_timeline": "torchrl_vllm_sync.observe.timeline",
-    "vLLMWrapper": "torchrl_vllm_sync.policy",
+    "vLLMWrapper": "torchrl_vllm_sync.rl.policy",
 }
 
 

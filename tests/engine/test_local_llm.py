@@ -17,7 +17,7 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
     WeightSyncError,
 )
-from torchrl_vllm_sync.local_llm import LocalLLM
+from torchrl_vllm_sync.rl.local_llm import LocalLLM
 from torchrl_vllm_sync.testing import token_log_probs
 
 EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"

@@ -13,7 +13,8 @@ from torchrl.envs.transforms import PolicyAgeFilter
 from tests.engine.checks import TOLERANCE, perturbed
 from tests.engine.requests import eventually
 from tests.engine.test_torchrl_faces import MODES, TOKENIZER, asked, flat, policy_of
-from torchrl_vllm_sync import keys, vLLMWrapper
+from torchrl_vllm_sync import vLLMWrapper
+from torchrl_vllm_sync.rl import keys
 from torchrl_vllm_sync.testing import token_log_probs
 
 pytestmark = [

@@ -23,9 +23,9 @@ from torchrl_vllm_sync import (
     StalenessWeight,
     VersionStamp,
     WeightUpdater,
-    keys,
     vLLMWrapper,
 )
+from torchrl_vllm_sync.rl import keys
 
 # TorchRL 0.14's wrapper builds each single-turn history in a shape that its own class corrects.
 pytestmark = [

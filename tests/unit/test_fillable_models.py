@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="vLLM's configuration is needed")
 
 from torchrl_vllm_sync.engine.reload import check_can_be_filled
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.local_llm import LocalLLM
+from torchrl_vllm_sync.rl.local_llm import LocalLLM
 
 
 def model_config(quantization=None, **fields):

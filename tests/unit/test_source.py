@@ -16,7 +16,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from torchrl_vllm_sync.errors import WeightMismatchError
-from torchrl_vllm_sync.sync_sender import check_metadata
+from torchrl_vllm_sync.rl.schemes import check_metadata
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
 from torchrl_vllm_sync.weights import module_source, published
 from torchrl_vllm_sync.weights import source as source_module

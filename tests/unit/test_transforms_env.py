@@ -20,9 +20,10 @@ from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm.policies import ChatHistory
 
 from tests.unit.stamped_rows import Service
-from torchrl_vllm_sync import GenerationStatistics, VersionStamp, WeightUpdater, keys
-from torchrl_vllm_sync.collector_versions import hear
+from torchrl_vllm_sync import GenerationStatistics, VersionStamp, WeightUpdater
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
+from torchrl_vllm_sync.rl import keys
+from torchrl_vllm_sync.rl.collectors import hear
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 TOKENIZER = make_tiny_tokenizer()

@@ -9,8 +9,9 @@ from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from tests.unit.stamped_rows import stamped_rows
-from torchrl_vllm_sync import GenerationStatistics, StalenessFilter, keys
+from torchrl_vllm_sync import GenerationStatistics, StalenessFilter
 from torchrl_vllm_sync.errors import UnstampedRowsError
+from torchrl_vllm_sync.rl import keys
 
 LAYOUTS = pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
 NAN = math.nan

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl.collectors.weight_update import WeightUpdaterBase
 
-from torchrl_vllm_sync.collector_versions import CollectorVersions
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.rl.collectors import CollectorVersions
 from torchrl_vllm_sync.weights.auto_transport import TRANSPORTS
 from torchrl_vllm_sync.weights.push_deadlines import FIRST_TIMEOUT_S
 from torchrl_vllm_sync.weights.reachable import MOST_ATTEMPTS
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from vllm import LLM
 
-    from torchrl_vllm_sync.local_llm import LocalLLM
+    from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.service import AsyncVLLM
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
@@ -267,7 +267,7 @@ def as_service(service: Any) -> Any:
     offline = sys.modules.get("vllm.entrypoints.llm")  # whoever has an LLM has imported it
     if offline is None or not isinstance(service, offline.LLM):
         return service
-    from torchrl_vllm_sync.local_llm import LocalLLM
+    from torchrl_vllm_sync.rl.local_llm import LocalLLM
 
     return LocalLLM(service)
 

@@ -1,0 +1,1018 @@
+"""TorchRL's two weight sync schemes for vLLM, over this library's pushes."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+
+import torch
+from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
+from torchrl.weight_update.utils import _resolve_model
+
+from torchrl_vllm_sync.engine.args import num_workers
+from torchrl_vllm_sync.errors import (
+    SyncError,
+    TransferNotReadyError,
+    UnsupportedArgumentError,
+    VersionNotReachedError,
+    WeightSyncError,
+)
+from torchrl_vllm_sync.rl.collectors import CollectorVersions
+from torchrl_vllm_sync.rl.local_llm import LocalLLM
+from torchrl_vllm_sync.rl.updater import WeightUpdater, as_service
+from torchrl_vllm_sync.service import AsyncVLLM
+from torchrl_vllm_sync.versions import MAX_VERSION, check_version
+from torchrl_vllm_sync.weights.auto_transport import TRANSPORTS
+from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
+from torchrl_vllm_sync.weights.marker import LayoutName
+from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
+from torchrl_vllm_sync.weights.transport import check_transport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torchrl_vllm_sync.weights.snapshot_writer import PublishReport
+    from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
+
+
+# The trainer's end of a weight sync scheme: what GRPO scripts call, over the updater's pushes.
+
+
+# Name to dtype and full shape, as ``torchrl.weight_update.llm.get_model_metadata`` returns them.
+ModelMetadata: TypeAlias = "Mapping[str, tuple[torch.dtype, torch.Size]]"
+
+
+class SenderSettings(Protocol):
+    """What a sender asks its scheme."""
+
+    push_options: dict[str, Any]
+
+    def new_transport(self) -> WeightTransport:
+        """Returns the transport to push through."""
+        ...
+
+    def check_service(self, service: AsyncVLLM | LocalLLM) -> None:
+        """Refuses a service that is not what the scheme was made for."""
+        ...
+
+    def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
+        """Returns where trainer and engines meet, if that was given."""
+        ...
+
+
+class DirectorySettings(SenderSettings, Protocol):
+    """What a sender that stores asks besides."""
+
+    remote_addr: str
+    local_addr: str
+    layout: LayoutName
+
+
+class VLLMWeightSender:
+    """Sends a trainer's weights to the replicas of a service; ``scheme.create_sender()`` makes it.
+
+    Lifecycle: :meth:`register_model`, :meth:`init_all_workers_group`, then :meth:`update_weights`
+    any number of times, :meth:`shutdown`. TorchRL's names and arguments; each update is a push of a
+    ``WeightUpdater``, so that all its promises hold.
+
+    Example:
+        >>> sender = scheme.create_sender()
+        >>> sender.register_model(policy_training.model)
+        >>> sender.init_all_workers_group(get_model_metadata(policy_training.model), service)
+        >>> sender.register_collector(collector)
+        >>> sender.update_weights()
+
+    Args:
+        scheme: Whose transport and settings it uses.
+    """
+
+    def __init__(self, scheme: SenderSettings) -> None:
+        self._scheme = scheme
+        self._model: weakref.ref[Any] | None = None
+        self._connected = False
+        self._updater = WeightUpdater(None, transport=scheme.new_transport(), **scheme.push_options)
+
+    @property
+    def service(self) -> AsyncVLLM | LocalLLM | None:
+        """The service it is connected to."""
+        return self._updater.service
+
+    @property
+    def last_report(self) -> PushReport | None:
+        """What the last update did."""
+        return self._updater.last_report
+
+    def register_model(self, model: Any) -> None:
+        """Makes ``model`` what :meth:`update_weights` sends when it is given nothing.
+
+        Args:
+            model: A module, plain or wrapped by TorchRL; it is held weakly.
+
+        Raises:
+            UnsupportedArgumentError: Another model is registered and still exists, or ``model``
+                is nothing that can be held weakly, such as a state dict.
+        """
+        known = None if self._model is None else self._model()
+        if known is not None and known is not model:
+            raise UnsupportedArgumentError(
+                f"another {type(known).__name__} is registered already: a scheme synchronises one "
+                "model"
+            )
+        try:
+            self._model = weakref.ref(model)
+        except TypeError:
+            raise UnsupportedArgumentError(
+                f"model must be a module, got {type(model).__name__}; give other weights to "
+                "update_weights"
+            ) from None
+
+    def init_all_workers_group(
+        self,
+        model_metadata: ModelMetadata,
+        vllm_engine: Any = None,
+    ) -> None:
+        """Connects to a service, and checks that the model fits its engines' before anything moves.
+
+        Args:
+            model_metadata: Names, dtypes and shapes that will be sent.
+            vllm_engine: The service, or a ``vllm.LLM`` of this process. ``None`` on the ranks of a
+                model sharded by FSDP2 that do not push it.
+
+        Raises:
+            UnsupportedArgumentError: It is connected already, ``vllm_engine`` is neither, or its
+                replicas are not what the scheme was made for.
+            WeightMismatchError: The metadata do not fit the engines' model.
+            SyncError: The transport could not be opened.
+        """
+        if self._connected:
+            raise UnsupportedArgumentError("the sender is connected already: call shutdown first")
+        if vllm_engine is None:
+            self._connected = True
+            return
+        service = find_service(vllm_engine)
+        check_metadata(model_metadata, service)
+        self.connect(service)
+
+    def connect(self, service: AsyncVLLM | LocalLLM) -> None:
+        """Opens the transport to ``service``; does nothing when it is connected to it.
+
+        Raises:
+            UnsupportedArgumentError: It is connected to another one, or the replicas are not what
+                the scheme was made for.
+        """
+        known = self._updater.service
+        if known is not None:
+            if known.service_name != service.service_name:
+                raise UnsupportedArgumentError(
+                    f"the sender is connected to service {known.service_name}, so it cannot be "
+                    f"to {service.service_name}"
+                )
+            return
+        self._scheme.check_service(service)
+        self._updater.service = service
+        try:
+            self._updater.open(**self._scheme.meeting_point(service))
+        except BaseException:
+            self._updater.service = None
+            raise
+        self._connected = True
+
+    def register_collector(self, collector: Any) -> None:
+        """Keeps ``collector``'s version equal to the service's; see ``WeightUpdater``.
+
+        Raises:
+            UnsupportedArgumentError: It is none of TorchRL's collectors.
+        """
+        self._updater.register_collector(collector)
+
+    def update_weights(
+        self,
+        weights: Any = None,
+        *,
+        version: int | None = None,
+    ) -> PushReport | PublishReport:
+        """Brings every replica to new weights, and every registered collector to their version.
+
+        Args:
+            weights: What to send; ``None`` sends the registered model.
+            version: Policy version; by default one more than the newest.
+
+        Returns:
+            What the push did, with the time of each phase.
+
+        Raises:
+            TransferNotReadyError: It is not connected, or there is no model: none was registered,
+                or it is gone.
+            WeightMismatchError: The weights do not fit the engines' model; nothing was sent.
+            StaleVersionError: ``version`` is older than the newest; nothing was sent.
+            WeightSyncError: Some replicas did not reach the version. Collectors keep theirs.
+        """
+        if not self._connected:
+            raise TransferNotReadyError(
+                "the sender is not connected: call init_all_workers_group, or give the scheme to a "
+                "collector, before update_weights"
+            )
+        return self._updater.push_weights(self.to_send(weights), version=version)
+
+    def to_send(self, weights: Any) -> Any:
+        """Returns ``weights``, or the registered model in their place.
+
+        Raises:
+            TransferNotReadyError: There is none.
+        """
+        if weights is None and self._model is not None:
+            weights = self._model()
+        if weights is None:
+            raise TransferNotReadyError(
+                "there is nothing to send: "
+                + ("no model was registered" if self._model is None else "the model is gone")
+            )
+        return weights
+
+    def shutdown(self) -> None:
+        """Closes the transport and forgets the service and the collectors; idempotent."""
+        self._updater.disconnect()
+        self._connected = False
+
+
+class VLLMDoubleBufferWeightSender(VLLMWeightSender):
+    """Stores a trainer's weights in a directory, and has a service load them if it is connected.
+
+    Without :meth:`init_all_workers_group` each update only stores a version, which
+    ``receiver.poll_and_apply()`` or ``service.follow_snapshots()`` bring into the engines. The
+    receiver then moves collectors, since the sender does not know when that is.
+    """
+
+    _scheme: DirectorySettings
+    _writer: SnapshotWriter | None = None
+
+    def connect(self, service: AsyncVLLM | LocalLLM) -> None:
+        """Opens the transport to ``service``; see ``VLLMWeightSender``.
+
+        Raises:
+            UnsupportedArgumentError: The replicas see the directory elsewhere, so that they cannot
+                be told what to load; or see there.
+        """
+        if self._scheme.local_addr != self._scheme.remote_addr:
+            raise UnsupportedArgumentError(
+                "local_addr must be remote_addr to push to a service, got "
+                f"{self._scheme.local_addr} and {self._scheme.remote_addr}: store only, and poll "
+                "with a receiver"
+            )
+        self._close_writer()
+        super().connect(service)
+
+    def register_collector(self, collector: Any) -> None:
+        """Keeps ``collector``'s version equal to the service's; see ``VLLMWeightSender``.
+
+        Raises:
+            TransferNotReadyError: The sender is not connected to a service.
+            UnsupportedArgumentError: It is none of TorchRL's collectors.
+        """
+        if self.service is None:
+            raise TransferNotReadyError(
+                "a sender that is not connected stores versions only: register the collector with "
+                "the receiver, or call init_all_workers_group first"
+            )
+        super().register_collector(collector)
+
+    def update_weights(
+        self,
+        weights: Any = None,
+        *,
+        version: int | None = None,
+    ) -> PushReport | PublishReport:
+        """Stores the next version, and has the service load it if there is one.
+
+        Args:
+            weights: What to send; ``None`` sends the registered model.
+            version: Policy version; by default one more than the newest.
+
+        Returns:
+            What was done, with the time of each phase.
+
+        Raises:
+            TransferNotReadyError: There is no model: none was registered, or it is gone.
+            UnsupportedArgumentError: ``version`` is no version.
+            StaleVersionError: ``version`` is not newer than what is stored; nothing was.
+            SnapshotError: The directory cannot be written.
+            WeightMismatchError: The weights do not fit the engines' model; nothing was sent.
+            WeightSyncError: Some replicas did not reach the version.
+        """
+        if self._connected:
+            return super().update_weights(weights, version=version)
+        if version is not None:
+            check_version("version", version)
+            if version > MAX_VERSION:
+                raise UnsupportedArgumentError(
+                    f"version must be at most {MAX_VERSION}, got {version}"
+                )
+        source = as_weight_source(self.to_send(weights))
+        if self._writer is None:
+            self._writer = SnapshotWriter(self._scheme.remote_addr, layout=self._scheme.layout)
+        if version is None:
+            version = (self._writer.last_version or 0) + 1
+        return self._writer.publish(source, source.metadata(), version)
+
+    def shutdown(self) -> None:
+        """Gives the directory back, and forgets the service and the collectors; idempotent."""
+        self._close_writer()
+        super().shutdown()
+
+    def _close_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+class SenderTransport:
+    """What TorchRL sends through: a sender, behind TorchRL's ``TransportBackend`` interface."""
+
+    def __init__(self, sender: VLLMWeightSender) -> None:
+        self._sender = sender
+
+    def send_weights(self, weights: Any) -> None:
+        """Pushes, and returns when every replica has answered."""
+        self._sender.update_weights(weights)
+
+    def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None:
+        """Receives nothing: this is the sending end."""
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Sends nothing: the engines hold what they were launched with."""
+
+
+def find_service(engine: Any) -> AsyncVLLM | LocalLLM:
+    """Returns the service that ``engine`` is, or that stands around a ``vllm.LLM``.
+
+    Raises:
+        UnsupportedArgumentError: It is neither.
+    """
+    service = as_service(engine)
+    if not isinstance(service, AsyncVLLM | LocalLLM):
+        raise UnsupportedArgumentError(
+            "vllm_engine must be a torchrl_vllm_sync.AsyncVLLM or a vllm.LLM, "
+            f"got {type(engine).__name__}"
+        )
+    return service
+
+
+def check_metadata(metadata: ModelMetadata, service: AsyncVLLM | LocalLLM) -> None:
+    """Compares what a trainer announces with what the engines' model consists of.
+
+    Names may be those of a TensorDict too: tuples, whose parts are joined by dots.
+
+    Raises:
+        WeightMismatchError: Tensors are missing or unknown, or of other shapes or kinds of dtype.
+    """
+    given = [
+        ParamMeta(".".join(name) if isinstance(name, tuple) else name, dtype, tuple(shape))
+        for name, (dtype, shape) in metadata.items()
+    ]
+    model = service.get_model_metadata().items()
+    expected = [ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model]
+    fit_to_model(_Announced(given), expected)
+
+
+class _Announced:
+    """A source of which the metadata are known only."""
+
+    def __init__(self, metadata: list[ParamMeta]) -> None:
+        self._metadata = metadata
+
+    def metadata(self) -> list[ParamMeta]:
+        """Returns what was announced."""
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Has nothing."""
+        return iter(())
+
+
+# The engines' end of a weight sync scheme: says what arrived, or has what is stored loaded.
+
+
+# A replica keeps to the time limit itself. One silent for this much longer has hung.
+GRACE_S = 10.0
+
+
+class VLLMWeightReceiver:
+    """Tells when pushes have reached a service; ``scheme.create_receiver(service)`` makes it.
+
+    The sender's push brings the weights into the engines, so there is nothing to fetch here.
+
+    Args:
+        scheme: The scheme.
+        vllm_engine: The service, or a ``vllm.LLM`` of this process.
+
+    Raises:
+        UnsupportedArgumentError: It is neither, or its replicas are not what the scheme is for.
+    """
+
+    def __init__(self, scheme: SenderSettings, vllm_engine: Any) -> None:
+        self._scheme = scheme
+        self.service = find_service(vllm_engine)
+        scheme.check_service(self.service)
+        self._versions = CollectorVersions()
+        self._seen = self.service.weight_version
+
+    def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
+        """Checks what will be sent; the sender's call of this name brings both ends together.
+
+        Raises:
+            WeightMismatchError: The metadata do not fit the engines' model.
+        """
+        check_metadata(model_metadata, self.service)
+
+    def register_collector(self, collector: Any) -> None:
+        """Brings ``collector`` to the service's version now, and at each poll that finds news.
+
+        Raises:
+            UnsupportedArgumentError: It is none of TorchRL's collectors.
+        """
+        self._versions.register(collector, self.service.weight_version)
+        self._versions.follow(self.service)
+
+    def poll_and_apply(self, timeout: float = 0.1) -> bool:
+        """Says whether a push has been committed since the last poll that said so.
+
+        Args:
+            timeout: Seconds to wait for one.
+
+        Returns:
+            ``True`` if the replicas hold a newer version than when this last said ``True``, or than
+            when the receiver was made. Pushes of other processes count too.
+
+        Raises:
+            ServiceClosedError: The service was shut down.
+        """
+        if isinstance(self.service, AsyncVLLM):
+            try:
+                version = self.service.wait_for_version(self._seen + 1, timeout_s=timeout)
+            except VersionNotReachedError:
+                return False
+        elif (version := self.service.weight_version) <= self._seen:
+            return False  # an LLM of this process: nobody pushes while this waits
+        self._seen = version
+        self._versions.announce(version)
+        return True
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> PushReport:
+        """Pushes ``weights`` from this process, as a version of their own.
+
+        Args:
+            weights: What ``AsyncVLLM.push_weights`` takes.
+            inplace: Must be ``True``.
+
+        Raises:
+            UnsupportedArgumentError: ``inplace`` is ``False``.
+            WeightMismatchError: They do not fit the engines' model; nothing was sent.
+            WeightSyncError: Some replicas did not reach the version.
+        """
+        if not inplace:
+            raise UnsupportedArgumentError("inplace must be True: engines load into their own")
+        report = self.service.push_weights(weights, **self._scheme.push_options)
+        self._seen = report.version
+        self._versions.announce(report.version)
+        return report
+
+
+class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
+    """Has a service load what a directory holds; ``scheme.create_receiver(service)`` makes it.
+
+    Args:
+        scheme: The scheme; its ``local_addr`` is read.
+        vllm_engine: The service, or a ``vllm.LLM`` of this process.
+    """
+
+    _scheme: DirectorySettings
+
+    def poll_and_apply(self, timeout: float = 180.0) -> bool:
+        """Has every replica load the newest version that the directory holds.
+
+        Args:
+            timeout: Seconds for the loads; there is no waiting for a version.
+
+        Returns:
+            Whether a replica loaded something. ``False`` if all hold the newest version, or none
+            was stored yet.
+
+        Raises:
+            UnsupportedArgumentError: ``timeout`` is no time.
+            SnapshotError: What is stored is damaged. The engines are as they were.
+            WeightMismatchError: What is stored does not fit the engines' model. They are as they
+                were.
+            StaleVersionError: Another run brought the engines further than what is stored.
+            WeightSyncError: Some replicas did not load it, and take no requests until they do.
+        """
+        if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+            raise UnsupportedArgumentError(
+                f"timeout must be a finite number greater than 0, got {timeout!r}"
+            )
+        answers = self.service.call_replicas(
+            "load_snapshot",
+            self._scheme.local_addr,
+            None,
+            at_least=0,
+            compare=True,
+            timeout_s=timeout,
+            deadline_s=timeout + GRACE_S,
+            clear_cache=self._scheme.push_options["clear_cache"],
+            mode=self._scheme.push_options["mode"],
+        )
+        if isinstance(self.service, AsyncVLLM):
+            self.service.learn_versions()
+        failures = [one for one in answers.values() if isinstance(one, BaseException)]
+        loaded = [one for one in answers.values() if isinstance(one, dict) and one["loaded"]]
+        if failures and len(failures) == len(answers) and isinstance(failures[0], SyncError):
+            raise failures[0]
+        if failures:
+            reasons = {
+                name: str(one) for name, one in answers.items() if isinstance(one, BaseException)
+            }
+            held = [one["version"] for one in answers.values() if isinstance(one, dict)]
+            raise WeightSyncError(max(held, default=self._seen), reasons)
+        if loaded:
+            self._seen = max(one["version"] for one in loaded)
+            self._versions.announce(self._seen)
+        return bool(loaded)
+
+
+class ReceiverTransport:
+    """What TorchRL receives through: a receiver, behind its ``TransportBackend`` interface."""
+
+    def __init__(self, receiver: VLLMWeightReceiver) -> None:
+        self._receiver = receiver
+
+    def send_weights(self, weights: Any) -> None:
+        """Pushes from this end."""
+        self._receiver.apply_weights(weights)
+
+    def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None:
+        """Polls once; there are no weights to hand over, since the engines hold them."""
+        del kwargs
+        self._receiver.poll_and_apply(*([] if timeout is None else [timeout]))
+
+    def setup_connection_and_weights_on_receiver(self, **kwargs: Any) -> None:
+        """Receives nothing: the engines hold what they were launched with, or were sent since."""
+
+
+# What TorchRL's weight sync schemes over a service share: its interfaces over one sender.
+#
+# One scheme serves both of TorchRL's interfaces: as a collector's ``weight_sync_schemes=``, and
+# through ``create_sender`` and ``create_receiver``, as the GRPO scripts use it.
+
+
+Strategy: TypeAlias = Literal["tensordict", "state_dict"]
+
+
+class ServiceScheme(_TorchRLScheme):
+    """What TorchRL's schemes over a service share; see ``sync_scheme``.
+
+    Given to a collector (``weight_sync_schemes={"policy": scheme}``, which TorchRL's ``Collector``
+    takes and its ``LLMCollector`` refuses) it finds the service in the collector's policy. Then
+    ``collector.update_policy_weights_(weights)`` and :meth:`send` push, and so does the sender; the
+    collector's version is the service's after each. Connecting sends nothing: until the first push
+    the engines compute with what they were launched with.
+
+    A pickled copy is not connected, and has no model.
+
+    Args:
+        strategy: How TorchRL reads a module, ``"tensordict"`` or ``"state_dict"``. Pushes read
+            either the same way, under the names of the checkpoint.
+        service: The service, or a ``vllm.LLM``; by default that of the collector's policy.
+        timeout_s: Seconds after which a silent replica counts as failed; ``None`` takes a multiple
+            of what such pushes took.
+        clear_cache: Recompute keys and values of requests in flight after each push.
+        mode: What becomes of requests in flight: ``"keep"``, ``"wait"`` or ``"abort"``.
+        strict: Raise if any replica is left behind, not only if all are; ``None`` does as the
+            service does.
+
+    Raises:
+        UnsupportedArgumentError: There is no such ``strategy``.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        service: Any,
+        timeout_s: float | None,
+        clear_cache: bool,
+        mode: PauseMode,
+        strict: bool | None,
+    ) -> None:
+        if strategy not in ("tensordict", "state_dict"):
+            raise UnsupportedArgumentError(
+                f"strategy must be 'tensordict' or 'state_dict', got {strategy!r}"
+            )
+        super().__init__()  # without it: TorchRL would warn of its own way to read a state dict
+        self.strategy_str = self.strategy_name = strategy
+        self.push_options: dict[str, Any] = {
+            "timeout_s": timeout_s,
+            "clear_cache": clear_cache,
+            "mode": mode,
+            "strict": strict,
+        }
+        self._service = service
+        self._sender: VLLMWeightSender | None = None
+
+    # ---------------------------------------------------------------- what schemes differ in
+
+    def new_transport(self) -> WeightTransport:
+        """Returns the transport that the sender pushes through."""
+        raise NotImplementedError
+
+    def new_sender(self) -> VLLMWeightSender:
+        """Returns the trainer's end."""
+        return VLLMWeightSender(self)
+
+    def check_service(self, service: AsyncVLLM | LocalLLM) -> None:
+        """Refuses a service that is not what the scheme was made for.
+
+        Args:
+            service: The service.
+        """
+
+    def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
+        """Returns where trainer and engines meet, if that was given.
+
+        Args:
+            service: The service.
+        """
+        del service
+        return {}
+
+    # ---------------------------------------------------------------- TorchRL's scripts
+
+    def create_sender(self) -> VLLMWeightSender:
+        """Returns the scheme's one sender, the same each time."""
+        if self._sender is None:
+            self._sender = self.new_sender()
+        return self._sender
+
+    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
+        """Returns a new receiver for a service, or for a ``vllm.LLM``.
+
+        Args:
+            vllm_engine: A service, or a ``vllm.LLM`` of this process.
+        """
+        return VLLMWeightReceiver(self, vllm_engine)
+
+    # ---------------------------------------------------------------- TorchRL's collectors
+
+    def create_transport(self, **kwargs: Any) -> SenderTransport:
+        """Returns what TorchRL sends through: the scheme's sender.
+
+        Args:
+            **kwargs: What TorchRL says of the worker; not needed here.
+        """
+        del kwargs
+        return SenderTransport(self.create_sender())
+
+    def _init_on_sender_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Finds the service, and registers what TorchRL hands over.
+
+        Raises:
+            UnsupportedArgumentError: No service is known, or ``kwargs`` hold anything that only
+                makes sense for copies of a policy.
+        """
+        kwargs.pop("ctx", None)  # how a collector of several processes starts them
+        if kwargs:
+            raise UnsupportedArgumentError(
+                f"{sorted(kwargs)} have no meaning for engines: give a collector, or model="
+            )
+        sender = self.create_sender()
+        service = self._find_service(context, model_id)
+        if model is not None:
+            sender.register_model(model)
+        sender.connect(service)
+        if context is not None:
+            self.context = context
+            sender.register_collector(context)
+        if model_id is not None:
+            self.model_id = model_id
+        self._register_worker_sender(worker_idx=0, transport=self.create_transport())
+
+    def _init_on_receiver_impl(
+        self,
+        model_id: str,
+        context: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.model_id, self.worker_idx = model_id, kwargs.get("worker_idx")
+        policy = kwargs.get("model")
+        receiver = self.create_receiver(self._find_service(context, model_id, policy))
+        if context is not None:
+            self.context = context
+            receiver.register_collector(context)
+        self._register_transport_receiver(transport=ReceiverTransport(receiver))
+
+    def _find_service(
+        self,
+        context: Any,
+        model_id: str | None,
+        policy: Any = None,
+    ) -> AsyncVLLM | LocalLLM:
+        if self._service is not None:
+            return find_service(self._service)
+        sender = self.create_sender()
+        if sender.service is not None:
+            return sender.service
+        if policy is None and context is not None and model_id is not None:
+            policy = _resolve_model(context, model_id)
+        engine = getattr(policy, "model", None)  # where TorchRL's wrappers have it
+        if engine is None:
+            raise UnsupportedArgumentError(
+                f"{model_id!r} of the collector has no engine: give the scheme a service"
+            )
+        return find_service(engine)
+
+    def send(self, weights: Any = None, worker_ids: Any = None) -> None:
+        """Pushes to every replica; ``update_policy_weights_`` of a collector calls it.
+
+        Args:
+            weights: What ``AsyncVLLM.push_weights`` takes; ``None`` sends the registered model.
+            worker_ids: Must be ``None``: replicas on different versions would mix in one batch.
+
+        Raises:
+            TransferNotReadyError: The scheme is not connected, or there is nothing to send.
+            UnsupportedArgumentError: ``worker_ids`` is given.
+            WeightMismatchError: The weights do not fit the engines' model; nothing was sent.
+            WeightSyncError: Some replicas did not reach the version.
+        """
+        if worker_ids is not None:
+            raise UnsupportedArgumentError(f"worker_ids must be None, got {worker_ids!r}")
+        if not (self.initialized_on_sender and self.synchronized_on_sender):
+            raise TransferNotReadyError(
+                "the scheme is not connected: give it to a collector, or call init_on_sender and "
+                "connect, before send"
+            )
+        super().send(weights)
+
+    def prepare_weights(self, weights: Any, *args: Any, **kwargs: Any) -> Any:
+        """Leaves ``weights`` as they are: the push reads them, merged, gathered and named.
+
+        The name of a model of the collector stands for that model.
+
+        Args:
+            weights: What a push takes, or the name of a model of the collector.
+            *args: TorchRL's, for a name.
+            **kwargs: TorchRL's, for a name.
+
+        Returns:
+            What to push.
+        """
+        named = isinstance(weights, str)
+        return super().prepare_weights(weights, *args, **kwargs) if named else weights
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+    ) -> None:
+        del worker_idx
+        if weights is not None:
+            self.create_sender().update_weights(weights)
+
+    def shutdown(self) -> None:
+        """Closes the transport and forgets the service; idempotent."""
+        super().shutdown()
+        if self.__dict__.get("_sender") is not None:
+            self.create_sender().shutdown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_sender": None, "_sender_transports": None, "_receiver_transport": None}
+        return {**super().__getstate__(), **own}
+
+
+class VLLMWeightSyncScheme(ServiceScheme):
+    """Pushes weights from the trainer into every replica, by broadcast wherever that is faster.
+
+    TorchRL's scheme of this name, which with vLLM 0.28 and later loads nothing.
+
+    Example:
+        >>> scheme = VLLMWeightSyncScheme(num_replicas=2)
+        >>> collector = Collector(env, policy, weight_sync_schemes={"policy": scheme}, ...)
+        >>> scheme.create_sender().register_model(trained_model)
+        >>> collector.update_policy_weights_()
+
+    Args:
+        master_address: Where the engines find the trainer; found when ``None``.
+        master_port: Port of the rendezvous; found when ``None``.
+        gpus_per_replica: Tensor-parallel size of a replica, or all of its workers.
+        num_replicas: Replicas of the service.
+        strategy: See ``ServiceScheme``.
+        device: The trainer's device for the broadcast, an integer being a GPU's index. ``None``
+            sends from where the weights are.
+        service: See ``ServiceScheme``.
+        transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"vllm-nccl"``, or a
+            ``WeightTransport``; see ``WeightUpdater``. A ``device`` makes ``"auto"`` a broadcast.
+        timeout_s: See ``ServiceScheme``.
+        clear_cache: Recompute keys and values of requests in flight after each push.
+        mode: What becomes of requests in flight.
+        strict: See ``ServiceScheme``.
+
+    Raises:
+        UnsupportedArgumentError: There is no such ``strategy``, ``transport`` or ``device``.
+    """
+
+    def __init__(
+        self,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        gpus_per_replica: int = 1,
+        num_replicas: int = 1,
+        strategy: Strategy = "tensordict",
+        device: torch.device | str | int | None = None,
+        *,
+        service: Any = None,
+        transport: str | WeightTransport = "auto",
+        timeout_s: float | None = None,
+        clear_cache: bool = False,
+        mode: PauseMode = "keep",
+        strict: bool | None = None,
+    ) -> None:
+        super().__init__(
+            strategy,
+            service=service,
+            timeout_s=timeout_s,
+            clear_cache=clear_cache,
+            mode=mode,
+            strict=strict,
+        )
+        if isinstance(transport, str) and transport not in TRANSPORTS:
+            raise UnsupportedArgumentError(
+                f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}"
+            )
+        if not isinstance(transport, str):
+            check_transport(transport)
+        if device is not None and transport not in ("auto", "broadcast"):
+            raise UnsupportedArgumentError(f"device {device!r} is for broadcasts only")
+        self.master_address, self.master_port = master_address, master_port
+        self.gpus_per_replica, self.num_replicas = gpus_per_replica, num_replicas
+        self.device = _as_device(device)
+        self._transport = transport
+
+    def new_transport(self) -> WeightTransport:
+        """Returns the transport that the sender pushes through."""
+        if self.device is not None:
+            return BroadcastTransport(device=self.device)
+        if isinstance(self._transport, str):
+            return TRANSPORTS[self._transport]()
+        return self._transport
+
+    def check_service(self, service: AsyncVLLM | LocalLLM) -> None:
+        """Refuses a service of other replicas than the scheme was made for.
+
+        Args:
+            service: The service.
+
+        Raises:
+            UnsupportedArgumentError: ``num_replicas`` or ``gpus_per_replica`` is another.
+        """
+        if not isinstance(service, AsyncVLLM):
+            return
+        if self.num_replicas != service.num_replicas:
+            raise UnsupportedArgumentError(
+                f"num_replicas must be {service.num_replicas}, as the service has, "
+                f"got {self.num_replicas}"
+            )
+        sizes = {service.get_tp_size(), num_workers(service.engine_args)}
+        if self.gpus_per_replica not in sizes:
+            raise UnsupportedArgumentError(
+                f"gpus_per_replica must be {' or '.join(map(str, sorted(sizes)))}, as the service "
+                f"has, got {self.gpus_per_replica}"
+            )
+
+    def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
+        """Returns where trainer and engines meet, if that was given.
+
+        Args:
+            service: The service.
+        """
+        if isinstance(service, AsyncVLLM):
+            return {"master_address": self.master_address, "master_port": self.master_port}
+        return {}
+
+
+class VLLMDoubleBufferSyncScheme(ServiceScheme):
+    """Passes weights through memory-mapped TensorDicts in a directory that both sides see.
+
+    TorchRL's scheme of this name, with real buffers: versions are stored whole and swapped in at
+    once, checksummed, and loaded once each; a version older than the newest is refused.
+
+    Two ways. A sender that was connected (``init_all_workers_group``, or a collector) pushes: each
+    update is stored and loaded when ``update_weights`` returns. One that was not only stores, and
+    ``receiver.poll_and_apply()``, wherever the service can be reached, has the engines load it.
+
+    Example:
+        >>> scheme = VLLMDoubleBufferSyncScheme("/shared/weights")
+        >>> sender = scheme.create_sender()  # in the trainer
+        >>> sender.register_model(model)
+        >>> sender.update_weights()
+        >>> receiver = scheme.create_receiver(service)  # where the service is
+        >>> receiver.poll_and_apply()
+        True
+
+    Args:
+        remote_addr: Directory that the sender writes.
+        local_addr: The same directory as the replicas see it; by default under the same path.
+        num_threads: Must be at least 1; stores and loads are bounded by memory, and use one.
+        strategy: See ``ServiceScheme``.
+        service: See ``ServiceScheme``.
+        layout: ``"slots"`` rewrites a few buffers in turn, for one host; ``"versions"`` writes new
+            files each time, for shared file systems.
+        timeout_s: See ``ServiceScheme``.
+        clear_cache: Recompute keys and values of requests in flight after each load.
+        mode: What becomes of requests in flight.
+        strict: See ``ServiceScheme``.
+
+    Raises:
+        UnsupportedArgumentError: There is no such ``strategy`` or ``layout``, an address is no
+            path, or ``num_threads`` is below 1.
+    """
+
+    def __init__(
+        self,
+        remote_addr: str | os.PathLike[str],
+        local_addr: str | os.PathLike[str] | None = None,
+        num_threads: int = 1,
+        strategy: Strategy = "tensordict",
+        *,
+        service: Any = None,
+        layout: LayoutName = "slots",
+        timeout_s: float | None = None,
+        clear_cache: bool = False,
+        mode: PauseMode = "keep",
+        strict: bool | None = None,
+    ) -> None:
+        super().__init__(
+            strategy,
+            service=service,
+            timeout_s=timeout_s,
+            clear_cache=clear_cache,
+            mode=mode,
+            strict=strict,
+        )
+        if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
+            raise UnsupportedArgumentError(f"num_threads must be at least 1, got {num_threads!r}")
+        if layout not in get_args(LayoutName):
+            raise UnsupportedArgumentError(
+                f"layout must be one of {get_args(LayoutName)}, got {layout!r}"
+            )
+        self.remote_addr = _as_directory("remote_addr", remote_addr)
+        self.local_addr = (
+            self.remote_addr if local_addr is None else _as_directory("local_addr", local_addr)
+        )
+        self.num_threads = num_threads
+        self.layout: LayoutName = layout
+
+    def new_transport(self) -> MemmapTransport:
+        """Returns the transport that the sender pushes through once it is connected."""
+        return MemmapTransport(self.remote_addr, layout=self.layout)
+
+    def new_sender(self) -> VLLMDoubleBufferWeightSender:
+        """Returns the trainer's end."""
+        return VLLMDoubleBufferWeightSender(self)
+
+    def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
+        """Returns a new receiver, which has a service load what the directory holds.
+
+        Args:
+            vllm_engine: A service, or a ``vllm.LLM`` of this process.
+        """
+        return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
+
+
+def _as_device(device: torch.device | str | int | None) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UnsupportedArgumentError(f"device must be one, got {device!r}: {reason}") from None
+
+
+def _as_directory(name: str, given: str | os.PathLike[str]) -> str:
+    if not isinstance(given, str | os.PathLike) or not str(given):
+        raise UnsupportedArgumentError(f"{name} must be the path of a directory, got {given!r}")
+    return str(given)
+
+
+# The scheme that ``from torchrl_vllm_sync import WeightSyncScheme`` promises.
+WeightSyncScheme = VLLMWeightSyncScheme

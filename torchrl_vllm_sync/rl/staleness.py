@@ -1,0 +1,491 @@
+"""Keeps rows that too old a policy sampled out of training, and counts them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from tensordict import LazyStackedTensorDict
+from torch import nn
+from torchrl.envs.llm.transforms import PolicyVersion
+from torchrl.envs.llm.transforms.policy_version import VersionChange
+from torchrl.envs.transforms import PolicyAgeFilter, Transform
+
+from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
+from torchrl_vllm_sync.rl.keys import MAX_POLICY_VERSION, NO_VERSION, POLICY_VERSION
+from torchrl_vllm_sync.rl.updater import WeightUpdater
+from torchrl_vllm_sync.versions import check_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tensordict import NestedKey, TensorDictBase
+
+
+# Reads the version stamps of rows, however the rows are stacked or padded.
+
+
+def oldest_versions(tensordict: TensorDictBase, key: NestedKey) -> torch.Tensor:
+    """Returns the oldest version stamped on each row.
+
+    Args:
+        tensordict: Rows; dense, or lazily stacked with entries that are ragged or missing in some.
+        key: Integer entry whose shape begins with the batch's; what is negative stamps nothing.
+
+    Returns:
+        int64, of the batch's shape; ``NO_VERSION`` where nothing is stamped.
+
+    Raises:
+        UnsupportedArgumentError: The entry does not hold integers.
+    """
+    if isinstance(tensordict, LazyStackedTensorDict):
+        parts = [oldest_versions(one, key) for one in tensordict.tensordicts]
+        if parts:
+            return torch.stack(parts, tensordict.stack_dim)
+    value = tensordict.get(key, None)
+    if value is None or not tensordict.batch_size.numel():
+        return torch.full(
+            tensordict.batch_size, NO_VERSION, dtype=torch.int64, device=tensordict.device
+        )
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.is_floating_point()
+        or value.dtype is torch.bool
+    ):
+        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UnsupportedArgumentError(
+            f"{key!r} must hold integer policy versions, got {kind}; versions that are no "
+            "integers, such as UUIDs, have no age"
+        )
+    if not value.numel():  # rows without a token
+        return value.new_full(tensordict.batch_size, NO_VERSION, dtype=torch.int64)
+    versions = value.to(torch.int64).reshape(*tensordict.batch_size, -1)
+    newest = torch.iinfo(torch.int64).max
+    oldest = versions.masked_fill(versions < 0, newest).amin(-1)
+    return oldest.masked_fill(oldest == newest, NO_VERSION)
+
+
+def staleness_of(versions: torch.Tensor, now: int) -> torch.Tensor:
+    """Returns how many versions old each of ``versions`` is at version ``now``.
+
+    Versions newer than ``now``, which a late report may hold, are 0 old.
+
+    Raises:
+        UnsupportedArgumentError: ``now`` is no integer from 0 on.
+    """
+    check_version("the newest version", now)
+    return (now - versions).clamp(min=0)
+
+
+# Where the newest policy version is read from, whatever a transform was given for it.
+
+
+@runtime_checkable
+class HoldsWeightVersion(Protocol):
+    """What a transform needs of a service."""
+
+    @property
+    def weight_version(self) -> int:
+        """Newest policy version that every serving replica holds."""
+        ...
+
+
+VersionLike: TypeAlias = (
+    "int | Callable[[], int] | HoldsWeightVersion | WeightUpdater | PolicyVersion"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attribute:
+    """Reads one attribute anew at each call; pickles with its owner."""
+
+    owner: Any
+    name: str
+
+    def __call__(self) -> int:
+        return int(getattr(self.owner, self.name))
+
+
+def as_version_source(version: VersionLike) -> int | Callable[[], int]:
+    """Returns the number itself, or a function that reads the newest version at each call.
+
+    Args:
+        version: A number from 0 on, which stays as it is; a service, or an updater, whose service
+            is asked; a ``PolicyVersion``, for its ``version``; or a function without arguments. A
+            service answers from what it knows and asks nobody; a pickled copy of it learns of
+            pushes from the replicas' reports, a moment later.
+
+    Raises:
+        UnsupportedArgumentError: It is none of these, or an updater without a service.
+    """
+    if isinstance(version, bool):
+        raise UnsupportedArgumentError(f"version must not be a truth value, got {version}")
+    if isinstance(version, int):
+        if version < 0:
+            raise UnsupportedArgumentError(f"version must be at least 0, got {version}")
+        return version
+    if isinstance(version, WeightUpdater):
+        if version.service is None:
+            raise UnsupportedArgumentError("version: this updater has no service to ask")
+        return _Attribute(version.service, "weight_version")
+    if isinstance(version, PolicyVersion):
+        return _Attribute(version, "version")
+    if isinstance(version, HoldsWeightVersion):
+        return _Attribute(version, "weight_version")
+    if callable(version) and not isinstance(version, (type, nn.Module)):
+        return version
+    raise UnsupportedArgumentError(
+        "version must be an int, a function that returns one, a service, a WeightUpdater or a "
+        f"PolicyVersion, got {type(version).__name__}"
+    )
+
+
+class StalenessFilter(PolicyAgeFilter):
+    """Drops rows whose oldest token is more than ``max_staleness`` versions old.
+
+    TorchRL's ``PolicyAgeFilter``, whose places it works in: in a replay buffer on ``extend`` and
+    on ``sample``, which may then return fewer rows than asked for, down to none; called with a
+    batch; nowhere in an environment. More than TorchRL's, it
+
+    - counts what it drops;
+    - raises on rows that carry no stamp, which TorchRL's lets pass;
+    - reads ragged rows and rows of several steps: the oldest stamp is the row's;
+    - has ``extend`` write nothing if every row is stale, where TorchRL's makes it fail.
+
+    In a buffer put it before ``MCAdvantage``, whose groups are then complete when rows are dropped:
+    transforms are applied in reverse order on ``extend``.
+
+    Example:
+        >>> buffer = ReplayBuffer(
+        ...     storage=LazyStackStorage(512),
+        ...     transform=Compose(StalenessFilter(2, service), MCAdvantage(grpo_size=8)),
+        ... )
+        >>> fresh = StalenessFilter(2, updater)(batch)  # without a buffer
+
+    Args:
+        max_staleness: Versions; 0 keeps rows of the newest version only.
+        version: What tells the newest version, see ``as_version_source``.
+        version_key: Integer entry with the stamp, of the batch's shape and perhaps more; negative
+            stamps are none.
+        allow_unstamped: Let rows without a stamp pass.
+
+    Raises:
+        UnsupportedArgumentError: ``max_staleness`` is no integer from 0 on, or ``version`` nothing
+            that a version can be read from.
+        UnstampedRowsError: When rows pass: some carry no stamp. None was dropped or counted.
+    """
+
+    def __init__(
+        self,
+        max_staleness: int,
+        version: VersionLike,
+        *,
+        version_key: NestedKey = POLICY_VERSION,
+        allow_unstamped: bool = False,
+    ) -> None:
+        if isinstance(max_staleness, bool) or not isinstance(max_staleness, int):
+            raise UnsupportedArgumentError(f"max_staleness must be an int, got {max_staleness!r}")
+        if max_staleness < 0:
+            raise UnsupportedArgumentError(f"max_staleness must be at least 0, got {max_staleness}")
+        super().__init__(
+            as_version_source(version),
+            max_staleness,
+            policy_version_key=version_key,
+            strict=not allow_unstamped,
+        )
+        self._dropped: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def max_staleness(self) -> int:
+        """How many versions old a row may be."""
+        return self.max_policy_lag
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows dropped so far, on writing and on reading."""
+        return sum(self.dropped_by_staleness.values())
+
+    @property
+    def dropped_by_staleness(self) -> dict[int, int]:
+        """Rows dropped so far, by how many versions old they were; in ascending order."""
+        with self._lock:
+            return dict(sorted(self._dropped.items()))
+
+    def reset_counts(self) -> None:
+        """Counts from 0 again."""
+        with self._lock:
+            self._dropped.clear()
+
+    def _filter(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if tensordict.batch_dims < 1 or not tensordict.batch_size.numel():
+            return tensordict
+        versions = oldest_versions(tensordict, self.policy_version_key).reshape(len(tensordict), -1)
+        missing = versions == NO_VERSION
+        if self.strict and missing.any():
+            raise UnstampedRowsError(
+                type(self).__name__,
+                self.policy_version_key,
+                int(missing.any(-1).sum()),
+                len(tensordict),
+            )
+        # TorchRL's way of asking would round what is no integer.
+        now = self.current_version() if callable(self.current_version) else self.current_version
+        staleness = staleness_of(versions, now)
+        staleness = staleness.masked_fill(missing, 0).amax(-1)  # of the steps of a row
+        stale = staleness > self.max_staleness
+        if not stale.any():
+            return tensordict
+        with self._lock:
+            self._dropped.update(staleness[stale].tolist())
+        return tensordict[~stale]
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """Drops stale rows before they are written; ``None`` writes nothing."""
+        if tensordict is None:  # an MCAdvantage behind it holds incomplete groups back
+            return None
+        kept = super()._inv_call(tensordict)
+        return kept if kept.batch_size.numel() or not tensordict.batch_size.numel() else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = threading.Lock()
+
+
+# Has old rows count less in training.
+
+
+STALENESS = "staleness"
+STALENESS_WEIGHT = "staleness_weight"
+
+
+class StalenessWeight(Transform):
+    """Writes how many versions old each row is, and a weight that falls with it.
+
+    ======================  ====================  ================================================
+    entry                   type, shape           holds
+    ======================  ====================  ================================================
+    ``"staleness"``         int64, the batch's    newest version minus the oldest that sampled a
+                                                  token of the row; at least 0
+    ``"staleness_weight"``  float32, the batch's  ``0.5 ** (staleness / half_life)``, and 0 for
+                                                  rows more than ``max_staleness`` versions old
+    ======================  ====================  ================================================
+
+    A plain geometric decay, of no published origin; TorchRL's ``StalenessAwareSampler`` decays by
+    ``1 / (staleness + 1)`` instead, in how often it samples. It scales how much a row counts; it
+    does not correct for the policy having changed, which is the importance ratio of the loss.
+
+    In a replay buffer it works on ``sample``, on a shallow copy: what is stored stays as it was, so
+    that a row sampled twice is weighted anew, not twice. Called with a batch, the same. In an
+    environment it does nothing.
+
+    Example:
+        >>> weigh = StalenessWeight(updater, half_life=2, multiply="advantage")
+        >>> loss = loss_fn(weigh(batch))
+
+    Args:
+        version: What tells the newest version, see ``as_version_source``.
+        half_life: Versions after which a row counts half; ``None`` does not decay.
+        max_staleness: Rows older than that weigh nothing; ``None`` sets no bound.
+        multiply: Floating-point entry to multiply by the weight, its shape beginning with the
+            batch's, dense or ragged; usually ``"advantage"``.
+        version_key: Integer entry with the stamp.
+
+    Raises:
+        UnsupportedArgumentError: Neither ``half_life`` nor ``max_staleness`` is given, one is out
+            of range, or ``version`` is nothing that a version can be read from.
+            Or, when rows pass: ``multiply`` names no floating-point entry.
+        UnstampedRowsError: When rows pass: some carry no stamp.
+        KeyError: When rows pass: ``multiply`` names no entry.
+    """
+
+    def __init__(
+        self,
+        version: VersionLike,
+        *,
+        half_life: float | None = None,
+        max_staleness: int | None = None,
+        multiply: NestedKey | None = None,
+        version_key: NestedKey = POLICY_VERSION,
+    ) -> None:
+        if half_life is None and max_staleness is None:
+            raise UnsupportedArgumentError("half_life or max_staleness must be given")
+        if half_life is not None and not (
+            isinstance(half_life, int | float) and 0 < half_life < math.inf
+        ):
+            raise UnsupportedArgumentError(f"half_life must be greater than 0, got {half_life!r}")
+        if max_staleness is not None:
+            if isinstance(max_staleness, bool) or not isinstance(max_staleness, int):
+                raise UnsupportedArgumentError(
+                    f"max_staleness must be an int, got {max_staleness!r}"
+                )
+            if max_staleness < 0:
+                raise UnsupportedArgumentError(
+                    f"max_staleness must be at least 0, got {max_staleness}"
+                )
+        super().__init__()
+        self._source = as_version_source(version)
+        self.half_life, self.max_staleness = half_life, max_staleness
+        self.multiply, self.version_key = multiply, version_key
+
+    def weight_of(self, staleness: torch.Tensor) -> torch.Tensor:
+        """Returns the float32 weight of rows that are ``staleness`` versions old.
+
+        Args:
+            staleness: Ages in versions, int64, of any shape.
+        """
+        weight = torch.ones_like(staleness, dtype=torch.float32)
+        if self.half_life is not None:
+            weight = torch.pow(0.5, staleness / self.half_life)
+        if self.max_staleness is not None:
+            weight = weight.masked_fill(staleness > self.max_staleness, 0.0)
+        return weight.to(torch.float32)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns a shallow copy of a batch with the entries above.
+
+        Args:
+            tensordict: Rows with a stamp; they stay as they are.
+
+        Raises:
+            UnstampedRowsError: Some rows carry no stamp.
+            UnsupportedArgumentError: ``multiply`` names no floating-point entry.
+            KeyError: ``multiply`` names no entry.
+        """
+        if not tensordict.batch_size.numel():
+            return tensordict
+        versions = oldest_versions(tensordict, self.version_key)
+        missing = int((versions == NO_VERSION).sum())
+        if missing:
+            raise UnstampedRowsError(
+                type(self).__name__, self.version_key, missing, tensordict.batch_size.numel()
+            )
+        now = self._source() if callable(self._source) else self._source
+        staleness = staleness_of(versions, now)
+        weight = self.weight_of(staleness)
+        out = tensordict.copy()
+        if self.multiply is not None:
+            _multiply(out, self.multiply, weight)
+        out.set(STALENESS, staleness)
+        return out.set(STALENESS_WEIGHT, weight)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return next_tensordict
+
+
+def _multiply(tensordict: TensorDictBase, key: NestedKey, weight: torch.Tensor) -> None:
+    """Multiplies an entry by a weight of the batch's shape, in the TensorDict given."""
+    if isinstance(tensordict, LazyStackedTensorDict):  # rows may be ragged
+        parts = weight.unbind(tensordict.stack_dim)
+        for one, part in zip(tensordict.tensordicts, parts, strict=True):
+            _multiply(one, key, part)
+        return
+    value: Any = tensordict[key]  # KeyError if there is none
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UnsupportedArgumentError(
+            f"multiply must name a floating-point entry, got {key!r}, which holds {kind}"
+        )
+    extra = value.ndim - weight.ndim
+    tensordict.set(key, value * weight.to(value.dtype).reshape(*weight.shape, *(1,) * extra))
+
+
+# The version in an environment's output: the one that sampled the row, not the one of the day.
+
+
+class VersionStamp(PolicyVersion):
+    """TorchRL's ``PolicyVersion`` that says which version sampled the tokens.
+
+    TorchRL's writes its counter when the environment steps. A push between the sampling and the
+    step makes that one too new, and GRPO's staleness figures read it. This one writes
+    ``("next", "policy_version")`` from the row's own stamp, which ``vLLMWrapper`` made where the
+    row was sampled; on rows that no such policy stamped it writes the version at the step, as
+    TorchRL does.
+
+    ===============================  =========================  ==================================
+    entry                            type, shape                holds
+    ===============================  =========================  ==================================
+    ``("next", "policy_version")``   int64, the batch's         oldest version that sampled a token
+                                                                of the step's response
+    ``"policy_version"`` at a reset  int64, the batch's         version at the reset; the policy's
+                                                                stamp takes its place
+    ===============================  =========================  ==================================
+
+    It stands wherever ``PolicyVersion`` does: ``LLMCollector(track_policy_version=VersionStamp())``
+    appends it and moves it at each push. An ``AsyncEnvPool`` steps its environments elsewhere: give
+    each of them a stamp, and one to the collector. It pickles.
+
+    Example:
+        >>> collector = LLMCollector(env, policy=policy, track_policy_version=VersionStamp(service))
+
+    Args:
+        version: ``None`` counts from 0, one for each :meth:`increment_version`. Otherwise
+            :attr:`version` follows a service, an updater or a function, however often it is
+            incremented; setting it tells it of a version that its source may hear of later only,
+            as a copy of a service in another process does.
+
+    Raises:
+        UnsupportedArgumentError: ``version`` is a number, or nothing that a version can be read
+            from.
+    """
+
+    def __init__(self, version: VersionLike | None = None) -> None:
+        source = None if version is None else as_version_source(version)
+        if isinstance(source, int):
+            raise UnsupportedArgumentError(
+                f"version must be something to follow, or None to count, got {source}"
+            )
+        self._source: Callable[[], int] | None = source
+        self._heard = 0
+        super().__init__(version_type=int)
+
+    @property
+    def version(self) -> int:
+        """The newest version."""
+        if self._source is None:
+            return int(super().version)
+        return max(int(self._source()), self._heard)
+
+    @version.setter
+    def version(self, value: str | int) -> None:
+        """Sets the counter, or tells of a version; what follows never goes back.
+
+        Raises:
+            UnsupportedArgumentError: ``value`` is no integer from 0 on.
+        """
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise UnsupportedArgumentError(f"version must be an int of at least 0, got {value!r}")
+        if self._source is None:
+            self._current_version = value
+        else:
+            self._heard = max(value, self._heard)
+
+    def _increment_version(self, init: bool = False) -> int:
+        """Counts on, or notes in ``version_history`` what the source says now."""
+        if self._source is None:
+            return int(super()._increment_version(init))
+        before = None if init else self._current_version
+        self._current_version = self.version
+        self.version_history.append(VersionChange(datetime.now(), before, self._current_version))
+        return self._current_version
+
+    def _step(
+        self, tensordict: TensorDictBase | None, next_tensordict: TensorDictBase
+    ) -> TensorDictBase:
+        """Stamps the step's rows; TorchRL calls it without ``tensordict`` at a reset."""
+        next_tensordict = super()._step(tensordict, next_tensordict)
+        # A reset leaves a stamp in the root too: only the wrapper leaves a newest version as well.
+        if tensordict is None or tensordict.get(MAX_POLICY_VERSION, None) is None:
+            return next_tensordict
+        sampled = oldest_versions(tensordict, POLICY_VERSION)
+        today: Any = next_tensordict.get(POLICY_VERSION)
+        next_tensordict.set(POLICY_VERSION, torch.where(sampled == NO_VERSION, today, sampled))
+        return next_tensordict
