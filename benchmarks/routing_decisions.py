@@ -26,10 +26,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import Recorder
-from torchrl_vllm_sync.balancer import LoadBalancer
-from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.routing import PrefixIndex
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync import errors
-    from torchrl_vllm_sync.balancer import LoadBalancer
     from torchrl_vllm_sync.observe.metrics import MetricsExporter
     from torchrl_vllm_sync.observe.page import Dashboard
     from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     )
     from torchrl_vllm_sync.rl.statistics import log_pushes, log_rollouts
     from torchrl_vllm_sync.rl.updater import WeightUpdater
+    from torchrl_vllm_sync.routing.balancer import LoadBalancer
     from torchrl_vllm_sync.scaling import QueueLengthScaling
     from torchrl_vllm_sync.service import AsyncVLLM, attach, make_async_vllm_engine
 
@@ -69,7 +69,7 @@ _HOMES = {
     "AsyncVLLM": "torchrl_vllm_sync.service",
     "Dashboard": "torchrl_vllm_sync.observe.page",
     "GenerationStatistics": "torchrl_vllm_sync.rl",
-    "LoadBalancer": "torchrl_vllm_sync.balancer",
+    "LoadBalancer": "torchrl_vllm_sync.routing.balancer",
     "MetricsExporter": "torchrl_vllm_sync.observe.metrics",
     "PushStatus": "torchrl_vllm_sync.replica",
     "QueueLengthScaling": "torchrl_vllm_sync.scaling",

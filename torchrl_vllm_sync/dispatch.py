@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
     from typing import Any
 
-    from torchrl_vllm_sync.load import LoadTracker
     from torchrl_vllm_sync.replica import Replica
     from torchrl_vllm_sync.replica_access import Reserve
     from torchrl_vllm_sync.requests import EngineRequest, EngineResult
-    from torchrl_vllm_sync.reservation import Reservation
+    from torchrl_vllm_sync.routing.balancer import Reservation
+    from torchrl_vllm_sync.routing.ledger import LoadTracker
 
     Accept = Callable[[EngineResult], None]
 

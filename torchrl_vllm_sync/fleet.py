@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torchrl_vllm_sync.launch import LaunchPlan
-    from torchrl_vllm_sync.load import LoadTracker
     from torchrl_vllm_sync.membership import Member, Membership
+    from torchrl_vllm_sync.routing.ledger import LoadTracker
     from torchrl_vllm_sync.weights.push import WeightPusher
 
 __all__ = ["Fleet"]

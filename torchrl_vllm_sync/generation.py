@@ -23,7 +23,7 @@ from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
 from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.request_counts import RequestCounts
 from torchrl_vllm_sync.requests import EngineRequest, EngineResult, mark_output
-from torchrl_vllm_sync.sessions import key_per_prompt
+from torchrl_vllm_sync.routing.placer import key_per_prompt
 from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.wire import unpack_output
 
@@ -32,12 +32,11 @@ if TYPE_CHECKING:
 
     from vllm import RequestOutput
 
-    from torchrl_vllm_sync.balancer import LoadBalancer
-    from torchrl_vllm_sync.load import LoadTracker
     from torchrl_vllm_sync.prompts import PromptRecord
     from torchrl_vllm_sync.replica import EngineDescription, Replica
-    from torchrl_vllm_sync.reservation import Reservation
-    from torchrl_vllm_sync.sessions import RequestKey
+    from torchrl_vllm_sync.routing.balancer import LoadBalancer, Reservation
+    from torchrl_vllm_sync.routing.ledger import LoadTracker
+    from torchrl_vllm_sync.routing.placer import RequestKey
 
 __all__ = ["Generation", "PinnedBalancer", "PreparedBatch"]
 

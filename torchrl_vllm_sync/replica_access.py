@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from torchrl_vllm_sync.attempts import PendingRequest
-    from torchrl_vllm_sync.load import LoadTracker
     from torchrl_vllm_sync.replica import Replica
     from torchrl_vllm_sync.requests import EngineRequest, EngineResult
-    from torchrl_vllm_sync.reservation import Reservation
+    from torchrl_vllm_sync.routing.balancer import Reservation
+    from torchrl_vllm_sync.routing.ledger import LoadTracker
 
     Reserve = Callable[[Sequence[EngineRequest], Collection[str]], list[Reservation]]
 

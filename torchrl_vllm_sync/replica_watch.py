@@ -12,8 +12,8 @@ from torchrl_vllm_sync.replica import ReplicaState
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-    from torchrl_vllm_sync.load import LoadTracker
     from torchrl_vllm_sync.replica import Replica
+    from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 __all__ = ["ReplicaWatch"]
 

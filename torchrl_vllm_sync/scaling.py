@@ -11,7 +11,7 @@ from torchrl_vllm_sync.replica import ReplicaState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchrl_vllm_sync.load_snapshot import LoadSnapshot
+    from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 
 __all__ = ["QueueLengthScaling", "ScalingPolicy"]
 

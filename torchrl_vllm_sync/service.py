@@ -12,7 +12,6 @@ import ray
 import ray.util
 from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
 
-from torchrl_vllm_sync.balancer import LoadBalancer
 from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.engine.args import (
     engine_environment,
@@ -32,13 +31,14 @@ from torchrl_vllm_sync.launch import (
     launch_replicas,
     launch_timeout_s,
 )
-from torchrl_vllm_sync.load import LoadTracker
-from torchrl_vllm_sync.load_monitor import LoadMonitor
 from torchrl_vllm_sync.membership import Membership
 from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.placement import ReplicaResources
 from torchrl_vllm_sync.registry import find_service, named_actors
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.routing.monitor import LoadMonitor
 from torchrl_vllm_sync.service_members import ServiceMembers
 from torchrl_vllm_sync.service_metrics import ServiceMetrics
 from torchrl_vllm_sync.service_native import ServiceNative

@@ -15,8 +15,8 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.fleet import Fleet
-from torchrl_vllm_sync.load_snapshot import describe_replicas
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.routing.ledger import describe_replicas
 from torchrl_vllm_sync.service_replicas import ServiceReplicas
 from torchrl_vllm_sync.supervisor import Supervisor
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from torchrl_vllm_sync.errors import ReplicaUnavailableError
-    from torchrl_vllm_sync.load import LoadTracker
     from torchrl_vllm_sync.membership import Membership
     from torchrl_vllm_sync.replica import Replica
+    from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 __all__ = ["FIGURE_TIMEOUT_S", "RPC_TIMEOUT_S", "ServiceReplicas"]
 

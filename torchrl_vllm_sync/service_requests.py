@@ -9,9 +9,9 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.background import iterate_blocking, run_blocking
-from torchrl_vllm_sync.balancer import LoadBalancer
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
 from torchrl_vllm_sync.generation import Generation, PinnedBalancer
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.service_replicas import ServiceReplicas
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 
     from torchrl_vllm_sync.generation import PreparedBatch
-    from torchrl_vllm_sync.sessions import RequestKey
+    from torchrl_vllm_sync.routing.placer import RequestKey
 
 __all__ = ["ServiceRequests"]
 

@@ -17,9 +17,9 @@ from torchrl_vllm_sync.versions import check_version
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from torchrl_vllm_sync.load import LoadSnapshot
     from torchrl_vllm_sync.observe.status import StatusLog
     from torchrl_vllm_sync.replica import PushStatus
+    from torchrl_vllm_sync.routing.ledger import LoadSnapshot
     from torchrl_vllm_sync.version_hooks import VersionHooks
     from torchrl_vllm_sync.weights.push import WeightPusher
     from torchrl_vllm_sync.weights.transport import PushReport

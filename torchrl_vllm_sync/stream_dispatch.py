@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import Replica
     from torchrl_vllm_sync.replica_access import ReplicaAccess, Reserve
     from torchrl_vllm_sync.requests import EngineRequest, EngineResult
-    from torchrl_vllm_sync.reservation import Reservation
+    from torchrl_vllm_sync.routing.balancer import Reservation
 
 __all__ = ["stream_request"]
 

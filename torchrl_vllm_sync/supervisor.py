@@ -17,8 +17,7 @@ from torchrl_vllm_sync.replica import ReplicaState
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torchrl_vllm_sync.load import LoadTracker
-    from torchrl_vllm_sync.load_snapshot import LoadSnapshot
+    from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
     from torchrl_vllm_sync.scaling import ScalingPolicy
 
 __all__ = ["RESTART_WINDOW_S", "RestartBudget", "Supervised", "Supervisor"]

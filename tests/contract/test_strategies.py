@@ -14,9 +14,6 @@ from types import SimpleNamespace
 import pytest
 from ray import cloudpickle
 
-from torchrl_vllm_sync.balancer import LoadBalancer
-from torchrl_vllm_sync.load import LoadTracker
-from torchrl_vllm_sync.load_snapshot import LoadSnapshot
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.routing import (
     RoutingRequest,
@@ -26,6 +23,8 @@ from torchrl_vllm_sync.routing import (
     strategies,
     strategy_factory,
 )
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
 
 PROMPTS = [None, "Hello", "a longer text " * 50, [1], list(range(500)), (5, 6, 7)] * 10
 REQUESTS = [RoutingRequest(prompt, {"session_id": 1}) for prompt in PROMPTS]

@@ -11,11 +11,14 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 ray = pytest.importorskip("ray")
 
-from torchrl_vllm_sync.balancer import LoadBalancer  # noqa: E402
-from torchrl_vllm_sync.load import LoadTracker  # noqa: E402
-from torchrl_vllm_sync.load_monitor import BareActorReader, LoadMonitor  # noqa: E402
-from torchrl_vllm_sync.ray_connection import staying_connected  # noqa: E402
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState  # noqa: E402
+from torchrl_vllm_sync.routing.balancer import LoadBalancer  # noqa: E402
+from torchrl_vllm_sync.routing.ledger import LoadTracker  # noqa: E402
+from torchrl_vllm_sync.routing.monitor import (  # noqa: E402
+    BareActorReader,
+    LoadMonitor,
+    staying_connected,
+)
 
 pytestmark = pytest.mark.ray
 

@@ -9,7 +9,6 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from torchrl_vllm_sync import attempts, dispatch, replica_access, stream_dispatch
-from torchrl_vllm_sync.balancer import LoadBalancer
 from torchrl_vllm_sync.dispatch import Dispatcher
 from torchrl_vllm_sync.errors import (
     GenerationError,
@@ -17,9 +16,10 @@ from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     ReplicaUnavailableError,
 )
-from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.replica import Replica, ReplicaState
 from torchrl_vllm_sync.requests import EngineRequest, EngineResult
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 
 class Method:

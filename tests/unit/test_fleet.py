@@ -13,9 +13,9 @@ from tests.unit.test_membership import member
 from torchrl_vllm_sync import fleet as fleet_module
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.fleet import Fleet
-from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.membership import Membership
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.supervisor import Supervisor
 
 SERVING, STALE, STARTING = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.STARTING

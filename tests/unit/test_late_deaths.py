@@ -7,9 +7,9 @@ import pytest
 from torchrl_vllm_sync import fleet, service_replicas
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
 from torchrl_vllm_sync.fleet import Fleet
-from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.membership import Member, Membership
 from torchrl_vllm_sync.replica import Replica, ReplicaState
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service_replicas import ServiceReplicas
 
 

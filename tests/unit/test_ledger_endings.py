@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from torchrl_vllm_sync.balancer import LoadBalancer
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, SyncError
-from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 SERVING, FAILED = ReplicaState.SERVING, ReplicaState.FAILED
 STRATEGIES = ["prefix-aware", "requests", "kv-cache", "round-robin"]

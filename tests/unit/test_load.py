@@ -11,9 +11,6 @@ from ray.exceptions import RpcError
 
 from torchrl_vllm_sync.errors import LaunchError, UnsupportedArgumentError
 from torchrl_vllm_sync.launch import _check_block_sizes
-from torchrl_vllm_sync.load import LoadTracker
-from torchrl_vllm_sync.load_monitor import BareActorReader, LoadMonitor, ReportReader, _Ask
-from torchrl_vllm_sync.load_snapshot import LoadSnapshot
 from torchrl_vllm_sync.replica import (
     EngineDescription,
     EngineReport,
@@ -21,6 +18,8 @@ from torchrl_vllm_sync.replica import (
     ReplicaState,
     Silence,
 )
+from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
+from torchrl_vllm_sync.routing.monitor import BareActorReader, LoadMonitor, ReportReader, _Ask
 
 SERVING, FAILED = ReplicaState.SERVING, ReplicaState.FAILED
 
@@ -403,7 +402,7 @@ def test_readers_tell_an_answer_from_a_failure():
 
 def test_the_monitor_outlives_an_error_of_the_cluster(monkeypatch):
     monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("torchrl_vllm_sync.load_monitor._connection", lambda: ("node", "job"))
+    monkeypatch.setattr("torchrl_vllm_sync.routing.monitor._connection", lambda: ("node", "job"))
     rounds, again = [], threading.Event()
 
     def replicas():

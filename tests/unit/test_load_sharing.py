@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_vllm_sync.balancer import LoadBalancer
 from torchrl_vllm_sync.errors import NoReplicaAvailableError
-from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 SERVING = ReplicaState.SERVING
 MAX_AGE_S = 5.0  # a balancer's, for intervals of up to 5 / 3 s

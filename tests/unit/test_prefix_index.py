@@ -14,8 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from torchrl_vllm_sync.errors import InvalidPromptError
 from torchrl_vllm_sync.routing import PrefixIndex
-from torchrl_vllm_sync.routing.blocks import PromptChain
-from torchrl_vllm_sync.routing.prefix_index import INDEX_BLOCK_TOKENS, index_block_tokens
+from torchrl_vllm_sync.routing.prefix_index import (
+    INDEX_BLOCK_TOKENS,
+    PromptChain,
+    index_block_tokens,
+)
 
 BLOCK = 4
 
@@ -99,7 +102,7 @@ def test_ids_that_are_none_are_refused(prompt):
 
 
 _DIGESTS = """
-from torchrl_vllm_sync.routing.blocks import PromptChain
+from torchrl_vllm_sync.routing.prefix_index import PromptChain
 for prompt in ("a text " * 9, [1, 2, 3] * 9, [2**31 - 1, -5]):
     for salt in (None, "", "salt"):
         chain = PromptChain(prompt, 4, salt)

@@ -15,11 +15,11 @@ from torchrl_vllm_sync import generation
 from torchrl_vllm_sync.engine import processes
 from torchrl_vllm_sync.engine.processes import end_replica
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, ReplicaUnavailableError, SyncError
-from torchrl_vllm_sync.load import LoadTracker
-from torchrl_vllm_sync.load_monitor import LoadMonitor, _Ask
 from torchrl_vllm_sync.ray_errors import is_away, is_gone, loss
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaProcesses, ReplicaState
 from torchrl_vllm_sync.replica_calls import ReplicaCalls
+from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.routing.monitor import LoadMonitor, _Ask
 
 FAILED, SERVING = ReplicaState.FAILED, ReplicaState.SERVING
 

@@ -11,7 +11,6 @@ from torchrl_vllm_sync.errors import (
     UnknownStrategyError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.load_snapshot import LoadSnapshot
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.routing import (
     PrefixIndex,
@@ -21,6 +20,7 @@ from torchrl_vllm_sync.routing import (
     register_strategy,
     strategy_factory,
 )
+from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 from torchrl_vllm_sync.routing.strategies import not_overloaded
 
 SYSTEM = list(range(1000, 1512))

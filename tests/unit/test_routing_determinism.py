@@ -12,8 +12,8 @@ from torchrl_vllm_sync.routing import known_strategies
 SCRIPT = '''
 import random
 from types import SimpleNamespace
-from torchrl_vllm_sync.balancer import LoadBalancer
-from torchrl_vllm_sync.load import LoadTracker
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 
 

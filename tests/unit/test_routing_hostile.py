@@ -11,11 +11,8 @@ import pytest
 
 from torchrl_vllm_sync import generation
 from torchrl_vllm_sync.background import iterate_blocking
-from torchrl_vllm_sync.balancer import LoadBalancer
 from torchrl_vllm_sync.dispatch import Dispatcher
 from torchrl_vllm_sync.errors import InvalidPromptError, SyncError, UnsupportedArgumentError
-from torchrl_vllm_sync.load import LoadTracker
-from torchrl_vllm_sync.load_monitor import BareActorReader
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
 from torchrl_vllm_sync.requests import EngineRequest
 from torchrl_vllm_sync.routing import (
@@ -24,6 +21,9 @@ from torchrl_vllm_sync.routing import (
     register_strategy,
     strategies,
 )
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.routing.monitor import BareActorReader
 
 SERVING = ReplicaState.SERVING
 STRATEGIES = ["prefix-aware", "requests", "kv-cache", "round-robin"]

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from torchrl_vllm_sync.errors import ServiceClosedError, WeightSyncError
-from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.observe.status import (
     MAX_FAILURES,
     MAX_PUSHES,
@@ -17,9 +16,9 @@ from torchrl_vllm_sync.observe.status import (
     finished_push,
 )
 from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus, ReplicaState
+from torchrl_vllm_sync.routing.ledger import LoadTracker, token_rates
 from torchrl_vllm_sync.service_status import ServiceView
 from torchrl_vllm_sync.service_weights import ServiceWeights
-from torchrl_vllm_sync.token_rates import token_rates
 from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome
 
 SERVING, STALE, FAILED = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.FAILED

@@ -12,8 +12,8 @@ from torchrl_vllm_sync.errors import (
     ServiceClosedError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.scaling import QueueLengthScaling
 from torchrl_vllm_sync.supervisor import RESTART_WINDOW_S, RETURN_S, RestartBudget, Supervisor
 

@@ -12,9 +12,9 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     VersionNotReachedError,
 )
-from torchrl_vllm_sync.load import LoadTracker
-from torchrl_vllm_sync.load_monitor import LoadMonitor
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
+from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.routing.monitor import LoadMonitor
 from torchrl_vllm_sync.service_versions import ServiceVersions
 from torchrl_vllm_sync.version_hooks import VersionHooks
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
-from torchrl_vllm_sync.ray_connection import staying_connected
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.routing.monitor import staying_connected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

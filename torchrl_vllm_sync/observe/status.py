@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchrl_vllm_sync.errors import WeightSyncError
 from torchrl_vllm_sync.replica import PushStatus, ReplicaState
-from torchrl_vllm_sync.token_rates import TokenRates, token_rates
+from torchrl_vllm_sync.routing.ledger import TokenRates, token_rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torchrl_vllm_sync.load import LoadTracker
-    from torchrl_vllm_sync.load_snapshot import LoadSnapshot
     from torchrl_vllm_sync.membership import Member
     from torchrl_vllm_sync.replica import EngineCounters
+    from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
     from torchrl_vllm_sync.weights.transport import PushReport
 
 

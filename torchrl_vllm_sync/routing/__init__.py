@@ -1,13 +1,13 @@
 """Routing: which replica a request goes to, decided from load snapshots and without any I/O."""
 
 from torchrl_vllm_sync.routing.prefix_index import PrefixIndex
-from torchrl_vllm_sync.routing.prompt import routing_prompt
-from torchrl_vllm_sync.routing.request import RoutingRequest
 from torchrl_vllm_sync.routing.strategies import (
+    RoutingRequest,
     RoutingStrategy,
     StrategySettings,
     known_strategies,
     register_strategy,
+    routing_prompt,
     strategy_factory,
 )
 

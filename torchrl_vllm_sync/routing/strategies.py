@@ -4,34 +4,121 @@ from __future__ import annotations
 
 import random  # noqa: TID251 - only seeded instances, so every tie can be replayed
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import numpy as np
 import xxhash
 
-from torchrl_vllm_sync.errors import UnknownStrategyError, UnsupportedArgumentError
-from torchrl_vllm_sync.routing.prefix_index import INDEX_BLOCK_TOKENS, PrefixIndex
+from torchrl_vllm_sync.errors import (
+    InvalidPromptError,
+    UnknownStrategyError,
+    UnsupportedArgumentError,
+)
+from torchrl_vllm_sync.routing.prefix_index import BYTES_PER_TOKEN, INDEX_BLOCK_TOKENS, PrefixIndex
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.load_snapshot import LoadSnapshot
-    from torchrl_vllm_sync.routing.request import RoutingRequest
+    from torchrl_vllm_sync.routing.ledger import LoadSnapshot
+    from torchrl_vllm_sync.routing.prefix_index import PromptChain
 
-__all__ = [
-    "KVCache",
-    "LeastRequests",
-    "PrefixAware",
-    "RoundRobin",
-    "RoutingStrategy",
-    "StrategyFactory",
-    "StrategySettings",
-    "affinity",
-    "known_strategies",
-    "loads_of",
-    "not_overloaded",
-    "register_strategy",
-    "strategy_factory",
-]
+
+# The part of a prompt that strategies look at.
+
+
+_FLAT = (list, tuple, str, np.ndarray)
+
+
+def routing_prompt(prompt: object) -> tuple[str | Sequence[int] | None, str | None]:
+    """Returns what strategies look at, checked as far as costs no time.
+
+    Returns:
+        Text or token ids, None if there is no prompt; and its ``cache_salt``, None if it has none.
+
+    Raises:
+        InvalidPromptError: It is empty or of a wrong type.
+    """
+    salt = None
+    if not isinstance(prompt, _FLAT) and isinstance(prompt, Mapping):
+        form: Mapping[str, Any] = prompt
+        salt, ids = form.get("cache_salt"), form.get("prompt_token_ids")
+        prompt = form.get("prompt") if ids is None else ids
+        if prompt is None:
+            raise InvalidPromptError("a prompt dict must have prompt_token_ids or prompt, got none")
+        if salt is not None and not isinstance(salt, str):
+            raise InvalidPromptError(f"cache_salt must be text, got {type(salt).__name__}")
+    if prompt is None:
+        return None, None
+    if not isinstance(prompt, _FLAT):
+        raise InvalidPromptError(
+            f"a prompt must be text, token ids or a dict of these, got {type(prompt).__name__}"
+        )
+    if isinstance(prompt, np.ndarray) and (prompt.ndim != 1 or prompt.dtype.kind not in "iu"):
+        raise InvalidPromptError(
+            "an array of token ids must have 1 dimension and an integer dtype, "
+            f"got shape {prompt.shape} and {prompt.dtype}"
+        )
+    if not len(prompt):
+        raise InvalidPromptError(f"a prompt must not be empty, got {prompt!r}")
+    if isinstance(prompt, (list, tuple)) and (
+        isinstance(prompt[0], bool) or not isinstance(prompt[0], (int, np.integer))
+    ):
+        raise InvalidPromptError(f"token ids must be integers, got {type(prompt[0]).__name__}")
+    return prompt, salt  # pyright: ignore[reportReturnType] - an integer array is a sequence of ids
+
+
+# What routing may know of a request.
+
+
+@dataclass(slots=True)
+class RoutingRequest:
+    """What a strategy may know of a request.
+
+    Attributes:
+        prompt: Text, or token ids, not empty; None if the caller did not say.
+        context: What else the caller said; this library's strategies do not read it.
+        session_id: The conversation it belongs to; None if the caller did not say.
+        group_id: The group of requests with the same prompt it belongs to, likewise.
+        salt: Requests with different salts share no cache; vLLM's ``cache_salt``.
+        num_samples: Samples that it asks for; each counts as one request in flight.
+        max_tokens: Most tokens that each sample can have; None if the caller did not say.
+        num_coming: Samples that are being placed together and are not counted in any snapshot yet,
+            those of this request included.
+        known_chain: The prompt's digests, if a strategy has asked for them.
+    """
+
+    prompt: str | Sequence[int] | None = None
+    context: Mapping[str, Any] | None = None
+    session_id: str | int | None = None
+    group_id: str | int | None = None
+    salt: str | None = None
+    num_samples: int = 1
+    max_tokens: int | None = None
+    num_coming: int = 1
+    known_chain: PromptChain | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt as far as is known, 0 without one, a guess for text."""
+        prompt = self.prompt
+        if prompt is None:
+            return 0
+        return len(prompt) // BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt)
+
+    def chain(self, index: PrefixIndex) -> PromptChain:
+        """Returns the prompt's digests in an index's blocks, computed once. There must be a prompt.
+
+        Args:
+            index: What the replicas' caches hold.
+
+        Raises:
+            InvalidPromptError: An id is not an integer of 32 bits.
+        """
+        if self.known_chain is None:
+            assert self.prompt is not None, "a request without a prompt has no digests"
+            self.known_chain = index.chain(self.prompt, self.salt)
+        return self.known_chain
+
 
 # What a request costs beside its uncached tokens, in tokens: without it a replica that has all of a
 # prompt would cost nothing however much it has to do.
@@ -301,3 +388,54 @@ def strategy_factory(name: str) -> StrategyFactory:
     if not isinstance(name, str) or name not in _FACTORIES:
         raise UnknownStrategyError(f"strategy must be one of {', '.join(_FACTORIES)}, got {name!r}")
     return _FACTORIES[name]
+
+
+# Several strategies in fallback order: the first that can tell decides.
+
+
+class StrategyChain:
+    """Asks strategies in order; where none can tell, the fewest requests decide.
+
+    Not safe for threads; whoever calls holds the ledger's lock.
+
+    Args:
+        factories: Of the strategies, by name and in fallback order.
+        settings: What they are built with.
+    """
+
+    def __init__(
+        self, factories: Mapping[str, StrategyFactory], settings: StrategySettings
+    ) -> None:
+        self._names = list(factories)
+        self._strategies = [factory(settings) for factory in factories.values()]
+        self._last_resort = LeastRequests(settings)
+
+    def choose(self, request: RoutingRequest, choices: Sequence[LoadSnapshot]) -> int:
+        """Position among ``choices`` of the replica to use.
+
+        Raises:
+            IndexError: A strategy chose none of them.
+        """
+        for name, strategy in zip(self._names, self._strategies, strict=True):
+            position = strategy.choose(request, choices)
+            if position is None:
+                continue
+            if (
+                isinstance(position, bool)
+                or not isinstance(position, (int, np.integer))
+                or not 0 <= position < len(choices)
+            ):
+                raise IndexError(
+                    f"strategy {name!r} must choose one of {len(choices)} positions, "
+                    f"got {position!r}"
+                )
+            return int(position)
+        return self._last_resort.choose(request, choices)
+
+    def turn(self, snapshots: Sequence[LoadSnapshot]) -> int:
+        """Position among all replicas whose turn is next; 0 if none, or without ``round-robin``."""
+        admitting = [at for at, one in enumerate(snapshots) if one.state.admits_requests]
+        for strategy in self._strategies:
+            if isinstance(strategy, RoundRobin) and admitting:
+                return admitting[strategy.peek([snapshots[at] for at in admitting])]
+        return 0

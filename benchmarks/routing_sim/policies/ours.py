@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.balancer import LoadBalancer
-from torchrl_vllm_sync.load import LoadTracker
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

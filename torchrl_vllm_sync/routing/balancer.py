@@ -8,14 +8,9 @@ from collections.abc import Collection, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from torchrl_vllm_sync.bare_actors import BareActors
 from torchrl_vllm_sync.checks import check_integer, check_number
-from torchrl_vllm_sync.errors import (
-    InvalidPromptError,
-    UnsupportedArgumentError,
-)
-from torchrl_vllm_sync.placer import RequestPlacer
-from torchrl_vllm_sync.reservation import Reservation
+from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
+from torchrl_vllm_sync.replica import Replica, ReplicaState
 from torchrl_vllm_sync.routing import (
     PrefixIndex,
     RoutingRequest,
@@ -23,17 +18,135 @@ from torchrl_vllm_sync.routing import (
     routing_prompt,
     strategy_factory,
 )
+from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.routing.monitor import BareActorReader, LoadMonitor
+from torchrl_vllm_sync.routing.placer import RequestPlacer, as_key, as_keys, key_per_prompt
 from torchrl_vllm_sync.routing.prefix_index import index_block_tokens
-from torchrl_vllm_sync.sessions import as_key, as_keys, key_per_prompt
 from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from types import TracebackType
+    from typing import Self
 
-    from torchrl_vllm_sync.load import Candidates, LoadTracker
-    from torchrl_vllm_sync.sessions import RequestKey
+    import numpy as np
 
-__all__ = ["BalancedService", "LoadBalancer", "Reservation"]
+    from torchrl_vllm_sync.routing.ledger import Candidates, LoadSnapshot
+    from torchrl_vllm_sync.routing.placer import RequestKey
+
+
+# The ledger of a list of actors that no service feeds.
+
+
+class BareActors:
+    """Actors with TorchRL's methods, counted as serving until they prove dead.
+
+    Their ids are ``"0"``, ``"1"``, ...; a pickled copy has an empty ledger, and asks nobody before
+    :meth:`start`.
+
+    Args:
+        actors: Handles.
+        interval_s: Seconds between two questions to each.
+
+    Attributes:
+        tracker: The ledger.
+    """
+
+    def __init__(self, actors: Sequence[Any], *, interval_s: float) -> None:
+        self._actors = list(actors)
+        ids = [str(index) for index in range(len(actors))]
+        self.tracker = LoadTracker(ids, state=ReplicaState.SERVING)
+        self._monitor = LoadMonitor(
+            self.tracker, self._replicas, interval_s=interval_s, read=BareActorReader()
+        )
+
+    def start(self) -> None:
+        """Begins to ask the actors; does nothing while that goes on."""
+        self._monitor.start()
+
+    def stop(self) -> None:
+        """Stops asking them."""
+        self._monitor.stop()
+
+    def _replicas(self) -> list[Replica]:
+        return [Replica(str(index), actor) for index, actor in enumerate(self._actors)]
+
+
+# One request's place on a replica.
+
+
+class Reservation:
+    """One request that counts as in flight on a replica until ``release``.
+
+    Made by ``LoadBalancer.reserve``, which has counted it already. Leaving ``with`` or
+    ``async with`` releases it, whichever way it is left.
+
+    Attributes:
+        replica_id: Stable id of the replica.
+        index: Its position in the balancer's ``actors`` when the request was reserved.
+    """
+
+    __slots__ = (
+        "_num_samples", "_placer", "_released", "_request", "_tokens", "_tracker", "_version",
+        "index", "replica_id",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tracker: LoadTracker,
+        placer: RequestPlacer,
+        request: RoutingRequest,
+        snapshot: LoadSnapshot,
+        index: int,
+        tokens: int,
+    ) -> None:
+        self._tracker, self._placer, self._request = tracker, placer, request
+        self._tokens, self._num_samples = tokens, request.num_samples
+        self._version, self._released = snapshot.cache_version, False
+        self.replica_id, self.index = snapshot.replica_id, index
+
+    def release(
+        self, answers: Sequence[Sequence[int] | np.ndarray] = (), version: int | None = None
+    ) -> None:
+        """Gives the place back; does nothing the second time.
+
+        Args:
+            answers: Token ids of each sample, if the request was answered: the next turn will
+                begin with them. Integers, of shape ``(num_tokens,)`` each.
+            version: Weight version that they began with; None if only what was known when the
+                place was reserved is known.
+        """
+        with self._tracker.lock:
+            if self._released:
+                return
+            self._released = True
+            self._tracker.release(self.replica_id, self._num_samples, self._tokens)
+            if answers:
+                begun = self._version if version is None else version
+                self._placer.finish(self._request, self.replica_id, begun, answers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
 
 _DEFAULT_STRATEGY = ("prefix-aware", "requests")
 _MAX_REPORT_AGE_S = 5.0

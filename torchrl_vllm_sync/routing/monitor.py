@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -13,17 +14,42 @@ from inspect import ismethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.ray_connection import staying_connected
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState, Silence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from torchrl_vllm_sync.load import LoadTracker
-
-__all__ = ["BareActorReader", "LoadMonitor", "LoadReader", "ReportReader"]
+    from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 logger = logging.getLogger(__name__)
+
+# This process's connection to Ray, as background threads may use it.
+
+
+# Starting a cluster holds the lock for some seconds.
+LOCK_TIMEOUT_S = 5.0
+
+
+@contextlib.contextmanager
+def staying_connected() -> Iterator[bool]:
+    """Gives whether this process is connected to Ray, and keeps that from ending meanwhile.
+
+    A thread that calls into Ray (2.60) while another is inside ``ray.shutdown()`` takes the whole
+    process with it: a core worker that is called after its end exits. So a thread that nobody waits
+    for makes its calls in here, and no long ones. Ray connects and shuts down under a lock, which
+    this takes; it gives ``False`` when that is held for longer than five seconds.
+    """
+    import ray
+    from ray._private import worker
+
+    if not worker._connect_or_shutdown_lock.acquire(timeout=LOCK_TIMEOUT_S):
+        yield False
+        return
+    try:
+        yield ray.is_initialized()
+    finally:
+        worker._connect_or_shutdown_lock.release()
+
 
 _JOIN_TIMEOUT_S = 5.0
 # Seconds from one round of questions to the next while somebody waits for a replica to change.
