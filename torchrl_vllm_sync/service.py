@@ -22,7 +22,6 @@ from torchrl_vllm_sync.engine.args import (
 )
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.fleet import Fleet, describe
-from torchrl_vllm_sync.generation import Generation
 from torchrl_vllm_sync.launch import (
     CLOSE_LINGER_S,
     CLOSE_TIMEOUT_S,
@@ -36,6 +35,7 @@ from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.placement import ReplicaResources
 from torchrl_vllm_sync.registry import find_service, named_actors
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
+from torchrl_vllm_sync.requests.generation import Generation
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import LoadMonitor

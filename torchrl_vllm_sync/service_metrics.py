@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.observe.metrics import MetricsExporter, metrics_port
-from torchrl_vllm_sync.request_counts import REQUEST_ENDS
+from torchrl_vllm_sync.requests.generation import REQUEST_ENDS
 from torchrl_vllm_sync.service_status import ServiceView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchrl_vllm_sync.generation import Generation
     from torchrl_vllm_sync.replica import PushStatus
+    from torchrl_vllm_sync.requests.generation import Generation
 
 __all__ = ["ServiceMetrics"]
 

@@ -8,9 +8,13 @@ import logging
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.background import iterate_blocking, run_blocking
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
-from torchrl_vllm_sync.generation import Generation, PinnedBalancer
+from torchrl_vllm_sync.requests.generation import (
+    Generation,
+    PinnedBalancer,
+    iterate_blocking,
+    run_blocking,
+)
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.service_replicas import ServiceReplicas
 
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 
-    from torchrl_vllm_sync.generation import PreparedBatch
+    from torchrl_vllm_sync.requests.generation import PreparedBatch
     from torchrl_vllm_sync.routing.placer import RequestKey
 
 __all__ = ["ServiceRequests"]

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.engine.requests import endless, eventually, is_idle, sampling, token_ids
-from torchrl_vllm_sync import background, generation
 from torchrl_vllm_sync.errors import (
     GenerationError,
     GenerationTimeoutError,
     InvalidPromptError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.requests import EngineRequest
+from torchrl_vllm_sync.requests import generation
+from torchrl_vllm_sync.requests.messages import EngineRequest
 from torchrl_vllm_sync.testing import (
     assert_diverse,
     greedy_tokens,
@@ -319,7 +319,7 @@ def test_an_interrupt_ends_the_engines_work(service, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(
-        background.asyncio,
+        generation.asyncio,
         "run_coroutine_threadsafe",
         lambda coroutine, loop: Interrupted(schedule(coroutine, loop)),
     )

@@ -20,7 +20,7 @@ from torchrl_vllm_sync.errors import (
     VersionNotReachedError,
     WeightMismatchError,
 )
-from torchrl_vllm_sync.requests import EngineRequest
+from torchrl_vllm_sync.requests.messages import EngineRequest
 from torchrl_vllm_sync.versions import check_spans, expand_spans
 
 pytestmark = pytest.mark.timeout(300)

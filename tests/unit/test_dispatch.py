@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from torchrl_vllm_sync import attempts, dispatch, replica_access, stream_dispatch
-from torchrl_vllm_sync.dispatch import Dispatcher
 from torchrl_vllm_sync.errors import (
     GenerationError,
     GenerationTimeoutError,
@@ -17,7 +15,9 @@ from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
 )
 from torchrl_vllm_sync.replica import Replica, ReplicaState
-from torchrl_vllm_sync.requests import EngineRequest, EngineResult
+from torchrl_vllm_sync.requests import dispatch
+from torchrl_vllm_sync.requests.dispatch import Dispatcher
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 
@@ -190,7 +190,7 @@ async def test_attempts_are_bounded():
         )
     (result,) = await rig.run(make_requests(1))
     assert isinstance(result.error, ReplicaUnavailableError)
-    assert sum(len(actor.calls) for actor in rig.actors) == attempts.MAX_ATTEMPTS
+    assert sum(len(actor.calls) for actor in rig.actors) == dispatch.MAX_ATTEMPTS
 
 
 async def test_a_replica_that_left_between_choice_and_call_costs_an_attempt_only():
@@ -257,7 +257,7 @@ async def test_what_cannot_be_sent_is_raised_as_it_is():
 
 
 async def test_an_abort_that_fails_hides_nothing(monkeypatch):
-    monkeypatch.setattr(replica_access, "ABORT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(dispatch, "ABORT_TIMEOUT_S", 0.05)
     for failing in (raises(ActorDiedError()), hang):
         actor = FakeActor("a", 0, hang)
         actor.abort = Method(lambda _, failing=failing: failing())
@@ -358,7 +358,7 @@ async def test_a_stream_that_is_dropped_ends_the_engines_work():
     ],
 )
 async def test_a_stream_ends_with_its_replicas_error(monkeypatch, then, error, aborts):
-    monkeypatch.setattr(stream_dispatch, "GRACE_S", 0.05)
+    monkeypatch.setattr(dispatch, "GRACE_S", 0.05)
     rig = Rig(FakeActor("a", 2, then))
     (request,) = make_requests(1, timeout_s=0.05)
     *steps, last = [result async for result in rig.stream(request)]
@@ -370,7 +370,7 @@ async def test_a_stream_ends_with_its_replicas_error(monkeypatch, then, error, a
 
 async def test_a_stream_read_slowly_does_not_time_out(monkeypatch):
     """Each step in a task of its own, as a blocking iterator reads it."""
-    monkeypatch.setattr(stream_dispatch, "GRACE_S", 0.02)
+    monkeypatch.setattr(dispatch, "GRACE_S", 0.02)
     rig = Rig(FakeActor("a"))
     stream = rig.stream(make_requests(1, timeout_s=0.02)[0])
     steps = []

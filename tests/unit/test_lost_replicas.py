@@ -10,8 +10,6 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from tests.unit.test_dispatch import FakeActor, Method, Rig, hang, ids, make_requests, raises, ready
-from torchrl_vllm_sync import attempts, replica_access
-from torchrl_vllm_sync.dispatch import Dispatcher
 from torchrl_vllm_sync.errors import (
     GenerationError,
     NoReplicaAvailableError,
@@ -20,7 +18,8 @@ from torchrl_vllm_sync.errors import (
     SyncError,
 )
 from torchrl_vllm_sync.replica import Replica, ReplicaState
-from torchrl_vllm_sync.replica_watch import ReplicaWatch
+from torchrl_vllm_sync.requests import dispatch
+from torchrl_vllm_sync.requests.dispatch import Dispatcher, ReplicaWatch
 
 FAILED, SERVING = ReplicaState.FAILED, ReplicaState.SERVING
 
@@ -90,7 +89,7 @@ async def test_after_the_last_attempt_a_request_says_what_each_replica_did():
     assert isinstance(result.error, RequestLostError)
     assert result.error.request_id == "r0"
     lost_by = [one.replica_id for one in result.error.attempts]
-    assert len(set(lost_by)) == len(lost_by) == attempts.MAX_ATTEMPTS
+    assert len(set(lost_by)) == len(lost_by) == dispatch.MAX_ATTEMPTS
     assert "3 attempts are the limit" in str(result.error)
 
 
@@ -259,7 +258,7 @@ async def test_nobody_waits_longer_than_its_time_limit_or_than_there_is_hope():
     task = asyncio.create_task(rig.run(make_requests(2, timeout_s=60)))
     await asyncio.sleep(0.05)
     rig.is_coming = False  # it was given up, which the ledger does not tell
-    async with asyncio.timeout(replica_access.RECOVERY_POLL_S * 10):
+    async with asyncio.timeout(dispatch.RECOVERY_POLL_S * 10):
         with pytest.raises(NoReplicaAvailableError, match="burnt"):
             await task
     assert not rig.load.is_watched
@@ -274,7 +273,7 @@ async def test_who_waits_for_a_version_does_not_outlive_the_service():
     await asyncio.sleep(0.05)
     assert not task.done()
     rig.replicas.clear()  # which the ledger does not tell
-    async with asyncio.timeout(replica_access.RECOVERY_POLL_S * 10):
+    async with asyncio.timeout(dispatch.RECOVERY_POLL_S * 10):
         with pytest.raises(NoReplicaAvailableError, match="shut down"):
             await task
     assert not rig.load.is_watched
@@ -453,9 +452,9 @@ async def test_a_stream_ends_after_as_many_attempts_as_a_batch():
     actors = [stepping(name, 1, raises(ActorDiedError())) for name in "abcd"]
     rig = Rig(*actors)
     *steps, last = [one async for one in rig.stream(make_requests(1, seed=1)[0])]
-    assert len(steps) == attempts.MAX_ATTEMPTS
+    assert len(steps) == dispatch.MAX_ATTEMPTS
     assert isinstance(last.error, RequestLostError)
-    assert len(last.error.attempts) == attempts.MAX_ATTEMPTS
+    assert len(last.error.attempts) == dispatch.MAX_ATTEMPTS
     assert rig.load.total_in_flight == 0
 
 
@@ -510,10 +509,10 @@ async def test_a_stream_that_is_dropped_between_two_replicas_leaves_nothing():
 
 def test_a_replica_that_is_being_restarted_is_not_taken_for_one_that_left():
     rig = Rig(FakeActor("a"), FakeActor("b"))
-    access = replica_access.ReplicaAccess(lambda: rig.replicas[1:], rig.load, lambda: False)
+    access = dispatch.ReplicaAccess(lambda: rig.replicas[1:], rig.load, lambda: False)
     rig.load.mark("a", ReplicaState.STARTING, "it is being restarted")
-    access.mark(replica_access.gone("a"), None)
+    access.mark(dispatch.gone("a"), None)
     assert rig.load.snapshot("a").state is ReplicaState.STARTING
     rig.load.mark("a", SERVING)
-    access.mark(replica_access.gone("a"), None)
+    access.mark(dispatch.gone("a"), None)
     assert rig.load.snapshot("a").state is ReplicaState.CLOSED

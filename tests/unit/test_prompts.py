@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchrl_vllm_sync.errors import InvalidPromptError
-from torchrl_vllm_sync.prompts import PromptRecord, as_requests, check_sampling_params
+from torchrl_vllm_sync.requests.prompts import PromptRecord, as_requests, check_sampling_params
 
 pytestmark = pytest.mark.filterwarnings(
     # Importing vLLM 0.32 on torch 2.11 and later.

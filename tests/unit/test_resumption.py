@@ -6,14 +6,14 @@ import random  # noqa: TID251  seeded below
 import numpy as np
 import pytest
 
-from torchrl_vllm_sync.continuation import AnswerSoFar, unsound_settings
 from torchrl_vllm_sync.engine.answers import longer_prompt, remaining_params
 from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest, SpanChecker
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.requests import EngineRequest, EngineResult
+from torchrl_vllm_sync.requests.continuation import AnswerSoFar, unsound_settings
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+from torchrl_vllm_sync.requests.wire import pack_output, unpack_output
 from torchrl_vllm_sync.testing.tokenizer import make_tiny_tokenizer
 from torchrl_vllm_sync.versions import VersionSpan
-from torchrl_vllm_sync.wire import pack_output, unpack_output
 
 PROMPT_TEXT = "Zwölf Boxkämpfer: "
 ANSWER_TEXT = "jagen 🦊 über den Sylter 🦊🦊 Deich, ünd so weiter."
@@ -275,7 +275,7 @@ def test_every_setting_of_vllm_has_been_decided_on():
     """A new one is unsound until somebody has looked at it, and put it into one of both lists."""
     from vllm import SamplingParams
 
-    from torchrl_vllm_sync.continuation import _SOUND_SETTINGS
+    from torchrl_vllm_sync.requests.continuation import _SOUND_SETTINGS
 
     left_out = {
         "n",

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from torchrl_vllm_sync import generation
-from torchrl_vllm_sync.background import iterate_blocking
-from torchrl_vllm_sync.dispatch import Dispatcher
 from torchrl_vllm_sync.errors import InvalidPromptError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
-from torchrl_vllm_sync.requests import EngineRequest
+from torchrl_vllm_sync.requests import generation
+from torchrl_vllm_sync.requests.dispatch import Dispatcher
+from torchrl_vllm_sync.requests.generation import iterate_blocking
+from torchrl_vllm_sync.requests.messages import EngineRequest
 from torchrl_vllm_sync.routing import (
     PrefixIndex,
     known_strategies,
@@ -199,7 +199,7 @@ def test_a_loop_that_is_closed_under_a_waiting_request_stops_no_reports(service)
 
 
 def test_a_stream_collected_while_its_ledger_is_locked_does_not_lock_up(monkeypatch, service):
-    monkeypatch.setattr("torchrl_vllm_sync.background.CLEAN_UP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("torchrl_vllm_sync.requests.generation.CLEAN_UP_TIMEOUT_S", 0.1)
     balancer, closed = LoadBalancer(service), threading.Event()
 
     async def items():

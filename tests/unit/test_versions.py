@@ -9,7 +9,7 @@ import pytest
 
 from torchrl_vllm_sync.engine.gate import SampleVersions, SpanChecker, versions_of_labels
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
-from torchrl_vllm_sync.requests import SampleReport, mark_output
+from torchrl_vllm_sync.requests.messages import SampleReport, mark_output
 from torchrl_vllm_sync.versions import (
     VersionSpan,
     check_spans,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_vllm_sync.wire import pack_output, unpack_output
+from torchrl_vllm_sync.requests.wire import pack_output, unpack_output
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)

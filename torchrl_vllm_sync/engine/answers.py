@@ -20,10 +20,10 @@ from torchrl_vllm_sync.errors import (
     SyncError,
     VersionNotReachedError,
 )
-from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.requests import EngineRequest, EngineResult
-from torchrl_vllm_sync.wire import pack_output, unpack_output
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
+from torchrl_vllm_sync.requests.wire import pack_output, unpack_output
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.engine.updates import WeightUpdates
-    from torchrl_vllm_sync.requests import BegunAnswer, SampleReport
+    from torchrl_vllm_sync.requests.messages import BegunAnswer, SampleReport
 
     _Step: TypeAlias = "tuple[RequestOutput, tuple[SampleReport, ...]]"
 

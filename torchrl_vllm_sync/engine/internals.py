@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from torchrl_vllm_sync.requests import BegunAnswer
+    from torchrl_vllm_sync.requests.messages import BegunAnswer
 
 __all__ = [
     "UNLABELLED",

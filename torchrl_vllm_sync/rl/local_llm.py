@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchrl_vllm_sync.background import run_blocking
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.gate import AdmissionGate, SampleVersions
@@ -18,7 +17,8 @@ from torchrl_vllm_sync.engine.reload import check_can_be_filled
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, ReplicaState
-from torchrl_vllm_sync.requests import mark_output
+from torchrl_vllm_sync.requests.generation import run_blocking
+from torchrl_vllm_sync.requests.messages import mark_output
 from torchrl_vllm_sync.version_hooks import VersionHooks
 from torchrl_vllm_sync.weights.choice import this_node
 from torchrl_vllm_sync.weights.metadata import from_json

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
     from tensordict.utils import NestedKey
 
-    from torchrl_vllm_sync.requests import SampleReport
+    from torchrl_vllm_sync.requests.messages import SampleReport
 
 
 # Which conversation each row of a policy call belongs to, from what TorchRL's data tell.

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from vllm import RequestOutput
 
+    from torchrl_vllm_sync.requests.wire import WireOutput
     from torchrl_vllm_sync.versions import VersionSpan
-    from torchrl_vllm_sync.wire import WireOutput
 
 __all__ = ["BegunAnswer", "EngineRequest", "EngineResult", "SampleReport", "mark_output"]
 

@@ -12,12 +12,12 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.requests import BegunAnswer
+from torchrl_vllm_sync.requests.messages import BegunAnswer
+from torchrl_vllm_sync.requests.wire import unpack_output
 from torchrl_vllm_sync.versions import spans_from_starts
-from torchrl_vllm_sync.wire import unpack_output
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.requests import EngineRequest, EngineResult
+    from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 
 __all__ = ["AnswerSoFar", "unsound_settings"]
 

@@ -2,43 +2,208 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import itertools
+import os
+import sys
+import threading
 import uuid
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from tqdm.auto import tqdm
 
-from torchrl_vllm_sync.dispatch import Dispatcher
 from torchrl_vllm_sync.errors import (
     InvalidPromptError,
     NoReplicaAvailableError,
+    RequestLostError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.prompts import as_requests, check_sampling_params
 from torchrl_vllm_sync.ray_errors import loss
-from torchrl_vllm_sync.request_counts import RequestCounts
-from torchrl_vllm_sync.requests import EngineRequest, EngineResult, mark_output
+from torchrl_vllm_sync.requests.dispatch import Dispatcher
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, mark_output
+from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
+from torchrl_vllm_sync.requests.wire import unpack_output
 from torchrl_vllm_sync.routing.placer import key_per_prompt
 from torchrl_vllm_sync.versions import check_version
-from torchrl_vllm_sync.wire import unpack_output
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        AsyncIterator,
+        Callable,
+        Collection,
+        Coroutine,
+        Iterator,
+        Sequence,
+    )
 
     from vllm import RequestOutput
 
-    from torchrl_vllm_sync.prompts import PromptRecord
     from torchrl_vllm_sync.replica import EngineDescription, Replica
+    from torchrl_vllm_sync.requests.prompts import PromptRecord
     from torchrl_vllm_sync.routing.balancer import LoadBalancer, Reservation
     from torchrl_vllm_sync.routing.ledger import LoadTracker
     from torchrl_vllm_sync.routing.placer import RequestKey
 
-__all__ = ["Generation", "PinnedBalancer", "PreparedBatch"]
+
+# One event loop in a background thread, on which blocking calls run the asynchronous code.
+
+
+_Result = TypeVar("_Result")
+# An interrupted caller waits this long for its coroutine to clean up, and whoever drops an iterator
+# for its stream to close: the garbage collector may do so in a thread that holds a lock which
+# closing needs, such as the ledger's.
+CLEAN_UP_TIMEOUT_S = 10.0
+
+_lock = threading.Lock()
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+_closing: set[asyncio.Task[None]] = set()
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """Returns this process's background loop; a forked child gets one of its own."""
+    with _lock:
+        loop = _loops.get(os.getpid())
+        if loop is None:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="torchrl_vllm_sync", daemon=True).start()
+            _loops[os.getpid()] = loop
+        return loop
+
+
+def run_blocking(coroutine: Coroutine[object, object, _Result]) -> _Result:
+    """Runs ``coroutine`` on the background loop and returns its result.
+
+    Works in any thread but the loop's own, inside a running loop (a notebook) too. An interrupt of
+    the waiting thread cancels the coroutine and lets it clean up.
+
+    Args:
+        coroutine: What to run; it bounds its own waits.
+
+    Raises:
+        BaseException: Whatever the coroutine raises.
+    """
+    ended = threading.Event()
+
+    async def run() -> _Result:
+        try:
+            return await coroutine
+        finally:
+            ended.set()
+
+    future = asyncio.run_coroutine_threadsafe(run(), _loop())
+    try:
+        return future.result()
+    except BaseException:
+        if future.cancel():  # it had not ended: this thread was interrupted
+            ended.wait(CLEAN_UP_TIMEOUT_S)
+        raise
+
+
+def iterate_blocking(stream: AsyncIterator[_Result]) -> Iterator[_Result]:
+    """Iterates over ``stream`` from code that is not asynchronous.
+
+    Dropping the iterator closes the stream, which ends whatever feeds it.
+
+    Args:
+        stream: An asynchronous generator; it bounds its own waits.
+    """
+    try:
+        while True:
+            try:
+                item = run_blocking(_next(stream))
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        _close_blocking(stream)
+
+
+def _close_blocking(stream: AsyncIterator[object]) -> None:
+    """Closes ``stream``, and waits for that, but not for ever.
+
+    Iterators are also dropped by the garbage collector, in whatever thread it runs, and at the very
+    end of the process, when the background loop no longer does.
+    """
+    if sys.is_finalizing():
+        return
+    loop = _loop()
+    if asyncio._get_running_loop() is loop:
+        task = loop.create_task(_close(stream))
+        _closing.add(task)
+        task.add_done_callback(_closing.discard)
+    else:
+        closing = asyncio.run_coroutine_threadsafe(_close(stream), loop)
+        wait([closing], timeout=CLEAN_UP_TIMEOUT_S)
+        if closing.done():
+            closing.result()
+
+
+async def _next(stream: AsyncIterator[_Result]) -> _Result:
+    return await anext(stream)
+
+
+async def _close(stream: AsyncIterator[object]) -> None:
+    await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]  an asynchronous generator
+
+
+# How many requests of this process have ended, and how.
+
+
+REQUEST_ENDS: tuple[str, ...] = ("answered", "lost", "failed", "cancelled")
+"""Each request ends in one of these ways; ``lost`` is by a ``RequestLostError``."""
+
+
+class RequestCounts:
+    """Counts requests by their end. Safe for threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(REQUEST_ENDS, 0)
+
+    def totals(self) -> dict[str, int]:
+        """Returns how many have ended in each of ``REQUEST_ENDS``."""
+        with self._lock:
+            return dict(self._counts)
+
+    @contextlib.contextmanager
+    def following(self, num_requests: int) -> Iterator[Callable[[Exception | None], None]]:
+        """Counts the requests of one call, each once.
+
+        Gives a function to be called with the error of each request as it ends, or with ``None``.
+        Those that it was not called for have failed if the block raises, and were cancelled if it
+        is cancelled or closed.
+
+        Args:
+            num_requests: Requests of the call.
+        """
+        left = num_requests
+
+        def end(error: Exception | None) -> None:
+            nonlocal left
+            left -= 1
+            lost = isinstance(error, RequestLostError)
+            self._add("answered" if error is None else "lost" if lost else "failed", 1)
+
+        try:
+            yield end
+        except Exception:
+            self._add("failed", left)
+            raise
+        except BaseException:  # asyncio.CancelledError, or the end of a stream that is not read on
+            self._add("cancelled", left)
+            raise
+
+    def _add(self, end: str, number: int) -> None:
+        with self._lock:
+            self._counts[end] += number
+
 
 # A bar appears for batches of at least this many prompts that take longer than this many seconds.
 PROGRESS_MIN_PROMPTS = 32
