@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.rl.statistics import log_pushes, log_rollouts
     from torchrl_vllm_sync.rl.updater import WeightUpdater
     from torchrl_vllm_sync.routing.balancer import LoadBalancer
-    from torchrl_vllm_sync.scaling import QueueLengthScaling
-    from torchrl_vllm_sync.service import AsyncVLLM, attach, make_async_vllm_engine
+    from torchrl_vllm_sync.service.service import AsyncVLLM, attach, make_async_vllm_engine
+    from torchrl_vllm_sync.service.supervisor import QueueLengthScaling
 
     __version__: str
 
@@ -66,13 +66,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncVLLM": "torchrl_vllm_sync.service",
+    "AsyncVLLM": "torchrl_vllm_sync.service.service",
     "Dashboard": "torchrl_vllm_sync.observe.page",
     "GenerationStatistics": "torchrl_vllm_sync.rl",
     "LoadBalancer": "torchrl_vllm_sync.routing.balancer",
     "MetricsExporter": "torchrl_vllm_sync.observe.metrics",
     "PushStatus": "torchrl_vllm_sync.replica",
-    "QueueLengthScaling": "torchrl_vllm_sync.scaling",
+    "QueueLengthScaling": "torchrl_vllm_sync.service.supervisor",
     "RayReplayBuffer": "torchrl_vllm_sync.rl.collectors",
     "ReplicaStatus": "torchrl_vllm_sync.observe.status",
     "ServiceStatus": "torchrl_vllm_sync.observe.status",
@@ -83,10 +83,10 @@ _HOMES = {
     "VersionStamp": "torchrl_vllm_sync.rl",
     "WeightSyncScheme": "torchrl_vllm_sync.rl.schemes",
     "WeightUpdater": "torchrl_vllm_sync.rl.updater",
-    "attach": "torchrl_vllm_sync.service",
+    "attach": "torchrl_vllm_sync.service.service",
     "log_pushes": "torchrl_vllm_sync.rl.statistics",
     "log_rollouts": "torchrl_vllm_sync.rl.statistics",
-    "make_async_vllm_engine": "torchrl_vllm_sync.service",
+    "make_async_vllm_engine": "torchrl_vllm_sync.service.service",
     "save_timeline": "torchrl_vllm_sync.observe.timeline",
     "vLLMWrapper": "torchrl_vllm_sync.rl.policy",
 }

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
-    from torchrl_vllm_sync.service import AsyncVLLM
+    from torchrl_vllm_sync.service.service import AsyncVLLM
 
 __all__ = ["main"]
 
@@ -134,7 +134,7 @@ def _check_reachable(address: str) -> None:
 
 def _list_services(options: argparse.Namespace, console: Console) -> None:
     from torchrl_vllm_sync.observe.views import services_view
-    from torchrl_vllm_sync.registry import running_services
+    from torchrl_vllm_sync.service.launch import running_services
 
     while True:
         services = running_services()
@@ -155,7 +155,7 @@ def _show_service(options: argparse.Namespace, console: Console) -> None:
     Raises:
         ServiceClosedError: It is not there, or has ended.
     """
-    from torchrl_vllm_sync.service import attach
+    from torchrl_vllm_sync.service.service import attach
 
     with attach(options.name) as service:
         service.status()

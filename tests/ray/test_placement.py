@@ -13,9 +13,10 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util import placement_group_table  # noqa: E402
 
-from torchrl_vllm_sync import AsyncVLLM, launch, placement, service  # noqa: E402
+from torchrl_vllm_sync import AsyncVLLM  # noqa: E402
 from torchrl_vllm_sync.errors import LaunchError, PlacementError  # noqa: E402
-from torchrl_vllm_sync.placement import ReplicaResources, actor_options, place, remove  # noqa: E402
+from torchrl_vllm_sync.service import launch, service  # noqa: E402
+from torchrl_vllm_sync.service.launch import ReplicaResources, actor_options, place, remove  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
@@ -87,7 +88,7 @@ def test_what_is_free_but_scattered_is_refused_soon(cluster):
         begin = time.monotonic()
         with pytest.raises(PlacementError, match="no single node"):
             place(ReplicaResources(num_gpus=2, num_cpus=0), 1, detached=False)
-        assert time.monotonic() - begin < placement.SETTLE_S + placement.PLACE_TIMEOUT_S + 3
+        assert time.monotonic() - begin < launch.SETTLE_S + launch.PLACE_TIMEOUT_S + 3
         assert len(groups_alive()) == 2
     finally:
         for groups in taken:

@@ -10,13 +10,13 @@ import pytest
 from ray.exceptions import RpcError
 
 from tests.unit.test_membership import member
-from torchrl_vllm_sync import fleet as fleet_module
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
-from torchrl_vllm_sync.fleet import Fleet
-from torchrl_vllm_sync.membership import Membership
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.supervisor import Supervisor
+from torchrl_vllm_sync.service import fleet as fleet_module
+from torchrl_vllm_sync.service.fleet import Fleet
+from torchrl_vllm_sync.service.replicas import Membership
+from torchrl_vllm_sync.service.supervisor import Supervisor
 
 SERVING, STALE, STARTING = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.STARTING
 

@@ -16,7 +16,7 @@ from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.engine.args import make_engine_args
 from torchrl_vllm_sync.rl.updater import WeightUpdater
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot
-from torchrl_vllm_sync.service import _CONSTRUCTOR_KEYWORDS, AsyncVLLM
+from torchrl_vllm_sync.service.service import _CONSTRUCTOR_KEYWORDS, AsyncVLLM
 from torchrl_vllm_sync.weights.transport import PushReport
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,13 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchrl_vllm_sync import fleet, service_replicas
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
-from torchrl_vllm_sync.fleet import Fleet
-from torchrl_vllm_sync.membership import Member, Membership
 from torchrl_vllm_sync.replica import Replica, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.service_replicas import ServiceReplicas
+from torchrl_vllm_sync.service import fleet, replicas
+from torchrl_vllm_sync.service.fleet import Fleet
+from torchrl_vllm_sync.service.replicas import Member, Membership, ServiceReplicas
 
 
 def member(actor):
@@ -34,7 +33,7 @@ class Calls:
 
 @pytest.mark.parametrize("of", ["service", "fleet"])
 def test_only_the_actor_that_was_called_counts_as_failed(monkeypatch, of):
-    monkeypatch.setattr(service_replicas, "ReplicaCalls", Calls)
+    monkeypatch.setattr(replicas, "ReplicaCalls", Calls)
     monkeypatch.setattr(fleet, "ReplicaCalls", Calls)
     first = member(Actor())
     membership, load = Membership([first]), LoadTracker(["0"], state=ReplicaState.SERVING)

@@ -10,7 +10,6 @@ import pytest
 from ray.exceptions import RpcError
 
 from torchrl_vllm_sync.errors import LaunchError, UnsupportedArgumentError
-from torchrl_vllm_sync.launch import _check_block_sizes
 from torchrl_vllm_sync.replica import (
     EngineDescription,
     EngineReport,
@@ -20,6 +19,7 @@ from torchrl_vllm_sync.replica import (
 )
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
 from torchrl_vllm_sync.routing.monitor import BareActorReader, LoadMonitor, ReportReader, _Ask
+from torchrl_vllm_sync.service.launch import _check_block_sizes
 
 SERVING, FAILED = ReplicaState.SERVING, ReplicaState.FAILED
 

@@ -16,10 +16,10 @@ from torchrl_vllm_sync.engine.processes import end_replica
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, ReplicaUnavailableError, SyncError
 from torchrl_vllm_sync.ray_errors import is_away, is_gone, loss
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaProcesses, ReplicaState
-from torchrl_vllm_sync.replica_calls import ReplicaCalls
 from torchrl_vllm_sync.requests import generation
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import LoadMonitor, _Ask
+from torchrl_vllm_sync.service.replicas import ReplicaCalls
 
 FAILED, SERVING = ReplicaState.FAILED, ReplicaState.SERVING
 

@@ -17,8 +17,8 @@ from torchrl_vllm_sync.observe.status import (
 )
 from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadTracker, token_rates
-from torchrl_vllm_sync.service_status import ServiceView
-from torchrl_vllm_sync.service_weights import ServiceWeights
+from torchrl_vllm_sync.service.service import ServiceView
+from torchrl_vllm_sync.service.weights import ServiceWeights
 from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome
 
 SERVING, STALE, FAILED = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.FAILED

@@ -21,7 +21,7 @@ from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError, _sample_
 from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.service_status import ServiceView
+from torchrl_vllm_sync.service.service import ServiceView
 
 
 def threads():

@@ -28,7 +28,7 @@ from torchrl_vllm_sync.observe.views import (
     status_view,
 )
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.service_status import ServiceView
+from torchrl_vllm_sync.service.service import ServiceView
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -182,7 +182,7 @@ class Attached:
 @pytest.fixture
 def cluster(monkeypatch):
     """Runs the command where one service, or whatever a test says, is on a cluster."""
-    from torchrl_vllm_sync import registry, service
+    from torchrl_vllm_sync.service import launch, service
 
     services = {"rollouts": Attached(troubled())}
 
@@ -192,7 +192,7 @@ def cluster(monkeypatch):
         return services[name]
 
     monkeypatch.setattr(service, "attach", attach)
-    monkeypatch.setattr(registry, "running_services", lambda: dict.fromkeys(services, 3))
+    monkeypatch.setattr(launch, "running_services", lambda: dict.fromkeys(services, 3))
     monkeypatch.setattr(cli, "_connect", lambda address: None)
     monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("COLUMNS", "120")
@@ -322,21 +322,21 @@ def test_the_command_and_the_page_are_in_the_package():
 
 
 def test_the_registry_lists_services_by_their_actors(monkeypatch):
-    from torchrl_vllm_sync import registry
+    from torchrl_vllm_sync.service import launch
 
     named = [
-        {"namespace": "torchrl_vllm", "name": registry.actor_name(name, replica_id)}
+        {"namespace": "torchrl_vllm", "name": launch.actor_name(name, replica_id)}
         for name, replica_id in (("b", "0"), ("a-b", "1"), ("a-b", "0"), ("a", "10"), ("a", "9"))
     ]
     named += [
-        {"namespace": "other", "name": registry.actor_name("c", "0")},
+        {"namespace": "other", "name": launch.actor_name("c", "0")},
         {"namespace": "torchrl_vllm", "name": "something-else-0"},
-        {"namespace": "torchrl_vllm", "name": registry.actor_name("d", "one")},
+        {"namespace": "torchrl_vllm", "name": launch.actor_name("d", "one")},
     ]
-    monkeypatch.setattr(registry.ray.util, "list_named_actors", lambda all_namespaces: named)
-    assert registry.running_services() == {"a": 2, "a-b": 2, "b": 1}
-    assert registry.living_ids("a") == ["9", "10"]
-    assert registry.living_ids("a-b") == ["0", "1"]
+    monkeypatch.setattr(launch.ray.util, "list_named_actors", lambda all_namespaces: named)
+    assert launch.running_services() == {"a": 2, "a-b": 2, "b": 1}
+    assert launch.living_ids("a") == ["9", "10"]
+    assert launch.living_ids("a-b") == ["0", "1"]
 
 
 def test_rich_is_imported_only_when_something_is_shown():

@@ -14,8 +14,13 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.scaling import QueueLengthScaling
-from torchrl_vllm_sync.supervisor import RESTART_WINDOW_S, RETURN_S, RestartBudget, Supervisor
+from torchrl_vllm_sync.service.supervisor import (
+    RESTART_WINDOW_S,
+    RETURN_S,
+    QueueLengthScaling,
+    RestartBudget,
+    Supervisor,
+)
 
 SERVING, STALE = ReplicaState.SERVING, ReplicaState.STALE
 FAILED, STARTING = ReplicaState.FAILED, ReplicaState.STARTING

@@ -18,7 +18,7 @@ from torchrl.modules.llm import vLLMWrapper as _TorchRLWrapper
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.rl import keys
-from torchrl_vllm_sync.service import AsyncVLLM
+from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import expand_spans, max_version, min_version
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
-    from torchrl_vllm_sync.service import AsyncVLLM
+    from torchrl_vllm_sync.service.service import AsyncVLLM
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
 __all__ = ["WeightUpdater", "as_service"]
