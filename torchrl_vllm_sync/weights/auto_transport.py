@@ -12,7 +12,7 @@ from torchrl_vllm_sync.weights.ipc_transport import IPCTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.reachable import describe_replicas
 from torchrl_vllm_sync.weights.trainer_device import current_device, devices_of
-from torchrl_vllm_sync.weights.vllm_nccl_transport import VLLMNCCLTransport
+from torchrl_vllm_sync.weights.vllm_nccl import VLLMNCCLTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable

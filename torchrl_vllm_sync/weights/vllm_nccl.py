@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import Version
 
 from torchrl_vllm_sync.errors import (
     ServiceClosedError,
@@ -15,7 +17,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
-from torchrl_vllm_sync.weights import vllm_nccl_api
+from torchrl_vllm_sync.weights.metadata import dtype_name
 from torchrl_vllm_sync.weights.packer import check_device
 from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.reachable import describe_replicas
@@ -23,17 +25,147 @@ from torchrl_vllm_sync.weights.rendezvous import free_port
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.trainer_device import current_device, home_device
 from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
-from torchrl_vllm_sync.weights.vllm_nccl_api import DEFAULT_BUFFER_BYTES, Packing
 from torchrl_vllm_sync.weights.watched import raise_exceptions, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchrl_vllm_sync.replica import EngineDescription
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import PauseMode, PendingCalls, ReplicaClient
 
-__all__ = ["VLLMNCCLTransport"]
+
+# vLLM's own NCCL weight transfer as its releases have it: payloads by version, and the sender.
+#
+# Read in vLLM 0.26, 0.28, 0.32 and 0.33 (``vllm/distributed/weight_transfer/nccl_common.py``,
+# ``packed_tensor.py``, ``nccl_engine.py``). Of the trainer's side only the two functions are used
+# that did not change in all of them; its engine classes come in three generations. Importing vLLM
+# cannot be avoided here: it costs seconds, and happens at the first call.
+
+
+DEFAULT_BUFFER_BYTES = 2**30
+# From this release on the packing is agreed upon once, with the group; before, at each update.
+_FIRST_WITH_PACKING_AT_INIT = Version("0.28")
+# Before it the receiver does not order its buffers' streams: with two of them, memory of one pack
+# can be reused while another stream still reads it.
+_FIRST_WITH_ORDERED_STREAMS = Version("0.33")
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How tensors are packed; both sides must agree.
+
+    Attributes:
+        buffer_bytes: Bytes after which a pack is sent; its last tensor may go beyond.
+        num_buffers: Packs under way at a time.
+    """
+
+    buffer_bytes: int
+    num_buffers: int
+
+    @classmethod
+    def for_version(
+        cls, vllm_version: str, buffer_bytes: int, num_buffers: int | None = None
+    ) -> Packing:
+        """Takes as many buffers as that release of vLLM receives correctly, unless told.
+
+        Args:
+            vllm_version: Version that the engines run.
+            buffer_bytes: See the attribute.
+            num_buffers: See the attribute; ``None`` chooses 1 or 2.
+        """
+        if num_buffers is None:
+            num_buffers = 2 if _release(vllm_version) >= _FIRST_WITH_ORDERED_STREAMS else 1
+        return cls(buffer_bytes, num_buffers)
+
+    def as_fields(self) -> dict[str, Any]:
+        """Returns the fields of vLLM's payloads."""
+        return {
+            "packed": True,
+            "packed_buffer_size_bytes": self.buffer_bytes,
+            "packed_num_buffers": self.num_buffers,
+        }
+
+
+def _release(vllm_version: str) -> Version:
+    return Version(Version(vllm_version).base_version)
+
+
+def init_info(
+    vllm_version: str, packing: Packing, *, address: str, port: int, world_size: int
+) -> dict[str, Any]:
+    """Returns the ``init_info`` of an engine's ``nccl`` backend, without its ``rank_offset``.
+
+    Args:
+        vllm_version: Version that the engine runs.
+        packing: See :class:`Packing`.
+        address: The trainer's address.
+        port: Port of the rendezvous.
+        world_size: The trainer and the workers of all replicas.
+    """
+    info = {"master_address": address, "master_port": port, "world_size": world_size}
+    if _release(vllm_version) >= _FIRST_WITH_PACKING_AT_INIT:
+        info |= packing.as_fields()
+    return info
+
+
+def update_info(
+    vllm_version: str, packing: Packing, metadata: Sequence[ParamMeta]
+) -> dict[str, Any]:
+    """Returns the ``update_info`` of one push.
+
+    Args:
+        vllm_version: Version that the engine runs.
+        packing: See :class:`Packing`.
+        metadata: Every tensor, in the order of sending.
+    """
+    info: dict[str, Any] = {
+        "names": [one.name for one in metadata],
+        "dtype_names": [dtype_name(one.dtype) for one in metadata],
+        "shapes": [list(one.shape) for one in metadata],
+    }
+    if _release(vllm_version) < _FIRST_WITH_PACKING_AT_INIT:
+        info |= packing.as_fields()
+    return info
+
+
+def open_group(address: str, port: int, world_size: int) -> Any:
+    """Opens the trainer's end, as rank 0, on the current CUDA device; blocks until all have come.
+
+    Raises:
+        RuntimeError: Somebody did not come within the 300 s of vLLM's store, or NCCL failed.
+    """
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+    return trainer_init({"master_address": address, "master_port": port, "world_size": world_size})
+
+
+def send(
+    pairs: Iterator[tuple[str, torch.Tensor]],
+    group: Any,
+    packing: Packing,
+) -> None:
+    """Packs and broadcasts ``pairs`` from the current CUDA device; blocks until it has left.
+
+    Args:
+        pairs: Name and tensor, in the order and dtypes of the update's metadata.
+        group: From :func:`open_group`.
+        packing: The same as the receivers'.
+    """
+    import torch
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+    packed_nccl_broadcast_producer(
+        iterator=pairs,
+        group=group,
+        src=0,
+        post_iter_func=lambda item: item[1],
+        buffer_size_bytes=packing.buffer_bytes,
+        num_buffers=packing.num_buffers,
+    )
+    torch.cuda.synchronize()  # up to 0.27 the producer leaves its last packs on their way
+
 
 # A replica keeps to the time limit itself. One silent for this much longer has hung.
 GRACE_S = 10.0
@@ -134,7 +266,7 @@ class VLLMNCCLTransport:
         address, port = client.rendezvous
         port = free_port(address) if port is None else port
         world_size = 1 + sum(one.num_workers for one in alive.values())
-        info = vllm_nccl_api.init_info(
+        info = init_info(
             self._vllm_version, self._packing, address=address, port=port, world_size=world_size
         )
         calls, rank = {}, 1
@@ -147,7 +279,7 @@ class VLLMNCCLTransport:
         deadline = time.monotonic() + self._join_timeout_s
         self._group = self._watched(
             "the rendezvous",
-            lambda: vllm_nccl_api.open_group(address, port, world_size),
+            lambda: open_group(address, port, world_size),
             joining,
             deadline,
         )
@@ -192,7 +324,7 @@ class VLLMNCCLTransport:
         everyone = dict.fromkeys(self._members, (version, self._run_id))
         answers = client.start_calls("expect_native", everyone).answers(SHORT_TIMEOUT_S)
         if not any(isinstance(one, BaseException) for one in answers.values()):
-            info = vllm_nccl_api.update_info(self._vllm_version, self._packing, metadata)
+            info = update_info(self._vllm_version, self._packing, metadata)
             torch.cuda.current_stream(self._device).synchronize()  # the sender has other streams
             ready = time.perf_counter()
             calls = client.start_calls(
@@ -239,7 +371,7 @@ class VLLMNCCLTransport:
         group, packing = self._group, self._packing
 
         def transmit() -> None:
-            vllm_nccl_api.send(self._pairs(source), group, packing)
+            send(self._pairs(source), group, packing)
 
         try:
             self._watched("the transfer", transmit, calls, deadline)
