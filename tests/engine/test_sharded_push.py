@@ -31,10 +31,9 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import load_tiny_model
-from torchrl_vllm_sync.weights import gathering
+from torchrl_vllm_sync.weights import sharded
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
-from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
-from torchrl_vllm_sync.weights.trainer_ranks import TrainerRankError
+from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, TrainerRankError
 
 PROCESSES = multiprocessing.get_context("spawn")
 NUM_RANKS = 2
@@ -65,9 +64,9 @@ class Rank:
 
     def __init__(self, rank, checkpoint, service_name):
         self._rank = rank
-        self._launch = gathering.Gather.launch
+        self._launch = sharded.Gather.launch
         self._prepare = ShardedModuleSource._prepare
-        self._sharded_launch = gathering._Sharded.launch
+        self._sharded_launch = sharded._Sharded.launch
         self._checkpoint = checkpoint
         self._service = attach(service_name) if rank == 0 else None
         self._updaters = {}
@@ -113,11 +112,11 @@ class Rank:
 
         def prepare(source, *args):
             if how == "raises" and len(launched) == when:
-                ShardedModuleSource._prepare, gathering.Gather.launch = self._prepare, self._launch
+                ShardedModuleSource._prepare, sharded.Gather.launch = self._prepare, self._launch
                 raise OSError("out of luck")
             return self._prepare(source, *args)
 
-        ShardedModuleSource._prepare, gathering.Gather.launch = prepare, launch
+        ShardedModuleSource._prepare, sharded.Gather.launch = prepare, launch
 
     def gather_nothing(self, do_it=True):
         """Lets the first shard stand for the whole."""
@@ -126,7 +125,7 @@ class Rank:
             if part._room is not None:
                 part._room.zero_()[: len(part._mine)] = part._mine
 
-        gathering._Sharded.launch = launch if do_it else self._sharded_launch
+        sharded._Sharded.launch = launch if do_it else self._sharded_launch
 
     def end(self):
         if self._service is not None:

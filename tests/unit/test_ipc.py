@@ -8,7 +8,7 @@ import torch
 from tests.unit.describing_client import DescribingClient
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.replica import EngineDescription
-from torchrl_vllm_sync.weights.ipc_transport import IPCTransport
+from torchrl_vllm_sync.weights.ipc import IPCTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.source import MappingSource
 

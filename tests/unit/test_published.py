@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.published import bundles_of
+from torchrl_vllm_sync.weights.module import bundles_of
 
 TINY = {
     "vocab_size": 64,

@@ -21,7 +21,7 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.weights import source as source_module
-from torchrl_vllm_sync.weights.auto_transport import AutoTransport
+from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.push import WeightPusher
 from torchrl_vllm_sync.weights.transport import (

@@ -30,15 +30,9 @@ from torchrl_vllm_sync.weights.marker import MARKER, TEMPORARY
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.rendezvous import free_port, host_store
+from torchrl_vllm_sync.weights.sharded import MOST_BYTES, TrainerRankError, Verdict, _read, _written
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
-from torchrl_vllm_sync.weights.trainer_ranks import (
-    MOST_BYTES,
-    TrainerRankError,
-    Verdict,
-    _read,
-    _written,
-)
 from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome
 from torchrl_vllm_sync.weights.writer_lock import COMMIT, EPOCH, LOCK
 

@@ -23,12 +23,16 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchError
-from torchrl_vllm_sync.weights import gathering
 from torchrl_vllm_sync.weights import sharded as sharded_module
-from torchrl_vllm_sync.weights.module_source import ModuleSource
-from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
+from torchrl_vllm_sync.weights.module import ModuleSource
+from torchrl_vllm_sync.weights.sharded import (
+    MOST_BYTES,
+    ShardedModuleSource,
+    TrainerRankError,
+    TrainerRanks,
+    leading,
+)
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
-from torchrl_vllm_sync.weights.trainer_ranks import MOST_BYTES, TrainerRankError, TrainerRanks
 
 # Everything a process imports is imported once, by the server that processes are forked from.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -185,7 +189,7 @@ def read_and_compare(rank, kind, wrap="layers", train=False, lose=False):
     assert source.metadata() is as_weight_source(sharded).metadata()
     assert source.views() is None
     if lose:  # the local shard instead of the whole
-        gathering._Sharded.launch = lambda self: fill(self)
+        sharded_module._Sharded.launch = lambda self: fill(self)
     for turn in range(2):
         if train:
             ids = torch.arange(12).reshape(2, 6)
@@ -274,7 +278,7 @@ def watch(rank):
     _, sharded = models("untied")
     events, alive = [], []
 
-    class Watched(gathering.Gather):
+    class Watched(sharded_module.Gather):
         def __init__(self, parts, *, receives):
             super().__init__(parts, receives=receives)
             alive.append(weakref.WeakSet(one._room for one in parts.values()))
@@ -335,7 +339,7 @@ def fail(rank, who, how, when, wrap="layers"):
     _, sharded = models("untied", wrap=wrap)
     source = ShardedModuleSource(sharded, timeout_s=STEP_S)
     launched = []
-    launch, prepare = gathering.Gather.launch, source._prepare
+    launch, prepare = sharded_module.Gather.launch, source._prepare
 
     def break_down(*args):
         if rank == who and len(launched) == when:
@@ -353,7 +357,7 @@ def fail(rank, who, how, when, wrap="layers"):
         launched.append(1)
         launch(self, *args)
 
-    gathering.Gather.launch = breaking_launch
+    sharded_module.Gather.launch = breaking_launch
     if how == "in preparation":
         source._prepare = breaking_prepare
     return push(source, lambda source: len(read(source)))
@@ -456,7 +460,7 @@ def test_ranks_that_hold_different_models_are_told():
 
 # ---------------------------------------------------------------- what strangers write
 
-VERDICT = "torchrl_vllm_sync.weights.trainer_ranks.Verdict"
+VERDICT = "torchrl_vllm_sync.weights.sharded.Verdict"
 REPORT = "torchrl_vllm_sync.weights.transport.PushReport"
 
 

@@ -4,8 +4,7 @@ import pytest
 
 from torchrl_vllm_sync.errors import ReplicaUnavailableError, SilentEngineError
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.weights.silent_replicas import SilentReplicas
-from torchrl_vllm_sync.weights.transport import Standing
+from torchrl_vllm_sync.weights.transport import SilentReplicas, Standing
 
 SILENCE = TimeoutError("no answer within 0 s")
 

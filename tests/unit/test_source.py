@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.rl.schemes import check_metadata
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
-from torchrl_vllm_sync.weights import module_source, published
+from torchrl_vllm_sync.weights import module as module_module
 from torchrl_vllm_sync.weights import source as source_module
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.source import (
@@ -121,9 +121,9 @@ def test_plain_tensors_are_not_copied(tied):
 def test_the_names_of_experts_are_worked_out_once(checkpoints, monkeypatch):
     model = load_tiny_model(checkpoints["moe"])
     calls = []
-    convert = published._revert
+    convert = module_module._revert
     monkeypatch.setattr(
-        published,
+        module_module,
         "_revert",
         lambda model, tensors: calls.append(len(tensors)) or convert(model, tensors),
     )
@@ -134,11 +134,11 @@ def test_the_names_of_experts_are_worked_out_once(checkpoints, monkeypatch):
     list(source)
     assert len(calls) == 1
     gc.collect()
-    assert model in module_source._PLANS
-    assert model in module_source._STATES
+    assert model in module_module._PLANS
+    assert model in module_module._STATES
     del model, source
     gc.collect()
-    for kept in (module_source._PLANS, module_source._STATES):
+    for kept in (module_module._PLANS, module_module._STATES):
         assert not [key for key in kept if "Moe" in type(key).__name__]
 
 

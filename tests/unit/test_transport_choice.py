@@ -10,10 +10,16 @@ from tests.unit.describing_client import DescribingClient
 from torchrl_vllm_sync import WeightUpdater
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
-from torchrl_vllm_sync.weights.auto_transport import TRANSPORTS, AutoTransport, place_of
-from torchrl_vllm_sync.weights.choice import Place, choose_transport, device_uuid, this_node
+from torchrl_vllm_sync.weights.auto import TRANSPORTS, AutoTransport, place_of
+from torchrl_vllm_sync.weights.places import (
+    Place,
+    choose_transport,
+    current_device,
+    device_uuid,
+    home_device,
+    this_node,
+)
 from torchrl_vllm_sync.weights.source import MappingSource, as_weight_source
-from torchrl_vllm_sync.weights.trainer_device import current_device, home_device
 from torchrl_vllm_sync.weights.transport import SendOutcome
 
 

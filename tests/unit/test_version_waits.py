@@ -16,7 +16,7 @@ from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
 from torchrl_vllm_sync.service.weights import ServiceVersions
-from torchrl_vllm_sync.version_hooks import VersionHooks
+from torchrl_vllm_sync.weights.push import VersionHooks
 
 
 def at(load, replica_id, version, state=ReplicaState.SERVING):

@@ -16,8 +16,8 @@ from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights import vllm_nccl
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.transport import watched
 from torchrl_vllm_sync.weights.vllm_nccl import Packing, VLLMNCCLTransport
-from torchrl_vllm_sync.weights.watched import watched
 
 METADATA = [ParamMeta("a", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, ())]
 GROUP = {"address": "192.0.2.1", "port": 4321, "world_size": 3}

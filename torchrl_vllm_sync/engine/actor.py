@@ -30,8 +30,8 @@ from torchrl_vllm_sync.replica import (
     EngineReport,
     ReplicaState,
 )
-from torchrl_vllm_sync.weights.choice import this_node
 from torchrl_vllm_sync.weights.metadata import to_json
+from torchrl_vllm_sync.weights.places import this_node
 from torchrl_vllm_sync.weights.rendezvous import free_port
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     WeightMismatchError,
 )
-from torchrl_vllm_sync.weights.choice import this_node
 from torchrl_vllm_sync.weights.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.metadata import to_json
+from torchrl_vllm_sync.weights.places import this_node
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 
 if TYPE_CHECKING:

@@ -19,10 +19,9 @@ from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, ReplicaState
 from torchrl_vllm_sync.requests.generation import run_blocking
 from torchrl_vllm_sync.requests.messages import mark_output
-from torchrl_vllm_sync.version_hooks import VersionHooks
-from torchrl_vllm_sync.weights.choice import this_node
 from torchrl_vllm_sync.weights.metadata import from_json
-from torchrl_vllm_sync.weights.push import WeightPusher
+from torchrl_vllm_sync.weights.places import this_node
+from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
 from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:

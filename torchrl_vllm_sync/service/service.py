@@ -55,8 +55,7 @@ from torchrl_vllm_sync.service.launch import (
 )
 from torchrl_vllm_sync.service.replicas import Membership, ServiceReplicas
 from torchrl_vllm_sync.service.weights import ServiceNative, ServiceVersions
-from torchrl_vllm_sync.version_hooks import VersionHooks
-from torchrl_vllm_sync.weights.push import WeightPusher
+from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence

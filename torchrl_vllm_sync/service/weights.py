@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.observe.status import StatusLog
     from torchrl_vllm_sync.replica import PushStatus
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot
-    from torchrl_vllm_sync.version_hooks import VersionHooks
     from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.push import WeightPusher
+    from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
 

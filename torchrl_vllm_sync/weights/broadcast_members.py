@@ -13,11 +13,15 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
-from torchrl_vllm_sync.weights.reachable import describe_replicas, is_dead, is_lost
-from torchrl_vllm_sync.weights.silent_replicas import SilentReplicas
-from torchrl_vllm_sync.weights.trainer_device import current_device, home_device
-from torchrl_vllm_sync.weights.transport import awaited_replicas
-from torchrl_vllm_sync.weights.watched import raise_exceptions
+from torchrl_vllm_sync.weights.places import current_device, home_device
+from torchrl_vllm_sync.weights.transport import (
+    SilentReplicas,
+    awaited_replicas,
+    describe_replicas,
+    is_dead,
+    is_lost,
+    raise_exceptions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,12 +15,17 @@ from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
 from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors, sendable_tensors
 from torchrl_vllm_sync.weights.metadata import metadata_digest, to_json
 from torchrl_vllm_sync.weights.packer import StreamingPacker, ViewPacker, check_device
-from torchrl_vllm_sync.weights.phase_times import PhaseTimes
-from torchrl_vllm_sync.weights.reachable import MOST_ATTEMPTS, is_lost, lost_replicas
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.start_signal import PUSH_ID_BITS, StartSignal
-from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome
-from torchrl_vllm_sync.weights.watched import raise_exceptions
+from torchrl_vllm_sync.weights.transport import (
+    MOST_ATTEMPTS,
+    PhaseTimes,
+    ReplicaOutcome,
+    SendOutcome,
+    is_lost,
+    lost_replicas,
+    raise_exceptions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError, StaleVersionError
 from torchrl_vllm_sync.weights.marker import TEMPORARY
-from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.private_files import new_file, open_file
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import StableSource
-from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
+from torchrl_vllm_sync.weights.transport import (
+    PhaseTimes,
+    ReplicaOutcome,
+    SendOutcome,
+    awaited_replicas,
+)
 from torchrl_vllm_sync.weights.writer_lock import LOCK
 
 if TYPE_CHECKING:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import threading
 import time
 import uuid
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import (
@@ -18,15 +21,13 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.versions import MAX_VERSION
-from torchrl_vllm_sync.weights.auto_transport import AutoTransport
+from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
-from torchrl_vllm_sync.weights.peer_catch_up import catch_up_from_peer, catch_up_from_snapshot
-from torchrl_vllm_sync.weights.phase_times import PhaseTimes
-from torchrl_vllm_sync.weights.push_deadlines import PushDeadlines, PushKind
 from torchrl_vllm_sync.weights.sharded import leading
 from torchrl_vllm_sync.weights.source import Content, as_weight_source, fit_to_model
 from torchrl_vllm_sync.weights.storage import ProcessIdentity
 from torchrl_vllm_sync.weights.transport import (
+    PhaseTimes,
     PushReport,
     awaited_replicas,
     check_mode,
@@ -45,7 +46,249 @@ if TYPE_CHECKING:
         WeightTransport,
     )
 
-__all__ = ["VersionLedger", "WeightPusher"]
+
+# Functions that are called once for each newly committed policy version.
+
+
+class VersionHooks:
+    """The hooks of one service in this process; a pickled copy has none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hooks: list[Callable[[PushReport], object]] = []
+        self._listeners: list[Callable[[int], object]] = []
+
+    def __reduce__(self) -> tuple[type[VersionHooks], tuple[()]]:
+        return type(self), ()
+
+    def register(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
+        """Adds a hook; returns a function that takes it away, and does nothing the second time.
+
+        Raises:
+            UnsupportedArgumentError: ``hook`` cannot be called, or is registered already.
+        """
+        if not callable(hook):
+            raise UnsupportedArgumentError(f"hook must be callable, got {hook!r}")
+        with self._lock:
+            if hook in self._hooks:
+                raise UnsupportedArgumentError(f"hook is registered already: {hook!r}")
+            self._hooks.append(hook)
+
+        def unregister() -> None:
+            with self._lock:
+                if hook in self._hooks:
+                    self._hooks.remove(hook)
+
+        return unregister
+
+    def listen(self, listener: Callable[[int], object]) -> Callable[[], None]:
+        """Adds a function that :meth:`moved` calls; returns one that takes it away."""
+        with self._lock:
+            self._listeners.append(listener)
+
+        def unregister() -> None:
+            with self._lock:
+                if listener in self._listeners:
+                    self._listeners.remove(listener)
+
+        return unregister
+
+    def moved(self, version: int) -> None:
+        """Calls every listener with the version that this process brought the service to."""
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(version)
+
+    def announce(self, report: PushReport) -> None:
+        """Calls every listener, then every hook, in the order of registration.
+
+        Raises:
+            Exception: What the first hook that failed raised; the others have been called too.
+        """
+        self.moved(report.version)
+        with self._lock:
+            hooks = list(self._hooks)
+        failures: list[Exception] = []
+        for hook in hooks:
+            try:
+                hook(report)
+            except Exception as failure:  # noqa: BLE001  a user's own, raised below
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+
+
+# Single replicas brought to the version of another: from its snapshot, or by its weights.
+
+
+# A replica keeps to the time limit itself. One silent for this much longer has hung.
+GRACE_S = 10.0
+# Seconds within which a replica must show that all of it is alive before another gives it anything.
+PROBE_TIMEOUT_S = 10.0
+
+
+def catch_up_from_snapshot(
+    client: ReplicaClient,
+    replica_ids: Collection[str],
+    givers: Sequence[str],
+    version: int,
+    *,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Has replicas load the snapshot that others loaded, whichever process stored it.
+
+    Args:
+        client: The replicas.
+        replica_ids: Those that load.
+        givers: Ids of replicas that hold ``version``.
+        version: Oldest version to load.
+        timeout_s: Seconds for all of it.
+
+    Returns:
+        Replica id to its answer, or to the exception that came instead; empty if no giver has
+        its weights from a snapshot.
+    """
+    deadline = time.monotonic() + timeout_s
+    calls = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
+    told = calls.answers(min(PROBE_TIMEOUT_S, timeout_s)).values()
+    source = next((one for one in told if isinstance(one, dict)), None)
+    if source is None:
+        return {}
+    left_s = max(deadline - time.monotonic(), 1.0)
+    return client.start_calls(
+        "load_snapshot",
+        dict.fromkeys(replica_ids, (source["directory"], source["run_id"])),
+        at_least=version,
+        timeout_s=left_s,
+    ).answers(left_s + GRACE_S)
+
+
+def catch_up_from_peer(
+    client: ReplicaClient,
+    replica_ids: Collection[str],
+    givers: Sequence[str],
+    version: int,
+    *,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Has replicas copy the weights of one that serves, which goes on serving.
+
+    Pushes to the giving replica wait for a chunk at most. A replica that is silent gets nothing.
+
+    Args:
+        client: The replicas.
+        replica_ids: Those that take, one after the other.
+        givers: Ids of replicas that hold ``version``; the first that can gives.
+        version: Policy version.
+        timeout_s: Seconds for all of it.
+
+    Returns:
+        Replica id to its answer, or to the exception that came instead.
+    """
+    deadline = time.monotonic() + timeout_s
+    probes = client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
+    answers = {
+        name: one
+        for name, one in probes.answers(min(PROBE_TIMEOUT_S, timeout_s)).items()
+        if isinstance(one, BaseException)
+    }
+    left = [one for one in replica_ids if one not in answers]
+    if not left:
+        return answers
+    reason: BaseException = RuntimeError(f"no replica is there that serves version {version}")
+    for giver in givers:
+        left_s = max(deadline - time.monotonic(), 1.0)
+        calls = client.start_calls("offer_weights", {giver: ()}, timeout_s=left_s)
+        offer = calls.answers(left_s).get(giver, reason)
+        if isinstance(offer, BaseException):
+            reason = offer
+            continue
+        try:
+            while left and offer["version"] == version and time.monotonic() < deadline:
+                name = left[0]
+                left_s = max(deadline - time.monotonic(), 1.0)
+                call = client.start_calls("take_weights", {name: (offer,)}, timeout_s=left_s)
+                answers |= call.answers(left_s + GRACE_S)
+                del left[0]
+        finally:
+            withdrawal = client.start_calls("withdraw_weights", {giver: (offer["token"],)})
+            withdrawal.answers(GRACE_S)
+        break
+    return dict.fromkeys(left, reason) | answers
+
+
+# How long a push may take when nobody says: a multiple of what pushes like it have taken.
+
+
+FIRST_TIMEOUT_S = 300.0
+"""Seconds for a push of a kind that was not measured yet: groups form, plans are made."""
+SLACK_S = 30.0
+MULTIPLE = 3.0
+NUM_SAMPLES = 9
+MOST_KINDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushKind:
+    """What pushes must have in common for one to tell how long another takes.
+
+    Attributes:
+        transport: Name of the transport.
+        num_bytes: Bytes of all tensors.
+        mode: What becomes of requests in flight.
+        clear_cache: Whether their keys and values are computed again.
+        crew: Replicas and their incarnations: after a change groups are formed anew.
+    """
+
+    transport: str
+    num_bytes: int
+    mode: PauseMode
+    clear_cache: bool
+    crew: frozenset[tuple[str, str]] = frozenset()
+
+
+class PushDeadlines:
+    """Time limits of pushes, from the times of those that went well.
+
+    30 s and three times the median of the last few, as a watchdog that neither ends slow pushes nor
+    lets a wedged peer hold the others for long. Before there is a measurement, and where requests
+    in flight are waited for, 300 s at least: how long those take says nothing of the next.
+
+    Example:
+        >>> deadlines = PushDeadlines()
+        >>> kind = PushKind(transport="memmap", num_bytes=8, mode="keep", clear_cache=False)
+        >>> deadlines.timeout_s(kind)
+        300.0
+        >>> deadlines.record(kind, 2.0)
+        >>> deadlines.timeout_s(kind)
+        36.0
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[PushKind, deque[float]] = {}
+
+    def record(self, kind: PushKind, seconds: float) -> None:
+        """Notes how long a push took that every replica acknowledged.
+
+        Args:
+            kind: Its kind; the oldest of many kinds is forgotten.
+            seconds: Wall clock of the whole push.
+        """
+        taken = self._seconds.pop(kind, None) or deque(maxlen=NUM_SAMPLES)
+        taken.append(seconds)
+        self._seconds[kind] = taken
+        while len(self._seconds) > MOST_KINDS:
+            del self._seconds[next(iter(self._seconds))]
+
+    def timeout_s(self, kind: PushKind) -> float:
+        """Returns the seconds after which a replica that is silent in such a push has failed."""
+        taken = self._seconds.get(kind)
+        if not taken:
+            return FIRST_TIMEOUT_S
+        measured = SLACK_S + MULTIPLE * statistics.median(taken)
+        return max(measured, FIRST_TIMEOUT_S) if kind.mode == "wait" else measured
+
 
 STOCK_TIMEOUT_S = 30.0
 HOLD_BACK_TIMEOUT_S = 5.0

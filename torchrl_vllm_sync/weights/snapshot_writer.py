@@ -21,11 +21,11 @@ from torchrl_vllm_sync.weights.head import Head
 from torchrl_vllm_sync.weights.lease import READERS
 from torchrl_vllm_sync.weights.manifest import CURRENT, Manifest, ManifestFile, write_manifest
 from torchrl_vllm_sync.weights.marker import LAYOUTS, TEMPORARY, LayoutName, Marker, new_run_id
-from torchrl_vllm_sync.weights.phase_times import PhaseTimes
 from torchrl_vllm_sync.weights.private_files import remove_temporary_files, require_folder
 from torchrl_vllm_sync.weights.slot_store import SlotSettings, SlotStore
 from torchrl_vllm_sync.weights.storage import is_memory_file_system, storage_errors
 from torchrl_vllm_sync.weights.tensor_writer import TensorWriter
+from torchrl_vllm_sync.weights.transport import PhaseTimes
 from torchrl_vllm_sync.weights.version_store import VersionStore
 from torchrl_vllm_sync.weights.writer_lock import WriterLock
 

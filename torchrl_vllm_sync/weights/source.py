@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.data_file import checksum
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.module_source import ModuleSource
-from torchrl_vllm_sync.weights.module_tensors import (
+from torchrl_vllm_sync.weights.module import (
+    ModuleSource,
     check_readable,
     is_peft,
     local,

@@ -2,31 +2,72 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightSyncError
+from torchrl_vllm_sync.errors import (
+    ReplicaUnavailableError,
+    SilentEngineError,
+    SyncError,
+    TransferError,
+    UnsupportedArgumentError,
+    WeightSyncError,
+)
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from torchrl_vllm_sync.weights.phase_times import PhaseTimes
+    from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.weights.source import WeightSource
 
-__all__ = [
-    "PauseMode",
-    "PendingCalls",
-    "PushReport",
-    "ReplicaClient",
-    "ReplicaOutcome",
-    "SendOutcome",
-    "Standing",
-    "WeightTransport",
-    "awaited_replicas",
-    "check_transport",
-]
+
+# How long the phases of a push took, and when each began.
+
+
+class PhaseTimes:
+    """Notes the phases of one push as its transport measures them; a later note replaces one.
+
+    Example:
+        >>> times = PhaseTimes()
+        >>> with times.measure("join_s"):
+        ...     time.sleep(0.001)
+        >>> 0.001 < times.seconds["join_s"] < 1.0
+        True
+
+    Attributes:
+        seconds: Seconds of wall clock by phase; and counts, by names that do not end in ``_s``.
+        starts: When each phase began, in seconds of this process's ``time.perf_counter()``. A phase
+            that is the sum of many pieces has no start.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.starts: dict[str, float] = {}
+
+    def note(self, phase: str, begin: float, end: float | None = None) -> None:
+        """Notes one phase.
+
+        Args:
+            phase: Its name.
+            begin: When it began, by ``time.perf_counter()``.
+            end: When it ended, by the same clock; ``None`` means now.
+        """
+        self.seconds[phase] = (time.perf_counter() if end is None else end) - begin
+        self.starts[phase] = begin
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Notes the time inside ``with`` as one phase, also if that ends with an exception."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.note(phase, begin)
+
 
 # What becomes of requests in flight: they freeze and go on, are waited for, or end as they are.
 PauseMode = Literal["keep", "wait", "abort"]
@@ -419,3 +460,195 @@ def check_mode(mode: object) -> None:
     """
     if mode not in get_args(PauseMode):
         raise UnsupportedArgumentError(f"mode must be one of {get_args(PauseMode)}, got {mode!r}")
+
+
+# Which replicas a transport can begin with, and why it has to do without the others.
+
+
+DESCRIBE_TIMEOUT_S = 30.0
+MOST_ATTEMPTS = 3
+"""How often one push sends everything: again without replicas that were lost, and again."""
+OVER = (ReplicaState.FAILED, ReplicaState.CLOSED)
+
+
+def describe_replicas(
+    client: ReplicaClient, without: Collection[str] = ()
+) -> tuple[dict[str, EngineDescription], dict[str, str]]:
+    """Asks every replica that a push waits for what it is.
+
+    Args:
+        client: The replicas.
+        without: Ids of replicas not to ask.
+
+    Returns:
+        Replica id to its description, for those that answer, and to the reason, for the others
+        that were asked, or are not waited for.
+
+    Raises:
+        TransferError: None answers.
+    """
+    missing: dict[str, str] = {}
+    asked: dict[str, tuple[()]] = {}
+    for name, standing in client.standings().items():
+        if standing.absence:
+            missing[name] = standing.absence
+        elif name not in without:
+            asked[name] = ()
+    answers = client.start_calls("describe", asked).answers(DESCRIBE_TIMEOUT_S) if asked else {}
+    alive = {name: one for name, one in answers.items() if not isinstance(one, BaseException)}
+    missing |= {name: str(one) for name, one in answers.items() if name not in alive}
+    if not alive:
+        raise TransferError(f"no replica can be reached: {missing}")
+    return alive, missing
+
+
+def is_dead(answer: Any) -> bool:
+    """Whether a call to a replica ended so that there will be no other.
+
+    Args:
+        answer: What it ended with.
+    """
+    return isinstance(answer, ReplicaUnavailableError) and answer.state in OVER
+
+
+def is_lost(answer: Any) -> bool:
+    """Whether a replica died during a call, or it or its engine kept silent.
+
+    Args:
+        answer: What the call ended with.
+    """
+    silent = isinstance(answer, TimeoutError) and not isinstance(answer, SyncError)
+    return silent or isinstance(answer, SilentEngineError) or is_dead(answer)
+
+
+def lost_replicas(answers: Mapping[str, Any]) -> set[str]:
+    """Returns the replicas without which an update that broke off is worth another attempt.
+
+    Args:
+        answers: Replica id to what it answered, or to the exception that came instead.
+
+    Returns:
+        Those that died or were silent, if others failed too, who may have failed for that alone.
+        Empty if all the others are well, or if there are no others.
+    """
+    lost = {name for name, one in answers.items() if is_lost(one)}
+    others = [one for name, one in answers.items() if name not in lost]
+    return lost if any(isinstance(one, BaseException) for one in others) else set()
+
+
+# Replicas that gave no answer, which pushes do without until they show a sign of life.
+
+
+@dataclass(slots=True)
+class _Silence:
+    reason: str
+    incarnation: str
+    probe: PendingCalls
+
+
+class SilentReplicas:
+    """Who was silent, and a question to each that nobody waits for.
+
+    The question goes through the actor and the engine core to every worker, so that an answer means
+    that all of them run again. Asking costs one call; looking for the answer costs nothing, so a
+    wedged replica delays only the push that it was wedged in.
+    """
+
+    def __init__(self) -> None:
+        self._silences: dict[str, _Silence] = {}
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Id of each silent replica, to what it was silent about."""
+        return {name: one.reason for name, one in self._silences.items()}
+
+    def note(self, client: ReplicaClient, reasons: Mapping[str, str]) -> None:
+        """Begins to do without these replicas.
+
+        Args:
+            client: The replicas.
+            reasons: Id of each to what it was silent about.
+        """
+        standings = client.standings()
+        for name in reasons.keys() & standings.keys():
+            self._silences[name] = _Silence(
+                reasons[name], standings[name].incarnation, _probe(client, name)
+            )
+
+    def look(self, client: ReplicaClient) -> None:
+        """Forgets those that have answered since, are dead, or are other actors by now."""
+        standings = client.standings()
+        for name, silence in list(self._silences.items()):
+            standing = standings.get(name)
+            if standing is None or standing.absence or standing.incarnation != silence.incarnation:
+                del self._silences[name]
+                continue
+            answer = silence.probe.answers(0.0).get(name)
+            if isinstance(answer, SilentEngineError):  # the actor lives, its engine does not answer
+                silence.probe = _probe(client, name)
+            elif not isinstance(answer, TimeoutError) or isinstance(answer, SyncError):
+                del self._silences[name]
+
+
+def _probe(client: ReplicaClient, name: str) -> PendingCalls:
+    return client.start_calls("probe_workers", {name: ()})
+
+
+# Blocking calls that may never return, made in a thread while the replicas are watched.
+
+
+# Seconds between looks at the replicas.
+WATCH_S = 0.05
+
+
+def watched(what: str, call: Callable[[], Any], pending: PendingCalls, deadline: float) -> Any:
+    """Makes ``call`` in a thread and waits for it, but not for ever.
+
+    The thread is left behind when this raises early; ending what it does is the caller's.
+
+    Args:
+        what: Names the call in errors.
+        call: What may block.
+        pending: Calls to the replicas whose failures end the wait.
+        deadline: ``time.monotonic()`` that ends it too.
+
+    Raises:
+        SyncError: ``call`` raised it.
+        TransferError: ``call`` raised something else, a replica failed, or time is up.
+    """
+    result: list[Any] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(call())
+        except BaseException as error:  # noqa: BLE001  raised below, on the caller's thread
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name=what, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(WATCH_S)
+        raise_exceptions(pending.failures())
+        if time.monotonic() > deadline:
+            raise TransferError(f"{what} did not end in time")
+    for error in failure:
+        if isinstance(error, SyncError) or not isinstance(error, Exception):
+            raise error
+        raise TransferError(f"{what} broke off: {type(error).__name__}: {error}") from error
+    return result[0]
+
+
+def raise_exceptions(answers: Mapping[str, Any]) -> None:
+    """Raises for the replicas that failed.
+
+    Args:
+        answers: Replica id to its answer, or to the exception that came instead.
+
+    Raises:
+        TransferError: At least one did.
+    """
+    failures = {name: one for name, one in answers.items() if isinstance(one, BaseException)}
+    if failures:
+        reasons = (f"replica {name}: {one!s}" for name, one in failures.items())
+        raise TransferError("; ".join(reasons))

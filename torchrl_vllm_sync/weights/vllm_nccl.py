@@ -19,13 +19,18 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.weights.metadata import dtype_name
 from torchrl_vllm_sync.weights.packer import check_device
-from torchrl_vllm_sync.weights.phase_times import PhaseTimes
-from torchrl_vllm_sync.weights.reachable import describe_replicas
+from torchrl_vllm_sync.weights.places import current_device, home_device
 from torchrl_vllm_sync.weights.rendezvous import free_port
 from torchrl_vllm_sync.weights.source import StableSource
-from torchrl_vllm_sync.weights.trainer_device import current_device, home_device
-from torchrl_vllm_sync.weights.transport import ReplicaOutcome, SendOutcome, awaited_replicas
-from torchrl_vllm_sync.weights.watched import raise_exceptions, watched
+from torchrl_vllm_sync.weights.transport import (
+    PhaseTimes,
+    ReplicaOutcome,
+    SendOutcome,
+    awaited_replicas,
+    describe_replicas,
+    raise_exceptions,
+    watched,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
-from torchrl_vllm_sync.weights.choice import Place, choose_transport, device_uuid, this_node
-from torchrl_vllm_sync.weights.ipc_transport import IPCTransport
+from torchrl_vllm_sync.weights.ipc import IPCTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
-from torchrl_vllm_sync.weights.reachable import describe_replicas
-from torchrl_vllm_sync.weights.trainer_device import current_device, devices_of
+from torchrl_vllm_sync.weights.places import (
+    Place,
+    choose_transport,
+    current_device,
+    device_uuid,
+    devices_of,
+    this_node,
+)
+from torchrl_vllm_sync.weights.transport import describe_replicas
 from torchrl_vllm_sync.weights.vllm_nccl import VLLMNCCLTransport
 
 if TYPE_CHECKING:
