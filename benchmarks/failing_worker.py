@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
-from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
 
 if TYPE_CHECKING:
     import torch

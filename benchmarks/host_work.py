@@ -25,9 +25,7 @@ from benchmarks.record import Recorder
 from tests.unit.vllm_models import VllmModels, single_process_group
 from torchrl_vllm_sync.engine.plan_copies import record_load_plan
 from torchrl_vllm_sync.engine.reload import checkpoint_metadata
-from torchrl_vllm_sync.weights.bucket_stream import make_buffers
-from torchrl_vllm_sync.weights.buckets import BucketLayout
-from torchrl_vllm_sync.weights.packer import ViewPacker
+from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, ViewPacker, make_buffers
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from benchmarks.shapes import SHAPES, save_shape
 from benchmarks.sync_actors import Trainer, spawn
 from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.errors import SyncError
-from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
+from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.transport import SendOutcome

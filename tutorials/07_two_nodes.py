@@ -48,7 +48,7 @@ from common.phases import milliseconds
 from ray.cluster_utils import Cluster
 
 from torchrl_vllm_sync import AsyncVLLM
-from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
+from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 
 # %% [markdown]
 # ## Settings

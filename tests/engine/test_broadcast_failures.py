@@ -336,7 +336,7 @@ def join(service, index, *args, **kwargs):
 def test_joining_with_ranks_that_do_not_fit(faulty, trained):
     import torch
 
-    from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
+    from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
 
     version = faulty.weight_version
     group = BroadcastGroup.host(

@@ -24,13 +24,15 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.testing import token_log_probs
-from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
-from torchrl_vllm_sync.weights.bucket_stream import make_buffers, send_buckets
-from torchrl_vllm_sync.weights.buckets import BucketLayout
+from torchrl_vllm_sync.weights.broadcast.buckets import (
+    BucketLayout,
+    ViewPacker,
+    make_buffers,
+    send_buckets,
+)
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, StartSignal
 from torchrl_vllm_sync.weights.metadata import to_json
-from torchrl_vllm_sync.weights.packer import ViewPacker
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
-from torchrl_vllm_sync.weights.start_signal import StartSignal
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 1 << 18
@@ -173,7 +175,7 @@ def test_updates_and_pushes_take_turns(service, trainer, model, other_model):
 
 
 def test_a_broadcast_push_takes_the_workers_back(service, trainer, model, other_model):
-    from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
+    from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
     from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 
     transport = BroadcastTransport()

@@ -9,7 +9,7 @@ from tests.engine.checks import perturbed
 from torchrl_vllm_sync import attach
 from torchrl_vllm_sync.errors import PushUnderWayError
 from torchrl_vllm_sync.testing import load_tiny_model
-from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
+from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import MappingSource
 

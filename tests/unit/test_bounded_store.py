@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistError, TCPStore
 
-from torchrl_vllm_sync.weights.bounded_store import BoundedStore
+from torchrl_vllm_sync.weights.broadcast.group import BoundedStore
 
 HOST = """
 import sys

@@ -17,15 +17,21 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
-from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
-from torchrl_vllm_sync.weights.bucket_stream import make_buffers, receive_buckets, send_buckets
-from torchrl_vllm_sync.weights.buckets import BucketLayout
-from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors, sendable_tensors
+from torchrl_vllm_sync.weights.broadcast.buckets import (
+    BucketLayout,
+    StreamingPacker,
+    ViewPacker,
+    broadcast_tensors,
+    check_device,
+    make_buffers,
+    receive_buckets,
+    send_buckets,
+    sendable_tensors,
+    whole_tensors,
+)
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, StartSignal
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.packer import StreamingPacker, ViewPacker, check_device
 from torchrl_vllm_sync.weights.source import MappingSource
-from torchrl_vllm_sync.weights.start_signal import StartSignal
-from torchrl_vllm_sync.weights.whole_tensors import whole_tensors
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"

@@ -8,8 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchrl_vllm_sync.weights.broadcast_group import ONE_CHANNEL, BroadcastGroup
-from torchrl_vllm_sync.weights.nccl_environment import is_held_to_one_channel, nccl_environment
+from torchrl_vllm_sync.weights.broadcast.group import (
+    ONE_CHANNEL,
+    BroadcastGroup,
+    is_held_to_one_channel,
+    nccl_environment,
+)
 
 PINNED = {"VLLM_BATCH_INVARIANT": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple"}
 

@@ -21,7 +21,7 @@ from tensordict import NonTensorData, TensorDict
 import torchrl_vllm_sync
 from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError
 from torchrl_vllm_sync.weights import private_files
-from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, free_port, host_store
 from torchrl_vllm_sync.weights.data_file import DATA_FILE, open_tensordict
 from torchrl_vllm_sync.weights.head import HEAD
 from torchrl_vllm_sync.weights.lease import READERS
@@ -29,7 +29,6 @@ from torchrl_vllm_sync.weights.manifest import CURRENT
 from torchrl_vllm_sync.weights.marker import MARKER, TEMPORARY
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.rendezvous import free_port, host_store
 from torchrl_vllm_sync.weights.sharded import MOST_BYTES, TrainerRankError, Verdict, _read, _written
 from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter

@@ -30,9 +30,9 @@ from torchrl_vllm_sync.replica import (
     EngineReport,
     ReplicaState,
 )
+from torchrl_vllm_sync.weights.broadcast.group import free_port
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import this_node
-from torchrl_vllm_sync.weights.rendezvous import free_port
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs

@@ -25,7 +25,7 @@ from torchrl_vllm_sync.engine.plan import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torchrl_vllm_sync.weights.buckets import BucketLayout, Piece
+    from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, Piece
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 

@@ -26,14 +26,22 @@ from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.plan_copies import PlanNotPossibleError, record_load_plan
 from torchrl_vllm_sync.engine.reload import checksum, reload_model
 from torchrl_vllm_sync.errors import TransferError
-from torchrl_vllm_sync.weights.broadcast_group import SPIN_S, BroadcastGroup
-from torchrl_vllm_sync.weights.bucket_stream import make_buffers, receive_buckets
-from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
-from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors
+from torchrl_vllm_sync.weights.broadcast.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    BucketLayout,
+    broadcast_tensors,
+    make_buffers,
+    receive_buckets,
+    whole_tensors,
+)
+from torchrl_vllm_sync.weights.broadcast.group import (
+    PUSH_ID_BITS,
+    SPIN_S,
+    BroadcastGroup,
+    Rendezvous,
+    StartSignal,
+)
 from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json, metadata_digest
-from torchrl_vllm_sync.weights.rendezvous import Rendezvous
-from torchrl_vllm_sync.weights.start_signal import PUSH_ID_BITS, StartSignal
-from torchrl_vllm_sync.weights.whole_tensors import whole_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -25,7 +25,7 @@ from torchrl_vllm_sync.rl.updater import WeightUpdater, as_service
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import MAX_VERSION, check_version
 from torchrl_vllm_sync.weights.auto import TRANSPORTS
-from torchrl_vllm_sync.weights.broadcast_transport import BroadcastTransport
+from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.marker import LayoutName
 from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta

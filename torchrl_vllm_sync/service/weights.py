@@ -22,8 +22,8 @@ from torchrl_vllm_sync.observe.status import failed_push, finished_push
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.service.replicas import ServiceReplicas
 from torchrl_vllm_sync.versions import check_version
+from torchrl_vllm_sync.weights.broadcast.group import free_port
 from torchrl_vllm_sync.weights.metadata import from_json
-from torchrl_vllm_sync.weights.rendezvous import free_port
 
 if TYPE_CHECKING:
     import os

@@ -17,8 +17,8 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
+from torchrl_vllm_sync.weights.broadcast.buckets import check_device
 from torchrl_vllm_sync.weights.metadata import dtype_name
-from torchrl_vllm_sync.weights.packer import check_device
 from torchrl_vllm_sync.weights.places import current_device, device_uuid, home_device
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import (

@@ -17,10 +17,10 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
+from torchrl_vllm_sync.weights.broadcast.buckets import check_device
+from torchrl_vllm_sync.weights.broadcast.group import free_port
 from torchrl_vllm_sync.weights.metadata import dtype_name
-from torchrl_vllm_sync.weights.packer import check_device
 from torchrl_vllm_sync.weights.places import current_device, home_device
-from torchrl_vllm_sync.weights.rendezvous import free_port
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import (
     PhaseTimes,

@@ -7,30 +7,339 @@ for ever: each wait has a deadline, after which the communicator is given up on 
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistError, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from torchrl_vllm_sync.errors import TransferError
-from torchrl_vllm_sync.weights.bounded_store import BoundedStore
-from torchrl_vllm_sync.weights.nccl_environment import is_held_to_one_channel, nccl_environment
-from torchrl_vllm_sync.weights.rendezvous import (
-    Rendezvous,
-    host_store,
-    own_address,
-    reach_store,
-)
+from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["BroadcastGroup"]
+
+# The store where a trainer and its workers meet, on which no call waits for ever.
+
+
+# Seconds within which the process that hosts a store answers, unless it is stopped or cut off.
+ANSWER_TIMEOUT_S = 10.0
+# Seconds that it gets beyond a wait which it was asked for, to say that the time is over.
+LAST_WORD_S = 0.5
+
+
+class BoundedStore:
+    """The calls of a ``TCPStore`` that the ranks of a group need, each of which ends in time.
+
+    A ``TCPStore`` has time limits, but its client leaves them to the server: when the process that
+    hosts it is stopped, no call returns until that goes on (torch 2.11 and 2.12). So each call runs
+    in a thread of its own, which is left behind with it when there is no answer. The connection is
+    lost then, and every later call fails at once.
+
+    Args:
+        store: The connection; nobody else may use it meanwhile.
+        answer_timeout_s: Seconds to wait for the answer to calls that do not wait themselves;
+            ``None`` in the process that hosts the store, whose calls are made directly.
+
+    Attributes:
+        raw: As given.
+    """
+
+    def __init__(
+        self, store: TCPStore, *, answer_timeout_s: float | None = ANSWER_TIMEOUT_S
+    ) -> None:
+        self.raw = store
+        self._answer_timeout_s = answer_timeout_s
+        self._is_lost = False
+
+    def set(self, key: str, value: str) -> None:
+        """Sets ``key``.
+
+        Raises:
+            DistError: The host of the store is gone, or does not answer.
+        """
+        self._call(lambda: self.raw.set(key, value))
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to the number at ``key``, at first 0, and returns it.
+
+        Raises:
+            DistError: The host of the store is gone, or does not answer.
+        """
+        return self._call(lambda: self.raw.add(key, amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Returns whether all ``keys`` are there.
+
+        Raises:
+            DistError: The host of the store is gone, or does not answer.
+        """
+        return self._call(lambda: self.raw.check(list(keys)))
+
+    def await_value(self, key: str, timeout_s: float) -> str:
+        """Waits until ``key`` is there and returns its value.
+
+        Raises:
+            DistError: It did not come in time, or the host of the store is gone.
+        """
+
+        def wait() -> str:
+            self.raw.wait([key], timedelta(seconds=timeout_s))
+            return self.raw.get(key).decode(errors="replace")  # anybody may have written it
+
+        return self._call(wait, timeout_s + LAST_WORD_S)
+
+    def _call(self, call: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        """Returns what ``call`` does, if that is in time."""
+        if self._answer_timeout_s is None:
+            return call()
+        if self._is_lost:
+            raise DistStoreError("the connection to the trainer's store was given up")
+        ended: list[tuple[Any, Exception | None]] = []
+
+        def run() -> None:
+            try:
+                ended.append((call(), None))
+            except Exception as error:  # noqa: BLE001  raised again where the answer is awaited
+                ended.append((None, error))
+
+        thread = threading.Thread(target=run, name="trainers-store", daemon=True)
+        thread.start()
+        thread.join(self._answer_timeout_s if timeout_s is None else timeout_s)
+        if not ended:
+            self._is_lost = True
+            raise DistStoreError("the process that hosts the store did not answer in time")
+        answer, error = ended[0]
+        if error is not None:
+            raise error
+        return answer
+
+
+# What NCCL reads from the environment when a communicator is made.
+
+
+# ProcessGroupNCCL's watchdog would end the whole process when a collective fails.
+QUIET_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+CHANNELS = "NCCL_MAX_NCHANNELS"
+# Pinned in vLLM's workers by batch invariance; ends of a communicator that do not agree on them
+# wait for each other for ever.
+PINNED_BY_VLLM = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MIN_NCHANNELS", CHANNELS)
+
+
+def is_held_to_one_channel() -> bool:
+    """Whether NCCL makes no communicator with more than one channel in this process any more.
+
+    It reads how many there may be once, with a process's first communicator. A batch-invariant
+    vLLM worker that has a communicator with other workers has said: one. From NCCL 2.29.7 on it
+    reads again, which vLLM from 0.32 on asks for (``vllm/utils/nccl.py``, ``pin_nccl_env``).
+    """
+    return (
+        os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+        and os.environ.get(CHANNELS) == "1"
+        and CHANNELS not in os.environ.get("NCCL_NO_CACHE", "").split(",")
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+    )
+
+
+@contextlib.contextmanager
+def nccl_environment(interface: str | None) -> Iterator[None]:
+    """Sets the variables, and takes them back afterwards.
+
+    The first collective has to be inside: only then does torch make the communicator.
+
+    Args:
+        interface: Network interface to use; ``None`` leaves the choice to NCCL.
+    """
+    wanted: dict[str, str | None] = dict(QUIET_NCCL)
+    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        wanted |= dict.fromkeys(PINNED_BY_VLLM)
+    if interface is not None:
+        # "=": this one, not all whose names begin so.
+        wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    before = {name: os.environ.get(name) for name in wanted}
+    _set_environment(wanted)
+    try:
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+# Where a trainer and the engines' workers meet: the trainer's address, and a store there.
+#
+# What listens, and where: the store, on the trainer's one address that the workers are told, and
+# not
+# on the host's others, as torch's ``TCPStore`` would by itself; each rank's Gloo, on the rank's
+# own
+# address on the route there; NCCL, on the interface that it chooses or is given. None of them asks
+# who connects: keep that network private. The store holds numbers and short texts, nothing
+# pickled.
+
+
+# Seconds between looks at whether the trainer listens yet.
+CONNECT_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where a group meets.
+
+    Attributes:
+        address: The trainer's address, reachable from every worker.
+        port: Port of its ``TCPStore``.
+        world_size: The trainer and the workers of all replicas.
+        interface: Network interface to use, of this name on every host; ``None`` takes the one that
+            reaches ``address``. NCCL keeps to the one that a process has used first.
+    """
+
+    address: str
+    port: int
+    world_size: int
+    interface: str | None = None
+
+
+def own_address(peer: str) -> str:
+    """Returns this host's address on the route to ``peer``; sends nothing."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return probe.getsockname()[0]
+
+
+def host_store(
+    address: str, port: int | None, *, world_size: int, timeout_s: float, interface: str | None
+) -> TCPStore:
+    """Makes the store on the trainer, which listens at ``address`` alone.
+
+    Args:
+        address: This host's address, reachable from every worker; one of its own, not one that is
+            translated on the way.
+        port: Port to listen on; ``None`` takes a free one.
+        world_size: The trainer and all workers.
+        timeout_s: Seconds for the store's own waits.
+        interface: See :class:`Rendezvous`.
+
+    Raises:
+        TransferError: The port cannot be had, or the address is not this host's.
+        UnsupportedArgumentError: This host has no such interface.
+    """
+    _require_interface(interface)
+    try:
+        with _bound(address, 0 if port is None else port) as listener:
+            listener.listen()
+            port = int(listener.getsockname()[1])
+            return TCPStore(
+                address,
+                port,
+                world_size,
+                is_master=True,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),  # torch closes it
+            )
+    except (DistError, OSError, RuntimeError) as error:
+        raise TransferError(f"cannot listen at {address}:{port}: {error}") from error
+
+
+def reach_store(rendezvous: Rendezvous, *, timeout_s: float) -> TCPStore:
+    """Reaches the trainer's store from a worker.
+
+    Raises:
+        TransferError: It cannot be reached in time.
+        UnsupportedArgumentError: This host has no such interface.
+    """
+    _require_interface(rendezvous.interface)
+    address, port = rendezvous.address, rendezvous.port
+    deadline = time.monotonic() + timeout_s
+    try:
+        # The store itself tries twice, each time for as long as it is given.
+        _await_listener(address, port, deadline)
+        return TCPStore(
+            address,
+            port,
+            rendezvous.world_size,
+            is_master=False,
+            timeout=timedelta(seconds=max(deadline - time.monotonic(), 1.0)),
+            wait_for_workers=False,
+        )
+    except (DistError, OSError, RuntimeError) as error:
+        raise TransferError(
+            f"cannot reach the trainer at {address}:{port} within {timeout_s:g} s: {error}"
+        ) from error
+
+
+def free_port(address: str) -> int:
+    """Returns a port that is free now at one of this host's addresses; nothing listens there.
+
+    Raises:
+        OSError: The address is not this host's.
+    """
+    with _bound(address, 0) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    """Returns a socket bound to one address only.
+
+    Raises:
+        OSError: The port is taken, or the address is not this host's.
+    """
+    family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(where)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def _require_interface(name: str | None) -> None:
+    """Refuses an interface that this host has not; NCCL says so only the first time.
+
+    Raises:
+        UnsupportedArgumentError: It has not; lists those that it has.
+    """
+    known = [known for _, known in socket.if_nameindex()]
+    if name is not None and name not in known:
+        raise UnsupportedArgumentError(
+            f"interface must be one of {known} on {socket.gethostname()}, got {name!r}"
+        )
+
+
+def _await_listener(address: str, port: int, deadline: float) -> None:
+    """Returns once somebody listens there.
+
+    Raises:
+        OSError: Nobody did until ``deadline``, of ``time.monotonic()``.
+    """
+    while True:
+        try:
+            left = max(deadline - time.monotonic(), 1e-3)
+            socket.create_connection((address, port), timeout=left).close()
+        except OSError:
+            if time.monotonic() + CONNECT_POLL_S > deadline:
+                raise
+        else:
+            return
+        time.sleep(CONNECT_POLL_S)
+
 
 TRAINER_RANK = 0
 # Seconds between looks at work on a GPU that is under way, and at those who take part in it.
@@ -447,3 +756,64 @@ def _keep(group: object, works: Sequence[dist.Work]) -> None:  # noqa: ARG001
     """Keeps a group until what waits in it has run out of time."""
     while not _have_ended(works, time.monotonic()):
         time.sleep(WATCH_S)
+
+
+# The word to begin a transfer, which the trainer gives when every worker is ready.
+
+
+# The number of a push: that of its group, then this many bits that count.
+PUSH_ID_BITS = 24
+GO = "go"
+
+
+class StartSignal:
+    """Who is ready for one transfer, and the trainer's word to begin it or to leave it.
+
+    Nobody enters a collective before everybody is ready, so that a failure until then leaves the
+    group usable and nothing to abort.
+
+    Args:
+        group: The connected group.
+        push_id: Number of the transfer, of which the group sees each once.
+    """
+
+    def __init__(self, group: BroadcastGroup, push_id: int) -> None:
+        self._group, self._push_id = group, push_id
+
+    def give(self, *, deadline: float, watch: Callable[[], None]) -> None:
+        """On the trainer: waits until every worker is ready, then gives the word.
+
+        Raises:
+            TransferError: Not everyone was ready in time; everyone is told to leave it.
+            Exception: What ``watch`` raises; likewise.
+        """
+        keys = [
+            f"ready/{self._push_id}/{rank}" for rank in range(1, self._group.rendezvous.world_size)
+        ]
+        try:
+            self._group.await_keys(
+                keys, deadline, f"get ready for transfer {self._push_id} in time", watch
+            )
+        except BaseException as error:
+            self._group.store.set(self._start_key, f"left: {error}"[:500])
+            raise
+        self._group.store.set(self._start_key, GO)
+
+    def await_start(self, *, deadline: float) -> None:
+        """On a worker: says that it is ready and waits for the trainer's word.
+
+        Raises:
+            TransferError: The trainer called it off, is gone, or was silent until the deadline.
+        """
+        store = self._group.store
+        try:
+            store.set(f"ready/{self._push_id}/{self._group.rank}", "1")
+            word = store.await_value(self._start_key, max(deadline - time.monotonic(), 1e-3))
+        except DistError as error:
+            raise TransferError(f"the trainer did not begin the transfer: {error}") from error
+        if word != GO:
+            raise TransferError(f"the trainer called the transfer off: {word[:500]}")
+
+    @property
+    def _start_key(self) -> str:
+        return f"start/{self._push_id}"

@@ -12,7 +12,7 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
 from torchrl_vllm_sync.weights.places import current_device, home_device
 from torchrl_vllm_sync.weights.transport import (
     SilentReplicas,

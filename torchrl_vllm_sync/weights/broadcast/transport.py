@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from torchrl_vllm_sync.errors import SyncError, TransferError, UnsupportedArgumentError
-from torchrl_vllm_sync.weights.broadcast_members import GRACE_S, BroadcastMembers
-from torchrl_vllm_sync.weights.bucket_stream import make_buffers, send_buckets
-from torchrl_vllm_sync.weights.buckets import DEFAULT_BUCKET_BYTES, BucketLayout
-from torchrl_vllm_sync.weights.direct_stream import broadcast_tensors, sendable_tensors
+from torchrl_vllm_sync.weights.broadcast.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    BucketLayout,
+    StreamingPacker,
+    ViewPacker,
+    broadcast_tensors,
+    check_device,
+    make_buffers,
+    send_buckets,
+    sendable_tensors,
+)
+from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, StartSignal
+from torchrl_vllm_sync.weights.broadcast.members import GRACE_S, BroadcastMembers
 from torchrl_vllm_sync.weights.metadata import metadata_digest, to_json
-from torchrl_vllm_sync.weights.packer import StreamingPacker, ViewPacker, check_device
 from torchrl_vllm_sync.weights.source import StableSource
-from torchrl_vllm_sync.weights.start_signal import PUSH_ID_BITS, StartSignal
 from torchrl_vllm_sync.weights.transport import (
     MOST_ATTEMPTS,
     PhaseTimes,
@@ -30,9 +37,9 @@ from torchrl_vllm_sync.weights.transport import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torchrl_vllm_sync.weights.broadcast_group import BroadcastGroup
+    from torchrl_vllm_sync.weights.broadcast.buckets import Packer
+    from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
     from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.packer import Packer
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import PauseMode, ReplicaClient
 

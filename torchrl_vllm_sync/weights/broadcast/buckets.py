@@ -1,0 +1,543 @@
+"""How the tensors of a push are cut into buckets: the same on the trainer and in every engine.
+
+The stream of a push is its tensors one after the other, in the order of the metadata. It is cut
+into buckets of bounded size, between rows of a tensor: a row is one index of the first dimension,
+so an engine that holds a slice of every row (tensor parallelism) still finds whole rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchrl_vllm_sync.errors import WeightMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import torch.distributed as dist
+
+    from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+    from torchrl_vllm_sync.weights.source import WeightSource
+
+
+# Three of these on each side keep an NVLink busy and take 384 MiB.
+DEFAULT_BUCKET_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive rows of one tensor, in one bucket.
+
+    Attributes:
+        meta: The tensor they belong to, with its dtype on the wire.
+        index: Position of the tensor in the metadata.
+        first_row: First row, along the first dimension; a scalar is one row.
+        num_rows: Number of rows.
+        byte_offset: Where they begin in the bucket; a multiple of the dtype's size.
+    """
+
+    meta: ParamMeta
+    index: int
+    first_row: int
+    num_rows: int
+    byte_offset: int
+
+    @property
+    def name(self) -> str:
+        """Checkpoint name of the tensor."""
+        return self.meta.name
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of one row."""
+        return self.meta.num_elements // max(_num_rows(self.meta), 1)
+
+    @property
+    def first_element(self) -> int:
+        """Offset of the first element in the full, contiguous tensor."""
+        return self.first_row * self.row_elements
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all rows."""
+        return self.num_rows * self.row_elements
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_elements * self.meta.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What one transfer carries.
+
+    Attributes:
+        pieces: Rows of tensors, in the order of the stream.
+        num_bytes: Bytes to transfer, padding between dtypes included.
+    """
+
+    pieces: tuple[Piece, ...]
+    num_bytes: int
+
+
+class BucketLayout:
+    """The buckets of a push.
+
+    Args:
+        metadata: Every tensor of the push, in order.
+        bucket_bytes: Most bytes of one bucket; at least 1.
+
+    Attributes:
+        metadata: As given.
+        buckets: The buckets in the order of sending.
+        bucket_bytes: Bytes that a receive buffer must hold.
+        num_bytes: Bytes of all buckets.
+
+    Raises:
+        WeightMismatchError: One row of a tensor (named) is larger than a bucket.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_vllm_sync.weights.metadata import ParamMeta
+        >>> layout = BucketLayout([ParamMeta("w", torch.float32, (3, 2))], bucket_bytes=16)
+        >>> [(piece.first_row, piece.num_rows) for one in layout.buckets for piece in one.pieces]
+        [(0, 2), (2, 1)]
+    """
+
+    def __init__(
+        self, metadata: Sequence[ParamMeta], bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    ) -> None:
+        self.metadata = list(metadata)
+        self.buckets = list(_cut(self.metadata, bucket_bytes))
+        self.bucket_bytes = max((one.num_bytes for one in self.buckets), default=0)
+        self.num_bytes = sum(one.num_bytes for one in self.buckets)
+
+
+def _num_rows(meta: ParamMeta) -> int:
+    return meta.shape[0] if meta.shape else 1
+
+
+def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
+    pieces: list[Piece] = []
+    filled = 0
+    for index, meta in enumerate(metadata):
+        size = meta.dtype.itemsize
+        row = 0
+        num_rows = _num_rows(meta)
+        if not meta.num_elements:
+            continue
+        row_bytes = meta.num_bytes // num_rows
+        if row_bytes > bucket_bytes:
+            raise WeightMismatchError(
+                f"a bucket of {bucket_bytes} bytes cannot hold one row of {meta.name}, which has "
+                f"{row_bytes} bytes"
+            )
+        while row < num_rows:
+            start = -(-filled // size) * size
+            fitting = min((bucket_bytes - start) // row_bytes, num_rows - row)
+            if fitting <= 0:
+                yield Bucket(tuple(pieces), filled)
+                pieces, filled = [], 0
+                continue
+            pieces.append(Piece(meta, index, row, fitting, start))
+            filled = start + fitting * row_bytes
+            row += fitting
+    if pieces:
+        yield Bucket(tuple(pieces), filled)
+
+
+# Sending and receiving a push bucket by bucket, packing one while another is on its way.
+#
+# A few buffers are used in turn. On CUDA nothing here waits on the host: a buffer is packed again
+# only after its broadcast, and received into again only after its unpacking, by the order of work
+# on
+# the group's stream. (vLLM's own packed consumer, up to 0.32, orders neither across its streams.)
+
+
+DEFAULT_NUM_BUFFERS = 3
+
+
+def make_buffers(
+    layout: BucketLayout, device: torch.device, num_buffers: int = DEFAULT_NUM_BUFFERS
+) -> list[torch.Tensor]:
+    """Allocates the buffers that buckets pass through, as ``uint8`` tensors.
+
+    Args:
+        layout: The buckets.
+        device: Where to put them.
+        num_buffers: How many; no more than there are buckets are made.
+    """
+    return [
+        torch.empty(layout.bucket_bytes, dtype=torch.uint8, device=device)
+        for _ in range(min(num_buffers, len(layout.buckets)))
+    ]
+
+
+def send_buckets(
+    group: BroadcastGroup,
+    layout: BucketLayout,
+    buffers: Sequence[torch.Tensor],
+    pack: Callable[[int, torch.Tensor], None],
+    *,
+    deadline: float,
+    watch: Callable[[], None] | None = None,
+) -> None:
+    """Packs and broadcasts every bucket; on CUDA it only queues the work.
+
+    Args:
+        group: The connected group; this process is the trainer.
+        layout: The buckets.
+        buffers: From :func:`make_buffers`.
+        pack: Fills a buffer with the bucket of that number.
+        deadline: ``time.monotonic()`` at which each transfer must have ended.
+        watch: See :meth:`BroadcastGroup.wait`.
+
+    Raises:
+        RuntimeError: The communicator failed, or somebody left the group.
+    """
+    works: list[dist.Work | None] = [None] * len(buffers)
+    with group.side_stream():
+        for index, bucket in enumerate(layout.buckets):
+            slot = index % len(buffers)
+            if (work := works[slot]) is not None:
+                group.wait(work, watch)
+            pack(index, buffers[slot])
+            works[slot] = group.broadcast(
+                buffers[slot][: bucket.num_bytes], timeout_s=_left(deadline)
+            )
+        for work in works:
+            if work is not None:
+                group.wait(work, watch)
+
+
+def receive_buckets(
+    group: BroadcastGroup,
+    layout: BucketLayout,
+    buffers: Sequence[torch.Tensor],
+    *,
+    deadline: float,
+) -> Iterator[int]:
+    """Receives every bucket in turn; yields its number while its buffer may be read.
+
+    To be iterated inside ``group.side_stream()``; what reads the buffer must be queued before the
+    next number is asked for.
+
+    Args:
+        group: The connected group; this process is a worker.
+        layout: The buckets, the same as the trainer's.
+        buffers: From :func:`make_buffers`; bucket ``i`` is in ``buffers[i % len(buffers)]``.
+        deadline: ``time.monotonic()`` at which each transfer must have ended.
+
+    Yields:
+        Numbers of the layout's buckets, in order.
+
+    Raises:
+        RuntimeError: The communicator failed, or the trainer gave it up.
+    """
+    works: deque[dist.Work] = deque()
+
+    def ask(index: int) -> None:
+        if index < len(layout.buckets):
+            buffer = buffers[index % len(buffers)][: layout.buckets[index].num_bytes]
+            works.append(group.broadcast(buffer, timeout_s=_left(deadline)))
+
+    for index in range(len(buffers)):
+        ask(index)
+    for index in range(len(layout.buckets)):
+        group.wait(works.popleft())
+        yield index
+        ask(index + len(buffers))
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 1e-3)
+
+
+# Sending tensors from where they are to where they belong, with no bucket between.
+#
+# Possible where the trainer's tensors lie contiguous in the wire's dtype and land contiguous in
+# every
+# worker, as those of an unquantised dense model do without tensor parallelism. It saves the copies
+# into and out of the buckets, and their memory. Broadcasts are issued in groups, which cost no
+# more
+# than buckets of the same size would.
+
+
+# Groups of 8 and 32 were as fast as the best buckets on H200s; single broadcasts took up to twice
+# as long, and so did all at once.
+GROUP_TENSORS = 32
+# Beyond this, neighbours in buckets merge into fewer transfers than there are tensors.
+MOST_TENSORS = 4096
+
+
+def sendable_tensors(
+    metadata: Sequence[ParamMeta], views: Sequence[tuple[str, torch.Tensor]] | None
+) -> list[torch.Tensor] | None:
+    """Returns a flat view of each tensor if all can be sent from where they are.
+
+    Args:
+        metadata: What the push consists of.
+        views: Name and tensor, in the same order; ``None`` if they do not stay in place.
+
+    Returns:
+        One view for each tensor that has elements; ``None`` if one is not contiguous, would have
+        to be cast, or if there are too many.
+    """
+    if views is None or len(metadata) > MOST_TENSORS:
+        return None
+    tensors = [tensor.detach() for _, tensor in views]
+    for meta, tensor in zip(metadata, tensors, strict=True):
+        if tensor.dtype != meta.dtype or not tensor.is_contiguous():
+            return None
+    return [tensor.view(-1) for tensor in tensors if tensor.numel()]
+
+
+def broadcast_tensors(
+    group: BroadcastGroup,
+    tensors: Sequence[torch.Tensor],
+    *,
+    deadline: float,
+    watch: Callable[[], None] | None = None,
+) -> None:
+    """Broadcasts ``tensors`` in place: on the trainer they are sent, elsewhere overwritten.
+
+    On CUDA this only queues the work.
+
+    Args:
+        group: The connected group.
+        tensors: Contiguous, of the same sizes and dtypes in the same order on every rank.
+        deadline: ``time.monotonic()`` at which each transfer must have ended.
+        watch: See :meth:`BroadcastGroup.wait`.
+
+    Raises:
+        RuntimeError: The communicator failed, or somebody left the group.
+    """
+    with group.side_stream():
+        works = [
+            work
+            for first in range(0, len(tensors), GROUP_TENSORS)
+            for work in group.broadcast_together(
+                tensors[first : first + GROUP_TENSORS],
+                timeout_s=max(deadline - time.monotonic(), 1e-3),
+            )
+        ]
+        for work in works:
+            group.wait(work, watch)
+
+
+# Filling buckets from a source: cast and copied on the trainer's device, not through the host.
+
+
+Copies = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
+class ViewPacker:
+    """Packs tensors that stay where they are; what is copied where is worked out once.
+
+    Neighbours that are adjacent in memory as well as in the bucket become one copy.
+
+    Args:
+        layout: The buckets.
+        buffers: The buffers; bucket ``i`` is packed into ``buffers[i % len(buffers)]``.
+        views: Name and tensor, in the order of the layout's metadata.
+
+    Attributes:
+        num_copies: Copies of one push, after merging.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        buffers: Sequence[torch.Tensor],
+        views: Sequence[tuple[str, torch.Tensor]],
+    ) -> None:
+        tensors = [tensor for _, tensor in views]
+        self._copies = [
+            _grouped(bucket, buffers[index % len(buffers)], tensors)
+            for index, bucket in enumerate(layout.buckets)
+        ]
+        self.num_copies = sum(len(dst) for groups in self._copies for dst, _ in groups)
+
+    @torch.no_grad()
+    def __call__(self, index: int, buffer: torch.Tensor) -> None:
+        """Fills ``buffer``, which is the one that bucket ``index`` belongs in."""
+        del buffer  # the targets are views of it
+        for targets, sources in self._copies[index]:
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class StreamingPacker:
+    """Packs tensors as a source yields them: merged adapters, gathered shards.
+
+    Args:
+        layout: The buckets.
+        source: Yields tensors in the order of the layout's metadata.
+        device: Where its tensors must be.
+    """
+
+    def __init__(self, layout: BucketLayout, source: WeightSource, device: torch.device) -> None:
+        self._layout, self._device = layout, device
+        self._items = self._checked(iter(source))
+        self._index, self._tensor = -1, torch.empty(0)
+
+    def _checked(
+        self, items: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for meta in self._layout.metadata:
+            name, tensor = next(items, ("nothing", torch.empty(0)))
+            if name != meta.name or tuple(tensor.shape) != meta.shape:
+                raise WeightMismatchError(
+                    f"the source announced {meta.name} {list(meta.shape)} and yielded {name} "
+                    f"{list(tensor.shape)}"
+                )
+            check_device(name, tensor, self._device)
+            yield name, tensor
+        for name, _ in items:
+            raise WeightMismatchError(f"the source yielded {name}, which it had not announced")
+
+    @torch.no_grad()
+    def __call__(self, index: int, buffer: torch.Tensor) -> None:
+        """Fills ``buffer`` with bucket ``index``; buckets are asked for in order.
+
+        Raises:
+            WeightMismatchError: The source yields something else than it announced.
+        """
+        for piece in self._layout.buckets[index].pieces:
+            while self._index < piece.index:
+                self._tensor = next(self._items)[1]
+                self._index += 1
+            _target(piece, buffer).copy_(_rows(piece, self._tensor), non_blocking=True)
+
+    def finish(self) -> None:
+        """Asks the source for its end, and lets go of the last tensor.
+
+        Raises:
+            WeightMismatchError: It yields more than it announced.
+        """
+        for _ in self._items:
+            pass
+        self._tensor = torch.empty(0)
+
+
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuses a tensor from which a push would have to go through the host.
+
+    Raises:
+        WeightMismatchError: ``tensor`` is not on ``device``, which is a GPU.
+    """
+    if device.type == "cuda" and tensor.device != device:
+        raise WeightMismatchError(
+            f"{name} is on {tensor.device}, but this transport sends from {device}: move the "
+            "weights there, or use the memmap transport"
+        )
+
+
+def _grouped(bucket: Bucket, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Copies:
+    """Copies of one bucket, those that may run as one kernel together."""
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list, list]] = {}
+    for piece, rows in _merged(bucket.pieces, tensors):
+        if rows.is_contiguous():
+            source = rows.reshape(-1)
+            target = _flat_target(piece, buffer, source.numel())
+        else:
+            source, target = rows, _target(piece, buffer)
+        key = target.dtype, source.dtype, source.dim() == 1
+        targets, sources = groups.setdefault(key, ([], []))
+        targets.append(target)
+        sources.append(source)
+    return list(groups.values())
+
+
+def _merged(
+    pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]
+) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Yields the first piece of each run, and the run's values: flat if it is more than one."""
+    run: tuple[Piece, torch.Tensor] | None = None
+    end = 0
+    for piece in pieces:
+        rows = _rows(piece, tensors[piece.index])
+        if run is not None and piece.byte_offset == end and _follows(run[1], rows, run[0], piece):
+            first, before = run
+            run = first, before.as_strided((before.numel() + rows.numel(),), (1,))
+        else:
+            if run is not None:
+                yield run
+            run = piece, rows.reshape(-1) if rows.is_contiguous() else rows
+        end = piece.byte_offset + piece.num_bytes
+    if run is not None:
+        yield run
+
+
+def _follows(before: torch.Tensor, rows: torch.Tensor, first: Piece, piece: Piece) -> bool:
+    """Whether ``rows`` lies right behind ``before`` in the same storage."""
+    return (
+        before.dim() == 1
+        and before.is_contiguous()
+        and rows.is_contiguous()
+        and rows.dtype == before.dtype
+        and first.meta.dtype == piece.meta.dtype
+        and rows.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+        and rows.storage_offset() == before.storage_offset() + before.numel()
+    )
+
+
+def _rows(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.narrow(0, piece.first_row, piece.num_rows) if tensor.dim() else tensor
+
+
+def _target(piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
+    shape = (piece.num_rows, *piece.meta.shape[1:]) if piece.meta.shape else ()
+    return _flat_target(piece, buffer, piece.num_elements).view(shape)
+
+
+def _flat_target(piece: Piece, buffer: torch.Tensor, num_elements: int) -> torch.Tensor:
+    size = num_elements * piece.meta.dtype.itemsize
+    return buffer[piece.byte_offset : piece.byte_offset + size].view(piece.meta.dtype)
+
+
+Packer = ViewPacker | StreamingPacker
+
+
+# Whole tensors out of buckets, for loaders that take nothing less.
+
+
+def whole_tensors(
+    layout: BucketLayout, buffers: Sequence[torch.Tensor], arrivals: Iterable[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each tensor as soon as its last row has arrived.
+
+    The tensors are fresh: vLLM's loaders keep them until a layer is complete, while the buffers
+    are received into again.
+
+    Args:
+        layout: The buckets.
+        buffers: Bucket ``i`` is in ``buffers[i % len(buffers)]``.
+        arrivals: Numbers of the buckets as they arrive, in order; see ``receive_buckets``.
+
+    Yields:
+        Name and tensor of full shape, in the order of the layout's metadata.
+    """
+    for meta in layout.metadata:
+        if not meta.num_elements:
+            yield meta.name, torch.empty(meta.shape, dtype=meta.dtype)
+    whole = torch.empty(0)
+    for index in arrivals:
+        for piece in layout.buckets[index].pieces:
+            received = buffers[index % len(buffers)][
+                piece.byte_offset : piece.byte_offset + piece.num_bytes
+            ].view(piece.meta.dtype)
+            if piece.first_row == 0:
+                whole = torch.empty(
+                    piece.meta.num_elements, dtype=piece.meta.dtype, device=received.device
+                )
+            whole[piece.first_element : piece.first_element + piece.num_elements] = received
+            if piece.first_element + piece.num_elements == piece.meta.num_elements:
+                yield piece.name, whole.view(piece.meta.shape)
