@@ -16,11 +16,11 @@ import torch
 
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.weights import memmap_transport
-from torchrl_vllm_sync.weights.memmap_transport import PREFIX, SHARED_MEMORY, MemmapTransport
 from torchrl_vllm_sync.weights.push import WeightPusher
-from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.snapshots import transport as transport_module
+from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshots.transport import PREFIX, SHARED_MEMORY, MemmapTransport
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Standing
 
@@ -344,7 +344,7 @@ def test_memory_of_a_trainer_that_was_killed_goes_with_the_next_one(client):
 
 
 def test_only_what_default_transports_have_left_behind_is_removed(client, tmp_path, monkeypatch):
-    monkeypatch.setattr(memmap_transport, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(transport_module, "SHARED_MEMORY", tmp_path)
     alive = MemmapTransport()
     send(alive, client, 1, 1)
     # Nobody holds the lock of a copy, as if its owner had been killed.

@@ -23,7 +23,7 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.observe.timeline import trace_of
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_tokenizer
-from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from torchrl_vllm_sync import AsyncVLLM, attach
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import load_tiny_model
-from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 pytestmark = pytest.mark.slow
 OWN = {**ENGINE, "max_restarts": 3}

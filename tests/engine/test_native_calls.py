@@ -176,7 +176,7 @@ def test_updates_and_pushes_take_turns(service, trainer, model, other_model):
 
 def test_a_broadcast_push_takes_the_workers_back(service, trainer, model, other_model):
     from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
-    from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+    from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
     transport = BroadcastTransport()
     service.push_weights(perturbed(model, seed=60), transport=transport)

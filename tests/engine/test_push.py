@@ -18,7 +18,7 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
 )
 from torchrl_vllm_sync.testing import load_tiny_model
-from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ WRITER = """
 import sys
 from torchrl_vllm_sync.testing import load_tiny_model
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 directory, run_id, *jobs = sys.argv[1:]
 with SnapshotWriter(directory, run_id=run_id) as writer:

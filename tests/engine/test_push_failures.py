@@ -23,9 +23,9 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
-from torchrl_vllm_sync.weights.data_file import DATA_FILE
-from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
+from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import MappingSource
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)

@@ -22,7 +22,7 @@ from torchrl_vllm_sync import (
 )
 from torchrl_vllm_sync.errors import WeightMismatchError, WeightSyncError
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
-from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 MODELS = {
     "qwen3_moe, untied": {"architecture": "qwen3_moe", "tied": False},

@@ -32,8 +32,8 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import load_tiny_model
 from torchrl_vllm_sync.weights import sharded
-from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, TrainerRankError
+from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 PROCESSES = multiprocessing.get_context("spawn")
 NUM_RANKS = 2

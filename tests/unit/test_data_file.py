@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_vllm_sync.weights import data_file
-from torchrl_vllm_sync.weights.data_file import DataFile, DataLayout, open_tensordict
 from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.snapshots import data_file
+from torchrl_vllm_sync.weights.snapshots.data_file import DataFile, DataLayout, open_tensordict
 
 NUM_BYTES = 24 << 20
 METADATA = [ParamMeta("large", torch.uint8, (NUM_BYTES - 99,)), ParamMeta("s", torch.uint8, (7,))]

@@ -16,16 +16,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
-from torchrl_vllm_sync.weights import storage
-from torchrl_vllm_sync.weights.data_file import DATA_FILE, open_tensordict
-from torchrl_vllm_sync.weights.head import HEAD
-from torchrl_vllm_sync.weights.lease import READERS, Lease
-from torchrl_vllm_sync.weights.manifest import CURRENT, ManifestFile
-from torchrl_vllm_sync.weights.marker import MARKER
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.snapshot_reader import Snapshot, SnapshotReader
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
-from torchrl_vllm_sync.weights.writer_lock import COMMIT, EPOCH, LOCK
+from torchrl_vllm_sync.weights.snapshots import files
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, open_tensordict
+from torchrl_vllm_sync.weights.snapshots.reader import Snapshot, SnapshotReader
+from torchrl_vllm_sync.weights.snapshots.records import (
+    COMMIT,
+    CURRENT,
+    EPOCH,
+    HEAD,
+    LOCK,
+    MARKER,
+    READERS,
+    Lease,
+    ManifestFile,
+)
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 VERSION = 3
 TENSORS = {
@@ -228,14 +234,14 @@ json_values = st.recursive(
 def test_records_with_other_values_and_right_checksums(templates, place, name, layout, data):
     case = Case(templates, place, layout)
     path = case.path(name)
-    record = storage.read_json(path)
+    record = files.read_json(path)
     key = data.draw(st.sampled_from([*record, "more"]), "key")
     if data.draw(st.booleans(), "remove"):
         record.pop(key, None)
     else:
         record[key] = data.draw(json_values, "value")
     try:
-        storage.write_json(path, record, fsync=False)
+        files.write_json(path, record, fsync=False)
     except ValueError:
         return  # longer than Python turns into text
     case.check()

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_vllm_sync.weights.data_file import DATA_FILE
-from torchrl_vllm_sync.weights.head import HEAD, Head
-from torchrl_vllm_sync.weights.manifest import CURRENT
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
-from torchrl_vllm_sync.weights.tensor_writer import TensorWriter
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, TensorWriter
+from torchrl_vllm_sync.weights.snapshots.records import CURRENT, HEAD, Head
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 METADATA = [ParamMeta("weight", torch.float32, (300,))]
 

@@ -20,20 +20,25 @@ from tensordict import NonTensorData, TensorDict
 
 import torchrl_vllm_sync
 from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError
-from torchrl_vllm_sync.weights import private_files
 from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, free_port, host_store
-from torchrl_vllm_sync.weights.data_file import DATA_FILE, open_tensordict
-from torchrl_vllm_sync.weights.head import HEAD
-from torchrl_vllm_sync.weights.lease import READERS
-from torchrl_vllm_sync.weights.manifest import CURRENT
-from torchrl_vllm_sync.weights.marker import MARKER, TEMPORARY
-from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.sharded import MOST_BYTES, TrainerRankError, Verdict, _read, _written
-from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.snapshots import files
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, open_tensordict
+from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshots.records import (
+    COMMIT,
+    CURRENT,
+    EPOCH,
+    HEAD,
+    LOCK,
+    MARKER,
+    READERS,
+    TEMPORARY,
+)
+from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome
-from torchrl_vllm_sync.weights.writer_lock import COMMIT, EPOCH, LOCK
 
 OTHER_USER = 65533
 LAYOUTS = ("slots", "versions")
@@ -202,17 +207,17 @@ def test_an_owner_that_the_file_system_puts_there_is_this_user(published, monkey
     with pytest.raises(SnapshotError, match="belongs to user"):
         read(published)
     device = published.stat().st_dev
-    monkeypatch.setitem(private_files._mapped_owners, device, OTHER_USER)
+    monkeypatch.setitem(files._mapped_owners, device, OTHER_USER)
     assert read(published) == 1
 
 
 @needs_root
 def test_asking_the_file_system_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(private_files, "_mapped_owners", {})
+    monkeypatch.setattr(files, "_mapped_owners", {})
     os.chown(tmp_path, OTHER_USER, -1)
     with pytest.raises(SnapshotError, match="belongs to user"):
         read(tmp_path)
-    assert private_files._mapped_owners == {tmp_path.stat().st_dev: 0}
+    assert files._mapped_owners == {tmp_path.stat().st_dev: 0}
     assert os.listdir(tmp_path) == []
 
 
@@ -400,18 +405,18 @@ def test_nothing_else_unpickles():
 
 
 def test_leftovers_of_dead_trainers_are_found_without_following_links(monkeypatch, tmp_path):
-    from torchrl_vllm_sync.weights import memmap_transport
+    from torchrl_vllm_sync.weights.snapshots import transport as transport_module
 
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / LOCK).write_text("")
     with tempfile.TemporaryDirectory() as root:
-        (Path(root) / f"{memmap_transport.PREFIX}x").symlink_to(victim)
-        (Path(root) / f"{memmap_transport.PREFIX}y").mkdir(mode=0o700)
+        (Path(root) / f"{transport_module.PREFIX}x").symlink_to(victim)
+        (Path(root) / f"{transport_module.PREFIX}y").mkdir(mode=0o700)
         for name in (LOCK, TEMPORARY):
-            (Path(root) / f"{memmap_transport.PREFIX}y" / name).touch(mode=0o600)
-        memmap_transport._remove_orphans(Path(root))
-        assert os.listdir(root) == [f"{memmap_transport.PREFIX}x"]
+            (Path(root) / f"{transport_module.PREFIX}y" / name).touch(mode=0o600)
+        transport_module._remove_orphans(Path(root))
+        assert os.listdir(root) == [f"{transport_module.PREFIX}x"]
     assert (victim / LOCK).exists()
 
 

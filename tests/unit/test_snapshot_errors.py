@@ -11,15 +11,12 @@ import pytest
 import torch
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
-from torchrl_vllm_sync.weights.data_file import DATA_FILE
-from torchrl_vllm_sync.weights.head import HEAD
-from torchrl_vllm_sync.weights.manifest import CURRENT, write_manifest
-from torchrl_vllm_sync.weights.marker import MARKER
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.private_files import TEMPORARY_PREFIX
-from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
-from torchrl_vllm_sync.weights.storage import read_json, write_json
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
+from torchrl_vllm_sync.weights.snapshots.files import TEMPORARY_PREFIX, read_json, write_json
+from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshots.records import CURRENT, HEAD, MARKER, write_manifest
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 PAGE = 4096
 

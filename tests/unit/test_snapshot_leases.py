@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from torchrl_vllm_sync.errors import SnapshotError
-from torchrl_vllm_sync.weights.lease import READERS
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
-from torchrl_vllm_sync.weights.storage import ProcessIdentity, read_json, write_json
+from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity, read_json, write_json
+from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshots.records import READERS
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 
 def publish(writer, version):
@@ -137,7 +137,7 @@ def test_a_process_is_not_gone_while_one_of_its_threads_lives():
     """Its first thread may have ended: by itself, or killed before the others."""
     code = """
 import ctypes, os, sys, threading, time
-from torchrl_vllm_sync.weights.storage import ProcessIdentity
+from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 print(ProcessIdentity.current().start_time, flush=True)
 def run():
     while open("/proc/self/stat").read().rpartition(")")[2].split()[0] != "Z":

@@ -12,9 +12,9 @@ import torch
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
-from torchrl_vllm_sync.weights.writer_lock import COMMIT, LOCK
+from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshots.records import COMMIT, LOCK
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 NAMES = ("a", "b")
 
@@ -24,7 +24,7 @@ OTHER_PROCESS = """
 import os, sys, torch
 from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 writer = SnapshotWriter(sys.argv[1], layout=sys.argv[2])
 def tensors(version, pauses):
     yield "a", torch.full((100,), version)

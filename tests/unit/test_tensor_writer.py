@@ -7,10 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchrl_vllm_sync.weights import tensor_writer
-from torchrl_vllm_sync.weights.data_file import checksum
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.tensor_writer import BUFFERS_PER_LANE, CHUNK_BYTES, TensorWriter
+from torchrl_vllm_sync.weights.snapshots import data_file
+from torchrl_vllm_sync.weights.snapshots.data_file import (
+    BUFFERS_PER_LANE,
+    CHUNK_BYTES,
+    TensorWriter,
+    checksum,
+)
 
 PIECE = CHUNK_BYTES // 4  # float32 items
 
@@ -35,7 +39,7 @@ class Memory:
 def place(request, monkeypatch):
     """Tensors on a device are copied out first; here it is memory too, and the way is the same."""
     if request.param == "device":
-        monkeypatch.setattr(tensor_writer, "is_on_host", lambda tensor: False)
+        monkeypatch.setattr(data_file, "is_on_host", lambda tensor: False)
     return request.param
 
 
@@ -117,7 +121,7 @@ def test_no_piece_is_stored_before_it_has_arrived_from_its_device(monkeypatch):
             arrived.append(self)
 
     device = SimpleNamespace(Event=Event, current_stream=lambda device: "the current one")
-    monkeypatch.setattr(tensor_writer, "is_on_host", lambda tensor: False)
+    monkeypatch.setattr(data_file, "is_on_host", lambda tensor: False)
     monkeypatch.setattr(torch, "get_device_module", lambda device_of: device)
     tensors = many()
     num_bytes = sum(one.nbytes for one in tensors)
@@ -177,7 +181,7 @@ def test_nothing_is_stored_any_more_after_a_caller_gave_up(place):
 
 
 def test_a_slow_disk_may_take_its_time(place, monkeypatch):
-    monkeypatch.setattr(tensor_writer, "STORE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(data_file, "STORE_TIMEOUT_S", 1.0)
     slow = threading.Event()
     writer = TensorWriter(checksums=True, num_lanes=1)
     tensor = torch.arange(10 * PIECE, dtype=torch.float32)
@@ -187,9 +191,9 @@ def test_a_slow_disk_may_take_its_time(place, monkeypatch):
 
 
 def test_waiting_for_a_disk_that_hangs_ends(place, monkeypatch):
-    monkeypatch.setattr(tensor_writer, "STORE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(data_file, "STORE_TIMEOUT_S", 0.1)
     hung = threading.Event()
     writer = TensorWriter(checksums=True, num_lanes=1)
     file = Memory(40 * CHUNK_BYTES, lambda offset: hung.wait(2))
-    with pytest.raises(tensor_writer.SnapshotError, match=r"weights.td: nothing was stored within"):
+    with pytest.raises(data_file.SnapshotError, match=r"weights.td: nothing was stored within"):
         fill(writer, file, [torch.ones(40 * PIECE)])

@@ -25,16 +25,17 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_vllm_sync.errors import FencedWriterError
-from torchrl_vllm_sync.weights.data_file import DATA_FILE, DataFile, DataLayout
-from torchrl_vllm_sync.weights.head import HEAD, Head
-from torchrl_vllm_sync.weights.lease import READERS
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.private_files import TEMPORARY_PREFIX
-from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
-from torchrl_vllm_sync.weights.storage import read_json
-from torchrl_vllm_sync.weights.tensor_writer import TensorWriter
-from torchrl_vllm_sync.weights.writer_lock import COMMIT, EPOCH
+from torchrl_vllm_sync.weights.snapshots.data_file import (
+    DATA_FILE,
+    DataFile,
+    DataLayout,
+    TensorWriter,
+)
+from torchrl_vllm_sync.weights.snapshots.files import TEMPORARY_PREFIX, read_json
+from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshots.records import COMMIT, EPOCH, HEAD, READERS, Head
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 # One tensor larger than a piece of the copy, some smaller than a page: about 2 MB.
 SIZES = (530_000, 3, 10_000, 1_000, 1, 2_000, 5_000)

@@ -13,10 +13,10 @@ from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, WeightUpdates
 from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.weights.lease import held_leases
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
+from torchrl_vllm_sync.weights.snapshots.records import held_leases
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import MappingSource
-from torchrl_vllm_sync.weights.storage import ProcessIdentity
 
 STARTING, SERVING, STALE = ReplicaState.STARTING, ReplicaState.SERVING, ReplicaState.STALE
 

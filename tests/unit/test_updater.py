@@ -11,7 +11,7 @@ from torchrl.envs.llm.transforms import PolicyVersion
 
 from torchrl_vllm_sync import WeightUpdater
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
-from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
+from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 
 class Report:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
 
     from torchrl_vllm_sync.replica import PushStatus
-    from torchrl_vllm_sync.weights.storage import ProcessIdentity
+    from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
     from torchrl_vllm_sync.weights.transport import PauseMode
 
 

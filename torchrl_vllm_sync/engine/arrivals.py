@@ -23,10 +23,10 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     WeightMismatchError,
 )
-from torchrl_vllm_sync.weights.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import this_node
-from torchrl_vllm_sync.weights.snapshot_reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
+from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.engine.updates import WeightUpdates
     from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.snapshot_reader import Snapshot
+    from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from torchrl_vllm_sync.engine import receiver as receiver_module
 from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
 from torchrl_vllm_sync.engine.reload import reload_model, repack_cpu, tensor_checksum
 from torchrl_vllm_sync.errors import TransferError, TransferNotReadyError, UnsupportedArgumentError
-from torchrl_vllm_sync.weights.data_file import open_tensordict
 from torchrl_vllm_sync.weights.metadata import from_json
 from torchrl_vllm_sync.weights.places import device_uuid
+from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

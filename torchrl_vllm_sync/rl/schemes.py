@@ -26,17 +26,17 @@ from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import MAX_VERSION, check_version
 from torchrl_vllm_sync.weights.auto import TRANSPORTS
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
-from torchrl_vllm_sync.weights.marker import LayoutName
-from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.snapshots.records import LayoutName
+from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
 from torchrl_vllm_sync.weights.transport import check_transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from torchrl_vllm_sync.weights.snapshot_writer import PublishReport
+    from torchrl_vllm_sync.weights.snapshots.writer import PublishReport
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
 

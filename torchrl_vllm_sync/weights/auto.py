@@ -8,7 +8,6 @@ import torch
 
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.ipc import IPCTransport
-from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.places import (
     Place,
     choose_transport,
@@ -17,6 +16,7 @@ from torchrl_vllm_sync.weights.places import (
     devices_of,
     this_node,
 )
+from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.transport import describe_replicas
 from torchrl_vllm_sync.weights.vllm_nccl import VLLMNCCLTransport
 

@@ -22,10 +22,10 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
 from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.auto import AutoTransport
-from torchrl_vllm_sync.weights.memmap_transport import MemmapTransport
 from torchrl_vllm_sync.weights.sharded import leading
+from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
+from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import Content, as_weight_source, fit_to_model
-from torchrl_vllm_sync.weights.storage import ProcessIdentity
 from torchrl_vllm_sync.weights.transport import (
     PhaseTimes,
     PushReport,

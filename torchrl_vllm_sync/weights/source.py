@@ -13,7 +13,6 @@ from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
 
 from torchrl_vllm_sync.errors import WeightMismatchError
-from torchrl_vllm_sync.weights.data_file import checksum
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.module import (
     ModuleSource,
@@ -24,6 +23,7 @@ from torchrl_vllm_sync.weights.module import (
     whole,
 )
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
+from torchrl_vllm_sync.weights.snapshots.data_file import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

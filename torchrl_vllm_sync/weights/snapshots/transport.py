@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError, StaleVersionError
-from torchrl_vllm_sync.weights.marker import TEMPORARY
-from torchrl_vllm_sync.weights.private_files import new_file, open_file
-from torchrl_vllm_sync.weights.snapshot_writer import SnapshotWriter
+from torchrl_vllm_sync.weights.snapshots.files import new_file, open_file
+from torchrl_vllm_sync.weights.snapshots.records import LOCK, TEMPORARY
+from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import (
     PhaseTimes,
@@ -24,12 +24,11 @@ from torchrl_vllm_sync.weights.transport import (
     SendOutcome,
     awaited_replicas,
 )
-from torchrl_vllm_sync.weights.writer_lock import LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from torchrl_vllm_sync.weights.marker import LayoutName
+    from torchrl_vllm_sync.weights.snapshots.records import LayoutName
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import PauseMode, ReplicaClient
 

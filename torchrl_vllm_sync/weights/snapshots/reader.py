@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import SnapshotError
-from torchrl_vllm_sync.weights.data_file import DATA_FILE, checksum, map_tensordict
-from torchrl_vllm_sync.weights.head import Head
-from torchrl_vllm_sync.weights.lease import Lease
-from torchrl_vllm_sync.weights.manifest import CURRENT, Manifest, ManifestFile
-from torchrl_vllm_sync.weights.private_files import open_file
-from torchrl_vllm_sync.weights.storage import storage_errors
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, checksum, map_tensordict
+from torchrl_vllm_sync.weights.snapshots.files import open_file, storage_errors
+from torchrl_vllm_sync.weights.snapshots.records import CURRENT, Head, Lease, Manifest, ManifestFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
