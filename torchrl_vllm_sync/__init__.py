@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
     from torchrl_vllm_sync.observe.timeline import save_timeline
     from torchrl_vllm_sync.replica import PushStatus
-    from torchrl_vllm_sync.rl import (
-        GenerationStatistics,
-        StalenessFilter,
-        StalenessWeight,
-        VersionStamp,
-    )
     from torchrl_vllm_sync.rl.collectors import RayReplayBuffer
     from torchrl_vllm_sync.rl.policy import vLLMWrapper
     from torchrl_vllm_sync.rl.schemes import (
@@ -29,7 +23,8 @@ if TYPE_CHECKING:
         VLLMWeightSyncScheme,
         WeightSyncScheme,
     )
-    from torchrl_vllm_sync.rl.statistics import log_pushes, log_rollouts
+    from torchrl_vllm_sync.rl.staleness import StalenessFilter, StalenessWeight, VersionStamp
+    from torchrl_vllm_sync.rl.statistics import GenerationStatistics, log_pushes, log_rollouts
     from torchrl_vllm_sync.rl.updater import WeightUpdater
     from torchrl_vllm_sync.routing.balancer import LoadBalancer
     from torchrl_vllm_sync.service.service import AsyncVLLM, attach, make_async_vllm_engine
@@ -68,7 +63,7 @@ __all__ = [
 _HOMES = {
     "AsyncVLLM": "torchrl_vllm_sync.service.service",
     "Dashboard": "torchrl_vllm_sync.observe.page",
-    "GenerationStatistics": "torchrl_vllm_sync.rl",
+    "GenerationStatistics": "torchrl_vllm_sync.rl.statistics",
     "LoadBalancer": "torchrl_vllm_sync.routing.balancer",
     "MetricsExporter": "torchrl_vllm_sync.observe.metrics",
     "PushStatus": "torchrl_vllm_sync.replica",
@@ -76,11 +71,11 @@ _HOMES = {
     "RayReplayBuffer": "torchrl_vllm_sync.rl.collectors",
     "ReplicaStatus": "torchrl_vllm_sync.observe.status",
     "ServiceStatus": "torchrl_vllm_sync.observe.status",
-    "StalenessFilter": "torchrl_vllm_sync.rl",
-    "StalenessWeight": "torchrl_vllm_sync.rl",
+    "StalenessFilter": "torchrl_vllm_sync.rl.staleness",
+    "StalenessWeight": "torchrl_vllm_sync.rl.staleness",
     "VLLMDoubleBufferSyncScheme": "torchrl_vllm_sync.rl.schemes",
     "VLLMWeightSyncScheme": "torchrl_vllm_sync.rl.schemes",
-    "VersionStamp": "torchrl_vllm_sync.rl",
+    "VersionStamp": "torchrl_vllm_sync.rl.staleness",
     "WeightSyncScheme": "torchrl_vllm_sync.rl.schemes",
     "WeightUpdater": "torchrl_vllm_sync.rl.updater",
     "attach": "torchrl_vllm_sync.service.service",

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.observe.status import ServiceStatus
     from torchrl_vllm_sync.service.service import AsyncVLLM
 
-__all__ = ["main"]
 
 DEFAULT_WATCH_S = 1.0
 # Reports come once a second; tokens per second need two of them.

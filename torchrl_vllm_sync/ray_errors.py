@@ -19,8 +19,6 @@ from ray.exceptions import (
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
 from torchrl_vllm_sync.replica import ReplicaState
 
-__all__ = ["is_away", "is_gone", "loss"]
-
 # Every call to an actor that the memory monitor killed ends with an ``OutOfMemoryError``, and every
 # call to one that could not be created with what prevented it. An answer is lost with its node.
 _GONE = (

@@ -249,3 +249,28 @@ class Replica:
 
     replica_id: str
     actor: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One replica of a service.
+
+    Attributes:
+        replica: Its id and actor.
+        description: What does not change while its actor lives.
+        group: Placement group that holds its resources; ``None`` where it claims none.
+        joined: Whether it may be called. It may not from its actor's end until another has taken
+            that one's place.
+        num_restarts: How often its actor was replaced.
+    """
+
+    replica: Replica
+    description: EngineDescription
+    group: Any = None
+    joined: bool = True
+    num_restarts: int = 0
+
+    @property
+    def replica_id(self) -> str:
+        """Stable id of the replica."""
+        return self.replica.replica_id

@@ -11,18 +11,6 @@ from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "MAX_VERSION",
-    "VersionSpan",
-    "check_spans",
-    "check_version",
-    "expand_spans",
-    "max_version",
-    "min_version",
-    "slice_spans",
-    "spans_from_starts",
-]
-
 
 # What the int64 stamps on rows can hold.
 MAX_VERSION = 2**63 - 1

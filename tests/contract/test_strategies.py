@@ -15,16 +15,16 @@ import pytest
 from ray import cloudpickle
 
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
-from torchrl_vllm_sync.routing import (
+from torchrl_vllm_sync.routing import strategies
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
+from torchrl_vllm_sync.routing.strategies import (
     RoutingRequest,
     StrategySettings,
     known_strategies,
     register_strategy,
-    strategies,
     strategy_factory,
 )
-from torchrl_vllm_sync.routing.balancer import LoadBalancer
-from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
 
 PROMPTS = [None, "Hello", "a longer text " * 50, [1], list(range(500)), (5, 6, 7)] * 10
 REQUESTS = [RoutingRequest(prompt, {"session_id": 1}) for prompt in PROMPTS]

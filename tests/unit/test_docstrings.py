@@ -17,9 +17,9 @@ from tests.test_public_api import MODULES, PACKAGE, function_of
 
 # Not in public_api.txt, but part of what users hold in their hands: shown in the reference.
 BESIDE = (
-    "load_snapshot.LoadSnapshot",
-    "reaping.end_replica",
-    "routing.request.RoutingRequest",
+    "routing.ledger.LoadSnapshot",
+    "engine.processes.end_replica",
+    "routing.strategies.RoutingRequest",
     "routing.strategies.RoutingStrategy",
     "routing.strategies.StrategySettings",
     "routing.strategies.known_strategies",
@@ -28,18 +28,18 @@ BESIDE = (
     "versions.expand_spans",
     "versions.max_version",
     "versions.min_version",
-    "weights.auto_transport.AutoTransport",
-    "weights.broadcast_transport.BroadcastTransport",
-    "weights.choice.choose_transport",
-    "weights.ipc_transport.IPCTransport",
-    "weights.memmap_transport.MemmapTransport",
-    "weights.snapshot_reader.SnapshotReader",
-    "weights.snapshot_writer.SnapshotWriter",
+    "weights.auto.AutoTransport",
+    "weights.broadcast.transport.BroadcastTransport",
+    "weights.places.choose_transport",
+    "weights.ipc.IPCTransport",
+    "weights.snapshots.transport.MemmapTransport",
+    "weights.snapshots.reader.SnapshotReader",
+    "weights.snapshots.writer.SnapshotWriter",
     "weights.source.as_weight_source",
     "weights.transport.PushReport",
     "weights.transport.ReplicaOutcome",
     "weights.transport.WeightTransport",
-    "weights.vllm_nccl_transport.VLLMNCCLTransport",
+    "weights.vllm_nccl.VLLMNCCLTransport",
 )
 
 SECTION = re.compile(r"(Args|Attributes|Example|Raises|Returns|Yields):")

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
-from torchrl_vllm_sync.replica import Replica, ReplicaState
+from torchrl_vllm_sync.replica import Member, Replica, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service import fleet, replicas
 from torchrl_vllm_sync.service.fleet import Fleet
-from torchrl_vllm_sync.service.replicas import Member, Membership, ServiceReplicas
+from torchrl_vllm_sync.service.replicas import Membership, ServiceReplicas
 
 
 def member(actor):

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Replica, ReplicaState
+from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Member, Replica, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.service.replicas import Member, Membership
+from torchrl_vllm_sync.service.replicas import Membership
 
 
 def member(replica_id, actor="actor", **facts):

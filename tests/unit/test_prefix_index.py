@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from torchrl_vllm_sync.errors import InvalidPromptError
-from torchrl_vllm_sync.routing import PrefixIndex
 from torchrl_vllm_sync.routing.prefix_index import (
     INDEX_BLOCK_TOKENS,
+    PrefixIndex,
     PromptChain,
     index_block_tokens,
 )

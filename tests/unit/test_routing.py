@@ -12,16 +12,16 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.routing import (
-    PrefixIndex,
+from torchrl_vllm_sync.routing.ledger import LoadSnapshot
+from torchrl_vllm_sync.routing.prefix_index import PrefixIndex
+from torchrl_vllm_sync.routing.strategies import (
     RoutingRequest,
     StrategySettings,
     known_strategies,
+    not_overloaded,
     register_strategy,
     strategy_factory,
 )
-from torchrl_vllm_sync.routing.ledger import LoadSnapshot
-from torchrl_vllm_sync.routing.strategies import not_overloaded
 
 SYSTEM = list(range(1000, 1512))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_vllm_sync.routing import known_strategies
+from torchrl_vllm_sync.routing.strategies import known_strategies
 
 SCRIPT = '''
 import random

@@ -15,15 +15,12 @@ from torchrl_vllm_sync.requests import generation
 from torchrl_vllm_sync.requests.dispatch import Dispatcher
 from torchrl_vllm_sync.requests.generation import iterate_blocking
 from torchrl_vllm_sync.requests.messages import EngineRequest
-from torchrl_vllm_sync.routing import (
-    PrefixIndex,
-    known_strategies,
-    register_strategy,
-    strategies,
-)
+from torchrl_vllm_sync.routing import strategies
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import BareActorReader
+from torchrl_vllm_sync.routing.prefix_index import PrefixIndex
+from torchrl_vllm_sync.routing.strategies import known_strategies, register_strategy
 
 SERVING = ReplicaState.SERVING
 STRATEGIES = ["prefix-aware", "requests", "kv-cache", "round-robin"]

@@ -385,7 +385,7 @@ def test_trainer_ranks_take_plain_verdicts_only(malicious):
 # Modules that read what a file or another process wrote, and what of it may be unpickled.
 UNPICKLING = {
     # CUDA handles from this library's trainer, in an argument of a Ray call.
-    "engine/native_worker.py",
+    "engine/worker.py",
 }
 NAMES = {"load", "loads", "Unpickler", "load_memmap", "from_pickle", "read_pickle"}
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml", "joblib", "torch", "np"}

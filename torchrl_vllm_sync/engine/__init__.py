@@ -1,1 +1,1 @@
-"""The engine side: everything that runs inside a replica's actor and its vLLM workers."""
+"""Inside one replica, where prompts and weights meet: actor, answers, updates, workers."""

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 
     from vllm import AsyncEngineArgs
 
-__all__ = [
-    "engine_environment",
-    "for_replica",
-    "make_engine_args",
-    "num_workers",
-    "on_cpu",
-    "prepare_engine_args",
-]
 
 logger = logging.getLogger(__name__)
 

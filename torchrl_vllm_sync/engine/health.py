@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.engine.gate import AdmissionGate
 
-__all__ = ["BLOCKING_CALL_S", "EngineHealth"]
 
 # Seconds between looks: a dead engine core is noticed at the next one.
 LOOK_S = 0.5

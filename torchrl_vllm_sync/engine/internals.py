@@ -36,24 +36,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.requests.messages import BegunAnswer
 
-__all__ = [
-    "UNLABELLED",
-    "EngineStats",
-    "SampleState",
-    "StatsRecorder",
-    "ask_health",
-    "call_workers",
-    "installed_vllm",
-    "label_of_version",
-    "label_spans",
-    "num_unfinished_requests",
-    "output_sizes",
-    "pause_scheduler",
-    "set_weight_label",
-    "settle_outputs",
-    "startup_failure",
-    "watch_samples",
-]
 
 # What vLLM calls weights that nobody has labelled: those of the launch.
 UNLABELLED = "default"

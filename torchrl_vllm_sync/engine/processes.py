@@ -14,8 +14,6 @@ from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.ray_errors import is_gone
 from torchrl_vllm_sync.replica import ProcessId, ReplicaProcesses
 
-__all__ = ["end_replica", "own_processes"]
-
 END_TIMEOUT_S = 30.0
 # The part of that for which the task on the replica's node waits; the rest is for starting it.
 WAIT_SHARE = 0.5

@@ -1,1 +1,1 @@
-"""A room of the house."""
+"""What is and was, for people and their tools: status, page, metrics, timeline. Changes nothing."""

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
 
-__all__ = ["Dashboard"]
 
 logger = logging.getLogger(__name__)
 
@@ -334,4 +333,4 @@ def _number(text: str) -> float:
 
 @cache
 def _page() -> bytes:
-    return files("torchrl_vllm_sync").joinpath("dashboard.html").read_bytes()
+    return files("torchrl_vllm_sync.observe").joinpath("dashboard.html").read_bytes()

@@ -18,9 +18,8 @@ from torchrl_vllm_sync.routing.ledger import TokenRates, token_rates
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torchrl_vllm_sync.replica import EngineCounters
+    from torchrl_vllm_sync.replica import EngineCounters, Member
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
-    from torchrl_vllm_sync.service.replicas import Member
     from torchrl_vllm_sync.weights.transport import PushReport
 
 

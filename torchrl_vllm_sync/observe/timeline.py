@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.weights.transport import ReplicaOutcome
 
-__all__ = ["save_timeline", "trace_of"]
 
 PROCESS = 1
 # What a replica does before it pauses, in this order; of the latter the former is the beginning.

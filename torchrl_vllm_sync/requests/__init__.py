@@ -1,1 +1,1 @@
-"""A room of the house."""
+"""A prompt's way outside the engine: checked once, one call a replica, and back."""

@@ -19,7 +19,6 @@ from torchrl_vllm_sync.versions import spans_from_starts
 if TYPE_CHECKING:
     from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 
-__all__ = ["AnswerSoFar", "unsound_settings"]
 
 # Fields of vLLM's SamplingParams with which an answer can be gone on with. A field that is not here
 # must have its default, so that one which a later vLLM adds is unsound until it was looked at.

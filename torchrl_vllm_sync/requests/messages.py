@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.requests.wire import WireOutput
     from torchrl_vllm_sync.versions import VersionSpan
 
-__all__ = ["BegunAnswer", "EngineRequest", "EngineResult", "SampleReport", "mark_output"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunAnswer:

@@ -12,14 +12,6 @@ import torch
 from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import InvalidPromptError
 
-__all__ = [
-    "NormalisedPrompts",
-    "PromptRecord",
-    "SamplingParamsLike",
-    "as_requests",
-    "check_sampling_params",
-]
-
 # The keys of vLLM's TokensPrompt that travel with the ids unread.
 _EXTRA_KEYS = (
     "multi_modal_data",

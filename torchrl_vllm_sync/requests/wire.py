@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from vllm.logprobs import Logprob
     from vllm.outputs import RequestOutput
 
-__all__ = ["WireOutput", "pack_output", "unpack_output"]
 
 _LOGPROB_FIELDS = ("logprob", "rank", "decoded_token")
 _INT_DTYPES = {

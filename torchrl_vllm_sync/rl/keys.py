@@ -6,24 +6,6 @@ the token; times are float32 seconds, NaN where vLLM did not say.
 
 from __future__ import annotations
 
-__all__ = [
-    "DECODE_TIME",
-    "FINISH_REASON",
-    "FULL_VERSIONS",
-    "GENERATION",
-    "MAX_POLICY_VERSION",
-    "NO_VERSION",
-    "NUM_CACHED_TOKENS",
-    "POLICY_VERSION",
-    "POLICY_VERSIONS",
-    "PREFILL_TIME",
-    "QUEUE_TIME",
-    "REPLICA_ID",
-    "RESPONSE_VERSIONS",
-    "STAMPED_KEYS",
-    "UNKNOWN_COUNT",
-]
-
 # Stands in the place of a version on tokens that nobody sampled: of prompts, and padding.
 NO_VERSION = -1
 # Stands in the place of a count that vLLM did not give.

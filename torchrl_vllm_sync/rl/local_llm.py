@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
-__all__ = ["LocalLLM"]
 
 EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
 REPLICA_ID = "0"

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.service.service import AsyncVLLM
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
-__all__ = ["WeightUpdater", "as_service"]
 
 # The rank that pushes may form groups and send several times before the others hear of it.
 FOLLOW_GRACE_S = 180.0
@@ -53,7 +52,7 @@ class WeightUpdater:
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
         transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"vllm-nccl"``, or a
             ``WeightTransport``. ``"auto"`` chooses by where trainer and engines are, see
-            ``weights/choice.py``; reports name what was chosen.
+            ``weights/places.py``; reports name what was chosen.
         timeout_s: Seconds after which a silent replica counts as failed; by default a multiple of
             what such pushes took, see ``AsyncVLLM.push_weights``.
         clear_cache: Recompute keys and values of requests in flight after each push.

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torchrl_vllm_sync.checks import check_integer, check_number
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import Replica, ReplicaState
-from torchrl_vllm_sync.routing import (
-    PrefixIndex,
+from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.routing.monitor import BareActorReader, LoadMonitor
+from torchrl_vllm_sync.routing.placer import RequestPlacer, as_key, as_keys, key_per_prompt
+from torchrl_vllm_sync.routing.prefix_index import PrefixIndex, index_block_tokens
+from torchrl_vllm_sync.routing.strategies import (
     RoutingRequest,
     StrategySettings,
     routing_prompt,
     strategy_factory,
 )
-from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.routing.monitor import BareActorReader, LoadMonitor
-from torchrl_vllm_sync.routing.placer import RequestPlacer, as_key, as_keys, key_per_prompt
-from torchrl_vllm_sync.routing.prefix_index import index_block_tokens
 from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""A room of the house."""
+"""The one object a user holds: launches replicas and keeps them alive."""

@@ -36,10 +36,10 @@ from torchrl_vllm_sync.service.supervisor import Supervisor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torchrl_vllm_sync.replica import Replica
+    from torchrl_vllm_sync.replica import Member, Replica
     from torchrl_vllm_sync.routing.ledger import LoadTracker
     from torchrl_vllm_sync.service.launch import LaunchPlan
-    from torchrl_vllm_sync.service.replicas import Member, Membership
+    from torchrl_vllm_sync.service.replicas import Membership
     from torchrl_vllm_sync.service.supervisor import ScalingPolicy
     from torchrl_vllm_sync.weights.push import WeightPusher
 

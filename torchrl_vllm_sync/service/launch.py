@@ -23,8 +23,7 @@ from torchrl_vllm_sync.errors import (
     ServiceClosedError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, Replica
-from torchrl_vllm_sync.service.replicas import Member
+from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, Member, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -13,40 +12,14 @@ from ray.exceptions import RayError, RayTaskError
 
 from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.ray_errors import loss
-from torchrl_vllm_sync.replica import Replica, ReplicaState
+from torchrl_vllm_sync.replica import Member, Replica, ReplicaState
 from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from torchrl_vllm_sync.errors import ReplicaUnavailableError
-    from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.routing.ledger import LoadTracker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One replica of a service.
-
-    Attributes:
-        replica: Its id and actor.
-        description: What does not change while its actor lives.
-        group: Placement group that holds its resources; ``None`` where it claims none.
-        joined: Whether it may be called. It may not from its actor's end until another has taken
-            that one's place.
-        num_restarts: How often its actor was replaced.
-    """
-
-    replica: Replica
-    description: EngineDescription
-    group: Any = None
-    joined: bool = True
-    num_restarts: int = 0
-
-    @property
-    def replica_id(self) -> str:
-        """Stable id of the replica."""
-        return self.replica.replica_id
 
 
 class Membership:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-__all__ = ["Architecture", "load_tiny_model", "make_tiny_checkpoint"]
 
 Architecture = Literal["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["assert_diverse", "greedy_tokens", "token_log_probs"]
-
 
 @torch.no_grad()
 def token_log_probs(model: PreTrainedModel, token_ids: Sequence[int] | Tensor) -> Tensor:

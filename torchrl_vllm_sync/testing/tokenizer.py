@@ -11,7 +11,6 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["VOCAB_SIZE", "make_tiny_tokenizer"]
 
 VOCAB_SIZE = 512
 """256 bytes, three special tokens, and as many merges as fit."""

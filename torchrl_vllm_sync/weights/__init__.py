@@ -1,1 +1,1 @@
-"""Weights on their way from the trainer to the engines: what is sent, and how the bytes travel."""
+"""A weight's way outside the engine: what is sent, one push at a time, and who got it."""

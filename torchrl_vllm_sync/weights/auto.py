@@ -31,8 +31,6 @@ if TYPE_CHECKING:
         WeightTransport,
     )
 
-__all__ = ["TRANSPORTS", "AutoTransport", "place_of"]
-
 
 class AutoTransport:
     """Chooses by where trainer and engines are, then is that transport; see ``choose_transport``.

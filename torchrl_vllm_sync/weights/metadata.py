@@ -13,7 +13,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["ParamMeta", "from_json", "metadata_digest", "to_json"]
 
 _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 _NUM_INT64 = 2**63

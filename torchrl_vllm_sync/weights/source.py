@@ -28,15 +28,6 @@ from torchrl_vllm_sync.weights.snapshots.data_file import checksum
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "Content",
-    "MappingSource",
-    "ModuleSource",
-    "StableSource",
-    "WeightSource",
-    "as_weight_source",
-    "fit_to_model",
-]
 
 HEAD = "lm_head.weight"
 # Buffers that no checkpoint holds, since they follow from its configuration; a TensorDict may.

@@ -1,1 +1,1 @@
-"""A room of the house."""
+"""Weights by NCCL or Gloo: the group, its members, and the buckets that travel."""

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import PendingCalls, ReplicaClient
 
-__all__ = ["GRACE_S", "BroadcastMembers"]
 
 # A replica keeps to the time limit itself. One silent for this much longer has hung.
 GRACE_S = 10.0

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import PauseMode, ReplicaClient
 
-__all__ = ["BroadcastTransport"]
 
 DEFAULT_JOIN_TIMEOUT_S = 120.0
 # An announcement gets this many times longer than the slowest one took, beside the time to send.

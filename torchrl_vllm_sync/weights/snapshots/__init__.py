@@ -1,1 +1,1 @@
-"""A room of the house."""
+"""Weights by memory-mapped TensorDicts: a writer, any number of readers, whole versions only."""

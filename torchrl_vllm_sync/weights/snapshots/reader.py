@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
-__all__ = ["Snapshot", "SnapshotReader"]
 
 _HEARTBEAT_S = 5.0
 _VERIFY_THREADS = 4
