@@ -10,11 +10,7 @@ from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
 
 def check_integer(name: str, value: object, least: int) -> None:
-    """Refuses what is no integer, or is less than ``least``.
-
-    Raises:
-        UnsupportedArgumentError: It is one of these; truth values are no integers.
-    """
+    """Refuses what is no integer, or is less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise UnsupportedArgumentError(f"{name} must be an integer, got {value!r}")
     if value < least:
@@ -22,11 +18,7 @@ def check_integer(name: str, value: object, least: int) -> None:
 
 
 def check_number(name: str, value: object, least: float) -> None:
-    """Refuses what is no number, or is less than ``least``; infinity is a number, NaN is none.
-
-    Raises:
-        UnsupportedArgumentError: It is one of these; truth values are no numbers.
-    """
+    """Refuses what is no number, or is less than ``least``; infinity is a number, NaN is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise UnsupportedArgumentError(f"{name} must be a number, got {value!r}")
     if not value >= least:

@@ -33,11 +33,7 @@ exit status: 0 when it has shown what there is, 1 when there is no such service 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status.
-
-    Args:
-        arguments: What follows the command's name; ``None`` takes those of this process.
-    """
+    """Runs the command; returns its exit status."""
     from rich.console import Console
 
     options = _parser().parse_args(arguments)
@@ -91,11 +87,7 @@ def _seconds(text: str) -> float:
 
 
 def _connect(address: str | None) -> None:
-    """Joins a Ray cluster, unless this process has joined one.
-
-    Raises:
-        ServiceClosedError: There is none.
-    """
+    """Joins a Ray cluster, unless this process has joined one."""
     import ray
 
     if ray.is_initialized():
@@ -112,13 +104,7 @@ def _connect(address: str | None) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Fails within seconds where Ray would go on trying for minutes.
-
-    Raises:
-        OSError: Nothing listens there.
-        ValueError: The address would start a new cluster.
-        OverflowError: There is no such port.
-    """
+    """Fails within seconds where Ray would go on trying for minutes."""
     import ray.util
 
     if address == "local":
@@ -149,11 +135,7 @@ def _list_services(options: argparse.Namespace, console: Console) -> None:
 
 
 def _show_service(options: argparse.Namespace, console: Console) -> None:
-    """Shows one service, once or until it ends.
-
-    Raises:
-        ServiceClosedError: It is not there, or has ended.
-    """
+    """Shows one service, once or until it ends."""
     from torchrl_vllm_sync.service.service import attach
 
     with attach(options.name) as service:
@@ -191,11 +173,7 @@ def _watch(service: AsyncVLLM, interval_s: float, console: Console) -> None:
 
 
 def _look(service: AsyncVLLM) -> ServiceStatus:
-    """Returns the service's status.
-
-    Raises:
-        ServiceClosedError: All its replicas have been closed.
-    """
+    """Returns the service's status."""
     status = service.status()
     if status.replicas and all(one.state is ReplicaState.CLOSED for one in status.replicas):
         raise ServiceClosedError(f"service {status.name} was shut down")

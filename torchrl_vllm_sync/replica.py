@@ -65,9 +65,6 @@ class Silence:
         >>> silence = Silence()
         >>> silence.look() < 60
         True
-
-    Args:
-        clock: Tells the time in seconds; must never go back.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

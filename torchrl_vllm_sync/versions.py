@@ -39,13 +39,6 @@ def spans_from_starts(
     """Builds spans from where each version began.
 
     A version that sampled nothing leaves no span, and neighbours of the same version are one.
-
-    Args:
-        starts: ``(version, position)`` in order; the first version's position counts as 0.
-        num_tokens: Length of the response.
-
-    Raises:
-        VersionSpanError: There are tokens and no versions, or positions go backwards.
     """
     spans: list[VersionSpan] = []
     known = list(starts)
@@ -76,16 +69,7 @@ def slice_spans(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[Ver
 
 
 def check_spans(spans: Sequence[VersionSpan], num_tokens: int) -> None:
-    """Refuses spans that do not cover a response exactly.
-
-    Args:
-        spans: Spans of one response.
-        num_tokens: Its length.
-
-    Raises:
-        VersionSpanError: There is a gap, an overlap, an empty span, two neighbours of one version,
-            or another end than ``num_tokens``.
-    """
+    """Refuses spans that do not cover a response exactly."""
     position = 0
     for one in spans:
         if one.start != position or one.end <= one.start:
@@ -98,15 +82,7 @@ def check_spans(spans: Sequence[VersionSpan], num_tokens: int) -> None:
 
 
 def check_version(name: str, version: object) -> None:
-    """Refuses what is no policy version.
-
-    Args:
-        name: What the argument is called.
-        version: Must be an ``int`` from 0 on that fits int64, and no truth value.
-
-    Raises:
-        UnsupportedArgumentError: It is not.
-    """
+    """Refuses what is no policy version."""
     if type(version) is bool or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
         raise UnsupportedArgumentError(
             f"{name} must be a policy version, an integer from 0 on below 2**63, "

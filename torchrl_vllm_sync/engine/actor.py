@@ -73,17 +73,7 @@ class NativeWeightTransfer:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Initialises the transfer engine; blocks this replica until the trainer has come.
-
-        Args:
-            request: vLLM's ``WeightTransferInitRequest``, or a mapping: its ``init_info``, or the
-                fields of that.
-            timeout_s: Seconds to wait for the workers' answers.
-
-        Raises:
-            TransferNotReadyError: A weight update is open.
-            TransferError: A worker could not.
-        """
+        """Initialises the transfer engine; blocks this replica until the trainer has come."""
         await self._updates.initialise(_payload(request, "init_info"), timeout_s=timeout_s)
 
     async def shutdown_weight_transfer_engine(self) -> None:
@@ -106,16 +96,8 @@ class NativeWeightTransfer:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Receives weights; takes vLLM's ``WeightTransferUpdateRequest``, or its ``update_info``.
-
-        Args:
-            request: What is to come, in the words of the transfer engine.
-            timeout_s: Seconds for it.
-
-        Raises:
-            TransferNotReadyError: No update was begun.
-            TransferError: It was not received.
-        """
+        """Receives weights; takes vLLM's ``WeightTransferUpdateRequest``, or its
+        ``update_info``."""
         await self._updates.receive(_payload(request, "update_info"), timeout_s=timeout_s)
 
     async def finish_weight_update(
@@ -126,12 +108,7 @@ class NativeWeightTransfer:
         await self._updates.finish(label, timeout_s=timeout_s)
 
     async def update_weight_version(self, new_version: str) -> None:
-        """Names the weights after an update; vLLM's Ray client calls it when that has ended.
-
-        Raises:
-            TransferNotReadyError: A weight update is open.
-            StaleVersionError: An integer older than the version held.
-        """
+        """Names the weights after an update; vLLM's Ray client calls it when that has ended."""
         await self._updates.rename(str(new_version))
 
     async def update_weights_native(
@@ -201,11 +178,7 @@ class NativeWeightTransfer:
 
 
 def _payload(request: Any, field: str) -> Any:
-    """Returns the plain payload of one of vLLM's requests, which may be plain itself.
-
-    Raises:
-        UnsupportedArgumentError: It is neither.
-    """
+    """Returns the plain payload of one of vLLM's requests, which may be plain itself."""
     if isinstance(request, dict):
         return request.get(field, request)
     if isinstance(request, list):
@@ -230,13 +203,6 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
     ends the engine (``CLOSED``). An update that fails leaves ``STALE``, a dead or silent engine
     ``FAILED``; neither takes requests. A replica that joins a running service is told
     :meth:`join_later` before it starts, and serves from :meth:`admit` on.
-
-    Args:
-        replica_id: Stable id within the service.
-        engine_args: vLLM engine arguments of this replica.
-        environment: Environment variables to set before the engine's processes start.
-        service_name: Name of the service it belongs to.
-        unresponsive_after_s: Seconds after which an engine that gives no sign of life has failed.
     """
 
     def __init__(
@@ -265,17 +231,7 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
     # ---------------------------------------------------------------- lifecycle
 
     async def start(self) -> EngineDescription:
-        """Builds the engine and begins to serve.
-
-        Returns:
-            What the service needs to know of the engine.
-
-        Raises:
-            TransferError: There is no memory for staged weights, which were asked for.
-            UnsupportedArgumentError: The model is quantised such that no push can fill it.
-            LaunchError: vLLM cannot start with these arguments; with what it raised, by its name,
-                and if that was in a process of its own, with what that printed.
-        """
+        """Builds the engine and begins to serve."""
         printed = internals.output_sizes()
         try:
             return await self._start()
@@ -328,12 +284,7 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         self._joins_later = True
 
     def admit(self, version: int, run_id: str | None) -> None:
-        """Lets a replica that has joined a running service serve, once it holds ``version``.
-
-        Args:
-            version: Oldest version to serve with; until then the replica is ``STALE``.
-            run_id: Run that ``version`` belongs to; ``None`` accepts any.
-        """
+        """Lets a replica that has joined a running service serve, once it holds ``version``."""
         self._updates.admit(version, run_id)
 
     def drain(self) -> None:
@@ -493,12 +444,7 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         self._updates.end_push(sender, number)
 
     async def probe_workers(self) -> None:
-        """Returns when every worker has answered: a sign of life of the whole replica.
-
-        Raises:
-            ReplicaUnavailableError: The engine is dead or closed.
-            SilentEngineError: One did not answer for a minute.
-        """
+        """Returns when every worker has answered: a sign of life of the whole replica."""
         await self._updates.call_workers(
             "sync_staging_refusal", timeout_s=PROBE_TIMEOUT_S, what="a sign of life"
         )
@@ -540,11 +486,7 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
     collective_rpc_v1 = collective_rpc
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Drops cached prefixes.
-
-        Returns:
-            ``False`` when running requests hold blocks, in which case vLLM clears nothing.
-        """
+        """Drops cached prefixes."""
         return await self.engine.reset_prefix_cache(reset_running_requests)
 
     def free_port(self) -> tuple[str, int]:

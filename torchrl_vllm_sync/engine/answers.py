@@ -55,9 +55,6 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
 
     See ``ParentRequest`` in ``vllm/v1/engine/parallel_sampling.py``: sample ``i`` has the request's
     seed plus ``i``.
-
-    Args:
-        params: The request's, which are not changed.
     """
     if params.n == 1:
         return [params]
@@ -115,23 +112,12 @@ async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[i
 
 
 def longer_prompt(prompt: dict[str, Any], begun: BegunAnswer) -> dict[str, Any]:
-    """Returns a vLLM ``TokensPrompt`` that ends in the tokens received.
-
-    Args:
-        prompt: The request's own, which is not changed.
-        begun: What was received.
-    """
+    """Returns a vLLM ``TokensPrompt`` that ends in the tokens received."""
     return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *begun.token_ids]}
 
 
 def remaining_params(params: SamplingParams, begun: BegunAnswer) -> SamplingParams:
-    """Returns parameters for what is left of an answer.
-
-    Args:
-        params: The request's own, which are not changed; ``max_tokens`` is greater than the number
-            of tokens received.
-        begun: What was received, the log-probabilities of the prompt among it.
-    """
+    """Returns parameters for what is left of an answer."""
     num_tokens = len(begun.token_ids)
     remaining = copy.copy(params)
     remaining.min_tokens = max(0, params.min_tokens - num_tokens)
@@ -188,13 +174,6 @@ class RequestAnswers:
 
         Every request is answered exactly once, with an output or with an error, each within its
         own ``timeout_s``.
-
-        Args:
-            requests: Requests of one caller.
-            want_prompt: Send the prompts back too, for callers that did not keep them.
-
-        Yields:
-            Results that finished since the last yield.
         """
         tasks = {
             asyncio.create_task(self._answer(one, want_prompt=want_prompt)) for one in requests
@@ -282,11 +261,6 @@ class RequestAnswers:
 
         A sample that an update finds before its first token goes back to the gate and begins again
         under the new weights: it must not start on cached keys of the old ones.
-
-        Args:
-            request: The request.
-            params: Parameters of this sample.
-            owner: The task that is cancelled when the replica stops to serve.
         """
         while True:
             await self._gate.enter(request.min_version)
@@ -343,11 +317,7 @@ class RequestAnswers:
         )
 
     def _failure(self, request: EngineRequest, failure: BaseException) -> EngineResult:
-        """Turns what ended ``request`` into the error its caller sees.
-
-        Raises:
-            asyncio.CancelledError: The caller itself cancelled.
-        """
+        """Turns what ended ``request`` into the error its caller sees."""
         error: Exception
         if isinstance(failure, asyncio.CancelledError):
             if not self._gate.has_ended_requests:
@@ -377,9 +347,6 @@ class RequestAnswers:
         """Ends the named requests' work in the engine, and waits until it has ended.
 
         A request that has yet to arrive, or waits at the gate, will not begin.
-
-        Returns:
-            How many of them were inside the engine.
         """
         wanted = set(request_ids)
         self._given_up.update(dict.fromkeys(wanted))
@@ -404,22 +371,7 @@ class RequestAnswers:
         timeout_seconds: float = 3600.0,
         lora_request: Any = None,
     ) -> Any:
-        """TorchRL's actor surface: generates on this replica and returns vLLM's own outputs.
-
-        Args:
-            prompts: Text, token ids, ``TokensPrompt`` or a list of these.
-            sampling_params: For all prompts, or one for each; vLLM's defaults when ``None``.
-            prompt_token_ids: Token ids, flat or nested, instead of ``prompts``.
-            timeout_seconds: Limit for each request, in seconds.
-            lora_request: vLLM ``LoRARequest``.
-
-        Returns:
-            One ``RequestOutput``, or a list of them for a batch.
-
-        Raises:
-            InvalidPromptError: The prompts are not valid.
-            SyncError: The first failure among the requests.
-        """
+        """TorchRL's actor surface: generates on this replica and returns vLLM's own outputs."""
         normalised = as_requests(
             prompts,
             prompt_token_ids,

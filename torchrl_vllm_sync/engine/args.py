@@ -65,21 +65,6 @@ def make_engine_args(
 
     ``swap_space``, which vLLM dropped, is passed over with a warning where the installed one does
     not have it: preempted requests are recomputed instead.
-
-    Args:
-        model_name: Name or path of the checkpoint.
-        num_devices: Tensor-parallel size, in TorchRL's spelling.
-        compile: Let vLLM compile the model.
-        tensor_parallel_size: The same as ``num_devices``; counts if that is 1, which TorchRL's
-            GRPO scripts always pass.
-        data_parallel_size: Data-parallel engines in a replica.
-        pipeline_parallel_size: Pipeline stages in a replica.
-        also_known: Arguments that the caller takes itself, one of which may have been meant.
-        **kwargs: Further fields of vLLM's ``AsyncEngineArgs``.
-
-    Raises:
-        UnsupportedArgumentError: The installed vLLM does not have an argument, sizes contradict
-            each other, or a size is below 1.
     """
     from vllm import AsyncEngineArgs
 
@@ -129,18 +114,7 @@ def _with_hint(unknown: str, known: set[str]) -> str:
 def prepare_engine_args(
     engine_args: AsyncEngineArgs, *, stage_weights: bool = False
 ) -> AsyncEngineArgs:
-    """Returns a copy that this library's replicas can run; the caller's object stays as it is.
-
-    Args:
-        engine_args: The caller's.
-        stage_weights: Reserve memory for a second set of weights in each worker.
-
-    Raises:
-        UnsupportedArgumentError: ``engine_args`` are something else, a parallel size that cannot
-            run on this platform, a ``worker_extension_cls`` that is not a subclass of this
-            library's, or ``stage_weights`` together with a ``weight_transfer_config`` of the
-            caller's.
-    """
+    """Returns a copy that this library's replicas can run; the caller's object stays as it is."""
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
 

@@ -49,26 +49,13 @@ LEAVE_TIMEOUT_S = 10.0
 
 
 class BroadcastLoads:
-    """Takes part in a trainer's broadcasts.
-
-    Args:
-        updates: The engine's weights.
-    """
+    """Takes part in a trainer's broadcasts."""
 
     def __init__(self, updates: WeightUpdates) -> None:
         self._updates = updates
 
     async def join(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
-        """Has every worker join the trainer's group.
-
-        Args:
-            init_info: Fields of ``BroadcastInitInfo``.
-            timeout_s: Seconds within which everybody must have come.
-
-        Raises:
-            ReplicaUnavailableError: The engine is dead or closed.
-            SyncError: A worker could not join.
-        """
+        """Has every worker join the trainer's group."""
         async with self._updates.exclusive(timeout_s):
             limits = {"timeout_s": timeout_s, "deadline": time.monotonic() + timeout_s}
             await self._call("sync_join", init_info | limits, timeout_s=timeout_s + LAST_WORDS_S)
@@ -76,21 +63,7 @@ class BroadcastLoads:
     async def prepare(
         self, metadata: list[list[Any]], bucket_bytes: int, *, timeout_s: float
     ) -> dict[str, Any]:
-        """Tells every worker what all coming pushes consist of.
-
-        Args:
-            metadata: Names, dtypes and shapes, in the JSON form of ``ParamMeta``.
-            bucket_bytes: Size of the buckets.
-            timeout_s: Seconds for it.
-
-        Returns:
-            ``path`` and ``path_reason`` of the workers, and ``direct``: whether all of them can
-            receive without buckets.
-
-        Raises:
-            ReplicaUnavailableError: The engine is dead or closed.
-            SyncError: A worker could not prepare.
-        """
+        """Tells every worker what all coming pushes consist of."""
         async with self._updates.exclusive(timeout_s):
             answers = await self._call("sync_prepare", metadata, bucket_bytes, timeout_s=timeout_s)
         return {
@@ -113,26 +86,7 @@ class BroadcastLoads:
         clear_cache: bool = False,
         timeout_s: float,
     ) -> LoadReport:
-        """Receives one version.
-
-        Args:
-            push_id: Number of the push in the group.
-            digest: Digest of its metadata.
-            version: Policy version.
-            run_id: Run that it belongs to.
-            direct: Whether it comes without buckets.
-            num_passes: How often the trainer sends everything.
-            staged: Receive into spare memory while generation goes on, then only copy into place.
-            mode: vLLM's pause mode: ``keep``, ``wait`` or ``abort``.
-            clear_cache: Recompute the keys and values of requests in flight under the new weights.
-            timeout_s: Seconds for everything.
-
-        Raises:
-            ReplicaUnavailableError: The engine is dead or closed.
-            StaleVersionError: The engine holds a newer version, or another run's.
-            SyncError: It was not received. The engine is as it was if the transfer had not begun;
-                otherwise the replica is stale until a later load succeeds.
-        """
+        """Receives one version."""
         deadline = time.perf_counter() + timeout_s
         updates = self._updates
         async with updates.exclusive(timeout_s):
@@ -200,11 +154,7 @@ class BroadcastLoads:
 
 
 def _raise_errors(answers: list[dict[str, Any]]) -> None:
-    """Raises for the workers that failed.
-
-    Raises:
-        SyncError: At least one did.
-    """
+    """Raises for the workers that failed."""
     failures = [
         f"worker {rank}: {answer['error'].partition(chr(10))[0]}"
         for rank, answer in enumerate(answers)
@@ -229,9 +179,6 @@ class PeerLoads:
     that takes; then :meth:`withdraw`. The engine goes on generating meanwhile; updates wait, so
     that what is given is one version. An offer ends by itself when nothing was taken for 15 s, and
     at the next chunk when an update waits: that is newer.
-
-    Args:
-        updates: The engine's weights.
     """
 
     def __init__(self, updates: WeightUpdates) -> None:
@@ -241,19 +188,7 @@ class PeerLoads:
         self._expiry: asyncio.TimerHandle | None = None
 
     async def offer(self, *, timeout_s: float) -> dict[str, Any]:
-        """Keeps updates out and says what there is to take.
-
-        Args:
-            timeout_s: Seconds to wait for an update that is under way.
-
-        Returns:
-            What :meth:`take` needs.
-
-        Raises:
-            ReplicaUnavailableError: The engine is dead or closed.
-            TransferError: The weights are not whole, or cannot be copied as they are.
-            SyncError: An update was under way all the time.
-        """
+        """Keeps updates out and says what there is to take."""
         updates = self._updates
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(updates.exclusive(timeout_s))
@@ -273,11 +208,7 @@ class PeerLoads:
         }
 
     async def give(self, token: str, index: int, by_value: bool) -> list[Any]:
-        """Returns chunk ``index`` of each worker: its bytes, or the file that holds it now.
-
-        Raises:
-            TransferError: The offer does not stand any more, or an update waits for it.
-        """
+        """Returns chunk ``index`` of each worker: its bytes, or the file that holds it now."""
         self._require(token)
         if self._updates.num_waiting:
             await self.withdraw(token)
@@ -286,11 +217,7 @@ class PeerLoads:
         return [one["source"] for one in await self._ask("sync_peer_give", index, by_value)]
 
     async def checksums(self, token: str) -> list[dict[str, int]]:
-        """Returns the checksums of each worker's tensors.
-
-        Raises:
-            TransferError: The offer does not stand any more.
-        """
+        """Returns the checksums of each worker's tensors."""
         self._require(token)
         return [one["checksums"] for one in await self._ask("sync_peer_checksums")]
 
@@ -307,18 +234,7 @@ class PeerLoads:
             await offered.aclose()
 
     async def take(self, offer: dict[str, Any], *, timeout_s: float) -> LoadReport:
-        """Takes the weights that another replica offers, unless it holds them by now.
-
-        Args:
-            offer: What its :meth:`offer` returned.
-            timeout_s: Seconds for everything.
-
-        Raises:
-            ReplicaUnavailableError: The engine is dead or closed.
-            StaleVersionError: The engine holds a newer version. It is as it was.
-            TransferError: The two engines' tensors are not alike. The engine is as it was.
-            SyncError: The copy broke off. The replica is stale until a later load succeeds.
-        """
+        """Takes the weights that another replica offers, unless it holds them by now."""
         updates = self._updates
         deadline = time.monotonic() + timeout_s
         async with updates.exclusive(timeout_s):
@@ -403,13 +319,7 @@ async def _within(call: Any, deadline: float) -> Any:
 
 
 class SnapshotLoads:
-    """Applies stored versions to one engine, each at most once.
-
-    Args:
-        updates: The engine's weights.
-        service_name: Tells this service's readers from those of others in one directory.
-        expected: Returns the tensors that the engine's model consists of.
-    """
+    """Applies stored versions to one engine, each at most once."""
 
     def __init__(
         self, updates: WeightUpdates, service_name: str, expected: Callable[[], list[ParamMeta]]
@@ -443,29 +353,7 @@ class SnapshotLoads:
         clear_cache: bool = False,
         timeout_s: float,
     ) -> LoadReport:
-        """Loads the newest version stored in ``directory``, unless the engine holds it already.
-
-        Args:
-            directory: Snapshot directory, readable by this replica's workers.
-            run_id: Run that the snapshots must belong to; ``None`` accepts any.
-            at_least: Oldest acceptable version.
-            verify: Check the stored checksums before anything is touched.
-            compare: Compare names and shapes with the model's before anything is touched, for
-                writers that have not.
-            mode: vLLM's pause mode: ``keep``, ``wait`` or ``abort``.
-            clear_cache: Recompute the keys and values of requests in flight under the new weights.
-            timeout_s: Seconds for everything together.
-
-        Raises:
-            ReplicaUnavailableError: The engine is dead or closed.
-            SnapshotError: Nothing acceptable is stored there. The engine is as it was.
-            StaleVersionError: Another run brought the engine to this version or a newer one. The
-                engine is as it was.
-            WeightMismatchError: What is stored does not fit the engine's model. The engine is as it
-                was.
-            SyncError: The load failed or took too long, or what was loaded was replaced or removed
-                meanwhile. The replica is stale: it takes no requests until a later load succeeds.
-        """
+        """Loads the newest version stored in ``directory``, unless the engine holds it already."""
         updates = self._updates
         deadline = time.perf_counter() + timeout_s
         async with updates.exclusive(timeout_s):
@@ -577,13 +465,6 @@ class SnapshotLoads:
         """Loads new versions of ``directory`` as they appear, until :meth:`stop_following`.
 
         A version that cannot be loaded is tried again at each interval.
-
-        Args:
-            directory: Snapshot directory; it need not exist yet.
-            run_id: Run that the snapshots must belong to; ``None`` accepts any.
-            interval_s: Seconds between looks at the manifest.
-            timeout_s: Seconds for each load.
-            verify: Check checksums before each load.
         """
         self.stop_following()
         self._follower = asyncio.create_task(

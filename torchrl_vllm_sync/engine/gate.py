@@ -33,11 +33,6 @@ class SampleVersions:
 
     Attributes:
         state: What vLLM knows of the sample.
-
-    Args:
-        state: The sample.
-        version: Version that its first token will be sampled by, unless a switch comes before.
-        begun: What another replica sampled before that.
     """
 
     __slots__ = ("_begun", "_delivered", "_starts", "state")
@@ -63,12 +58,7 @@ class SampleVersions:
         return spans_from_starts(self._starts, num_tokens)
 
     def report(self, completion: CompletionOutput, checker: SpanChecker) -> SampleReport:
-        """Returns what goes with an output of the sample, which is the next one of it.
-
-        Args:
-            completion: The output.
-            checker: Compares the spans with vLLM's own, where the sample has finished.
-        """
+        """Returns what goes with an output of the sample, which is the next one of it."""
         start = self._delivered if self.state.yields_only_new else 0
         end = self._delivered = start + len(completion.token_ids)
         spans = self.spans(end)
@@ -101,9 +91,6 @@ class SpanChecker:
 
     Attributes:
         num_disagreements: Samples on which the two disagreed.
-
-    Args:
-        replica_id: Named in the log.
     """
 
     def __init__(self, replica_id: str) -> None:
@@ -117,14 +104,7 @@ class SpanChecker:
         labelled: Sequence[tuple[str, int, int]] | None,
         num_tokens: int,
     ) -> tuple[VersionSpan, ...]:
-        """Returns the spans of a finished sample.
-
-        Args:
-            request_id: Named in the log.
-            counted: Those counted here.
-            labelled: vLLM's ``(label, start, end)``; ``None`` where it reports none.
-            num_tokens: Length of the response.
-        """
+        """Returns the spans of a finished sample."""
         theirs = versions_of_labels(labelled, num_tokens)
         if theirs is None or theirs == counted:
             return counted
@@ -142,15 +122,7 @@ class SpanChecker:
 def versions_of_labels(
     labelled: Sequence[tuple[str, int, int]] | None, num_tokens: int
 ) -> tuple[VersionSpan, ...] | None:
-    """Makes version spans of vLLM's labelled ones.
-
-    Args:
-        labelled: ``(label, start, end)`` in order, or ``None``. ``"default"`` is version 0.
-        num_tokens: Length of the response.
-
-    Returns:
-        The spans; ``None`` where there are no labels, or one of them is no version.
-    """
+    """Makes version spans of vLLM's labelled ones."""
     if labelled is None:
         return None
     try:
@@ -261,12 +233,8 @@ class AdmissionGate:
                 request.sample.switch(version)
 
     async def enter(self, min_version: int = 0) -> None:
-        """Waits until the replica serves, and with ``min_version`` or later. The caller bounds it.
-
-        Raises:
-            ReplicaUnavailableError: The replica does not take requests, or stopped to while this
-                one was waiting.
-        """
+        """Waits until the replica serves, and with ``min_version`` or later. The caller bounds
+        it."""
         while self.state is not ReplicaState.SERVING or self.version < min_version:
             if self.refuses:
                 raise self.refusal()

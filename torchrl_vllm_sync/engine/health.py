@@ -46,13 +46,6 @@ class EngineHealth:
 
     Calls that block an engine by design do not count: weight updates, pauses and sleep, which have
     limits of their own (``is_updating``), and what happens within :meth:`blocking`.
-
-    Args:
-        engine: The replica's engine.
-        gate: The gate in front of it.
-        unresponsive_after_s: Seconds for which it may owe an answer.
-        is_updating: Whether a weight update, a pause or the like is under way.
-        clock: Tells the time in seconds.
     """
 
     def __init__(
@@ -91,11 +84,7 @@ class EngineHealth:
 
     @contextlib.contextmanager
     def blocking(self, timeout_s: float | None = None) -> Iterator[None]:
-        """While inside, the engine owes no answer: a caller's call may keep it busy.
-
-        Args:
-            timeout_s: Seconds after which it owes one all the same; ``None`` means 300.
-        """
+        """While inside, the engine owes no answer: a caller's call may keep it busy."""
         call = object()
         limit_s = BLOCKING_CALL_S if timeout_s is None else timeout_s
         self._blocking_until[call] = self._clock() + limit_s
@@ -114,11 +103,7 @@ class EngineHealth:
             await asyncio.sleep(LOOK_S)
 
     def look(self) -> bool:
-        """Looks once: asks if it is time to, and judges if an answer is overdue.
-
-        Returns:
-            Whether to look again; ``False`` once the replica has failed or is closed.
-        """
+        """Looks once: asks if it is time to, and judges if an answer is overdue."""
         if self._gate.state in (ReplicaState.FAILED, ReplicaState.CLOSED):
             self._drop_question()
             return False

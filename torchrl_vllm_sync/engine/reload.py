@@ -45,12 +45,6 @@ def check_can_be_filled(model_config: ModelConfig) -> None:
     vLLM's layers take what a checkpoint has: those of a quantised one want packed integers and
     scales, which no trainer holds. What a layer quantises itself when weights arrive (*online*
     quantisation: ``quantization="fp8"`` and others) is fine.
-
-    Args:
-        model_config: The engine's model configuration.
-
-    Raises:
-        UnsupportedArgumentError: The checkpoint is quantised, or its loader would quantise it.
     """
     found = getattr(model_config.hf_config, "quantization_config", None)
     if found is not None:
@@ -73,12 +67,6 @@ def checkpoint_metadata(model_config: ModelConfig) -> list[ParamMeta]:
     nothing, and its names are turned into published checkpoint form (transformers 5 holds experts
     fused in memory). A tied output head is left out. Floating-point tensors carry the dtype the
     engine runs in, whatever the checkpoint was stored in.
-
-    Args:
-        model_config: The engine's model configuration.
-
-    Raises:
-        ValueError: transformers has no causal language model for this configuration.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -117,13 +105,6 @@ _STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 def checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Checksums of named tensors, a guard against misplaced or stale weights, not forged ones.
-
-    Args:
-        parameters: Such as ``model.named_parameters()``; any dtype, any strides. At most 256 MiB
-            beyond them are taken on their device.
-
-    Returns:
-        Name to a signed 64-bit number.
 
     Example:
         >>> checksum([("w", torch.zeros(3))]) == checksum([("w", torch.zeros(3, device="cuda"))])
@@ -199,18 +180,6 @@ def reload_model(
 
     Whatever happens inside, the reload is finalised before this returns or raises: an interrupted
     reload that is not finalised poisons the next one, even a complete one.
-
-    Args:
-        model: The worker's model; no step may run meanwhile.
-        vllm_config: The worker's configuration.
-        weights: ``(Hugging Face name, tensor of full shape)``; the tensors must stay valid until
-            this returns, since loaders keep them until a layer's last shard has arrived.
-
-    Returns:
-        Number of tensors taken from ``weights``.
-
-    Raises:
-        WeightMismatchError: Some parameter of the model received nothing.
     """
     taken = 0
 
@@ -263,13 +232,6 @@ def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
     A module that hands loading on to a part of itself may leave the part's name out: experts of
     vLLM 0.26 report ``experts.w13_weight`` and are ``experts.routed_experts.w13_weight``
     (``fused_moe/runner/moe_runner.py``, ``load_weights``). A name that fits several stays as it is.
-
-    Args:
-        loaded: Names as ``load_weights`` reports them.
-        expected: Names of the model's parameters.
-
-    Returns:
-        ``loaded``, each under the model's name where that can be told.
     """
     names = set(loaded)
     for name in names - expected:

@@ -117,10 +117,6 @@ class WeightUpdates:
     Attributes:
         whole: Whether the weights are known to be all of :attr:`version`.
         num_waiting: Updates that wait for the one under way.
-
-    Args:
-        engine: The replica's engine.
-        gate: The gate in front of it.
     """
 
     def __init__(self, engine: AsyncLLM, gate: AdmissionGate) -> None:
@@ -174,15 +170,7 @@ class WeightUpdates:
 
     @contextlib.asynccontextmanager
     async def exclusive(self, timeout_s: float) -> AsyncIterator[None]:
-        """Keeps other updates out.
-
-        Args:
-            timeout_s: Seconds to wait for one that is under way.
-
-        Raises:
-            ReplicaUnavailableError: The engine is dead or closed.
-            SyncError: Another update was under way all the time.
-        """
+        """Keeps other updates out."""
         self.num_waiting += 1
         try:
             async with asyncio.timeout(timeout_s):
@@ -198,19 +186,7 @@ class WeightUpdates:
             self._lock.release()
 
     def begin_push(self, trainer: ProcessIdentity, sender: str, number: int) -> bool:
-        """Keeps pushes of other trainers out, until :meth:`end_push` or until this one is gone.
-
-        Args:
-            trainer: The process that pushes.
-            sender: Tells its pushes from those of others in that process.
-            number: Number of the push; later ones have greater numbers.
-
-        Returns:
-            Whether the push before was the same sender's.
-
-        Raises:
-            PushUnderWayError: Another trainer's push is open.
-        """
+        """Keeps pushes of other trainers out, until :meth:`end_push` or until this one is gone."""
         before = self._push
         is_same = before is not None and (before.trainer, before.sender) == (trainer, sender)
         if before is not None and not is_same and self._is_under_way(before):
@@ -236,11 +212,7 @@ class WeightUpdates:
         return push.is_open and not is_silent and not push.trainer.is_gone()
 
     def refuse_foreign(self, version: int, run_id: str | None) -> None:
-        """Refuses a version that another run's has overtaken, or one of the same number.
-
-        Raises:
-            StaleVersionError: Another run brought the engine to ``version`` or a newer one.
-        """
+        """Refuses a version that another run's has overtaken, or one of the same number."""
         foreign = run_id is not None and self._run_id not in (None, run_id)
         if foreign and self.version >= version:
             raise StaleVersionError(
@@ -249,11 +221,7 @@ class WeightUpdates:
             )
 
     def _require_alive(self) -> None:
-        """Raises unless the engine can be updated.
-
-        Raises:
-            ReplicaUnavailableError: It is dead or closed.
-        """
+        """Raises unless the engine can be updated."""
         if self._engine.errored:
             self._set(ReplicaState.FAILED, f"engine core died: {self._engine.dead_error}")
         if self._gate.state in (ReplicaState.FAILED, ReplicaState.CLOSED):
@@ -271,25 +239,7 @@ class WeightUpdates:
         verify_s: float = 0.0,
         stage_s: float = 0.0,
     ) -> LoadReport:
-        """Pauses the engine, has its workers load, and resumes; :meth:`exclusive` is held.
-
-        Args:
-            load: Has every worker load within the seconds given, and returns their answers:
-                ``error`` (empty if all is well), ``untouched`` if the weights are as they were,
-                ``num_tensors``, ``attempts``, ``path`` and ``path_reason``.
-            version: Policy version of what is loaded.
-            run_id: Run that it belongs to.
-            mode: vLLM's pause mode: ``keep``, ``wait`` or ``abort``.
-            clear_cache: Recompute the keys and values of requests in flight under the new weights.
-            timeout_s: Seconds for everything.
-            verify_s: Seconds spent on checking before; for the report.
-            stage_s: Seconds spent on receiving before; for the report.
-
-        Raises:
-            ReplicaUnavailableError: The engine is dead or closed.
-            SyncError: The load failed or took too long. Unless the workers say that they are
-                untouched the replica is stale: it takes no requests until a later load succeeds.
-        """
+        """Pauses the engine, has its workers load, and resumes; :meth:`exclusive` is held."""
         begin, began_at = time.perf_counter(), time.time() - verify_s - stage_s
         was_whole = self.whole
         async with self._paused(mode, clear_cache, timeout_s) as num_restarted:
@@ -352,12 +302,7 @@ class WeightUpdates:
         *,
         heartbeat: Callable[[], None] | None = None,
     ) -> Any:
-        """Awaits the engine's answer, and notices if its core dies: vLLM answers no call then.
-
-        Raises:
-            ReplicaUnavailableError: The engine core died.
-            SilentEngineError: There was no answer in time.
-        """
+        """Awaits the engine's answer, and notices if its core dies: vLLM answers no call then."""
         answer = asyncio.ensure_future(call)
         deadline = time.perf_counter() + timeout_s
         beaten = time.perf_counter()
@@ -408,16 +353,7 @@ class WeightUpdates:
         await self._resume()
 
     async def _resume(self, before: ReplicaState = ReplicaState.SERVING) -> None:
-        """Lets the engine step again and requests enter.
-
-        Args:
-            before: State before an update that failed; what was ``STARTING`` goes on to be that,
-                until it is admitted.
-
-        Raises:
-            ReplicaUnavailableError: The engine core is dead.
-            SyncError: It did not resume in time; the replica is stale.
-        """
+        """Lets the engine step again and requests enter."""
         try:
             await self.ask("resuming", self._engine.resume_generation(), RESUME_TIMEOUT_S)
         except BaseException as error:
@@ -441,10 +377,6 @@ class WeightUpdates:
 
         A replica that missed a push which others took is whole, but not current. One that holds
         another run's version of the same number would be taken for current; it must load anew.
-
-        Args:
-            version: Oldest version to serve with from now on.
-            run_id: Run that ``version`` belongs to; ``None`` accepts any.
         """
         self._floor = max(self._floor, version)
         foreign = self.version == version and run_id not in (None, self._run_id)
@@ -515,10 +447,6 @@ class PausableUpdates(WeightUpdates):
 
     Attributes:
         held: Whether the user did.
-
-    Args:
-        engine: The replica's engine.
-        gate: The gate in front of it.
     """
 
     def __init__(self, engine: AsyncLLM, gate: AdmissionGate) -> None:
@@ -527,19 +455,7 @@ class PausableUpdates(WeightUpdates):
         self._asleep: frozenset[str] = frozenset()
 
     async def pause(self, *, mode: PauseMode, clear_cache: bool, timeout_s: float) -> None:
-        """Pauses the engine until :meth:`resume`; new requests wait at the gate.
-
-        Args:
-            mode: vLLM's pause mode: ``keep``, ``wait`` or ``abort``.
-            clear_cache: Drop cached prefixes; frozen requests recompute theirs.
-            timeout_s: Seconds for it; ``wait`` takes as long as the requests in flight.
-
-        Raises:
-            UnsupportedArgumentError: There is no such mode.
-            TransferNotReadyError: A weight update is open, which has paused the engine itself.
-            ReplicaUnavailableError: The engine is dead or closed.
-            SyncError: It took too long, and the engine goes on.
-        """
+        """Pauses the engine until :meth:`resume`; new requests wait at the gate."""
         check_mode(mode)
         self._refuse_open("pause_generation")
         call = self._engine.pause_generation
@@ -547,13 +463,7 @@ class PausableUpdates(WeightUpdates):
             await self._hold("pausing", lambda: call(mode=mode, clear_cache=clear_cache), timeout_s)
 
     async def resume(self, *, timeout_s: float) -> None:
-        """Ends :meth:`pause`; does nothing to an engine that is not paused.
-
-        Raises:
-            TransferNotReadyError: A weight update is open, or the engine is asleep.
-            ReplicaUnavailableError: The engine is dead or closed, or its weights are not whole.
-            SyncError: A push was under way for ``timeout_s``, or the engine did not resume.
-        """
+        """Ends :meth:`pause`; does nothing to an engine that is not paused."""
         self._refuse_open("resume_generation")
         async with self.exclusive(timeout_s):
             if self._asleep:
@@ -567,20 +477,7 @@ class PausableUpdates(WeightUpdates):
         return await self.ask("asking", self._engine.is_paused(), SHORT_TIMEOUT_S)
 
     async def sleep(self, *, level: int, mode: PauseMode, timeout_s: float) -> None:
-        """Puts the engine to sleep; new requests wait at the gate until :meth:`wake_up`.
-
-        Args:
-            level: 0 pauses only; 1 moves weights to the host and drops keys and values; 2 drops
-                both, so that an update must come before the engine is fully awake again.
-            mode: vLLM's pause mode.
-            timeout_s: Seconds for it.
-
-        Raises:
-            UnsupportedArgumentError: No such level or mode, or an engine launched without
-                ``enable_sleep_mode``.
-            TransferNotReadyError: A weight update is open.
-            SyncError: It took too long.
-        """
+        """Puts the engine to sleep; new requests wait at the gate until :meth:`wake_up`."""
         check_mode(mode)
         if level not in SLEEP_LEVELS:
             raise UnsupportedArgumentError(f"level must be one of {SLEEP_LEVELS}, got {level!r}")
@@ -601,15 +498,6 @@ class PausableUpdates(WeightUpdates):
         """Wakes the engine, or the memory that ``tags`` name; fully awake it takes requests.
 
         After ``sleep(level=2)``: ``wake_up(["weights"])``, an update, ``wake_up(["kv_cache"])``.
-
-        Returns:
-            Whether it is fully awake.
-
-        Raises:
-            UnsupportedArgumentError: There is no such tag.
-            TransferNotReadyError: A weight update is open, or it would step on weights that were
-                dropped.
-            SyncError: It took too long.
         """
         wanted = MEMORY_TAGS if tags is None else frozenset(tags)
         if unknown := sorted(wanted - MEMORY_TAGS - {"scheduling"}):
@@ -645,11 +533,7 @@ class PausableUpdates(WeightUpdates):
             raise
 
     async def _let_go(self) -> None:
-        """Ends what :meth:`_hold` began.
-
-        Raises:
-            ReplicaUnavailableError: The weights are not whole: it stays paused.
-        """
+        """Ends what :meth:`_hold` began."""
         if not self.whole:
             raise self._gate.refusal()
         self.held = False
@@ -660,11 +544,7 @@ class PausableUpdates(WeightUpdates):
             await super()._resume(before)
 
     async def apply(self, *args: Any, **options: Any) -> LoadReport:
-        """See ``WeightUpdates.apply``; weights that sleep are not to be written to.
-
-        Raises:
-            TransferNotReadyError: They do, and nothing was done.
-        """
+        """See ``WeightUpdates.apply``; weights that sleep are not to be written to."""
         self._require_weights()
         return await super().apply(*args, **options)
 
@@ -698,10 +578,6 @@ class NativeUpdates(PausableUpdates):
     Lifecycle of an update: :meth:`begin`, :meth:`receive` any number of times, :meth:`finish`; a
     failure ends it, and :meth:`abandon` gives it up, as happens by itself when no call has come for
     a while. From beginning to end pushes wait, the engine is paused, and requests wait at the gate.
-
-    Args:
-        engine: The replica's engine.
-        gate: The gate in front of it.
     """
 
     def __init__(self, engine: AsyncLLM, gate: AdmissionGate) -> None:
@@ -726,49 +602,26 @@ class NativeUpdates(PausableUpdates):
     # ---------------------------------------------------------------- the transfer engine
 
     async def initialise(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
-        """Initialises every worker's transfer engine; for most, all wait for the trainer in it.
-
-        Raises:
-            TransferNotReadyError: A weight update is open, or the engine has no transfer engine.
-            TransferError: A worker could not: fields that do not fit, or a peer that did not come.
-        """
+        """Initialises every worker's transfer engine; for most, all wait for the trainer in it."""
         self._refuse_open("init_weight_transfer_engine")
         async with self.exclusive(timeout_s):
             await self._tell("native_init", init_info, timeout_s=timeout_s, what="initialising")
 
     async def use(self, backend: str | None) -> None:
-        """Has every worker use another transfer engine; ``None`` takes that of the launch.
-
-        Raises:
-            UnsupportedArgumentError: No backend of that name.
-            TransferNotReadyError: A weight update is open.
-        """
+        """Has every worker use another transfer engine; ``None`` takes that of the launch."""
         self._refuse_open("use_transfer_engine")
         async with self.exclusive(SHORT_TIMEOUT_S):
             await self._tell("native_use", backend, timeout_s=SHORT_TIMEOUT_S, what="changing")
 
     async def leave(self) -> None:
-        """Leaves the trainer's group; an open update is given up first, see :meth:`abandon`.
-
-        Raises:
-            TransferNotReadyError: A transfer is under way.
-            TransferError: A worker could not leave.
-        """
+        """Leaves the trainer's group; an open update is given up first, see :meth:`abandon`."""
         if self._open is not None:
             await self.abandon()
         async with self.exclusive(SHORT_TIMEOUT_S):
             await self._tell("native_shutdown", timeout_s=SHORT_TIMEOUT_S, what="leaving")
 
     async def abandon(self, reason: str = "") -> None:
-        """Gives the open update up; a replica that had received part of it is stale then.
-
-        Args:
-            reason: Why; shown as the reason for being stale.
-
-        Raises:
-            TransferNotReadyError: No update is open, or a transfer is under way.
-            TransferError: A worker could not put its model together.
-        """
+        """Gives the open update up; a replica that had received part of it is stale then."""
         async with self._step("giving up") as stack:
             try:
                 await self._put_together()
@@ -791,19 +644,6 @@ class NativeUpdates(PausableUpdates):
 
         Requests in flight freeze and go on when the update has ended; those without a token yet
         start again then, under the new weights.
-
-        Args:
-            mode: vLLM's pause mode, for an engine that is not paused yet.
-            clear_cache: Drop cached prefixes; frozen requests recompute theirs.
-            timeout_s: Seconds to wait for a push that is under way, and for the pause.
-            idle_timeout_s: Seconds between two calls after which the update is given up.
-
-        Raises:
-            UnsupportedArgumentError: ``idle_timeout_s`` is not a finite number greater than 0.
-            TransferNotReadyError: An update is open, the transfer engine is not initialised, or
-                the weights are asleep.
-            ReplicaUnavailableError: The engine is dead or closed.
-            SyncError: A push was under way for ``timeout_s``, or the engine did not pause.
         """
         if not 0 < idle_timeout_s < math.inf:
             raise UnsupportedArgumentError(
@@ -841,18 +681,7 @@ class NativeUpdates(PausableUpdates):
             logger.warning("replica %s: %s", self.replica_id, error)
 
     async def receive(self, update_info: Any, *, timeout_s: float) -> None:
-        """Receives one part of the update, or all of it.
-
-        Args:
-            update_info: What the transfer engine wants to know, or a list of it by worker.
-            timeout_s: Seconds for it.
-
-        Raises:
-            TransferNotReadyError: No update was begun, or a part of it is under way.
-            ReplicaUnavailableError: The engine core died.
-            TransferError: It was not received, and the update is over. The replica is stale unless
-                nothing had been touched.
-        """
+        """Receives one part of the update, or all of it."""
         async with self._step("update_weights") as stack:
             was_whole, self.whole = self.whole, False
             try:
@@ -868,21 +697,7 @@ class NativeUpdates(PausableUpdates):
     async def finish(
         self, label: str | None, *, run_id: str = NATIVE_RUN, timeout_s: float = RESUME_TIMEOUT_S
     ) -> None:
-        """Ends the update: the engine goes on, unless its user had paused it before.
-
-        Args:
-            label: What the weights are called. An integer is their policy version. Anything else
-                leaves the version as it is; new requests keep off the keys of the old weights all
-                the same.
-            run_id: Run that the version belongs to.
-            timeout_s: Seconds for it.
-
-        Raises:
-            TransferNotReadyError: No update was begun, or a part of it is under way.
-            StaleVersionError: An integer older than the version held. The update stays open.
-            UnsupportedArgumentError: One that the stamps on rows cannot hold. It stays open too.
-            TransferError: It could not be ended; the replica is stale.
-        """
+        """Ends the update: the engine goes on, unless its user had paused it before."""
         async with self._step("finish_weight_update") as stack:
             version = self._version_of(label)
             self.whole = False
@@ -905,11 +720,6 @@ class NativeUpdates(PausableUpdates):
         """Names weights that are in place already.
 
         Requests in flight freeze meanwhile, so that each of their tokens has one version.
-
-        Raises:
-            TransferNotReadyError: A weight update is open: its end names the weights.
-            StaleVersionError: An integer older than the version held.
-            UnsupportedArgumentError: One that the stamps on rows cannot hold.
         """
         self._refuse_open("update_weight_version")
         async with self.exclusive(SHORT_TIMEOUT_S):
@@ -924,13 +734,7 @@ class NativeUpdates(PausableUpdates):
                 self._gate.switch(version)
 
     async def expect(self, version: int, run_id: str) -> None:
-        """Says whether :meth:`load` could begin, so that nobody enters a collective in vain.
-
-        Raises:
-            ReplicaUnavailableError: The engine is dead or closed.
-            TransferNotReadyError: An update is open, or the transfer engine is not initialised.
-            StaleVersionError: The engine holds a newer version, or another run's.
-        """
+        """Says whether :meth:`load` could begin, so that nobody enters a collective in vain."""
         self._refuse_open("a push")
         async with self.exclusive(SHORT_TIMEOUT_S):
             self._require_weights()
@@ -947,21 +751,7 @@ class NativeUpdates(PausableUpdates):
         clear_cache: bool,
         timeout_s: float,
     ) -> LoadReport:
-        """Receives a whole version through the transfer engine, in one go.
-
-        Args:
-            update_info: What the transfer engine wants to know.
-            version: Policy version.
-            run_id: Run that it belongs to.
-            mode: vLLM's pause mode.
-            clear_cache: Recompute the keys and values of requests in flight.
-            timeout_s: Seconds for everything.
-
-        Raises:
-            TransferNotReadyError: The transfer engine is not initialised.
-            StaleVersionError: The engine holds a newer version, or another run's.
-            SyncError: It was not received; see :meth:`apply`.
-        """
+        """Receives a whole version through the transfer engine, in one go."""
         self._refuse_open("a push")
         async with self.exclusive(timeout_s):
             self.refuse_stale(version, run_id)
@@ -976,11 +766,7 @@ class NativeUpdates(PausableUpdates):
             )
 
     def refuse_stale(self, version: int, run_id: str) -> None:
-        """Refuses a version that is older than the one held, or another run's of that number.
-
-        Raises:
-            StaleVersionError: It is.
-        """
+        """Refuses a version that is older than the one held, or another run's of that number."""
         if version < self.version:
             raise StaleVersionError(
                 f"version must be at least {self.version}, which replica {self.replica_id} "
@@ -1072,11 +858,7 @@ class NativeUpdates(PausableUpdates):
 
 
 def _raise_failures(replica_id: str, answers: list[dict[str, Any]]) -> None:
-    """Raises for the workers that failed, with this library's own type where theirs was one.
-
-    Raises:
-        SyncError: At least one did.
-    """
+    """Raises for the workers that failed, with this library's own type where theirs was one."""
     failed = {rank: one for rank, one in enumerate(answers) if one["error"]}
     if not failed:
         return
@@ -1093,9 +875,6 @@ class ChunkedLoads:
     """Takes one version at a time: :meth:`begin`, :meth:`receive` for each part, :meth:`finish`.
 
     A sender that falls silent in between loses its turn after the time limit it gave.
-
-    Args:
-        updates: The engine's weights.
     """
 
     def __init__(self, updates: NativeUpdates) -> None:
@@ -1108,21 +887,7 @@ class ChunkedLoads:
     async def begin(
         self, version: int, run_id: str, mode: PauseMode, clear_cache: bool, timeout_s: float
     ) -> None:
-        """Pauses the engine for a version to come.
-
-        Args:
-            version: Policy version.
-            run_id: Run that it belongs to.
-            mode: vLLM's pause mode: ``keep``, ``wait`` or ``abort``.
-            clear_cache: Recompute the keys and values of requests in flight under the new weights.
-            timeout_s: Seconds for all of it; afterwards it is given up.
-
-        Raises:
-            TransferNotReadyError: An update is open, or the transfer engine is not initialised.
-            ReplicaUnavailableError: The engine is dead or closed.
-            StaleVersionError: The engine holds a newer version, or another run's.
-            SyncError: The engine did not pause.
-        """
+        """Pauses the engine for a version to come."""
         begun = time.perf_counter()
         self._updates.refuse_stale(version, run_id)
         await self._updates.begin(

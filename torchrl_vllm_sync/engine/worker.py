@@ -59,12 +59,7 @@ class NativeTransferWorker:
     _native_chunks: int | None = None
 
     def native_use(self, backend: str | None) -> dict[str, Any]:
-        """Puts another transfer engine in the place of the present one, which leaves its group.
-
-        Args:
-            backend: A name registered with vLLM's ``WeightTransferEngineFactory``; ``None`` for
-                the engine of the launch.
-        """
+        """Puts another transfer engine in the place of the present one, which leaves its group."""
 
         def use() -> None:
             self._native_refuse_open("another engine")
@@ -93,12 +88,7 @@ class NativeTransferWorker:
         return self._native_answer(use)
 
     def native_init(self, init_info: dict[str, Any]) -> dict[str, Any]:
-        """Initialises the transfer engine; for most that is the rendezvous with the trainer.
-
-        Args:
-            init_info: Fields of the engine's own init info, this replica's ``rank_offset`` among
-                them.
-        """
+        """Initialises the transfer engine; for most that is the rendezvous with the trainer."""
 
         def init() -> None:
             self._native_refuse_open("initialising")
@@ -161,12 +151,7 @@ class NativeTransferWorker:
         return {**answer, "untouched": True}
 
     def native_update(self, update_info: dict[str, Any] | list[Any]) -> dict[str, Any]:
-        """Receives one part of an update, or all of it.
-
-        Args:
-            update_info: Fields of the engine's own update info, or a list of such by the worker's
-                rank in its replica.
-        """
+        """Receives one part of an update, or all of it."""
         touched = bool(self._native_chunks)
 
         def update() -> None:
@@ -211,11 +196,7 @@ class NativeTransferWorker:
         return self._native_answer(finish)
 
     def native_load(self, update_info: dict[str, Any]) -> dict[str, Any]:
-        """Begins, receives and ends an update in one call.
-
-        Returns:
-            Also ``num_tensors``, ``attempts``, ``path`` and ``path_reason``, as a push reports.
-        """
+        """Begins, receives and ends an update in one call."""
         answer = self.native_start()
         if not answer["error"]:
             answer = self.native_update(update_info)
@@ -291,15 +272,7 @@ CHUNK_BYTES = 64 * 2**20
 
 
 class PeerCopy:
-    """One worker's end: all its tensors as one row of bytes, cut into chunks.
-
-    Args:
-        model: The worker's model.
-        chunk_bytes: Size of all chunks but the last.
-
-    Raises:
-        TransferError: A tensor has gaps, so that its bytes are not all its own.
-    """
+    """One worker's end: all its tensors as one row of bytes, cut into chunks."""
 
     def __init__(self, model: torch.nn.Module, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
@@ -330,15 +303,7 @@ class PeerCopy:
                 file.write(piece.cpu().numpy().data)
 
     def take(self, index: int, source: bytes | str) -> None:
-        """Overwrites one chunk.
-
-        Args:
-            index: Number of the chunk.
-            source: Its bytes, or the path of a file that holds them.
-
-        Raises:
-            TransferError: It has another size. Nothing was written.
-        """
+        """Overwrites one chunk."""
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
         pieces = list(self._pieces(index))
         if len(data) != sum(piece.numel() for piece in pieces):
@@ -373,11 +338,7 @@ def remove_file(path: str) -> None:
 
 
 def _row_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in the order in which they lie, whatever the order of its dimensions.
-
-    Raises:
-        TransferError: They do not lie side by side.
-    """
+    """The tensor's bytes in the order in which they lie, whatever the order of its dimensions."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     dense = tensor.permute(order)
     if not dense.is_contiguous():
@@ -411,16 +372,6 @@ class SyncWorkerExtension(NativeTransferWorker):
 
         The caller holds the lease on ``path`` and has verified it. A load that fails half-way is
         repeated once from the start, which repairs what the first attempt left behind.
-
-        Args:
-            path: File that holds the version's tensors.
-            metadata: Names, dtypes and shapes, in the JSON form of ``ParamMeta``.
-            trailer_checksum: Checksum of the file's layout.
-
-        Returns:
-            ``seconds`` and ``num_tensors`` of the load, ``attempts``, and ``error``: the last
-            failure and its traceback, or an empty string. With an error the weights of this worker
-            are undefined.
         """
         begin, error, taken, attempts = time.perf_counter(), "", 0, 0
         while attempts < MAX_ATTEMPTS:
@@ -445,29 +396,13 @@ class SyncWorkerExtension(NativeTransferWorker):
         }
 
     def sync_join(self, init_info: dict[str, Any]) -> dict[str, Any]:
-        """Joins the trainer's group; blocks until everybody has come.
-
-        Args:
-            init_info: Fields of ``BroadcastInitInfo``.
-
-        Returns:
-            ``error``, empty when the group is formed.
-        """
+        """Joins the trainer's group; blocks until everybody has come."""
         return _answer(
             lambda: self._sync_receiver().init_transfer_engine(BroadcastInitInfo(**init_info))
         )
 
     def sync_prepare(self, metadata: list[list[Any]], bucket_bytes: int) -> dict[str, Any]:
-        """Learns what all coming pushes consist of; the model may be serving.
-
-        Args:
-            metadata: Names, dtypes and shapes, in the JSON form of ``ParamMeta``.
-            bucket_bytes: Size of the buckets.
-
-        Returns:
-            ``path`` (``plan`` or ``layerwise``), ``path_reason``, ``direct`` (whether it can be
-            received without buckets), ``seconds``, and ``error``.
-        """
+        """Learns what all coming pushes consist of; the model may be serving."""
 
         def prepare() -> dict[str, Any]:
             receiver = self._sync_receiver()
@@ -479,18 +414,7 @@ class SyncWorkerExtension(NativeTransferWorker):
     def sync_receive(
         self, push_id: int, digest: str, direct: bool, num_passes: int, timeout_s: float
     ) -> dict[str, Any]:
-        """Receives one push into the model; no step may run meanwhile.
-
-        Args:
-            push_id: Number of the push in this group.
-            digest: Digest of its metadata.
-            direct: Whether the first pass comes without buckets.
-            num_passes: How often the trainer sends everything.
-            timeout_s: Seconds for all of it.
-
-        Returns:
-            As :meth:`sync_load_snapshot`, and ``untouched``: whether the weights are as they were.
-        """
+        """Receives one push into the model; no step may run meanwhile."""
         begin = time.monotonic()
         touched = False
 
@@ -510,17 +434,7 @@ class SyncWorkerExtension(NativeTransferWorker):
     def sync_stage(
         self, push_id: int, digest: str, direct: bool, timeout_s: float
     ) -> dict[str, Any]:
-        """Begins to receive one push into spare memory, in a thread; returns at once.
-
-        Args:
-            push_id: Number of the push in this group.
-            digest: Digest of its metadata.
-            direct: Whether it comes without buckets.
-            timeout_s: Seconds for all of it.
-
-        Returns:
-            ``error``, empty when it has begun.
-        """
+        """Begins to receive one push into spare memory, in a thread; returns at once."""
         deadline = time.monotonic() + timeout_s
 
         def stage() -> dict[str, Any]:
@@ -546,11 +460,7 @@ class SyncWorkerExtension(NativeTransferWorker):
         return self._sync_staged.result() if self._sync_staged.done() else None
 
     def sync_install_staged(self) -> dict[str, Any]:
-        """Puts staged weights into the model; no step may run meanwhile.
-
-        Returns:
-            As :meth:`sync_receive`.
-        """
+        """Puts staged weights into the model; no step may run meanwhile."""
 
         def install() -> dict[str, Any]:
             receiver = self._sync_receiver()
@@ -570,15 +480,7 @@ class SyncWorkerExtension(NativeTransferWorker):
         self._sync_receiver().shutdown()
 
     def sync_peer_open(self, token: str, gives: bool) -> dict[str, Any]:
-        """Prepares to give this worker's tensors to a peer, or to take a peer's.
-
-        Args:
-            token: Names the copy.
-            gives: Whether this worker gives, and does not take.
-
-        Returns:
-            ``layout`` and ``num_chunks``, and ``error``: among others why bytes are not enough.
-        """
+        """Prepares to give this worker's tensors to a peer, or to take a peer's."""
 
         def open_copy() -> dict[str, Any]:
             rank = self._sync_receiver().rank_in_replica
@@ -630,11 +532,7 @@ class SyncWorkerExtension(NativeTransferWorker):
         return receiver.path_reason if gives and receiver.path != "plan" else ""
 
     def _sync_receiver(self) -> BroadcastReceiver:
-        """Returns the worker's end of the broadcast transport.
-
-        Raises:
-            TransferError: The engine was launched with another transfer engine.
-        """
+        """Returns the worker's end of the broadcast transport."""
         receiver = self.weight_transfer_engine  # pyright: ignore[reportAttributeAccessIssue]
         if not isinstance(receiver, BroadcastReceiver):
             raise TransferError(

@@ -225,23 +225,15 @@ METRICS = {
 
 
 def status_readings(status: ServiceStatus) -> Iterator[Reading]:
-    """Yields gauges, and the replicas' totals, as they are now, without those that are not known.
-
-    Args:
-        status: What the service is and does.
-    """
+    """Yields gauges, and the replicas' totals, as they are now, without those that are not
+    known."""
     yield Reading("weight_version", status.weight_version)
     for one in status.replicas:
         yield from _replica_readings(one)
 
 
 def request_readings(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[Reading]:
-    """Yields what requests that have ended in between add to counters.
-
-    Args:
-        before: How many requests of this process had ended, by their end.
-        now: The same later.
-    """
+    """Yields what requests that have ended in between add to counters."""
     for end, total in now.items():
         yield Reading("requests_total", total - before[end], (("end", end),))
 
@@ -273,9 +265,6 @@ def push_readings(push: PushStatus) -> Iterator[Reading]:
 
     A phase that took no time did not happen. Times of pushes that failed are those of time limits
     and say nothing of others, so that they are only counted.
-
-    Args:
-        push: A push of this process that has ended.
     """
     yield Reading("pushes_total", 1, (("end", "failed" if push.error else "committed"),))
     for replica_id in push.left_behind:
@@ -440,11 +429,7 @@ class MetricsExporter:
 
 
 class _Instruments:
-    """Ray's objects for the metrics of one service.
-
-    Args:
-        service: Its name, which every metric is tagged with.
-    """
+    """Ray's objects for the metrics of one service."""
 
     def __init__(self, service: str) -> None:
         from ray.util import metrics as ray_metrics

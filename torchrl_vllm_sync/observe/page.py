@@ -187,11 +187,7 @@ def _sample_of(status: ServiceStatus) -> dict[str, Any]:
 
 
 def _listen(board: Dashboard, host: str, port: int) -> _Server:
-    """Binds a server to an address.
-
-    Raises:
-        UnsupportedArgumentError: See :class:`Dashboard`.
-    """
+    """Binds a server to an address."""
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
         raise UnsupportedArgumentError(f"port must be an integer from 0 to 65535, got {port!r}")
     if not isinstance(host, str) or not host:

@@ -53,10 +53,6 @@ class StatusLog:
 
     It watches a ledger for replicas that fail or go stale; pushes it is told of, by the process
     that pushed or through the replicas' reports.
-
-    Args:
-        load: The ledger.
-        wall_clock: Tells the time in seconds since 1970.
     """
 
     def __init__(self, load: LoadTracker, wall_clock: Callable[[], float] = time.time) -> None:
@@ -101,9 +97,6 @@ class StatusLog:
         """Has ``listener`` called with each push of this process that ends, well or not.
 
         It is called in the thread that pushes, and must not raise.
-
-        Returns:
-            A function that ends this; calling it twice does nothing.
         """
         with self._lock:
             self._listeners.append(listener)
@@ -139,12 +132,7 @@ class StatusLog:
 
 
 def finished_push(report: PushReport, ended_at: float) -> PushStatus:
-    """Makes the status of a push that was committed.
-
-    Args:
-        report: What became of it.
-        ended_at: When it ended, in seconds since 1970.
-    """
+    """Makes the status of a push that was committed."""
     return PushStatus(
         ended_at=ended_at,
         seconds=report.seconds,
@@ -160,14 +148,7 @@ def finished_push(report: PushReport, ended_at: float) -> PushStatus:
 def failed_push(
     error: Exception, version: int | None, seconds: float, ended_at: float
 ) -> PushStatus:
-    """Makes the status of a push that raised.
-
-    Args:
-        error: What it raised.
-        version: The version that was asked for; ``None`` if none was.
-        seconds: Wall clock until then.
-        ended_at: When that was, in seconds since 1970.
-    """
+    """Makes the status of a push that raised."""
     failed = isinstance(error, WeightSyncError)
     return PushStatus(
         ended_at=ended_at,
@@ -340,17 +321,7 @@ def collect_status(
     log: StatusLog,
     now: float,
 ) -> ServiceStatus:
-    """Puts together what is known of a service; asks nobody.
-
-    Args:
-        name: Its name.
-        weight_version: Its version.
-        in_flight: Samples of this process.
-        snapshots: What the ledger has of each replica.
-        members: The replicas.
-        log: What has happened; learns of pushes that reports tell of.
-        now: Time by the ledger's clock, in seconds.
-    """
+    """Puts together what is known of a service; asks nobody."""
     log.add_pushes(one.last_push for one in snapshots if one.last_push is not None)
     known = {one.replica_id: one for one in members}
     return ServiceStatus(

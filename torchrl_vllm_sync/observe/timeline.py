@@ -60,12 +60,6 @@ def trace_of(reports: PushReport | Iterable[PushReport]) -> dict[str, Any]:
 
     Times are microseconds from the beginning of the first push. ``otherData`` has that in seconds
     of Unix time, as ``began_at``.
-
-    Args:
-        reports: One push, or several in any order.
-
-    Raises:
-        UnsupportedArgumentError: There is no push, or one does not say when it began.
     """
     pushes = _in_order([reports] if isinstance(reports, PushReport) else list(reports))
     first = pushes[0][0]
@@ -87,11 +81,7 @@ def trace_of(reports: PushReport | Iterable[PushReport]) -> dict[str, Any]:
 
 
 def _in_order(reports: Sequence[PushReport]) -> list[tuple[float, PushReport]]:
-    """The pushes by their beginning, each with that.
-
-    Raises:
-        UnsupportedArgumentError: See :func:`trace_of`.
-    """
+    """The pushes by their beginning, each with that."""
     if not reports:
         raise UnsupportedArgumentError("reports must hold at least 1 push, got none")
     begun = [(one.began_at, one) for one in reports if one.began_at is not None]
@@ -121,13 +111,7 @@ def _metadata(names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _trainer_events(report: PushReport, begin: float, track: int) -> Iterator[dict[str, Any]]:
-    """The push, and within it the phases whose start is known.
-
-    Args:
-        report: The push.
-        begin: Seconds from the beginning of the timeline to that of the push.
-        track: Number of the track.
-    """
+    """The push, and within it the phases whose start is known."""
     loose = {name: one for name, one in report.phases.items() if name not in report.phase_starts}
     about = {
         "version": report.version,

@@ -176,10 +176,6 @@ def status_view(status: ServiceStatus, width: int = WIDE) -> RenderableType:
     """Returns a service's status: replicas, the last push by phase, and what went wrong.
 
     All texts are shown as they are: none is taken for markup or for terminal codes.
-
-    Args:
-        status: The status.
-        width: Columns of the terminal; on a narrow one the table leaves some figures out.
     """
     title = Text.assemble((printable(status.name), "bold"), " ", headline(status))
     parts: list[RenderableType] = [title, _replicas(status, width)]
@@ -198,11 +194,7 @@ def status_view(status: ServiceStatus, width: int = WIDE) -> RenderableType:
 
 
 def services_view(services: Mapping[str, int]) -> RenderableType:
-    """Returns a list of services.
-
-    Args:
-        services: Name of each to the number of its replicas whose actors are alive.
-    """
+    """Returns a list of services."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("service")
     table.add_column("replicas alive", justify="right")

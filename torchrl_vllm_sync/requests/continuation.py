@@ -83,11 +83,7 @@ def unsound_settings(request: EngineRequest) -> list[str]:
 
 
 class AnswerSoFar:
-    """What a stream has yielded of the answer to one request.
-
-    Args:
-        request: The request.
-    """
+    """What a stream has yielded of the answer to one request."""
 
     def __init__(self, request: EngineRequest) -> None:
         from vllm.sampling_params import RequestOutputKind
@@ -116,11 +112,7 @@ class AnswerSoFar:
         )
 
     def follow_up(self, request: EngineRequest) -> EngineRequest:
-        """Returns what to ask the next replica for.
-
-        Args:
-            request: The request, with what is left of its time limit.
-        """
+        """Returns what to ask the next replica for."""
         if not self._num_tokens() or self._obstacles():
             self._heard.clear()
             return request

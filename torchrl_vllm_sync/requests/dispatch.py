@@ -137,11 +137,6 @@ class ReplicaWatch:
         >>> async with watch.limited(60.0):
         ...     answer = await replica.actor.report.remote()
 
-    Args:
-        replicas: Returns the current replicas.
-        load: Ledger that says which of them have failed.
-        replica: The one that is waited for.
-
     Attributes:
         loss: Why it is no longer waited for; ``None`` while it is.
     """
@@ -154,15 +149,7 @@ class ReplicaWatch:
 
     @contextlib.asynccontextmanager
     async def limited(self, limit_s: float) -> AsyncGenerator[None]:
-        """Bounds what is awaited inside.
-
-        Args:
-            limit_s: Seconds that it may take.
-
-        Raises:
-            ReplicaUnavailableError: The replica was lost before that had ended.
-            TimeoutError: It took longer.
-        """
+        """Bounds what is awaited inside."""
         loop = asyncio.get_running_loop()
         inside = True
 
@@ -223,14 +210,7 @@ RECOVERY_POLL_S = 0.5
 
 
 class ReplicaAccess:
-    """Access to the replicas of a service.
-
-    Args:
-        replicas: Returns the current replicas.
-        load: Ledger to mark replicas in that turn out dead or stale.
-        recovers: Says whether a replica is on its way, so that it is worth waiting for while none
-            takes requests.
-    """
+    """Access to the replicas of a service."""
 
     def __init__(
         self,
@@ -247,14 +227,6 @@ class ReplicaAccess:
 
         It waits for one at their version, and for any while one is on its way. What died with one
         of the requests is avoided, unless it was restarted since.
-
-        Args:
-            pending: Requests with one ``min_version`` and one beginning.
-            reserve: Reserves a replica for each of the given requests, avoiding the given ids.
-
-        Raises:
-            NoReplicaAvailableError: No replica takes requests.
-            VersionNotReachedError: None came to hold the version.
         """
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
         requests = [one.request for one in pending]
@@ -298,13 +270,7 @@ class ReplicaAccess:
         return ReplicaWatch(self._replicas, self._load, replica)
 
     def mark(self, error: ReplicaUnavailableError, actor: Any) -> None:
-        """Has the balancer avoid a replica until it reports that it serves.
-
-        Args:
-            error: What is wrong with it.
-            actor: The actor that it is wrong with, whose successor is left alone, and whoever
-                brings that about; ``None`` where there is none.
-        """
+        """Has the balancer avoid a replica until it reports that it serves."""
         now = self.replica(error.replica_id)
         if (None if now is None else now.actor) != actor:
             return
@@ -369,14 +335,6 @@ async def stream_request(
     tokens that were received where the sampling parameters allow that, see ``continuation``.
     Otherwise it begins again: outputs that hold all tokens so far then start over. A stream of
     outputs that hold only new tokens cannot, and ends with a ``RequestLostError``.
-
-    Args:
-        access: The replicas.
-        request: What to run.
-        reserve: Reserves a replica for each of the given requests, avoiding the given ids.
-
-    Raises:
-        NoReplicaAvailableError: No replica took requests at the first attempt.
     """
     pending, so_far = PendingRequest(request, time.monotonic()), AnswerSoFar(request)
     while True:
@@ -417,11 +375,7 @@ async def stream_request(
 async def _steps(
     access: ReplicaAccess, request: EngineRequest, replica: Replica, reservation: Reservation
 ) -> AsyncGenerator[EngineResult]:
-    """Yields what one replica answers, up to the end.
-
-    Raises:
-        ReplicaUnavailableError: The replica was lost, or refused the request.
-    """
+    """Yields what one replica answers, up to the end."""
     from vllm.sampling_params import RequestOutputKind
 
     params, actor, name = request.sampling_params, replica.actor, replica.replica_id
@@ -473,14 +427,7 @@ def _streamed_answers(result: EngineResult) -> list[Any]:
 
 
 class Dispatcher:
-    """Sends requests to replicas and collects one result for each.
-
-    Args:
-        replicas: Returns the current replicas.
-        load: Ledger to mark replicas in that turn out dead or stale.
-        recovers: Says whether a replica is on its way. As long as none takes requests, they wait
-            for it up to their time limits; otherwise they fail at once.
-    """
+    """Sends requests to replicas and collects one result for each."""
 
     def __init__(
         self,
@@ -501,18 +448,6 @@ class Dispatcher:
 
         What a replica lost by dying is sent to the others, up to three attempts; results that had
         arrived are kept. Cancelling ends the engines' work too.
-
-        Args:
-            requests: Requests with unique ids, and one ``min_version``. None is sent before a
-                replica holds that; the wait counts against their time limits.
-            reserve: Reserves a replica for each of the given requests, avoiding the given ids.
-            on_result: Called with each result as it arrives.
-
-        Returns:
-            Results in the order of ``requests``.
-
-        Raises:
-            NoReplicaAvailableError: No replica took requests at the first attempt.
         """
         results: dict[str, EngineResult] = {}
         begin = time.monotonic()
@@ -575,11 +510,7 @@ class Dispatcher:
         share: list[tuple[PendingRequest, Reservation]],
         accept: Accept,
     ) -> list[PendingRequest]:
-        """Makes the one call to one replica, giving places back as results arrive.
-
-        Returns:
-            The requests that the replica lost.
-        """
+        """Makes the one call to one replica, giving places back as results arrive."""
         inside = {one.request.request_id: (one, place) for one, place in share}
         lost: list[PendingRequest] = []
         actor: Any = None

@@ -82,12 +82,6 @@ def run_blocking(coroutine: Coroutine[object, object, _Result]) -> _Result:
 
     Works in any thread but the loop's own, inside a running loop (a notebook) too. An interrupt of
     the waiting thread cancels the coroutine and lets it clean up.
-
-    Args:
-        coroutine: What to run; it bounds its own waits.
-
-    Raises:
-        BaseException: Whatever the coroutine raises.
     """
     ended = threading.Event()
 
@@ -110,9 +104,6 @@ def iterate_blocking(stream: AsyncIterator[_Result]) -> Iterator[_Result]:
     """Iterates over ``stream`` from code that is not asynchronous.
 
     Dropping the iterator closes the stream, which ends whatever feeds it.
-
-    Args:
-        stream: An asynchronous generator; it bounds its own waits.
     """
     try:
         while True:
@@ -179,9 +170,6 @@ class RequestCounts:
         Gives a function to be called with the error of each request as it ends, or with ``None``.
         Those that it was not called for have failed if the block raises, and were cancelled if it
         is cancelled or closed.
-
-        Args:
-            num_requests: Requests of the call.
         """
         left = num_requests
 
@@ -229,12 +217,6 @@ class PreparedBatch:
 class Generation:
     """Checks calls, runs them over replicas and rebuilds vLLM's outputs.
 
-    Args:
-        replicas: Returns the current replicas.
-        load: Ledger of these replicas.
-        description: Facts about the engines, which are all alike.
-        recovers: Says whether a replica is on its way; see :class:`Dispatcher`.
-
     Attributes:
         counts: How the requests of this process have ended.
     """
@@ -266,14 +248,7 @@ class Generation:
         session_id: Any = None,
         group_id: Any = None,
     ) -> PreparedBatch:
-        """Checks everything about a call before any of it is sent.
-
-        Raises:
-            InvalidPromptError: A prompt or the sampling parameters are not valid.
-            UnsupportedArgumentError: The time limit is not positive, ``min_version`` is no
-                version, or ``session_id`` or ``group_id`` no key for each prompt.
-            NoReplicaAvailableError: There is text, and no replica to tell how it is tokenised.
-        """
+        """Checks everything about a call before any of it is sent."""
         if not (isinstance(timeout_s, int | float) and timeout_s > 0):
             raise UnsupportedArgumentError(
                 f"timeout_seconds must be a number greater than 0, got {timeout_s!r}"
@@ -315,11 +290,7 @@ class Generation:
     async def run(
         self, batch: PreparedBatch, balancer: LoadBalancer | PinnedBalancer, *, use_tqdm: bool
     ) -> list[RequestOutput | Exception]:
-        """Runs a prepared call; each entry is an output, or the error of that request.
-
-        Raises:
-            NoReplicaAvailableError: No replica takes requests.
-        """
+        """Runs a prepared call; each entry is an output, or the error of that request."""
         total = len(batch.requests)
 
         def on_result(result: EngineResult) -> None:
@@ -348,11 +319,7 @@ class Generation:
     async def stream(
         self, batch: PreparedBatch, balancer: LoadBalancer | PinnedBalancer
     ) -> AsyncGenerator[RequestOutput]:
-        """Yields the outputs of a prepared call with one prompt as they grow.
-
-        Raises:
-            SyncError: The request failed.
-        """
+        """Yields the outputs of a prepared call with one prompt as they grow."""
         (request,), (record,) = batch.requests, batch.records
         results = self._dispatcher.stream(request, _reserver(balancer))
         with self.counts.following(1) as end:
@@ -384,12 +351,7 @@ class Generation:
 
 
 class PinnedBalancer:
-    """Stands for a balancer where the caller chose the replica: there is no second choice.
-
-    Args:
-        balancer: Keeps counting.
-        replica_id: The replica to use.
-    """
+    """Stands for a balancer where the caller chose the replica: there is no second choice."""
 
     def __init__(self, balancer: LoadBalancer, replica_id: str) -> None:
         self._balancer = balancer
@@ -405,12 +367,7 @@ class PinnedBalancer:
         group_id: Sequence[RequestKey | None] | None = None,
         sampling_params: Sequence[Any] | None = None,
     ) -> list[Reservation]:
-        """Reserves on the chosen replica, where the sessions are from then on.
-
-        Raises:
-            NoReplicaAvailableError: It takes no requests.
-            VersionNotReachedError: It is not known to hold ``min_version``.
-        """
+        """Reserves on the chosen replica, where the sessions are from then on."""
         return self._balancer.reserve_batch(
             prompts,
             exclude={*self._others, *exclude},

@@ -119,12 +119,6 @@ def mark_output(
 
     ``version_spans`` and ``sample_reports``, one of each for each sample; ``min_version`` and
     ``max_version`` over all of them; and ``replica_id``.
-
-    Args:
-        output: What vLLM returned.
-        samples: Reports of its samples.
-        replica_id: Replica that answered.
-        version: What it holds, which stands for both where no token was sampled.
     """
     spans = [span for one in samples for span in one.spans]
     vars(output).update(

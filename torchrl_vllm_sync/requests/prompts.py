@@ -109,19 +109,6 @@ def as_requests(
     Example:
         >>> as_requests([[1, 2], (3,)], encode=None, max_model_len=8).prompts[1].token_ids
         (3,)
-
-    Args:
-        prompts: One prompt or a batch.
-        prompt_token_ids: The same as token ids alone: flat for one prompt, nested for a batch.
-        encode: Turns text into ids; None where there is no tokenizer.
-        max_model_len: The model's context in tokens; None leaves the length to the engine.
-        vocab_size: Ids must lie below it; None asks only that they fit 32 bits.
-
-    Raises:
-        InvalidPromptError: Both or none of ``prompts`` and ``prompt_token_ids`` are given, or a
-            prompt is empty, of a wrong type, text without ``encode``, out of the vocabulary, or
-            leaves no room in ``max_model_len`` for one new token (vLLM's own rule). The message
-            names the prompt's place in the batch.
     """
     if prompts is not None and prompt_token_ids is not None:
         raise InvalidPromptError("pass prompts or prompt_token_ids, got both")
@@ -145,16 +132,7 @@ def as_requests(
 def check_sampling_params(
     sampling_params: _Params | Sequence[_Params] | None, num_prompts: int
 ) -> list[_Params] | list[None]:
-    """Returns one entry a prompt, as vLLM's ``LLM.generate`` pairs them.
-
-    Args:
-        sampling_params: One for all prompts, or a sequence with one a prompt; None stands for
-            the engine's defaults.
-        num_prompts: How many prompts the call has.
-
-    Raises:
-        InvalidPromptError: The lengths differ, or an entry is not a ``SamplingParams``.
-    """
+    """Returns one entry a prompt, as vLLM's ``LLM.generate`` pairs them."""
     if sampling_params is None:
         return [None] * num_prompts
     if not isinstance(sampling_params, Sequence):

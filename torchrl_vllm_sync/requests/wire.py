@@ -78,12 +78,6 @@ def pack_output(output: RequestOutput, *, include_prompt: bool) -> WireOutput:
 
     Whatever does not have the expected form, for example an attribute that only a newer vLLM has,
     travels as it is.
-
-    Args:
-        output: What the engine returned; it is not changed.
-        include_prompt: False leaves out ``prompt`` and ``prompt_token_ids``, which the caller then
-            gives to ``unpack_output``. Only for a caller that holds exactly these ids: vLLM expands
-            multi-modal prompts, and ``truncate_prompt_tokens`` shortens them.
     """
     request = {**vars(output), "outputs": None}
     if not include_prompt:
@@ -102,17 +96,7 @@ def unpack_output(
     prompt_token_ids: Sequence[int] | None = None,
     prompt: str | None = None,
 ) -> RequestOutput:
-    """Builds the ``RequestOutput`` that was packed, equal in every value and type.
-
-    Args:
-        wire: What ``pack_output`` returned.
-        prompt_token_ids: The ids that the caller sent. What the engine says of its prompt is
-            preferred where it travelled.
-        prompt: The text that the caller sent, likewise.
-
-    Raises:
-        ValueError: The prompt was left out, and ``prompt_token_ids`` is not given.
-    """
+    """Builds the ``RequestOutput`` that was packed, equal in every value and type."""
     from vllm.outputs import CompletionOutput, RequestOutput
 
     request = _unpack_attributes(wire.request)

@@ -42,9 +42,6 @@ class ServiceVersion(PolicyVersion):
     TorchRL moves a collector's version from several places: ``update_policy_weights_`` by itself,
     updaters, senders and whatever hooks a user adds. With this in its place the version is what
     the service said last, whoever counts and how often.
-
-    Args:
-        counter: The collector's own ``PolicyVersion``, which stamps what the environment returns.
     """
 
     counter: PolicyVersion
@@ -157,13 +154,6 @@ class CollectorVersions:
         """Brings ``collector`` to ``version`` and to each one announced from now on.
 
         Registering it again makes it the last one of :attr:`live`.
-
-        Args:
-            collector: One of TorchRL's collectors, a ``RayLLMCollector`` included.
-            version: The service's version; ``None`` if it is not known yet.
-
-        Raises:
-            UnsupportedArgumentError: It is no collector.
         """
         if not isinstance(collector, BaseCollector):
             raise UnsupportedArgumentError(

@@ -58,13 +58,6 @@ class LocalLLM:
         ... )
         >>> updater = WeightUpdater(llm, source=model)
         >>> updater.push_weights()
-
-    Args:
-        llm: Created with the ``worker_extension_cls`` above, or a subclass of it.
-
-    Raises:
-        UnsupportedArgumentError: It was not, or its model is quantised such that no push can fill
-            it.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -118,14 +111,7 @@ class LocalLLM:
         mode: PauseMode = "keep",
         strict: bool | None = None,
     ) -> PushReport:
-        """Brings the ``LLM`` to new weights; see ``AsyncVLLM.push_weights``.
-
-        Raises:
-            WeightMismatchError: The weights do not fit the model; nothing was sent.
-            StaleVersionError: ``version`` is older than the newest; nothing was sent.
-            WeightSyncError: They did not arrive, or cached prefixes of the old ones could not be
-                dropped. Pushing again is safe.
-        """
+        """Brings the ``LLM`` to new weights; see ``AsyncVLLM.push_weights``."""
         if transport is not None:
             self._pusher.use(transport)
         return self._pusher.push(
@@ -191,11 +177,7 @@ class LocalLLM:
 
 
 def _require_extension(llm: LLM) -> None:
-    """Refuses an ``LLM`` whose workers cannot take weights.
-
-    Raises:
-        UnsupportedArgumentError: It was not created with this library's extension.
-    """
+    """Refuses an ``LLM`` whose workers cannot take weights."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     extension = llm.llm_engine.vllm_config.parallel_config.worker_extension_cls
@@ -367,11 +349,7 @@ class _AsyncFace:
         """Does nothing, as above."""
 
     async def resume_generation(self) -> None:
-        """Drops cached prefixes: an ``LLM`` does not salt them by version.
-
-        Raises:
-            SyncError: Requests under way hold some, which would meet the new weights.
-        """
+        """Drops cached prefixes: an ``LLM`` does not salt them by version."""
         if not await asyncio.to_thread(self._llm.reset_prefix_cache):
             raise SyncError(
                 "vLLM did not drop its cached prefixes: requests of the LLM are under way"

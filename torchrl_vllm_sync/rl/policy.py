@@ -67,10 +67,6 @@ class ConversationFinder:
     a conversation begins in a place, the one that was there before is over.
 
     Safe to call from any thread. A pickled copy begins anew, with session names of its own.
-
-    Args:
-        capacity: Conversations remembered; the least recently continued are forgotten, and count
-            as over.
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
@@ -95,15 +91,7 @@ class ConversationFinder:
         by_content: bool = True,
         by_position: bool = True,
     ) -> list[Conversation] | None:
-        """Returns the conversation of each row; ``None`` if nothing tells.
-
-        Args:
-            rows: The policy's input, of one dimension.
-            prompts: For each row what was said so far, message by message.
-            by_content: Whether ``answered`` is told what is said, so that rows without a number can
-                be recognised.
-            by_position: Whether a row's position in the batch means anything.
-        """
+        """Returns the conversation of each row; ``None`` if nothing tells."""
         numbers, environments = _trajectories(rows), _environments(rows)
         if numbers is None and not by_content:
             return None
@@ -135,13 +123,7 @@ class ConversationFinder:
     def answered(
         self, conversations: Sequence[Conversation], said: Sequence[Sequence[str | bytes]]
     ) -> None:
-        """Notes what was said up to and with the answers, so that the next turns are recognised.
-
-        Args:
-            conversations: What ``find`` returned.
-            said: One entry for each, message by message; several in a row for each where a prompt
-                had several answers.
-        """
+        """Notes what was said up to and with the answers, so that the next turns are recognised."""
         each = len(said) // len(conversations)
         with self._lock:
             for at, messages in enumerate(said):

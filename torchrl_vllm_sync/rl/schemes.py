@@ -86,9 +86,6 @@ class VLLMWeightSender:
         >>> sender.init_all_workers_group(get_model_metadata(policy_training.model), service)
         >>> sender.register_collector(collector)
         >>> sender.update_weights()
-
-    Args:
-        scheme: Whose transport and settings it uses.
     """
 
     def __init__(self, scheme: SenderSettings) -> None:
@@ -108,15 +105,7 @@ class VLLMWeightSender:
         return self._updater.last_report
 
     def register_model(self, model: Any) -> None:
-        """Makes ``model`` what :meth:`update_weights` sends when it is given nothing.
-
-        Args:
-            model: A module, plain or wrapped by TorchRL; it is held weakly.
-
-        Raises:
-            UnsupportedArgumentError: Another model is registered and still exists, or ``model``
-                is nothing that can be held weakly, such as a state dict.
-        """
+        """Makes ``model`` what :meth:`update_weights` sends when it is given nothing."""
         known = None if self._model is None else self._model()
         if known is not None and known is not model:
             raise UnsupportedArgumentError(
@@ -136,19 +125,7 @@ class VLLMWeightSender:
         model_metadata: ModelMetadata,
         vllm_engine: Any = None,
     ) -> None:
-        """Connects to a service, and checks that the model fits its engines' before anything moves.
-
-        Args:
-            model_metadata: Names, dtypes and shapes that will be sent.
-            vllm_engine: The service, or a ``vllm.LLM`` of this process. ``None`` on the ranks of a
-                model sharded by FSDP2 that do not push it.
-
-        Raises:
-            UnsupportedArgumentError: It is connected already, ``vllm_engine`` is neither, or its
-                replicas are not what the scheme was made for.
-            WeightMismatchError: The metadata do not fit the engines' model.
-            SyncError: The transport could not be opened.
-        """
+        """Connects to a service and checks that the model fits its engines'."""
         if self._connected:
             raise UnsupportedArgumentError("the sender is connected already: call shutdown first")
         if vllm_engine is None:
@@ -159,12 +136,7 @@ class VLLMWeightSender:
         self.connect(service)
 
     def connect(self, service: AsyncVLLM | LocalLLM) -> None:
-        """Opens the transport to ``service``; does nothing when it is connected to it.
-
-        Raises:
-            UnsupportedArgumentError: It is connected to another one, or the replicas are not what
-                the scheme was made for.
-        """
+        """Opens the transport to ``service``; does nothing when it is connected to it."""
         known = self._updater.service
         if known is not None:
             if known.service_name != service.service_name:
@@ -183,11 +155,7 @@ class VLLMWeightSender:
         self._connected = True
 
     def register_collector(self, collector: Any) -> None:
-        """Keeps ``collector``'s version equal to the service's; see ``WeightUpdater``.
-
-        Raises:
-            UnsupportedArgumentError: It is none of TorchRL's collectors.
-        """
+        """Keeps ``collector``'s version equal to the service's; see ``WeightUpdater``."""
         self._updater.register_collector(collector)
 
     def update_weights(
@@ -196,22 +164,7 @@ class VLLMWeightSender:
         *,
         version: int | None = None,
     ) -> PushReport | PublishReport:
-        """Brings every replica to new weights, and every registered collector to their version.
-
-        Args:
-            weights: What to send; ``None`` sends the registered model.
-            version: Policy version; by default one more than the newest.
-
-        Returns:
-            What the push did, with the time of each phase.
-
-        Raises:
-            TransferNotReadyError: It is not connected, or there is no model: none was registered,
-                or it is gone.
-            WeightMismatchError: The weights do not fit the engines' model; nothing was sent.
-            StaleVersionError: ``version`` is older than the newest; nothing was sent.
-            WeightSyncError: Some replicas did not reach the version. Collectors keep theirs.
-        """
+        """Brings every replica to new weights, and every registered collector to their version."""
         if not self._connected:
             raise TransferNotReadyError(
                 "the sender is not connected: call init_all_workers_group, or give the scheme to a "
@@ -220,11 +173,7 @@ class VLLMWeightSender:
         return self._updater.push_weights(self.to_send(weights), version=version)
 
     def to_send(self, weights: Any) -> Any:
-        """Returns ``weights``, or the registered model in their place.
-
-        Raises:
-            TransferNotReadyError: There is none.
-        """
+        """Returns ``weights``, or the registered model in their place."""
         if weights is None and self._model is not None:
             weights = self._model()
         if weights is None:
@@ -252,12 +201,7 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
     _writer: SnapshotWriter | None = None
 
     def connect(self, service: AsyncVLLM | LocalLLM) -> None:
-        """Opens the transport to ``service``; see ``VLLMWeightSender``.
-
-        Raises:
-            UnsupportedArgumentError: The replicas see the directory elsewhere, so that they cannot
-                be told what to load; or see there.
-        """
+        """Opens the transport to ``service``; see ``VLLMWeightSender``."""
         if self._scheme.local_addr != self._scheme.remote_addr:
             raise UnsupportedArgumentError(
                 "local_addr must be remote_addr to push to a service, got "
@@ -268,12 +212,7 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
         super().connect(service)
 
     def register_collector(self, collector: Any) -> None:
-        """Keeps ``collector``'s version equal to the service's; see ``VLLMWeightSender``.
-
-        Raises:
-            TransferNotReadyError: The sender is not connected to a service.
-            UnsupportedArgumentError: It is none of TorchRL's collectors.
-        """
+        """Keeps ``collector``'s version equal to the service's; see ``VLLMWeightSender``."""
         if self.service is None:
             raise TransferNotReadyError(
                 "a sender that is not connected stores versions only: register the collector with "
@@ -287,23 +226,7 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
         *,
         version: int | None = None,
     ) -> PushReport | PublishReport:
-        """Stores the next version, and has the service load it if there is one.
-
-        Args:
-            weights: What to send; ``None`` sends the registered model.
-            version: Policy version; by default one more than the newest.
-
-        Returns:
-            What was done, with the time of each phase.
-
-        Raises:
-            TransferNotReadyError: There is no model: none was registered, or it is gone.
-            UnsupportedArgumentError: ``version`` is no version.
-            StaleVersionError: ``version`` is not newer than what is stored; nothing was.
-            SnapshotError: The directory cannot be written.
-            WeightMismatchError: The weights do not fit the engines' model; nothing was sent.
-            WeightSyncError: Some replicas did not reach the version.
-        """
+        """Stores the next version, and has the service load it if there is one."""
         if self._connected:
             return super().update_weights(weights, version=version)
         if version is not None:
@@ -348,11 +271,7 @@ class SenderTransport:
 
 
 def find_service(engine: Any) -> AsyncVLLM | LocalLLM:
-    """Returns the service that ``engine`` is, or that stands around a ``vllm.LLM``.
-
-    Raises:
-        UnsupportedArgumentError: It is neither.
-    """
+    """Returns the service that ``engine`` is, or that stands around a ``vllm.LLM``."""
     service = as_service(engine)
     if not isinstance(service, AsyncVLLM | LocalLLM):
         raise UnsupportedArgumentError(
@@ -366,9 +285,6 @@ def check_metadata(metadata: ModelMetadata, service: AsyncVLLM | LocalLLM) -> No
     """Compares what a trainer announces with what the engines' model consists of.
 
     Names may be those of a TensorDict too: tuples, whose parts are joined by dots.
-
-    Raises:
-        WeightMismatchError: Tensors are missing or unknown, or of other shapes or kinds of dtype.
     """
     given = [
         ParamMeta(".".join(name) if isinstance(name, tuple) else name, dtype, tuple(shape))
@@ -405,13 +321,6 @@ class VLLMWeightReceiver:
     """Tells when pushes have reached a service; ``scheme.create_receiver(service)`` makes it.
 
     The sender's push brings the weights into the engines, so there is nothing to fetch here.
-
-    Args:
-        scheme: The scheme.
-        vllm_engine: The service, or a ``vllm.LLM`` of this process.
-
-    Raises:
-        UnsupportedArgumentError: It is neither, or its replicas are not what the scheme is for.
     """
 
     def __init__(self, scheme: SenderSettings, vllm_engine: Any) -> None:
@@ -422,35 +331,16 @@ class VLLMWeightReceiver:
         self._seen = self.service.weight_version
 
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
-        """Checks what will be sent; the sender's call of this name brings both ends together.
-
-        Raises:
-            WeightMismatchError: The metadata do not fit the engines' model.
-        """
+        """Checks what will be sent; the sender's call of this name brings both ends together."""
         check_metadata(model_metadata, self.service)
 
     def register_collector(self, collector: Any) -> None:
-        """Brings ``collector`` to the service's version now, and at each poll that finds news.
-
-        Raises:
-            UnsupportedArgumentError: It is none of TorchRL's collectors.
-        """
+        """Brings ``collector`` to the service's version now, and at each poll that finds news."""
         self._versions.register(collector, self.service.weight_version)
         self._versions.follow(self.service)
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Says whether a push has been committed since the last poll that said so.
-
-        Args:
-            timeout: Seconds to wait for one.
-
-        Returns:
-            ``True`` if the replicas hold a newer version than when this last said ``True``, or than
-            when the receiver was made. Pushes of other processes count too.
-
-        Raises:
-            ServiceClosedError: The service was shut down.
-        """
+        """Says whether a push has been committed since the last poll that said so."""
         if isinstance(self.service, AsyncVLLM):
             try:
                 version = self.service.wait_for_version(self._seen + 1, timeout_s=timeout)
@@ -463,17 +353,7 @@ class VLLMWeightReceiver:
         return True
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> PushReport:
-        """Pushes ``weights`` from this process, as a version of their own.
-
-        Args:
-            weights: What ``AsyncVLLM.push_weights`` takes.
-            inplace: Must be ``True``.
-
-        Raises:
-            UnsupportedArgumentError: ``inplace`` is ``False``.
-            WeightMismatchError: They do not fit the engines' model; nothing was sent.
-            WeightSyncError: Some replicas did not reach the version.
-        """
+        """Pushes ``weights`` from this process, as a version of their own."""
         if not inplace:
             raise UnsupportedArgumentError("inplace must be True: engines load into their own")
         report = self.service.push_weights(weights, **self._scheme.push_options)
@@ -483,33 +363,12 @@ class VLLMWeightReceiver:
 
 
 class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
-    """Has a service load what a directory holds; ``scheme.create_receiver(service)`` makes it.
-
-    Args:
-        scheme: The scheme; its ``local_addr`` is read.
-        vllm_engine: The service, or a ``vllm.LLM`` of this process.
-    """
+    """Has a service load what a directory holds; ``scheme.create_receiver(service)`` makes it."""
 
     _scheme: DirectorySettings
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
-        """Has every replica load the newest version that the directory holds.
-
-        Args:
-            timeout: Seconds for the loads; there is no waiting for a version.
-
-        Returns:
-            Whether a replica loaded something. ``False`` if all hold the newest version, or none
-            was stored yet.
-
-        Raises:
-            UnsupportedArgumentError: ``timeout`` is no time.
-            SnapshotError: What is stored is damaged. The engines are as they were.
-            WeightMismatchError: What is stored does not fit the engines' model. They are as they
-                were.
-            StaleVersionError: Another run brought the engines further than what is stored.
-            WeightSyncError: Some replicas did not load it, and take no requests until they do.
-        """
+        """Has every replica load the newest version that the directory holds."""
         if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
             raise UnsupportedArgumentError(
                 f"timeout must be a finite number greater than 0, got {timeout!r}"
@@ -581,20 +440,6 @@ class ServiceScheme(_TorchRLScheme):
     the engines compute with what they were launched with.
 
     A pickled copy is not connected, and has no model.
-
-    Args:
-        strategy: How TorchRL reads a module, ``"tensordict"`` or ``"state_dict"``. Pushes read
-            either the same way, under the names of the checkpoint.
-        service: The service, or a ``vllm.LLM``; by default that of the collector's policy.
-        timeout_s: Seconds after which a silent replica counts as failed; ``None`` takes a multiple
-            of what such pushes took.
-        clear_cache: Recompute keys and values of requests in flight after each push.
-        mode: What becomes of requests in flight: ``"keep"``, ``"wait"`` or ``"abort"``.
-        strict: Raise if any replica is left behind, not only if all are; ``None`` does as the
-            service does.
-
-    Raises:
-        UnsupportedArgumentError: There is no such ``strategy``.
     """
 
     def __init__(
@@ -683,12 +528,7 @@ class ServiceScheme(_TorchRLScheme):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Finds the service, and registers what TorchRL hands over.
-
-        Raises:
-            UnsupportedArgumentError: No service is known, or ``kwargs`` hold anything that only
-                makes sense for copies of a policy.
-        """
+        """Finds the service, and registers what TorchRL hands over."""
         kwargs.pop("ctx", None)  # how a collector of several processes starts them
         if kwargs:
             raise UnsupportedArgumentError(

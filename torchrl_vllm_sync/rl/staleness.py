@@ -31,18 +31,7 @@ if TYPE_CHECKING:
 
 
 def oldest_versions(tensordict: TensorDictBase, key: NestedKey) -> torch.Tensor:
-    """Returns the oldest version stamped on each row.
-
-    Args:
-        tensordict: Rows; dense, or lazily stacked with entries that are ragged or missing in some.
-        key: Integer entry whose shape begins with the batch's; what is negative stamps nothing.
-
-    Returns:
-        int64, of the batch's shape; ``NO_VERSION`` where nothing is stamped.
-
-    Raises:
-        UnsupportedArgumentError: The entry does not hold integers.
-    """
+    """Returns the oldest version stamped on each row."""
     if isinstance(tensordict, LazyStackedTensorDict):
         parts = [oldest_versions(one, key) for one in tensordict.tensordicts]
         if parts:
@@ -74,9 +63,6 @@ def staleness_of(versions: torch.Tensor, now: int) -> torch.Tensor:
     """Returns how many versions old each of ``versions`` is at version ``now``.
 
     Versions newer than ``now``, which a late report may hold, are 0 old.
-
-    Raises:
-        UnsupportedArgumentError: ``now`` is no integer from 0 on.
     """
     check_version("the newest version", now)
     return (now - versions).clamp(min=0)
@@ -112,17 +98,7 @@ class _Attribute:
 
 
 def as_version_source(version: VersionLike) -> int | Callable[[], int]:
-    """Returns the number itself, or a function that reads the newest version at each call.
-
-    Args:
-        version: A number from 0 on, which stays as it is; a service, or an updater, whose service
-            is asked; a ``PolicyVersion``, for its ``version``; or a function without arguments. A
-            service answers from what it knows and asks nobody; a pickled copy of it learns of
-            pushes from the replicas' reports, a moment later.
-
-    Raises:
-        UnsupportedArgumentError: It is none of these, or an updater without a service.
-    """
+    """Returns the number itself, or a function that reads the newest version at each call."""
     if isinstance(version, bool):
         raise UnsupportedArgumentError(f"version must not be a truth value, got {version}")
     if isinstance(version, int):

@@ -347,9 +347,6 @@ def push_scalars(report: PushReport) -> dict[str, float]:
 
     Other counts of the trainer's phases, such as ``attempts``, are there by their names. What no
     replica has said is missing.
-
-    Args:
-        report: The push.
     """
     found = {
         "seconds": report.seconds,

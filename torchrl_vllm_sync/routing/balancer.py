@@ -43,10 +43,6 @@ class BareActors:
     Their ids are ``"0"``, ``"1"``, ...; a pickled copy has an empty ledger, and asks nobody before
     :meth:`start`.
 
-    Args:
-        actors: Handles.
-        interval_s: Seconds between two questions to each.
-
     Attributes:
         tracker: The ledger.
     """
@@ -107,14 +103,7 @@ class Reservation:
     def release(
         self, answers: Sequence[Sequence[int] | np.ndarray] = (), version: int | None = None
     ) -> None:
-        """Gives the place back; does nothing the second time.
-
-        Args:
-            answers: Token ids of each sample, if the request was answered: the next turn will
-                begin with them. Integers, of shape ``(num_tokens,)`` each.
-            version: Weight version that they began with; None if only what was known when the
-                place was reserved is known.
-        """
+        """Gives the place back; does nothing the second time."""
         with self._tracker.lock:
             if self._released:
                 return

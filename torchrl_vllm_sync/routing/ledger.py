@@ -343,14 +343,6 @@ class LoadTracker:
         [0, 1]
         >>> tracker.release("1")
 
-    Args:
-        replica_ids: Stable ids, in the order in which replicas are listed.
-        state: State of each until a report or a mark says otherwise.
-        clock: Tells the time in seconds; must never go back.
-
-    Raises:
-        ValueError: An id occurs twice.
-
     Attributes:
         lock: Guards the ledger.
         clock: As given.
@@ -392,11 +384,7 @@ class LoadTracker:
             return sum(snapshot.in_flight for snapshot in everywhere)
 
     def in_flight(self, replica_id: str) -> int:
-        """Samples in flight on one replica.
-
-        Raises:
-            KeyError: No such replica.
-        """
+        """Samples in flight on one replica."""
         with self.lock:
             return self._known(replica_id).in_flight
 
@@ -425,16 +413,7 @@ class LoadTracker:
         return self._candidates
 
     def candidates_for(self, exclude: Collection[str], min_version: int) -> Candidates:
-        """The replicas that admit a request, at least one. ``lock`` must be held, as above.
-
-        Args:
-            exclude: Ids of replicas not to use.
-            min_version: Only replicas known to hold this version or a later one.
-
-        Raises:
-            NoReplicaAvailableError: No replica can take a request.
-            VersionNotReachedError: Some can, but none is known to hold ``min_version``.
-        """
+        """The replicas that admit a request, at least one. ``lock`` must be held, as above."""
         found = self.candidates().only(lambda one: one.replica_id not in exclude)
         if not found.snapshots:
             told = describe_replicas(self.snapshots(), exclude)
@@ -453,12 +432,7 @@ class LoadTracker:
 
     @contextlib.contextmanager
     def watched(self, on_change: Callable[[], object], *, urgent: bool = True) -> Iterator[None]:
-        """Calls ``on_change`` whenever a replica changes its state or version.
-
-        Args:
-            on_change: Called in whatever thread learns of the change, with the ledger locked.
-            urgent: Whether the caller waits for a change, and is served best by fresh reports.
-        """
+        """Calls ``on_change`` whenever a replica changes its state or version."""
         key = object()
         with self.lock:
             self._watchers[key] = on_change
@@ -471,11 +445,7 @@ class LoadTracker:
                 self._num_urgent -= urgent
 
     def add(self, replica_id: str, state: ReplicaState = ReplicaState.STARTING) -> None:
-        """Tracks one more replica, at the end of the order.
-
-        Raises:
-            ValueError: The id is tracked, or belonged to a replica with requests still in flight.
-        """
+        """Tracks one more replica, at the end of the order."""
         with self.lock:
             if replica_id in self._snapshots or replica_id in self._removed:
                 raise ValueError(f"replica_id must be new, got {replica_id!r}, which is tracked")
@@ -483,18 +453,7 @@ class LoadTracker:
             self._candidates = None
 
     def describe(self, replica_id: str, *, block_size: int, num_kv_blocks: int | None) -> None:
-        """Notes the size of a replica's KV cache.
-
-        Args:
-            replica_id: The replica.
-            block_size: Tokens in a block of its cache.
-            num_kv_blocks: Blocks of its cache; None if unknown.
-
-        Raises:
-            KeyError: No such replica.
-            UnsupportedArgumentError: ``block_size`` is less than 1, or another replica's differs:
-                prefixes are compared by blocks.
-        """
+        """Notes the size of a replica's KV cache."""
         if block_size < 1:
             raise UnsupportedArgumentError(f"block_size must be at least 1, got {block_size}")
         with self.lock:
@@ -513,9 +472,6 @@ class LoadTracker:
         """Forgets what a replica's former actor said: another has taken its place.
 
         Its requests in flight stay counted until they are released.
-
-        Raises:
-            KeyError: No such replica.
         """
         with self.lock:
             self._snapshots[replica_id] = _renewed(self._tracked(replica_id), state)
@@ -538,11 +494,7 @@ class LoadTracker:
             self._announce()
 
     def remove(self, replica_id: str) -> None:
-        """Stops listing a replica; its requests in flight can still be released.
-
-        Raises:
-            KeyError: No such replica.
-        """
+        """Stops listing a replica; its requests in flight can still be released."""
         with self.lock:
             snapshot = self._tracked(replica_id)
             del self._snapshots[replica_id]
@@ -554,31 +506,12 @@ class LoadTracker:
             self._announce()
 
     def reserve(self, replica_id: str, num_samples: int = 1, tokens: int = 0) -> None:
-        """Counts samples in flight on a replica, whatever its state.
-
-        Args:
-            replica_id: The replica.
-            num_samples: How many.
-            tokens: Tokens that they will hold in its KV cache, all together.
-
-        Raises:
-            KeyError: No such replica.
-        """
+        """Counts samples in flight on a replica, whatever its state."""
         with self.lock:
             self._tracked(replica_id).hold(num_samples, tokens)
 
     def release(self, replica_id: str, num_samples: int = 1, tokens: int = 0) -> None:
-        """Counts samples of a replica as no longer in flight.
-
-        Args:
-            replica_id: The replica.
-            num_samples: As when they were reserved.
-            tokens: As when they were reserved.
-
-        Raises:
-            KeyError: No such replica.
-            RuntimeError: Fewer were in flight there, or fewer tokens.
-        """
+        """Counts samples of a replica as no longer in flight."""
         with self.lock:
             snapshot = self._known(replica_id)
             if snapshot.in_flight < num_samples or snapshot.held_tokens < tokens:
@@ -605,13 +538,6 @@ class LoadTracker:
         ``mark``; and a replica marked ``FAILED`` leaves that state only by a report of ``SERVING``
         or ``STALE``. One that says it serves counts as ``STALE`` below its :meth:`set_floor`.
         A report of a replica that is not tracked (any more) is dropped.
-
-        Args:
-            report: The engine's own words.
-            asked_at: Time by ``clock`` when the report was asked for; None means just now.
-            in_flight_then: Samples that this process had in flight there at that time; None means
-                as many as now. The engine made its report between then and now, so the greater
-                number is taken off to estimate what other processes have there.
         """
         now = self.clock()
         with self.lock:
@@ -652,15 +578,6 @@ class LoadTracker:
 
         One that was ``CLOSED`` before its actor died has not failed, and stays so. Nor has one that
         failed otherwise become one that may return.
-
-        Args:
-            replica_id: The replica.
-            state: Its state.
-            reason: Why.
-            may_return: Whether it is ``FAILED`` only because its actor could not be reached.
-
-        Raises:
-            KeyError: No such replica.
         """
         with self.lock:
             known = self._tracked(replica_id)
@@ -680,9 +597,6 @@ class LoadTracker:
 
         Whatever it says of itself meanwhile: one that was silent when others went on does not know
         yet that it is behind.
-
-        Raises:
-            KeyError: No such replica.
         """
         with self.lock:
             known = self._tracked(replica_id)

@@ -64,11 +64,7 @@ class LoadReader(Protocol):
         ...
 
     def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:
-        """Makes a report of the answers, one for each ref; a failed call's answer is its error.
-
-        Raises:
-            Exception: An error among the answers, where no report can be made without that one.
-        """
+        """Makes a report of the answers, one for each ref; a failed call's answer is its error."""
         ...
 
 
@@ -153,18 +149,6 @@ class LoadMonitor:
         >>> monitor = LoadMonitor(tracker, lambda: replicas)
         >>> monitor.start()
         >>> monitor.stop()
-
-    Args:
-        tracker: Where reports go.
-        replicas: Returns the replicas to ask, afresh every interval. Called in the thread.
-        interval_s: Seconds from one round of questions to the next.
-        timeout_s: Seconds after which a silent actor is logged.
-        unresponsive_after_s: Seconds after which a silent actor is marked ``FAILED``; ``None``
-            leaves it as it is.
-        read: How to ask; ``ReportReader()`` suits this library's engine actors.
-
-    Raises:
-        UnsupportedArgumentError: A number of seconds is not positive.
     """
 
     def __init__(

@@ -37,18 +37,7 @@ _CAPACITY = 65536
 def key_per_prompt(
     name: str, given: RequestKey | Sequence[RequestKey | None] | None, num_prompts: int
 ) -> list[RequestKey | None]:
-    """Checks what a caller passed as ``session_id`` or ``group_id`` and spreads it over prompts.
-
-    Args:
-        name: The argument's name, for the message.
-        given: One key for all prompts; a list or tuple with one for each, where ``None`` means
-            that this prompt has none; or ``None``.
-        num_prompts: Length of the result.
-
-    Raises:
-        UnsupportedArgumentError: A key is neither an integer nor text with at least one character,
-            or there is not one for each prompt.
-    """
+    """Checks what a caller passed as ``session_id`` or ``group_id`` and spreads it over prompts."""
     if given is None:
         return [None] * num_prompts
     if not isinstance(given, (list, tuple)):
@@ -62,11 +51,7 @@ def key_per_prompt(
 
 
 def as_keys(name: str, given: RequestKey | Iterable[RequestKey]) -> list[RequestKey]:
-    """Checks one key, or several, that a caller names.
-
-    Raises:
-        UnsupportedArgumentError: A key is neither an integer nor text with at least one character.
-    """
+    """Checks one key, or several, that a caller names."""
     no_sequence = (str, bytes, bytearray, memoryview)
     if isinstance(given, no_sequence) or not isinstance(given, Iterable):
         return [as_key(name, given)]
@@ -74,11 +59,7 @@ def as_keys(name: str, given: RequestKey | Iterable[RequestKey]) -> list[Request
 
 
 def as_key(name: str, key: object) -> RequestKey:
-    """Checks one key that a caller names.
-
-    Raises:
-        UnsupportedArgumentError: It is neither an integer nor text with at least one character.
-    """
+    """Checks one key that a caller names."""
     if type(key) is int or (isinstance(key, str) and key):
         return key
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
@@ -111,12 +92,6 @@ class SessionLedger:
         >>> ledger.put_session("chat 7", Home("0"))
         >>> ledger.session("chat 7").replica_id
         '0'
-
-    Args:
-        capacity: Sessions, and groups, remembered; of each the least recently used are forgotten.
-
-    Raises:
-        UnsupportedArgumentError: ``capacity`` is no integer of at least 1.
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
@@ -177,14 +152,6 @@ class RequestPlacer:
 
     Not safe for threads; a balancer uses it with its ledger locked.
 
-    Args:
-        factories: Of the strategies, by name and in fallback order.
-        settings: What they are built with.
-        max_sessions: Sessions, and groups, remembered.
-
-    Raises:
-        UnsupportedArgumentError: ``max_sessions`` is less than 1.
-
     Attributes:
         chain: The strategies.
         sessions: The ledger of sessions and groups.
@@ -204,11 +171,7 @@ class RequestPlacer:
         self._replicas: Candidates | None = None
 
     def sync(self, replicas: Candidates) -> None:
-        """Notes which replicas there are; the caches of those that left are forgotten.
-
-        Args:
-            replicas: All that admit requests, of the ledger's making.
-        """
+        """Notes which replicas there are; the caches of those that left are forgotten."""
         if replicas is self._replicas:
             return
         now = {id(snapshot) for snapshot in replicas.snapshots}
@@ -238,16 +201,7 @@ class RequestPlacer:
         return self.chain.choose(request, candidates.snapshots)
 
     def place(self, request: RoutingRequest, snapshot: LoadSnapshot, candidates: Candidates) -> int:
-        """Takes note that a request goes to a replica.
-
-        Args:
-            request: The request.
-            snapshot: Where it goes.
-            candidates: Those that it was chosen from.
-
-        Returns:
-            Tokens that its prompt and, as far as can be expected, its answers will hold there.
-        """
+        """Takes note that a request goes to a replica."""
         num_tokens, replica_id = request.num_tokens, snapshot.replica_id
         if request.session_id is not None:
             home = self.sessions.session(request.session_id)
@@ -281,15 +235,7 @@ class RequestPlacer:
         version: int,
         answers: Sequence[Sequence[int] | np.ndarray],
     ) -> None:
-        """Takes note of a request's answers.
-
-        Args:
-            request: The request.
-            replica_id: Where it was served.
-            version: Weight version that the answers began with, as far as is known: if the replica
-                got new weights just then, a later one than it was placed for.
-            answers: Token ids of each of its samples.
-        """
+        """Takes note of a request's answers."""
         for answer in answers:
             length = len(answer)
             if self.mean_output is None:

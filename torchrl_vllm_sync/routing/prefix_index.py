@@ -48,16 +48,7 @@ class PromptChain:
         block_tokens: int,
         salt: str | None = None,
     ) -> None:
-        """Digests a prompt.
-
-        Args:
-            prompt: Text or token ids.
-            block_tokens: Tokens in a block.
-            salt: Prompts with different salts have nothing in common, like vLLM's ``cache_salt``.
-
-        Raises:
-            InvalidPromptError: An id is not an integer of 32 bits.
-        """
+        """Digests a prompt."""
         if isinstance(prompt, str):
             seed, data = _TEXT, prompt.encode("utf-8", "surrogatepass")
         else:
@@ -73,11 +64,7 @@ class PromptChain:
         return self.digests[-1]
 
     def followed_by(self, ids: Sequence[int] | np.ndarray) -> PromptChain:
-        """The chain of this prompt with ``ids`` behind it, without digesting its blocks again.
-
-        Raises:
-            InvalidPromptError: An id is not an integer of 32 bits.
-        """
+        """The chain of this prompt with ``ids`` behind it, without digesting its blocks again."""
         longer: Self = object.__new__(type(self))
         longer.block_tokens = self.block_tokens
         seed, rest = self._rest
@@ -147,9 +134,6 @@ class PrefixIndex:
         >>> index.cached_tokens(index.chain(range(300)), "0", version=3)
         256
 
-    Args:
-        block_tokens: Tokens in a block, at least 1.
-
     Attributes:
         block_tokens: Tokens in a block.
     """
@@ -169,13 +153,7 @@ class PrefixIndex:
         return PromptChain(prompt, self.block_tokens, salt)
 
     def cached_tokens(self, prompt: PromptChain, replica_id: str, version: int) -> int:
-        """Tokens of the prompt's beginning that the replica probably has in its cache.
-
-        Args:
-            prompt: What :meth:`chain` made of it.
-            replica_id: The replica.
-            version: Weight version that it serves with.
-        """
+        """Tokens of the prompt's beginning that the replica probably has in its cache."""
         blocks = self._replicas.get(replica_id)
         if blocks is None:
             return 0
@@ -194,13 +172,7 @@ class PrefixIndex:
         return present * self.block_tokens
 
     def insert(self, prompt: PromptChain, replica_id: str, version: int) -> None:
-        """Notes that a prompt is, or is about to be, in a replica's cache.
-
-        Args:
-            prompt: What :meth:`chain` made of it.
-            replica_id: The replica.
-            version: Weight version that it serves this prompt with.
-        """
+        """Notes that a prompt is, or is about to be, in a replica's cache."""
         blocks = self._replicas.get(replica_id)
         if blocks is None:
             blocks = self._replicas[replica_id] = _BlockSet(_DEFAULT_CAPACITY)
@@ -301,9 +273,5 @@ class _Use:
 
 
 def index_block_tokens(block_size: int) -> int:
-    """The smallest multiple of an engine's block size that is a block of the index.
-
-    Args:
-        block_size: Tokens in a KV-cache block of the engines.
-    """
+    """The smallest multiple of an engine's block size that is a block of the index."""
     return -(-INDEX_BLOCK_TOKENS // block_size) * block_size

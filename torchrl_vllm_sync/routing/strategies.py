@@ -30,14 +30,7 @@ _FLAT = (list, tuple, str, np.ndarray)
 
 
 def routing_prompt(prompt: object) -> tuple[str | Sequence[int] | None, str | None]:
-    """Returns what strategies look at, checked as far as costs no time.
-
-    Returns:
-        Text or token ids, None if there is no prompt; and its ``cache_salt``, None if it has none.
-
-    Raises:
-        InvalidPromptError: It is empty or of a wrong type.
-    """
+    """Returns what strategies look at, checked as far as costs no time."""
     salt = None
     if not isinstance(prompt, _FLAT) and isinstance(prompt, Mapping):
         form: Mapping[str, Any] = prompt
@@ -319,11 +312,6 @@ def not_overloaded(
 
     Reference for the bound: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded
     Loads", SODA 2018.
-
-    Args:
-        loads: Samples that each candidate holds.
-        request: The request.
-        settings: Has the threshold.
     """
     total = sum(loads) + max(request.num_coming, request.num_samples)
     bound = settings.overload_threshold * total / len(loads)
@@ -380,11 +368,7 @@ def known_strategies() -> list[str]:
 
 
 def strategy_factory(name: str) -> StrategyFactory:
-    """The factory of a registered strategy.
-
-    Raises:
-        UnknownStrategyError: No strategy has this name.
-    """
+    """The factory of a registered strategy."""
     if not isinstance(name, str) or name not in _FACTORIES:
         raise UnknownStrategyError(f"strategy must be one of {', '.join(_FACTORIES)}, got {name!r}")
     return _FACTORIES[name]
@@ -397,10 +381,6 @@ class StrategyChain:
     """Asks strategies in order; where none can tell, the fewest requests decide.
 
     Not safe for threads; whoever calls holds the ledger's lock.
-
-    Args:
-        factories: Of the strategies, by name and in fallback order.
-        settings: What they are built with.
     """
 
     def __init__(
@@ -411,11 +391,7 @@ class StrategyChain:
         self._last_resort = LeastRequests(settings)
 
     def choose(self, request: RoutingRequest, choices: Sequence[LoadSnapshot]) -> int:
-        """Position among ``choices`` of the replica to use.
-
-        Raises:
-            IndexError: A strategy chose none of them.
-        """
+        """Position among ``choices`` of the replica to use."""
         for name, strategy in zip(self._names, self._strategies, strict=True):
             position = strategy.choose(request, choices)
             if position is None:

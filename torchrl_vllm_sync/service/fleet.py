@@ -68,15 +68,6 @@ class Fleet:
     Changes can be made in several threads at once, each to other replicas. They reach the other
     processes that have the service through the replicas: each keeps a card with the membership,
     and its reports say how new that is.
-
-    Args:
-        name: Name of the service.
-        plan: Returns what to start.
-        membership: The replicas; changed in place.
-        load: Ledger of the replicas, which follows the membership.
-        pusher: Pushes weights to them, and brings along the ones that join. It knows the service,
-            which nobody else has any more once it is gone.
-        card: Returns what a process needs to attach to the service.
     """
 
     def __init__(
@@ -98,11 +89,7 @@ class Fleet:
 
     @property
     def _pusher(self) -> WeightPusher:
-        """The pusher.
-
-        Raises:
-            ServiceClosedError: It is gone, and the service with it.
-        """
+        """The pusher."""
         pusher = self._pusher_of_service()
         if pusher is None:
             raise ServiceClosedError(f"service {self._name} is gone")
@@ -124,16 +111,7 @@ class Fleet:
     # ---------------------------------------------------------------- coming
 
     def add(self, num_replicas: int) -> list[str]:
-        """Starts new replicas, which serve as soon as they hold the committed version.
-
-        Returns:
-            Their ids.
-
-        Raises:
-            PlacementError: The cluster cannot hold them.
-            LaunchError: Some did not start. Nothing is left behind.
-            ServiceClosedError: The service was shut down meanwhile. Nothing is left behind.
-        """
+        """Starts new replicas, which serve as soon as they hold the committed version."""
         self._require_open()
         ids = [self._membership.new_id() for _ in range(num_replicas)]
         beside = self._membership.members
@@ -141,14 +119,7 @@ class Fleet:
         return ids
 
     def restart(self, replica_id: str) -> None:
-        """Ends what is left of a replica, and starts it anew on whatever node has room.
-
-        Raises:
-            KeyError: It is no member.
-            PlacementError: The cluster cannot hold it.
-            LaunchError: It did not start. Nothing is left behind.
-            ServiceClosedError: The service was shut down meanwhile. Nothing is left behind.
-        """
+        """Ends what is left of a replica, and starts it anew on whatever node has room."""
         self._require_open()
         member = self._membership.suspend(replica_id)
         self._load.mark(replica_id, ReplicaState.STARTING, "it is being restarted")
@@ -205,20 +176,12 @@ class Fleet:
                 return
 
     def _require_open(self) -> None:
-        """Raises once the fleet was closed.
-
-        Raises:
-            ServiceClosedError: It was.
-        """
+        """Raises once the fleet was closed."""
         if not self.is_open:
             raise ServiceClosedError(f"service {self._name} was shut down")
 
     def catch_up(self, replica_ids: Sequence[str]) -> dict[str, str]:
-        """Brings replicas to the version that the others serve with.
-
-        Returns:
-            Replica id to the reason, for those that have to wait for the next push.
-        """
+        """Brings replicas to the version that the others serve with."""
         self.learn(replica_ids)
         serving = {one.replica_id for one in self._load.snapshots() if one.state.admits_requests}
         behind = [one for one in replica_ids if one not in serving]
@@ -249,12 +212,6 @@ class Fleet:
         """Lets replicas finish what they have, and ends them.
 
         What is still running after ``drain_timeout_s`` seconds goes on elsewhere.
-
-        Raises:
-            KeyError: One is no member.
-            UnsupportedArgumentError: None would be left.
-            ServiceClosedError: The service was shut down meanwhile.
-            SyncError: Pushes kept them from leaving; they stay.
         """
         with self._lock:
             members = [self._member(one) for one in replica_ids]
@@ -569,11 +526,7 @@ class ServiceMembers(ServiceReplicas):
                 changed.wait(min(left_s, 1.0))  # a shutdown tells nobody
 
     def _leaving(self, replicas: int | str | Iterable[str]) -> list[str]:
-        """Ids of the replicas to remove, at least one, and not all.
-
-        Raises:
-            UnsupportedArgumentError: See :meth:`remove_replicas`.
-        """
+        """Ids of the replicas to remove, at least one, and not all."""
         snapshots = self.load.snapshots()
         known = [one.replica_id for one in snapshots]
         if isinstance(replicas, str):
@@ -595,12 +548,7 @@ class ServiceMembers(ServiceReplicas):
         return leaving
 
     def _supervised_fleet(self) -> Fleet:
-        """Returns the replicas, for changing them.
-
-        Raises:
-            UnsupportedArgumentError: Another process supervises the service.
-            ServiceClosedError: The service is not launched, or was shut down.
-        """
+        """Returns the replicas, for changing them."""
         self._require_launched()
         if self._fleet is None:
             raise ServiceClosedError(f"service {self.name} is not launched, or was shut down")
@@ -612,11 +560,7 @@ class ServiceMembers(ServiceReplicas):
         return self._fleet
 
     def _take_over(self) -> None:
-        """Supervises the service from now on; see ``attach``.
-
-        Raises:
-            UnsupportedArgumentError: It is not detached.
-        """
+        """Supervises the service from now on; see ``attach``."""
         if not self._detached:
             raise UnsupportedArgumentError(
                 f"supervise must be False: service {self.name} is not detached, so that its "
@@ -694,11 +638,7 @@ class ServiceMembers(ServiceReplicas):
 
 
 def _alive(me: weakref.ref[ServiceMembers]) -> ServiceMembers:
-    """The service, unless nobody has it any more.
-
-    Raises:
-        ServiceClosedError: Nobody has.
-    """
+    """The service, unless nobody has it any more."""
     service = me()
     if service is None:
         raise ServiceClosedError("the service is gone")

@@ -66,16 +66,7 @@ class ReplicaResources:
 def spread(
     resources: ReplicaResources, num_replicas: int, taken: Mapping[str, int]
 ) -> list[str | None]:
-    """Chooses a node for each replica, so that as few as can be are on one.
-
-    Args:
-        resources: What each replica claims.
-        num_replicas: How many to place.
-        taken: Ray's id of a node to the number of the service's replicas there already.
-
-    Returns:
-        Ray's id of the node that each had best run on; ``None`` if no node holds one.
-    """
+    """Chooses a node for each replica, so that as few as can be are on one."""
     import ray
 
     bundle = resources.bundle()
@@ -100,20 +91,7 @@ def place(
     detached: bool,
     preferred_nodes: Sequence[str | None] = (),
 ) -> list[Any]:
-    """Reserves one placement group for each replica, each on a single node.
-
-    Args:
-        resources: What each replica claims.
-        num_replicas: How many to place.
-        detached: Whether the groups outlive the process that reserves them.
-        preferred_nodes: Where each had best be, see :func:`spread`; elsewhere if there is no room.
-
-    Returns:
-        Placement groups in replica order; an empty list when replicas claim nothing.
-
-    Raises:
-        PlacementError: The cluster cannot hold them; nothing stays reserved.
-    """
+    """Reserves one placement group for each replica, each on a single node."""
     import ray
     from ray.util.placement_group import placement_group
 
@@ -163,13 +141,7 @@ def actor_options(
     group: Any | None,
     preferred_node: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the Ray options that put an actor into its replica's placement group.
-
-    Args:
-        resources: What the replica claims.
-        group: Its placement group; ``None`` if it claims nothing.
-        preferred_node: Where it had best be if it claims nothing.
-    """
+    """Returns the Ray options that put an actor into its replica's placement group."""
     options: dict[str, Any] = {"num_gpus": resources.num_gpus, "num_cpus": resources.num_cpus}
     if group is not None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -258,16 +230,7 @@ def named_actors(service_name: str) -> dict[str, Any]:
 
 
 def find_service(service_name: str, *, timeout_s: float = ATTACH_TIMEOUT_S) -> dict[str, Any]:
-    """Returns the shared state of a running service, with its living replicas as its members.
-
-    Args:
-        service_name: Name of the service.
-        timeout_s: Seconds within which one of its replicas must answer.
-
-    Raises:
-        ServiceClosedError: No replica of a service of this name runs on the cluster, or none
-            answers.
-    """
+    """Returns the shared state of a running service, with its living replicas as its members."""
     try:
         ensure_ray("auto")
     except ConnectionError as error:
@@ -365,11 +328,7 @@ class LaunchPlan:
 
 
 def launch_timeout_s() -> float:
-    """Returns the launch limit in seconds: the environment's, or 300 as in TorchRL.
-
-    Raises:
-        UnsupportedArgumentError: The variable does not hold a positive number.
-    """
+    """Returns the launch limit in seconds: the environment's, or 300 as in TorchRL."""
     given = os.environ.get(LAUNCH_TIMEOUT_VARIABLE, "300")
     try:
         seconds = float(given)
@@ -390,22 +349,7 @@ def launch_replicas(
     join_later: bool = False,
     num_restarts: int = 0,
 ) -> list[Member]:
-    """Starts replicas, spread over the nodes, and waits until all have started.
-
-    Args:
-        plan: What to start.
-        replica_ids: Ids of the new replicas.
-        beside: Members of the service that run already.
-        join_later: Let them take no requests before they are admitted; see ``EngineActor.admit``.
-        num_restarts: How often these ids were started before.
-
-    Returns:
-        The new members, in order.
-
-    Raises:
-        PlacementError: The cluster cannot hold them.
-        LaunchError: Some did not start in time, with a reason for each. Nothing is left behind.
-    """
+    """Starts replicas, spread over the nodes, and waits until all have started."""
     ensure_ray("local")
     taken = Counter(
         one.description.processes.node_id
@@ -453,11 +397,7 @@ def launch_replicas(
 
 
 def _check_block_sizes(descriptions: list[EngineDescription]) -> None:
-    """Refuses engines whose caches cannot be compared block by block.
-
-    Raises:
-        LaunchError: Block sizes differ.
-    """
+    """Refuses engines whose caches cannot be compared block by block."""
     sizes = {one.replica_id: one.block_size for one in descriptions}
     if len(set(sizes.values())) > 1:
         told = {key: f"its KV-cache blocks have {size} tokens" for key, size in sizes.items()}
@@ -498,12 +438,6 @@ def close_replicas(
     """Ends replicas and frees their resources.
 
     A replica that is dead already, or does not answer, is ended all the same.
-
-    Args:
-        replicas: The replicas.
-        groups: Their placement groups.
-        timeout_s: Seconds for engines to end by themselves.
-        linger_s: Seconds for which the actors then go on to say that they are closed.
     """
     deadline = time.monotonic() + timeout_s
     if timeout_s > 0:

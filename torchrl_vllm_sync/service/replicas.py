@@ -27,11 +27,6 @@ class Membership:
 
     A restarted replica keeps its id and its place in the order. A pickled copy has the same
     members, and goes its own way from then on.
-
-    Args:
-        members: The first ones.
-        next_id: Number for the id of the next new replica; by default what follows theirs.
-        epoch: Number of changes so far.
     """
 
     def __init__(
@@ -82,11 +77,7 @@ class Membership:
             self._epoch += 1
 
     def suspend(self, replica_id: str) -> Member:
-        """Says that a member may not be called until another is put in its place.
-
-        Raises:
-            KeyError: There is none of this id.
-        """
+        """Says that a member may not be called until another is put in its place."""
         with self._lock:
             member = self._members[replica_id]
             self._members[replica_id] = dataclasses.replace(member, joined=False)
@@ -94,11 +85,7 @@ class Membership:
             return member
 
     def remove(self, replica_id: str) -> Member:
-        """Takes a member out, and returns it.
-
-        Raises:
-            KeyError: There is none of this id.
-        """
+        """Takes a member out, and returns it."""
         with self._lock:
             member = self._members.pop(replica_id)
             self._epoch += 1
@@ -132,12 +119,7 @@ class Membership:
 
 
 class ReplicaCalls:
-    """Calls under way.
-
-    Args:
-        refs: Replica id to the Ray object of its answer.
-        on_death: Told of each replica that turns out to be dead, or out of reach.
-    """
+    """Calls under way."""
 
     def __init__(
         self, refs: Mapping[str, Any], on_death: Callable[[ReplicaUnavailableError], None]
@@ -153,14 +135,7 @@ class ReplicaCalls:
         return {name: one for name, one in answers.items() if isinstance(one, BaseException)}
 
     def answers(self, deadline_s: float) -> dict[str, Any]:
-        """Waits for all of them.
-
-        Args:
-            deadline_s: Seconds to wait.
-
-        Returns:
-            Replica id to the answer, or to the exception with which that call ended.
-        """
+        """Waits for all of them."""
         if not self._refs:
             return {}
         ready, _ = ray.wait(
@@ -174,14 +149,7 @@ class ReplicaCalls:
         }
 
     def first_answer(self, deadline_s: float) -> Any:
-        """Waits for one of them to succeed.
-
-        Args:
-            deadline_s: Seconds to wait.
-
-        Returns:
-            Its answer; ``None`` if all failed, or none came in time.
-        """
+        """Waits for one of them to succeed."""
         deadline = time.monotonic() + deadline_s
         names = {ref: name for name, ref in self._refs.items()}
         left = list(names)
@@ -368,10 +336,6 @@ class ServiceReplicas:
         return replicas[actor_index]
 
     def _require_launched(self) -> None:
-        """Raises unless there are replicas.
-
-        Raises:
-            ServiceClosedError: The service is not launched, or was shut down.
-        """
+        """Raises unless there are replicas."""
         if not self._launched:
             raise ServiceClosedError(f"service {self.name} is not launched, or was shut down")

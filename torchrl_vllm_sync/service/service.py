@@ -90,11 +90,7 @@ class ServiceRequests(ServiceReplicas):
     _balancing: dict[str, Any]
 
     def _serving(self) -> tuple[Generation, LoadBalancer]:
-        """Returns the request side.
-
-        Raises:
-            ServiceClosedError: The service is not launched, or was shut down.
-        """
+        """Returns the request side."""
         if self._generation is None or self._load_balancer is None:
             raise ServiceClosedError(f"service {self.name} is not launched, or was shut down")
         return self._generation, self._load_balancer
@@ -791,13 +787,7 @@ class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceMetrics, 
         return service
 
     def _launch(self) -> None:
-        """Starts the replicas; TorchRL's name for it.
-
-        Raises:
-            UnsupportedArgumentError: The service is launched already.
-            PlacementError: The cluster cannot hold the replicas.
-            LaunchError: Some did not start; nothing is left behind.
-        """
+        """Starts the replicas; TorchRL's name for it."""
         if self._launched:
             raise UnsupportedArgumentError(f"service {self.name} is launched already")
         ids = [str(index) for index in range(self._num_wanted)]

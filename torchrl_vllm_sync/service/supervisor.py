@@ -34,12 +34,7 @@ class ScalingPolicy(Protocol):
     drain_timeout_s: float
 
     def __call__(self, snapshots: Sequence[LoadSnapshot], now: float) -> int:
-        """Returns the number of replicas wanted, at least 1.
-
-        Args:
-            snapshots: Those there are, but for the ones that are being removed.
-            now: Time by the ledger's clock, in seconds.
-        """
+        """Returns the number of replicas wanted, at least 1."""
         ...
 
 
@@ -163,9 +158,6 @@ class RestartBudget:
 
     The first try is due at once, each further one after a pause that doubles from
     1 s to 60 s, and none beyond the limit within the last hour.
-
-    Args:
-        limit: Most tries for one replica within an hour; ``None`` for any number.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -207,13 +199,6 @@ class Supervisor:
     :class:`RestartBudget`. A replica whose actor cannot be reached, but may be back, is restarted
     only if it stays away for ``RETURN_S`` seconds. One that has used up its restarts stays
     ``FAILED`` until the first of them is an hour old.
-
-    Args:
-        fleet: The replicas.
-        load: Their ledger.
-        max_restarts: Most restarts of one replica within an hour; 0 for none.
-        scaling: Says how many replicas there should be; ``None`` leaves that to the user.
-        is_wanted: Whether the service still exists; the thread ends when it does not.
     """
 
     def __init__(

@@ -170,12 +170,7 @@ class ServiceVersions(ServiceReplicas):
     def _learn_states(
         self, doubtful: Collection[str] = (), pushed: PushStatus | None = None
     ) -> None:
-        """Asks the replicas what they are and hold now, ahead of the monitor's next look.
-
-        Args:
-            doubtful: Ids of replicas that may be silent, and are not waited for as long.
-            pushed: What became of a push, for them to tell other processes.
-        """
+        """Asks the replicas what they are and hold now, ahead of the monitor's next look."""
         self._require_launched()
         known = self.standings()
         doubtful = {name for name, one in known.items() if name in doubtful or one.absence}
@@ -361,17 +356,7 @@ class ServiceWeights(ServiceVersions):
         self._pusher.open()
 
     def update_weights(self, weights: Any) -> None:
-        """Replaces the weights on all replicas; TorchRL's and vLLM's name for it.
-
-        Args:
-            weights: An iterator of ``(name, tensor)`` or whatever :meth:`push_weights` takes.
-                vLLM's own ``WeightTransferUpdateRequest``, or a mapping with ``update_info``, goes
-                to the engines' native transfer instead.
-
-        Raises:
-            WeightMismatchError: See :meth:`push_weights`.
-            WeightSyncError: See :meth:`push_weights`.
-        """
+        """Replaces the weights on all replicas; TorchRL's and vLLM's name for it."""
         native = isinstance(weights, dict) and "update_info" in weights
         if native or type(weights).__name__ == "WeightTransferUpdateRequest":
             self._call_all("update_weights", weights)

@@ -60,11 +60,7 @@ def to_json(metadata: Iterable[ParamMeta]) -> list[list[Any]]:
 
 
 def from_json(items: Sequence[Sequence[Any]]) -> list[ParamMeta]:
-    """The inverse of ``to_json``.
-
-    Raises:
-        ValueError: An item is no such triple, or names a dtype that this torch does not have.
-    """
+    """The inverse of ``to_json``."""
     metadata: list[ParamMeta] = []
     for item in items:
         match item:
@@ -94,11 +90,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """``"float32"`` to ``torch.float32``.
-
-    Raises:
-        ValueError: This torch has no dtype of that name.
-    """
+    """``"float32"`` to ``torch.float32``."""
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise ValueError(f"dtype must be one of torch's, such as 'bfloat16', got {name!r:.60}")

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 class TensorReader:
     """Reads one tensor of a module, merged and whole, each time it is called.
 
-    Args:
-        tensor: A parameter or buffer; a ``DTensor`` is gathered when it is read.
-        deltas: Each computes what one adapter adds to it.
-
     Attributes:
         shape: Full shape.
         dtype: Dtype of what is read.
@@ -96,15 +92,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def module_readers(module: torch.nn.Module) -> dict[str, TensorReader]:
-    """Returns a reader for each tensor of ``module``, under the names of the plain model.
-
-    Args:
-        module: A model, or a PEFT model whose adapters are LoRA.
-
-    Raises:
-        WeightMismatchError: Adapters of a kind that does not add to single tensors, or whose biases
-            have nothing to be added to; or see :func:`check_readable`.
-    """
+    """Returns a reader for each tensor of ``module``, under the names of the plain model."""
     if is_peft(module):
         return _lora_readers(module)
     tensors = module.state_dict()
@@ -113,11 +101,7 @@ def module_readers(module: torch.nn.Module) -> dict[str, TensorReader]:
 
 
 def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses tensors without values to read, before anybody is told that they will come.
-
-    Raises:
-        WeightMismatchError: Some are sparse, or have no storage: names the first, and how many.
-    """
+    """Refuses tensors without values to read, before anybody is told that they will come."""
     bad = {
         name: "on the meta device" if one.is_meta else one.layout
         for name, one in tensors.items()
@@ -137,12 +121,7 @@ def tied_names(module: torch.nn.Module) -> dict[str, str]:
 
 
 def drop_tied(readers: dict[str, TensorReader], tied: dict[str, str]) -> dict[str, TensorReader]:
-    """Leaves a tied tensor once, unless its two names no longer hold the same values.
-
-    Args:
-        readers: By name.
-        tied: See :func:`tied_names`.
-    """
+    """Leaves a tied tensor once, unless its two names no longer hold the same values."""
     kept = dict(readers)
     for name, twin in tied.items():
         if name in kept and twin in kept and kept[name].same_as(kept[twin]):
@@ -235,11 +214,7 @@ def _chosen_copy(wrapper: Any) -> str:
 
 
 def _check_biases(name: str, wrapper: Any) -> None:
-    """Refuses biases of adapters over a layer that has none, which the engines' has not either.
-
-    Raises:
-        WeightMismatchError: The layer ``name`` has such an adapter, and it is active.
-    """
+    """Refuses biases of adapters over a layer that has none, which the engines' has not either."""
     biased = getattr(wrapper, "lora_bias", {})
     adapters = [one for one in wrapper.active_adapters if biased.get(one, False)]
     has_none = adapters and getattr(wrapper.get_base_layer(), "bias", None) is None
@@ -326,14 +301,7 @@ class Bundle:
     unchanged: bool = False
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]] | None:
-        """Returns name and view of each published tensor, without copying anything.
-
-        Args:
-            tensors: The model's tensors, full and detached, in the order of ``sources``.
-
-        Returns:
-            ``None`` if values must be computed or copied.
-        """
+        """Returns name and view of each published tensor, without copying anything."""
         if self.unchanged:
             return [(self.metadata[0].name, tensors[0])]
         if self.windows is None or not tensors[0].is_contiguous():
@@ -347,12 +315,7 @@ class Bundle:
     def publish(
         self, model: torch.nn.Module, tensors: Sequence[torch.Tensor]
     ) -> list[tuple[str, torch.Tensor]]:
-        """Returns name and value of each published tensor: views where it can be.
-
-        Args:
-            model: The model, which knows how its checkpoints differ from it.
-            tensors: Its tensors, full and detached, in the order of ``sources``.
-        """
+        """Returns name and value of each published tensor: views where it can be."""
         views = self.views(tensors)
         if views is None:
             found = _revert(model, dict(zip(self.sources, tensors, strict=True)))
@@ -363,15 +326,7 @@ class Bundle:
 def bundles_of(
     model: torch.nn.Module, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> list[Bundle]:
-    """Works out as which tensors a checkpoint of ``model`` holds the given ones.
-
-    Args:
-        model: Published under its own names unless it is a transformers model.
-        tensors: Name to full shape and dtype of each tensor of the model.
-
-    Returns:
-        Bundles in the order of their first source. Every published tensor is in one of them.
-    """
+    """Works out as which tensors a checkpoint of ``model`` holds the given ones."""
     stand_ins = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, (shape, dtype) in tensors.items()
@@ -501,9 +456,6 @@ class ModuleSource:
     the order in which they lie there.
 
     What is worked out about a module is kept with it, not with the source. A ``StableSource``.
-
-    Args:
-        module: The model.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -530,13 +482,7 @@ class ModuleSource:
             yield from bundle.publish(model, [state.readers[name]() for name in bundle.sources])
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
-        """Returns what iteration yields as aliases of the parameters.
-
-        Returns:
-            The same list object while nothing was added, removed, moved, reshaped or cast, as one
-            look at each of the module's own tensors tells. ``None`` where adapters add to a tensor,
-            where one is sharded, or where the checkpoint's form has to be computed.
-        """
+        """Returns what iteration yields as aliases of the parameters."""
         return self._state().views()
 
     def same_values(self, name: str, other: str) -> bool:

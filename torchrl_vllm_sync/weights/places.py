@@ -94,15 +94,7 @@ def device_uuid(device: torch.device) -> str:
 
 
 def devices_of(source: WeightSource) -> set[torch.device]:
-    """Returns the devices of a source's tensors, without reading them.
-
-    Args:
-        source: One that does not tell, since it computes or gathers its tensors, is taken to be
-            where its module is.
-
-    Returns:
-        Empty if the source does not tell and has no module.
-    """
+    """Returns the devices of a source's tensors, without reading them."""
     if not isinstance(source, StableSource):
         return set()
     if (views := source.views()) is not None:
@@ -113,15 +105,7 @@ def devices_of(source: WeightSource) -> set[torch.device]:
 
 
 def home_device(source: WeightSource | None, kind: str) -> torch.device | None:
-    """Returns the one device of a kind that a source's tensors are on.
-
-    Args:
-        source: The weights.
-        kind: ``"cuda"`` or ``"cpu"``.
-
-    Returns:
-        ``None`` if they are on several devices of that kind or on none, or if nobody can tell.
-    """
+    """Returns the one device of a kind that a source's tensors are on."""
     devices = set() if source is None else devices_of(source)
     of_kind = [one for one in devices if one.type == kind]
     return of_kind[0] if len(of_kind) == 1 else None

@@ -62,11 +62,7 @@ class VersionHooks:
         return type(self), ()
 
     def register(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
-        """Adds a hook; returns a function that takes it away, and does nothing the second time.
-
-        Raises:
-            UnsupportedArgumentError: ``hook`` cannot be called, or is registered already.
-        """
+        """Adds a hook; returns a function that takes it away, and does nothing the second time."""
         if not callable(hook):
             raise UnsupportedArgumentError(f"hook must be callable, got {hook!r}")
         with self._lock:
@@ -101,11 +97,7 @@ class VersionHooks:
             listener(version)
 
     def announce(self, report: PushReport) -> None:
-        """Calls every listener, then every hook, in the order of registration.
-
-        Raises:
-            Exception: What the first hook that failed raised; the others have been called too.
-        """
+        """Calls every listener, then every hook, in the order of registration."""
         self.moved(report.version)
         with self._lock:
             hooks = list(self._hooks)
@@ -136,19 +128,7 @@ def catch_up_from_snapshot(
     *,
     timeout_s: float,
 ) -> dict[str, Any]:
-    """Has replicas load the snapshot that others loaded, whichever process stored it.
-
-    Args:
-        client: The replicas.
-        replica_ids: Those that load.
-        givers: Ids of replicas that hold ``version``.
-        version: Oldest version to load.
-        timeout_s: Seconds for all of it.
-
-    Returns:
-        Replica id to its answer, or to the exception that came instead; empty if no giver has
-        its weights from a snapshot.
-    """
+    """Has replicas load the snapshot that others loaded, whichever process stored it."""
     deadline = time.monotonic() + timeout_s
     calls = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
     told = calls.answers(min(PROBE_TIMEOUT_S, timeout_s)).values()
@@ -175,16 +155,6 @@ def catch_up_from_peer(
     """Has replicas copy the weights of one that serves, which goes on serving.
 
     Pushes to the giving replica wait for a chunk at most. A replica that is silent gets nothing.
-
-    Args:
-        client: The replicas.
-        replica_ids: Those that take, one after the other.
-        givers: Ids of replicas that hold ``version``; the first that can gives.
-        version: Policy version.
-        timeout_s: Seconds for all of it.
-
-    Returns:
-        Replica id to its answer, or to the exception that came instead.
     """
     deadline = time.monotonic() + timeout_s
     probes = client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
@@ -269,12 +239,7 @@ class PushDeadlines:
         self._seconds: dict[PushKind, deque[float]] = {}
 
     def record(self, kind: PushKind, seconds: float) -> None:
-        """Notes how long a push took that every replica acknowledged.
-
-        Args:
-            kind: Its kind; the oldest of many kinds is forgotten.
-            seconds: Wall clock of the whole push.
-        """
+        """Notes how long a push took that every replica acknowledged."""
         taken = self._seconds.pop(kind, None) or deque(maxlen=NUM_SAMPLES)
         taken.append(seconds)
         self._seconds[kind] = taken
@@ -324,16 +289,7 @@ class VersionLedger:
         )
 
     def record(self, outcome: SendOutcome, version: int, *, strict: bool = True) -> bool:
-        """Notes each replica's answer, and commits ``version`` if enough of them hold it.
-
-        Args:
-            outcome: What became of the push.
-            version: Its policy version.
-            strict: Whether every replica must hold it, and not only one.
-
-        Returns:
-            Whether that is news: it was not committed before.
-        """
+        """Notes each replica's answer, and commits ``version`` if enough of them hold it."""
         for one in outcome.replicas:
             self.held[one.replica_id] = one.version
         if not outcome.commits(strict=strict) or version <= self.committed:
@@ -343,16 +299,7 @@ class VersionLedger:
 
 
 class WeightPusher:
-    """Pushes a trainer's weights to a service's replicas, one push at a time.
-
-    Args:
-        client: The replicas.
-        expected: Returns the tensors that the engines' model consists of.
-        on_commit: Called with the report of each push that commits a new version, in the thread
-            that pushes, when the next push may begin.
-        strict: Whether pushes that do not say raise if any replica is left behind, not only if all
-            are.
-    """
+    """Pushes a trainer's weights to a service's replicas, one push at a time."""
 
     def __init__(
         self,
@@ -392,12 +339,6 @@ class WeightPusher:
         """Keeps pushes of this process out, such as while replicas come or go.
 
         The thread that holds it may push, and enter it again.
-
-        Args:
-            timeout_s: Seconds to wait for a push that is under way.
-
-        Raises:
-            SyncError: A push was under way all the time.
         """
         if not self._lock.acquire(timeout=timeout_s):
             raise SyncError(f"a push was under way for {timeout_s:g} s")
@@ -412,9 +353,6 @@ class WeightPusher:
 
         All trainers ask the same replica first, so that one of two that begin at once goes on; the
         others are told too, for when that one dies.
-
-        Raises:
-            PushUnderWayError: Another trainer is pushing. Nothing was done.
         """
         self._number += 1
         turn = self._sender, self._number
@@ -476,11 +414,7 @@ class WeightPusher:
         return self._transport
 
     def use(self, transport: WeightTransport) -> None:
-        """Makes ``transport`` the one that pushes use; closes the one before.
-
-        Raises:
-            UnsupportedArgumentError: It is no transport.
-        """
+        """Makes ``transport`` the one that pushes use; closes the one before."""
         check_transport(transport)
         with self._lock:
             if self._transport is not None and self._transport is not transport:
@@ -488,11 +422,7 @@ class WeightPusher:
             self._transport = transport
 
     def open(self) -> None:
-        """Opens the transport; does nothing when it is open.
-
-        Raises:
-            PushUnderWayError: Another trainer is pushing.
-        """
+        """Opens the transport; does nothing when it is open."""
         with self._lock, self._turn():
             self._used().open(self._client)
 
@@ -518,38 +448,7 @@ class WeightPusher:
         strict: bool | None = None,
         on_report: Callable[[PushReport], object] | None = None,
     ) -> PushReport:
-        """Brings every replica to ``version``.
-
-        Args:
-            weights: See :func:`as_weight_source`.
-            version: Policy version of these weights; by default one more than the newest. The last
-                version may be pushed again, for replicas that missed it, with the same weights.
-            timeout_s: Seconds after which a silent replica counts as failed, in each attempt;
-                ``None`` takes a multiple of what such pushes took, see ``PushDeadlines``.
-            clear_cache: Recompute keys and values of requests in flight.
-            mode: What becomes of requests in flight.
-            strict: Raise if any replica is left behind, and commit nothing. Otherwise the version
-                is committed once one replica holds it. ``None`` takes the pusher's own.
-            on_report: Called with the report before anybody else is, and so even if hooks fail.
-
-        Returns:
-            The report, which names the replicas that were left behind.
-
-        Raises:
-            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number, ``strict`` is
-                no bool, or there is no such ``mode``.
-            WeightMismatchError: ``weights`` do not fit the engines' model. Nothing was sent.
-            StaleVersionError: ``version`` is older than the newest, or this process pushed other
-                weights under it: after a push that left replicas behind all values are compared,
-                else whether the same tensors were written to since. Nothing was sent.
-            PushUnderWayError: Another trainer is pushing. Nothing was sent.
-            SnapshotError: The transport could not store the weights. Replicas are as they were.
-            TransferError: The transport could not reach the replicas. They are as they were.
-            WeightSyncError: No replica reached ``version``, or with ``strict`` some did not; these
-                take no requests until they do. Pushing the same version again is safe. If none
-                reached it, those that are whole go on with what they hold.
-            TrainerRankError: The weights are sharded, and a rank that holds some failed.
-        """
+        """Brings every replica to ``version``."""
         begin = time.perf_counter()
         source = as_weight_source(weights)
         with leading(source) as announcement:
@@ -591,11 +490,7 @@ class WeightPusher:
         clear_cache: bool,
         mode: PauseMode,
     ) -> tuple[SendOutcome, int, bool]:
-        """Sends once, or twice if another process was quicker; enters its turn into ``turn``.
-
-        Returns:
-            The outcome, the version chosen, and whether that was committed now.
-        """
+        """Sends once, or twice if another process was quicker; enters its turn into ``turn``."""
         times = PhaseTimes()
         given = source
         with times.measure("open_s"):
@@ -646,11 +541,7 @@ class WeightPusher:
         return outcome.after(times), chosen, is_news
 
     def _check_repeat(self, source: WeightSource, version: int | None) -> None:
-        """Refuses other weights under the version that this process pushed last.
-
-        Raises:
-            StaleVersionError: They differ, or nothing shows that they do not; says which.
-        """
+        """Refuses other weights under the version that this process pushed last."""
         known, content = self._pushed or (None, None)
         if content is None or version != known:
             return
@@ -681,11 +572,7 @@ class WeightPusher:
     def _choose(
         self, version: int | None, ledger: VersionLedger, transport: WeightTransport
     ) -> int:
-        """Returns the version to send.
-
-        Raises:
-            StaleVersionError: ``version`` is older than the newest.
-        """
+        """Returns the version to send."""
         if version is None:
             # A version that failed everywhere may be stored already: its number is used up.
             return max(ledger.newest, self._attempted, transport.last_version) + 1
@@ -752,17 +639,6 @@ class WeightPusher:
         From the snapshots of the memmap transport if that stored the version, here or in another
         process, and otherwise from another replica that serves it, where weights can be copied as
         they are.
-
-        Args:
-            replica_ids: The replicas, which may serve nobody yet.
-            timeout_s: Seconds for all of them.
-
-        Returns:
-            Id of each replica that could not be helped, to the reason; it has to wait for the next
-            push. Empty if all of them hold the version.
-
-        Raises:
-            SyncError: A push was under way all the time.
         """
         deadline = time.monotonic() + timeout_s
         with self.exclusive(timeout_s):
@@ -822,11 +698,7 @@ class WeightPusher:
 def _check_arguments(
     version: int | None, timeout_s: float | None, mode: PauseMode, strict: bool | None
 ) -> None:
-    """Refuses arguments of a push.
-
-    Raises:
-        UnsupportedArgumentError: One is not valid; the message names it.
-    """
+    """Refuses arguments of a push."""
     if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
         raise UnsupportedArgumentError(f"version must be an integer or None, got {version!r}")
     if version is not None and version > MAX_VERSION:

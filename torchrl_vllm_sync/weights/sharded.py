@@ -89,12 +89,7 @@ class Part(Protocol):
 
 
 class Gather:
-    """Gathers some tensors at once. Lifecycle: constructed, ``launch`` and ``result`` once each.
-
-    Args:
-        parts: By name, in the same order on every rank.
-        receives: Whether the whole tensors are wanted here.
-    """
+    """Gathers some tensors at once. Lifecycle: constructed, ``launch`` and ``result`` once each."""
 
     def __init__(self, parts: Mapping[str, Part], *, receives: bool) -> None:
         self._parts, self._receives = dict(parts), receives
@@ -103,15 +98,7 @@ class Gather:
             part.prepare(receives=receives)
 
     def launch(self, watch: Callable[[], None] = lambda: None) -> None:
-        """Begins to gather; waits for the others only where a part cannot do without.
-
-        Args:
-            watch: Called while waiting; raises to give up early. The call that blocks is left
-                behind in a thread then, until its process group ends.
-
-        Raises:
-            RuntimeError: The collective failed.
-        """
+        """Begins to gather; waits for the others only where a part cannot do without."""
         if not any(part.blocks for part in self._parts.values()):
             self._launch()
             return
@@ -143,11 +130,7 @@ class Gather:
         return all(work.is_completed() for work in self._works)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """Returns whole tensors by name, empty where they are not received.
-
-        Raises:
-            RuntimeError: The collective failed.
-        """
+        """Returns whole tensors by name, empty where they are not received."""
         for work in self._works:
             work.wait()
         if not self._receives:
@@ -156,11 +139,7 @@ class Gather:
 
 
 def part_of(tensor: torch.Tensor) -> Part:
-    """Returns how ``tensor`` is gathered.
-
-    Args:
-        tensor: Any; sharded if it is a ``DTensor``.
-    """
+    """Returns how ``tensor`` is gathered."""
     if not isinstance(tensor, DTensor):
         return _Local(tensor)
     if all(isinstance(one, Replicate) for one in tensor.placements):
@@ -352,12 +331,6 @@ class TrainerRanks:
 
     A push is one round: :meth:`begin` on the leader, :meth:`join` on each other rank, in the same
     order everywhere. What state there is lies in the store.
-
-    Args:
-        ranks: Global ranks, the same list on each of them.
-        rank: Global rank of this process.
-        store: One that all of them reach, over a connection that nothing else uses meanwhile.
-        timeout_s: Seconds after which a rank that should be ready counts as failed.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, store: Store, *, timeout_s: float) -> None:
@@ -375,14 +348,7 @@ class TrainerRanks:
         return self.rank == self.leader
 
     def begin(self, digest: str) -> LeadingRound:
-        """Starts a round on the leader, without waiting for anybody.
-
-        Args:
-            digest: Of what this rank would gather; the same on each.
-
-        Raises:
-            TrainerRankError: The store cannot be reached.
-        """
+        """Starts a round on the leader, without waiting for anybody."""
         self._refuse_broken()
         try:
             number = self.store.add("rounds", 1)
@@ -392,14 +358,7 @@ class TrainerRanks:
         return LeadingRound(self, number, digest)
 
     def join(self, *, timeout_s: float) -> FollowingRound:
-        """Enters the round that the leader has begun or begins next.
-
-        Args:
-            timeout_s: Seconds for which the leader may be silent, now and before each call.
-
-        Raises:
-            TrainerRankError: It did not begin in time, or the store cannot be reached.
-        """
+        """Enters the round that the leader has begun or begins next."""
         self._refuse_broken()
         waiting = "begin a push"
         text = _await(self.store, "rounds", timeout_s, self.leader, waiting)
@@ -411,11 +370,7 @@ class TrainerRanks:
         return FollowingRound(self, number, timeout_s)
 
     def break_step(self, error: BaseException) -> None:
-        """Notes that this rank could not begin a gather to which all had been called.
-
-        Args:
-            error: Why; another rank's failure if that was the cause.
-        """
+        """Notes that this rank could not begin a gather to which all had been called."""
         if isinstance(error, TrainerRankError):
             rank, reason = error.rank, error.reason
         else:
@@ -427,11 +382,7 @@ class TrainerRanks:
             logger.warning("the other ranks could not be told of a failure: %s", other)
 
     def _refuse_broken(self) -> None:
-        """Raises if a gather was left that others were in.
-
-        Raises:
-            TrainerRankError: One was, or the store cannot be reached.
-        """
+        """Raises if a gather was left that others were in."""
         try:
             if not self.store.check([BROKEN]):
                 return
@@ -459,23 +410,12 @@ class LeadingRound:
         self._store, self._is_broken = ranks.store, False
 
     def call(self, index: int) -> None:
-        """Waits until all are ready, and has them gather group ``index``.
-
-        Raises:
-            TrainerRankError: A rank failed, would gather something else, or did not get ready.
-        """
+        """Waits until all are ready, and has them gather group ``index``."""
         self._await_ready()
         self._say(GATHER + str(index))
 
     def succeed(self, outcome: Any) -> None:
-        """Tells all ranks that the push succeeded; one that is not there any more is logged.
-
-        Args:
-            outcome: Handed to all of them: what JSON can hold, and dataclasses of this library.
-
-        Raises:
-            TypeError: ``outcome`` holds something else.
-        """
+        """Tells all ranks that the push succeeded; one that is not there any more is logged."""
         verdict = _written(Verdict(outcome))
         try:
             self._await_ready()
@@ -502,21 +442,13 @@ class LeadingRound:
         self._ranks.break_step(error)
 
     def raise_reported(self) -> None:
-        """Looks, without waiting, whether a rank has said that it failed.
-
-        Raises:
-            TrainerRankError: One has.
-        """
+        """Looks, without waiting, whether a rank has said that it failed."""
         for key, rank in self._keys().items():
             if self._store.check([key]):
                 self._raise_if_failed(rank, _text(self._store.get(key), key))
 
     def blame(self, reason: str) -> TrainerRankError:
-        """Returns the error for a gather that broke off, after a look at who is still there.
-
-        Args:
-            reason: What this rank saw of it.
-        """
+        """Returns the error for a gather that broke off, after a look at who is still there."""
         try:
             self._await_ready(GRACE_S)
         except TrainerRankError as error:
@@ -595,25 +527,11 @@ class FollowingRound:
         self._store = ranks.store
 
     def present(self, digest: str) -> None:
-        """Says that this rank is ready for the first call.
-
-        Args:
-            digest: See :meth:`TrainerRanks.begin`.
-
-        Raises:
-            TrainerRankError: The store cannot be reached.
-        """
+        """Says that this rank is ready for the first call."""
         self._say_ready(digest)
 
     def next(self, timeout_s: float | None = None) -> int | Verdict:
-        """Waits for the leader's word: the index of the group to gather, or the verdict.
-
-        Args:
-            timeout_s: Seconds, if other than those given when this rank joined.
-
-        Raises:
-            TrainerRankError: It was silent for too long, or the store cannot be reached.
-        """
+        """Waits for the leader's word: the index of the group to gather, or the verdict."""
         key, leader = f"{self._number}/next/{self._step}", self._ranks.leader
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         call = _await(self._store, key, timeout_s, leader, "say what comes next")
@@ -623,11 +541,7 @@ class FollowingRound:
         return _number(call.removeprefix(GATHER), leader)
 
     def launched(self) -> None:
-        """Says that this rank's part of the gather has begun, so that the next may be called.
-
-        Raises:
-            TrainerRankError: The store cannot be reached.
-        """
+        """Says that this rank's part of the gather has begun, so that the next may be called."""
         self._step += 1
         self._say_ready("")
 
@@ -636,11 +550,7 @@ class FollowingRound:
         self._ranks.break_step(error)
 
     def raise_reported(self) -> None:
-        """Looks, without waiting, whether the push ended while this rank takes its part.
-
-        Raises:
-            TrainerRankError: The leader has said so.
-        """
+        """Looks, without waiting, whether the push ended while this rank takes its part."""
         key = f"{self._number}/next/{self._step + 1}"
         if self._store.check([key]):
             verdict = _read(_text(self._store.get(key), key))
@@ -682,11 +592,7 @@ class FollowingRound:
 
 
 def _written(verdict: Verdict) -> str:
-    """Writes a verdict as text.
-
-    Raises:
-        TypeError: It holds what :func:`_read` would refuse.
-    """
+    """Writes a verdict as text."""
     try:
         text = VERDICT + json.dumps(_plain(verdict))
     except (ValueError, RecursionError) as error:
@@ -697,11 +603,7 @@ def _written(verdict: Verdict) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON holds it, dataclasses of this library with their names.
-
-    Raises:
-        TypeError: Something in it would come out otherwise than it went in.
-    """
+    """Returns a value as JSON holds it, dataclasses of this library with their names."""
     kind = type(value)
     if is_dataclass(kind) and _class_of(_name_of(kind)) is kind:
         told = {each.name: _plain(getattr(value, each.name)) for each in fields(kind)}
@@ -716,11 +618,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(call: str) -> Verdict:
-    """Reads a verdict, of which anybody may have written the text.
-
-    Raises:
-        TrainerRankError: It is none.
-    """
+    """Reads a verdict, of which anybody may have written the text."""
     try:
         verdict = _built(json.loads(call.removeprefix(VERDICT)))
     except (ValueError, TypeError, NameError, RecursionError) as error:
@@ -731,12 +629,7 @@ def _read(call: str) -> Verdict:
 
 
 def _built(value: Any) -> Any:
-    """Returns what :func:`_plain` was given.
-
-    Raises:
-        TypeError: It names what is no dataclass of this library, or other fields than that has.
-        NameError: It names one whose fields' types are not known at run time.
-    """
+    """Returns what :func:`_plain` was given."""
     if isinstance(value, list):
         return [_built(one) for one in value]
     if not isinstance(value, dict):
@@ -789,22 +682,14 @@ def _words_of(error: BaseException) -> str:
 
 
 def _number(text: str, rank: int | None) -> int:
-    """Reads a number that a rank wrote.
-
-    Raises:
-        TrainerRankError: It is none.
-    """
+    """Reads a number that a rank wrote."""
     if not (text.isascii() and text.isdecimal() and len(text) < 16):
         raise TrainerRankError(rank, f"wrote {text!r:.50} where a number belongs")
     return int(text)
 
 
 def _text(value: bytes, key: str) -> str:
-    """Reads what the store holds under ``key``.
-
-    Raises:
-        TrainerRankError: It is no text, or too long.
-    """
+    """Reads what the store holds under ``key``."""
     if len(value) > MOST_BYTES:
         raise TrainerRankError(None, f"their store holds {len(value)} bytes under {key}")
     try:
@@ -856,15 +741,6 @@ class ShardedModuleSource:
         ...         announcement.outcome = send(source)
         ... else:
         ...     outcome = source.participate()
-
-    Args:
-        module: The model, perhaps wrapped by a TorchRL policy or by compile.
-        timeout_s: Seconds after which a rank that does not take its part counts as failed.
-
-    Raises:
-        WeightMismatchError: The model has adapters, which cannot be merged shard by shard, its
-            parameters are spread over different ranks, or some have no storage.
-        UnsupportedArgumentError: This process belongs to none of its ranks.
     """
 
     def __init__(self, module: torch.nn.Module, *, timeout_s: float = STEP_TIMEOUT_S) -> None:
@@ -916,10 +792,6 @@ class ShardedModuleSource:
 
         A tensor must not be used on another stream after the next item is asked for. Outside
         :meth:`lead` an iteration is a round of its own.
-
-        Raises:
-            UnsupportedArgumentError: This rank is not the one that sends.
-            TrainerRankError: Another rank failed or fell silent.
         """
         if not self.leads:
             raise UnsupportedArgumentError(
@@ -937,13 +809,6 @@ class ShardedModuleSource:
         """Goes round a push on the sending rank: tells the others how it ended, whatever happens.
 
         Inside, iterate as often as needed. Leaving waits for ranks that have yet to join.
-
-        Yields:
-            What they will be told after a success; an exception is told by its text.
-
-        Raises:
-            TrainerRankError: The other ranks cannot be reached, or one failed during an iteration,
-                whatever its reader made of that.
         """
         announcement = Announcement()
         self._failure = None
@@ -962,18 +827,7 @@ class ShardedModuleSource:
             self._round = self._failure = None
 
     def participate(self, *, timeout_s: float = FOLLOW_TIMEOUT_S) -> Any:
-        """Takes part in one push on a rank that does not send.
-
-        Args:
-            timeout_s: Seconds for which the sending rank may be silent: until its push begins,
-                between two groups, and while it waits for the engines.
-
-        Returns:
-            What the sending rank announced.
-
-        Raises:
-            TrainerRankError: The push failed: names the rank and says why.
-        """
+        """Takes part in one push on a rank that does not send."""
         followed = self._ranks.join(timeout_s=timeout_s)
         under_way: list[Gather] = []
         try:
@@ -1047,11 +901,7 @@ class ShardedModuleSource:
 
     @contextmanager
     def _launching(self, turn: LeadingRound | FollowingRound) -> Iterator[Callable[[], None]]:
-        """Tells the others if this rank cannot begin what all were called for.
-
-        Yields:
-            What raises as soon as another rank has failed, or too much time has gone by.
-        """
+        """Tells the others if this rank cannot begin what all were called for."""
         deadline = time.monotonic() + self._ranks.timeout_s
 
         def watch() -> None:
@@ -1070,11 +920,7 @@ class ShardedModuleSource:
         return Gather({name: part_of(tensors[name]) for name in names}, receives=self.leads)
 
     def _finish(self, gather: Gather) -> dict[str, torch.Tensor]:
-        """Waits for a gather and returns whole tensors by name, none on ranks that do not send.
-
-        Raises:
-            TrainerRankError: It broke off, or did not end in time.
-        """
+        """Waits for a gather and returns whole tensors by name, none on ranks that do not send."""
         deadline = time.monotonic() + self._ranks.timeout_s
         look = time.monotonic() + LOOK_S
         while not gather.is_completed():
@@ -1132,17 +978,7 @@ def is_sharded(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def leading(source: object) -> Iterator[Announcement]:
-    """Goes round any push: for a sharded source :meth:`ShardedModuleSource.lead`, else nothing.
-
-    Args:
-        source: As it was before it was fitted.
-
-    Yields:
-        What the trainer's other ranks, if there are any, will be told after a success.
-
-    Raises:
-        TrainerRankError: The other ranks cannot be reached.
-    """
+    """Goes round any push: for a sharded source :meth:`ShardedModuleSource.lead`, else nothing."""
     if isinstance(source, ShardedModuleSource):
         with source.lead() as announcement:
             yield announcement

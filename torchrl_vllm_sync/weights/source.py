@@ -74,27 +74,12 @@ class StableSource(Protocol):
         ...
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
-        """Returns what iteration would yield, as detached aliases of the live tensors.
-
-        Returns:
-            The same list object as last time while no tensor was added, removed, moved, reshaped or
-            cast; the values seen through it are always those of now. It keeps the storages it shows
-            alive until it is replaced, and must not be changed. ``None`` where values must be
-            computed or gathered, so that only iteration yields them.
-        """
+        """Returns what iteration would yield, as detached aliases of the live tensors."""
         ...
 
 
 class MappingSource:
-    """A state dict, or any mapping of names to tensors.
-
-    Args:
-        tensors: Hugging Face name to tensor. ``DTensor`` values are gathered one at a time.
-
-    Raises:
-        TypeError: A name is no text, or a value is no tensor (named).
-        WeightMismatchError: Tensors are sparse, or have no storage: names one, and how many.
-    """
+    """A state dict, or any mapping of names to tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(tensors)
@@ -251,17 +236,6 @@ def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightS
     present or not, but must equal the embedding. Any floating-point dtype may stand for another,
     since transports cast. What was found is kept with the source's owner and holds as long as both
     lists of metadata are the same objects.
-
-    Args:
-        source: What the trainer wants to send.
-        expected: What the engines' model consists of.
-
-    Returns:
-        A ``StableSource`` too; its ``views()`` are ``None`` if ``source`` is no such thing.
-
-    Raises:
-        WeightMismatchError: Tensors are missing or unknown, or have other shapes or kinds of
-            dtype (up to five of each are named), or a head that the engines tie is not tied.
     """
     given = source.metadata()
     fit = _FITS.get(source.owner) if isinstance(source, StableSource) else None

@@ -49,13 +49,7 @@ class PhaseTimes:
         self.starts: dict[str, float] = {}
 
     def note(self, phase: str, begin: float, end: float | None = None) -> None:
-        """Notes one phase.
-
-        Args:
-            phase: Its name.
-            begin: When it began, by ``time.perf_counter()``.
-            end: When it ended, by the same clock; ``None`` means now.
-        """
+        """Notes one phase."""
         self.seconds[phase] = (time.perf_counter() if end is None else end) - begin
         self.starts[phase] = begin
 
@@ -363,23 +357,13 @@ class ReplicaClient(Protocol):
     def start_calls(
         self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any
     ) -> PendingCalls:
-        """Calls an engine actor's method on some replicas and does not wait.
-
-        Args:
-            method: Name of the method.
-            calls: Replica id to positional arguments.
-            **kwargs: Keyword arguments for all of them.
-        """
+        """Calls an engine actor's method on some replicas and does not wait."""
         ...
 
     def call_replicas(
         self, method: str, *args: Any, deadline_s: float, **kwargs: Any
     ) -> dict[str, Any]:
-        """Calls an engine actor's method on every replica and waits ``deadline_s`` for them.
-
-        Returns:
-            Replica id to the answer, or to the exception with which the call ended.
-        """
+        """Calls an engine actor's method on every replica and waits ``deadline_s`` for them."""
         ...
 
 
@@ -439,11 +423,7 @@ class WeightTransport(Protocol):
 
 
 def check_transport(transport: object) -> None:
-    """Refuses what cannot be sent through, before it takes the place of what can.
-
-    Raises:
-        UnsupportedArgumentError: It has not the methods of a ``WeightTransport``; its name is none.
-    """
+    """Refuses what cannot be sent through, before it takes the place of what can."""
     methods = [getattr(transport, one, None) for one in ("open", "send", "close")]
     if isinstance(transport, type) or not all(map(callable, methods)):
         raise UnsupportedArgumentError(
@@ -453,11 +433,7 @@ def check_transport(transport: object) -> None:
 
 
 def check_mode(mode: object) -> None:
-    """Refuses what says nothing of requests in flight.
-
-    Raises:
-        UnsupportedArgumentError: It is no ``PauseMode``.
-    """
+    """Refuses what says nothing of requests in flight."""
     if mode not in get_args(PauseMode):
         raise UnsupportedArgumentError(f"mode must be one of {get_args(PauseMode)}, got {mode!r}")
 
@@ -474,19 +450,7 @@ OVER = (ReplicaState.FAILED, ReplicaState.CLOSED)
 def describe_replicas(
     client: ReplicaClient, without: Collection[str] = ()
 ) -> tuple[dict[str, EngineDescription], dict[str, str]]:
-    """Asks every replica that a push waits for what it is.
-
-    Args:
-        client: The replicas.
-        without: Ids of replicas not to ask.
-
-    Returns:
-        Replica id to its description, for those that answer, and to the reason, for the others
-        that were asked, or are not waited for.
-
-    Raises:
-        TransferError: None answers.
-    """
+    """Asks every replica that a push waits for what it is."""
     missing: dict[str, str] = {}
     asked: dict[str, tuple[()]] = {}
     for name, standing in client.standings().items():
@@ -503,34 +467,18 @@ def describe_replicas(
 
 
 def is_dead(answer: Any) -> bool:
-    """Whether a call to a replica ended so that there will be no other.
-
-    Args:
-        answer: What it ended with.
-    """
+    """Whether a call to a replica ended so that there will be no other."""
     return isinstance(answer, ReplicaUnavailableError) and answer.state in OVER
 
 
 def is_lost(answer: Any) -> bool:
-    """Whether a replica died during a call, or it or its engine kept silent.
-
-    Args:
-        answer: What the call ended with.
-    """
+    """Whether a replica died during a call, or it or its engine kept silent."""
     silent = isinstance(answer, TimeoutError) and not isinstance(answer, SyncError)
     return silent or isinstance(answer, SilentEngineError) or is_dead(answer)
 
 
 def lost_replicas(answers: Mapping[str, Any]) -> set[str]:
-    """Returns the replicas without which an update that broke off is worth another attempt.
-
-    Args:
-        answers: Replica id to what it answered, or to the exception that came instead.
-
-    Returns:
-        Those that died or were silent, if others failed too, who may have failed for that alone.
-        Empty if all the others are well, or if there are no others.
-    """
+    """Returns the replicas without which an update that broke off is worth another attempt."""
     lost = {name for name, one in answers.items() if is_lost(one)}
     others = [one for name, one in answers.items() if name not in lost]
     return lost if any(isinstance(one, BaseException) for one in others) else set()
@@ -563,12 +511,7 @@ class SilentReplicas:
         return {name: one.reason for name, one in self._silences.items()}
 
     def note(self, client: ReplicaClient, reasons: Mapping[str, str]) -> None:
-        """Begins to do without these replicas.
-
-        Args:
-            client: The replicas.
-            reasons: Id of each to what it was silent about.
-        """
+        """Begins to do without these replicas."""
         standings = client.standings()
         for name in reasons.keys() & standings.keys():
             self._silences[name] = _Silence(
@@ -605,16 +548,6 @@ def watched(what: str, call: Callable[[], Any], pending: PendingCalls, deadline:
     """Makes ``call`` in a thread and waits for it, but not for ever.
 
     The thread is left behind when this raises early; ending what it does is the caller's.
-
-    Args:
-        what: Names the call in errors.
-        call: What may block.
-        pending: Calls to the replicas whose failures end the wait.
-        deadline: ``time.monotonic()`` that ends it too.
-
-    Raises:
-        SyncError: ``call`` raised it.
-        TransferError: ``call`` raised something else, a replica failed, or time is up.
     """
     result: list[Any] = []
     failure: list[BaseException] = []
@@ -640,14 +573,7 @@ def watched(what: str, call: Callable[[], Any], pending: PendingCalls, deadline:
 
 
 def raise_exceptions(answers: Mapping[str, Any]) -> None:
-    """Raises for the replicas that failed.
-
-    Args:
-        answers: Replica id to its answer, or to the exception that came instead.
-
-    Raises:
-        TransferError: At least one did.
-    """
+    """Raises for the replicas that failed."""
     failures = {name: one for name, one in answers.items() if isinstance(one, BaseException)}
     if failures:
         reasons = (f"replica {name}: {one!s}" for name, one in failures.items())

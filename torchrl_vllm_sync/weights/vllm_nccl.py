@@ -73,13 +73,7 @@ class Packing:
     def for_version(
         cls, vllm_version: str, buffer_bytes: int, num_buffers: int | None = None
     ) -> Packing:
-        """Takes as many buffers as that release of vLLM receives correctly, unless told.
-
-        Args:
-            vllm_version: Version that the engines run.
-            buffer_bytes: See the attribute.
-            num_buffers: See the attribute; ``None`` chooses 1 or 2.
-        """
+        """Takes as many buffers as that release of vLLM receives correctly, unless told."""
         if num_buffers is None:
             num_buffers = 2 if _release(vllm_version) >= _FIRST_WITH_ORDERED_STREAMS else 1
         return cls(buffer_bytes, num_buffers)
@@ -100,15 +94,7 @@ def _release(vllm_version: str) -> Version:
 def init_info(
     vllm_version: str, packing: Packing, *, address: str, port: int, world_size: int
 ) -> dict[str, Any]:
-    """Returns the ``init_info`` of an engine's ``nccl`` backend, without its ``rank_offset``.
-
-    Args:
-        vllm_version: Version that the engine runs.
-        packing: See :class:`Packing`.
-        address: The trainer's address.
-        port: Port of the rendezvous.
-        world_size: The trainer and the workers of all replicas.
-    """
+    """Returns the ``init_info`` of an engine's ``nccl`` backend, without its ``rank_offset``."""
     info = {"master_address": address, "master_port": port, "world_size": world_size}
     if _release(vllm_version) >= _FIRST_WITH_PACKING_AT_INIT:
         info |= packing.as_fields()
@@ -118,13 +104,7 @@ def init_info(
 def update_info(
     vllm_version: str, packing: Packing, metadata: Sequence[ParamMeta]
 ) -> dict[str, Any]:
-    """Returns the ``update_info`` of one push.
-
-    Args:
-        vllm_version: Version that the engine runs.
-        packing: See :class:`Packing`.
-        metadata: Every tensor, in the order of sending.
-    """
+    """Returns the ``update_info`` of one push."""
     info: dict[str, Any] = {
         "names": [one.name for one in metadata],
         "dtype_names": [dtype_name(one.dtype) for one in metadata],
@@ -136,11 +116,8 @@ def update_info(
 
 
 def open_group(address: str, port: int, world_size: int) -> Any:
-    """Opens the trainer's end, as rank 0, on the current CUDA device; blocks until all have come.
-
-    Raises:
-        RuntimeError: Somebody did not come within the 300 s of vLLM's store, or NCCL failed.
-    """
+    """Opens the trainer's end, as rank 0, on the current CUDA device; blocks until all have
+    come."""
     from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
     return trainer_init({"master_address": address, "master_port": port, "world_size": world_size})
@@ -151,13 +128,7 @@ def send(
     group: Any,
     packing: Packing,
 ) -> None:
-    """Packs and broadcasts ``pairs`` from the current CUDA device; blocks until it has left.
-
-    Args:
-        pairs: Name and tensor, in the order and dtypes of the update's metadata.
-        group: From :func:`open_group`.
-        packing: The same as the receivers'.
-    """
+    """Packs and broadcasts ``pairs`` from the current CUDA device; blocks until it has left."""
     import torch
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -400,11 +371,8 @@ class VLLMNCCLTransport:
     def _watched(
         self, what: str, call: Callable[[], Any], pending: PendingCalls, deadline: float
     ) -> Any:
-        """Runs ``call``, which NCCL may block for ever; leaves the group if it does not end well.
-
-        Raises:
-            SyncError: It failed, a replica failed meanwhile, or it did not end in time.
-        """
+        """Runs ``call``, which NCCL may block for ever; leaves the group if it does not end
+        well."""
 
         def on_device() -> Any:
             with torch.cuda.device(self._device):

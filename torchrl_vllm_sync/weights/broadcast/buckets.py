@@ -90,18 +90,11 @@ class Bucket:
 class BucketLayout:
     """The buckets of a push.
 
-    Args:
-        metadata: Every tensor of the push, in order.
-        bucket_bytes: Most bytes of one bucket; at least 1.
-
     Attributes:
         metadata: As given.
         buckets: The buckets in the order of sending.
         bucket_bytes: Bytes that a receive buffer must hold.
         num_bytes: Bytes of all buckets.
-
-    Raises:
-        WeightMismatchError: One row of a tensor (named) is larger than a bucket.
 
     Example:
         >>> import torch
@@ -167,13 +160,7 @@ DEFAULT_NUM_BUFFERS = 3
 def make_buffers(
     layout: BucketLayout, device: torch.device, num_buffers: int = DEFAULT_NUM_BUFFERS
 ) -> list[torch.Tensor]:
-    """Allocates the buffers that buckets pass through, as ``uint8`` tensors.
-
-    Args:
-        layout: The buckets.
-        device: Where to put them.
-        num_buffers: How many; no more than there are buckets are made.
-    """
+    """Allocates the buffers that buckets pass through, as ``uint8`` tensors."""
     return [
         torch.empty(layout.bucket_bytes, dtype=torch.uint8, device=device)
         for _ in range(min(num_buffers, len(layout.buckets)))
@@ -189,19 +176,7 @@ def send_buckets(
     deadline: float,
     watch: Callable[[], None] | None = None,
 ) -> None:
-    """Packs and broadcasts every bucket; on CUDA it only queues the work.
-
-    Args:
-        group: The connected group; this process is the trainer.
-        layout: The buckets.
-        buffers: From :func:`make_buffers`.
-        pack: Fills a buffer with the bucket of that number.
-        deadline: ``time.monotonic()`` at which each transfer must have ended.
-        watch: See :meth:`BroadcastGroup.wait`.
-
-    Raises:
-        RuntimeError: The communicator failed, or somebody left the group.
-    """
+    """Packs and broadcasts every bucket; on CUDA it only queues the work."""
     works: list[dist.Work | None] = [None] * len(buffers)
     with group.side_stream():
         for index, bucket in enumerate(layout.buckets):
@@ -228,18 +203,6 @@ def receive_buckets(
 
     To be iterated inside ``group.side_stream()``; what reads the buffer must be queued before the
     next number is asked for.
-
-    Args:
-        group: The connected group; this process is a worker.
-        layout: The buckets, the same as the trainer's.
-        buffers: From :func:`make_buffers`; bucket ``i`` is in ``buffers[i % len(buffers)]``.
-        deadline: ``time.monotonic()`` at which each transfer must have ended.
-
-    Yields:
-        Numbers of the layout's buckets, in order.
-
-    Raises:
-        RuntimeError: The communicator failed, or the trainer gave it up.
     """
     works: deque[dist.Work] = deque()
 
@@ -280,16 +243,7 @@ MOST_TENSORS = 4096
 def sendable_tensors(
     metadata: Sequence[ParamMeta], views: Sequence[tuple[str, torch.Tensor]] | None
 ) -> list[torch.Tensor] | None:
-    """Returns a flat view of each tensor if all can be sent from where they are.
-
-    Args:
-        metadata: What the push consists of.
-        views: Name and tensor, in the same order; ``None`` if they do not stay in place.
-
-    Returns:
-        One view for each tensor that has elements; ``None`` if one is not contiguous, would have
-        to be cast, or if there are too many.
-    """
+    """Returns a flat view of each tensor if all can be sent from where they are."""
     if views is None or len(metadata) > MOST_TENSORS:
         return None
     tensors = [tensor.detach() for _, tensor in views]
@@ -309,15 +263,6 @@ def broadcast_tensors(
     """Broadcasts ``tensors`` in place: on the trainer they are sent, elsewhere overwritten.
 
     On CUDA this only queues the work.
-
-    Args:
-        group: The connected group.
-        tensors: Contiguous, of the same sizes and dtypes in the same order on every rank.
-        deadline: ``time.monotonic()`` at which each transfer must have ended.
-        watch: See :meth:`BroadcastGroup.wait`.
-
-    Raises:
-        RuntimeError: The communicator failed, or somebody left the group.
     """
     with group.side_stream():
         works = [
@@ -342,11 +287,6 @@ class ViewPacker:
     """Packs tensors that stay where they are; what is copied where is worked out once.
 
     Neighbours that are adjacent in memory as well as in the bucket become one copy.
-
-    Args:
-        layout: The buckets.
-        buffers: The buffers; bucket ``i`` is packed into ``buffers[i % len(buffers)]``.
-        views: Name and tensor, in the order of the layout's metadata.
 
     Attributes:
         num_copies: Copies of one push, after merging.
@@ -374,13 +314,7 @@ class ViewPacker:
 
 
 class StreamingPacker:
-    """Packs tensors as a source yields them: merged adapters, gathered shards.
-
-    Args:
-        layout: The buckets.
-        source: Yields tensors in the order of the layout's metadata.
-        device: Where its tensors must be.
-    """
+    """Packs tensors as a source yields them: merged adapters, gathered shards."""
 
     def __init__(self, layout: BucketLayout, source: WeightSource, device: torch.device) -> None:
         self._layout, self._device = layout, device
@@ -404,11 +338,7 @@ class StreamingPacker:
 
     @torch.no_grad()
     def __call__(self, index: int, buffer: torch.Tensor) -> None:
-        """Fills ``buffer`` with bucket ``index``; buckets are asked for in order.
-
-        Raises:
-            WeightMismatchError: The source yields something else than it announced.
-        """
+        """Fills ``buffer`` with bucket ``index``; buckets are asked for in order."""
         for piece in self._layout.buckets[index].pieces:
             while self._index < piece.index:
                 self._tensor = next(self._items)[1]
@@ -416,22 +346,14 @@ class StreamingPacker:
             _target(piece, buffer).copy_(_rows(piece, self._tensor), non_blocking=True)
 
     def finish(self) -> None:
-        """Asks the source for its end, and lets go of the last tensor.
-
-        Raises:
-            WeightMismatchError: It yields more than it announced.
-        """
+        """Asks the source for its end, and lets go of the last tensor."""
         for _ in self._items:
             pass
         self._tensor = torch.empty(0)
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuses a tensor from which a push would have to go through the host.
-
-    Raises:
-        WeightMismatchError: ``tensor`` is not on ``device``, which is a GPU.
-    """
+    """Refuses a tensor from which a push would have to go through the host."""
     if device.type == "cuda" and tensor.device != device:
         raise WeightMismatchError(
             f"{name} is on {tensor.device}, but this transport sends from {device}: move the "
@@ -516,14 +438,6 @@ def whole_tensors(
 
     The tensors are fresh: vLLM's loaders keep them until a layer is complete, while the buffers
     are received into again.
-
-    Args:
-        layout: The buckets.
-        buffers: Bucket ``i`` is in ``buffers[i % len(buffers)]``.
-        arrivals: Numbers of the buckets as they arrive, in order; see ``receive_buckets``.
-
-    Yields:
-        Name and tensor of full shape, in the order of the layout's metadata.
     """
     for meta in layout.metadata:
         if not meta.num_elements:

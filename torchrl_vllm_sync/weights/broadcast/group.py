@@ -43,11 +43,6 @@ class BoundedStore:
     in a thread of its own, which is left behind with it when there is no answer. The connection is
     lost then, and every later call fails at once.
 
-    Args:
-        store: The connection; nobody else may use it meanwhile.
-        answer_timeout_s: Seconds to wait for the answer to calls that do not wait themselves;
-            ``None`` in the process that hosts the store, whose calls are made directly.
-
     Attributes:
         raw: As given.
     """
@@ -60,35 +55,19 @@ class BoundedStore:
         self._is_lost = False
 
     def set(self, key: str, value: str) -> None:
-        """Sets ``key``.
-
-        Raises:
-            DistError: The host of the store is gone, or does not answer.
-        """
+        """Sets ``key``."""
         self._call(lambda: self.raw.set(key, value))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to the number at ``key``, at first 0, and returns it.
-
-        Raises:
-            DistError: The host of the store is gone, or does not answer.
-        """
+        """Adds to the number at ``key``, at first 0, and returns it."""
         return self._call(lambda: self.raw.add(key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Returns whether all ``keys`` are there.
-
-        Raises:
-            DistError: The host of the store is gone, or does not answer.
-        """
+        """Returns whether all ``keys`` are there."""
         return self._call(lambda: self.raw.check(list(keys)))
 
     def await_value(self, key: str, timeout_s: float) -> str:
-        """Waits until ``key`` is there and returns its value.
-
-        Raises:
-            DistError: It did not come in time, or the host of the store is gone.
-        """
+        """Waits until ``key`` is there and returns its value."""
 
         def wait() -> str:
             self.raw.wait([key], timedelta(seconds=timeout_s))
@@ -154,9 +133,6 @@ def nccl_environment(interface: str | None) -> Iterator[None]:
     """Sets the variables, and takes them back afterwards.
 
     The first collective has to be inside: only then does torch make the communicator.
-
-    Args:
-        interface: Network interface to use; ``None`` leaves the choice to NCCL.
     """
     wanted: dict[str, str | None] = dict(QUIET_NCCL)
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
@@ -224,20 +200,7 @@ def own_address(peer: str) -> str:
 def host_store(
     address: str, port: int | None, *, world_size: int, timeout_s: float, interface: str | None
 ) -> TCPStore:
-    """Makes the store on the trainer, which listens at ``address`` alone.
-
-    Args:
-        address: This host's address, reachable from every worker; one of its own, not one that is
-            translated on the way.
-        port: Port to listen on; ``None`` takes a free one.
-        world_size: The trainer and all workers.
-        timeout_s: Seconds for the store's own waits.
-        interface: See :class:`Rendezvous`.
-
-    Raises:
-        TransferError: The port cannot be had, or the address is not this host's.
-        UnsupportedArgumentError: This host has no such interface.
-    """
+    """Makes the store on the trainer, which listens at ``address`` alone."""
     _require_interface(interface)
     try:
         with _bound(address, 0 if port is None else port) as listener:
@@ -257,12 +220,7 @@ def host_store(
 
 
 def reach_store(rendezvous: Rendezvous, *, timeout_s: float) -> TCPStore:
-    """Reaches the trainer's store from a worker.
-
-    Raises:
-        TransferError: It cannot be reached in time.
-        UnsupportedArgumentError: This host has no such interface.
-    """
+    """Reaches the trainer's store from a worker."""
     _require_interface(rendezvous.interface)
     address, port = rendezvous.address, rendezvous.port
     deadline = time.monotonic() + timeout_s
@@ -284,21 +242,13 @@ def reach_store(rendezvous: Rendezvous, *, timeout_s: float) -> TCPStore:
 
 
 def free_port(address: str) -> int:
-    """Returns a port that is free now at one of this host's addresses; nothing listens there.
-
-    Raises:
-        OSError: The address is not this host's.
-    """
+    """Returns a port that is free now at one of this host's addresses; nothing listens there."""
     with _bound(address, 0) as probe:
         return int(probe.getsockname()[1])
 
 
 def _bound(address: str, port: int) -> socket.socket:
-    """Returns a socket bound to one address only.
-
-    Raises:
-        OSError: The port is taken, or the address is not this host's.
-    """
+    """Returns a socket bound to one address only."""
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, protocol)
     try:
@@ -311,11 +261,7 @@ def _bound(address: str, port: int) -> socket.socket:
 
 
 def _require_interface(name: str | None) -> None:
-    """Refuses an interface that this host has not; NCCL says so only the first time.
-
-    Raises:
-        UnsupportedArgumentError: It has not; lists those that it has.
-    """
+    """Refuses an interface that this host has not; NCCL says so only the first time."""
     known = [known for _, known in socket.if_nameindex()]
     if name is not None and name not in known:
         raise UnsupportedArgumentError(
@@ -324,11 +270,7 @@ def _require_interface(name: str | None) -> None:
 
 
 def _await_listener(address: str, port: int, deadline: float) -> None:
-    """Returns once somebody listens there.
-
-    Raises:
-        OSError: Nobody did until ``deadline``, of ``time.monotonic()``.
-    """
+    """Returns once somebody listens there."""
     while True:
         try:
             left = max(deadline - time.monotonic(), 1e-3)
@@ -359,12 +301,6 @@ class BroadcastGroup:
     rank at about the same time; any number of :meth:`broadcast` in the same order everywhere;
     :meth:`close`. After an error on any rank the group is of no more use: close it everywhere.
 
-    Args:
-        store: Store of all ranks.
-        rank: This process's rank.
-        rendezvous: Where the group meets.
-        device: Where the tensors are; its kind decides between NCCL and Gloo.
-
     Attributes:
         rank: This process's rank.
         device: As given.
@@ -392,20 +328,7 @@ class BroadcastGroup:
         timeout_s: float,
         interface: str | None = None,
     ) -> BroadcastGroup:
-        """Makes the store on the trainer; :meth:`connect` has still to be called.
-
-        Args:
-            address: This host's address, reachable from every worker.
-            port: Port to listen on; ``None`` takes a free one.
-            world_size: The trainer and all workers.
-            device: Where the trainer's tensors are.
-            timeout_s: Seconds for the store's own waits.
-            interface: See :class:`Rendezvous`.
-
-        Raises:
-            TransferError: The port cannot be had.
-            UnsupportedArgumentError: This host has no such interface.
-        """
+        """Makes the store on the trainer; :meth:`connect` has still to be called."""
         store = host_store(
             address, port, world_size=world_size, timeout_s=timeout_s, interface=interface
         )
@@ -416,12 +339,7 @@ class BroadcastGroup:
     def join(
         cls, rendezvous: Rendezvous, rank: int, device: torch.device, *, timeout_s: float
     ) -> BroadcastGroup:
-        """Reaches the trainer's store from a worker; :meth:`connect` has still to be called.
-
-        Raises:
-            TransferError: The rank does not exist in this group, or the trainer cannot be reached.
-            UnsupportedArgumentError: This host has no such interface.
-        """
+        """Reaches the trainer's store from a worker; :meth:`connect` has still to be called."""
         if not 0 < rank < rendezvous.world_size:
             raise TransferError(
                 f"rank must be in [1, {rendezvous.world_size}) in a group of "
@@ -442,11 +360,7 @@ class BroadcastGroup:
 
     @property
     def store(self) -> BoundedStore:
-        """Store of all ranks.
-
-        Raises:
-            TransferError: The group is closed.
-        """
+        """Store of all ranks."""
         if self._store is None:
             raise TransferError(CLOSED)
         return self._store
@@ -466,13 +380,6 @@ class BroadcastGroup:
 
         After a failure the group has still to be closed on the trainer, who may ask it first who
         was :meth:`absent`; workers have left it.
-
-        Args:
-            timeout_s: Seconds for everything.
-            watch: Called while waiting; raises to give up early.
-
-        Raises:
-            TransferError: Not every rank came, or two came with one rank.
         """
         deadline = time.monotonic() + timeout_s
         give_up = self.abort if self.rank == TRAINER_RANK else self.close
@@ -507,9 +414,6 @@ class BroadcastGroup:
 
         On CUDA the transfer follows the work queued on the current stream, and waiting for it
         makes that stream wait, not the host.
-
-        Raises:
-            TransferError: The group is closed.
         """
         if self._group is None:
             raise TransferError(CLOSED)
@@ -527,11 +431,7 @@ class BroadcastGroup:
     def broadcast_together(
         self, tensors: Sequence[torch.Tensor], *, timeout_s: float
     ) -> list[dist.Work]:
-        """Starts sending several tensors as one transfer where the communicator can do that.
-
-        Raises:
-            TransferError: The group is closed.
-        """
+        """Starts sending several tensors as one transfer where the communicator can do that."""
         if self._group is None or self._stream is None:
             return [self.broadcast(tensor, timeout_s=timeout_s) for tensor in tensors]
         self._group._start_coalescing()
@@ -547,14 +447,6 @@ class BroadcastGroup:
 
         Gloo forgets who waits for a message when the connection closes in the middle of it (torch
         2.13), so this looks now and then who is still there.
-
-        Args:
-            work: From :meth:`broadcast`.
-            watch: Called about every 50 ms on a CPU; raises to give up early.
-
-        Raises:
-            RuntimeError: The communicator failed.
-            TransferError: Somebody has left the group.
         """
         while self._stream is None and not work.is_completed():
             with contextlib.suppress(RuntimeError):  # not yet, or a failure: see the last line
@@ -591,16 +483,7 @@ class BroadcastGroup:
         watch: Callable[[], None] | None = None,
         poll_s: float = SPIN_S,
     ) -> None:
-        """Waits until everything queued by this group is done; gives the group up otherwise.
-
-        Args:
-            deadline: ``time.monotonic()`` at which to give up.
-            watch: Called about every 50 ms; raises to give up early.
-            poll_s: Seconds between looks; each takes the interpreter from whatever else runs.
-
-        Raises:
-            TransferError: It was not done in time.
-        """
+        """Waits until everything queued by this group is done; gives the group up otherwise."""
         if self._stream is None:
             return
         done = torch.cuda.Event()
@@ -663,11 +546,7 @@ class BroadcastGroup:
                     group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
 
     def raise_if_given_up(self) -> None:
-        """On a worker: what a wait for the trainer calls now and then.
-
-        Raises:
-            TransferError: The trainer has given the group up, or is gone.
-        """
+        """On a worker: what a wait for the trainer calls now and then."""
         try:
             given_up = self.store.check([GIVEN_UP])
         except DistError as error:
@@ -693,15 +572,6 @@ class BroadcastGroup:
         """Waits for keys that end in a rank, one each.
 
         Looks again and again: a wait in the store that runs out leaves its connection in disorder.
-
-        Args:
-            keys: Keys of the store.
-            deadline: ``time.monotonic()`` at which to give up.
-            what: What the ranks whose keys are missing did not do.
-            watch: Called about every 50 ms; raises to give up early.
-
-        Raises:
-            TransferError: A key was not there in time; names the ranks.
         """
         next_look = time.monotonic() + WATCH_S
         while not self.store.check(list(keys)):
@@ -771,22 +641,13 @@ class StartSignal:
 
     Nobody enters a collective before everybody is ready, so that a failure until then leaves the
     group usable and nothing to abort.
-
-    Args:
-        group: The connected group.
-        push_id: Number of the transfer, of which the group sees each once.
     """
 
     def __init__(self, group: BroadcastGroup, push_id: int) -> None:
         self._group, self._push_id = group, push_id
 
     def give(self, *, deadline: float, watch: Callable[[], None]) -> None:
-        """On the trainer: waits until every worker is ready, then gives the word.
-
-        Raises:
-            TransferError: Not everyone was ready in time; everyone is told to leave it.
-            Exception: What ``watch`` raises; likewise.
-        """
+        """On the trainer: waits until every worker is ready, then gives the word."""
         keys = [
             f"ready/{self._push_id}/{rank}" for rank in range(1, self._group.rendezvous.world_size)
         ]
@@ -800,11 +661,7 @@ class StartSignal:
         self._group.store.set(self._start_key, GO)
 
     def await_start(self, *, deadline: float) -> None:
-        """On a worker: says that it is ready and waits for the trainer's word.
-
-        Raises:
-            TransferError: The trainer called it off, is gone, or was silent until the deadline.
-        """
+        """On a worker: says that it is ready and waits for the trainer's word."""
         store = self._group.store
         try:
             store.set(f"ready/{self._push_id}/{self._group.rank}", "1")

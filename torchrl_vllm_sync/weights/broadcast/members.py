@@ -43,13 +43,6 @@ class BroadcastMembers:
     members are the replicas that a push waits for; after a push that failed :meth:`leave`;
     :meth:`close` at the end. Replicas that were silent are left out until they show life.
 
-    Args:
-        device: The trainer's device; ``None`` takes the weights', the last group's or the current
-            one, of the engines' kind.
-        interface: Network interface for rendezvous and data; ``None`` takes the one that reaches
-            the other side.
-        join_timeout_s: Seconds within which everybody must have come to the rendezvous.
-
     Attributes:
         ranks: Id of each replica in the group to the ranks of its workers.
         crew: Id of each replica in the group to its incarnation.
@@ -72,11 +65,7 @@ class BroadcastMembers:
 
     @property
     def group(self) -> BroadcastGroup:
-        """The communicator.
-
-        Raises:
-            TransferError: There is none.
-        """
+        """The communicator."""
         if self._group is None:
             raise TransferError("no group was formed")
         return self._group
@@ -97,21 +86,7 @@ class BroadcastMembers:
         without: Mapping[str, str] | None = None,
         source: WeightSource | None = None,
     ) -> bool:
-        """Forms the group with the workers of every replica that is alive; nothing if it stands.
-
-        Args:
-            client: The replicas.
-            without: Id of each replica that was lost in this push, to the reason.
-            source: What will be sent; ``None`` does not look where it is.
-
-        Returns:
-            Whether the group is a new one.
-
-        Raises:
-            TransferError: Nobody is there to join, or nobody came in time.
-            UnsupportedArgumentError: The trainer's device and the engines' do not go together, or
-                this host has not the interface.
-        """
+        """Forms the group with the workers of every replica that is alive; nothing if it stands."""
         without = without or {}
         self._silent.look(client)
         if self._group is not None:
@@ -145,11 +120,7 @@ class BroadcastMembers:
         return self.crew == {n: one for n, one in awaited.items() if n not in self.silent}
 
     def _device_for(self, source: WeightSource | None, engines: set[str]) -> torch.device:
-        """Returns the trainer's device for engines on these kinds of device.
-
-        Raises:
-            UnsupportedArgumentError: They do not go together.
-        """
+        """Returns the trainer's device for engines on these kinds of device."""
         if len(engines) > 1:
             raise UnsupportedArgumentError(
                 f"a broadcast reaches engines of one kind of device, these are on {sorted(engines)}"
@@ -176,11 +147,7 @@ class BroadcastMembers:
     def _form(
         self, client: ReplicaClient, num_workers: dict[str, int], device: torch.device
     ) -> bool:
-        """Forms a group with these replicas, or finds out which of them to do without.
-
-        Raises:
-            TransferError: Nobody would be left.
-        """
+        """Forms a group with these replicas, or finds out which of them to do without."""
         self.ranks, world_size = {}, 1
         standings = client.standings()
         self.crew = {n: standings[n].incarnation for n in num_workers if n in standings}
@@ -242,13 +209,7 @@ class BroadcastMembers:
         return set(calls.failures()) or late
 
     def leave(self, client: ReplicaClient, answers: dict[str, Any]) -> None:
-        """Gives the group up on both sides; the next push forms another.
-
-        Args:
-            client: The replicas.
-            answers: What the members last answered; those that were silent are not waited for, and
-                left out from now on.
-        """
+        """Gives the group up on both sides; the next push forms another."""
         self.close()
         silent = {n: str(one) for n, one in answers.items() if is_lost(one) and not is_dead(one)}
         self._silent.note(client, silent)

@@ -387,11 +387,7 @@ class BroadcastTransport:
         return self._layout
 
     def _look_at(self, source: WeightSource, layout: BucketLayout, device: torch.device) -> None:
-        """Finds out whether the tensors stay in place, and can be sent from there.
-
-        Raises:
-            WeightMismatchError: A tensor is on another device.
-        """
+        """Finds out whether the tensors stay in place, and can be sent from there."""
         views = source.views() if isinstance(source, StableSource) else None
         if views is not None and views is self._views:
             return

@@ -99,12 +99,7 @@ class DataLayout:
 
     @classmethod
     def of(cls, metadata: Sequence[ParamMeta]) -> DataLayout:
-        """Lays ``metadata`` out.
-
-        Raises:
-            WeightMismatchError: A name is empty, twice there or reserved, or a dtype needs a
-                quantizer.
-        """
+        """Lays ``metadata`` out."""
         leaves: dict[str, list[Any]] = {}
         offsets: list[int] = []
         end = 0
@@ -181,16 +176,6 @@ class DataFile:
         """Makes a new file under a temporary name, complete but for the parameters, and renames it.
 
         A file that had the name keeps its pages for whoever has it mapped.
-
-        Args:
-            path: Name of the file.
-            layout: What it is to hold.
-            allocate: Whether to take all its blocks now.
-            mapped: Whether to write through a mapping; needs ``allocate``.
-
-        Raises:
-            OSError: The file system refuses, for instance because it is full.
-            SnapshotError: Others can write into the folder.
         """
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
         path.unlink(missing_ok=True)
@@ -212,10 +197,6 @@ class DataFile:
         """Opens a file that an earlier writer left; None if it is not exactly of this layout.
 
         Its parameters are as good as gone: a mapped file's pages are written to.
-
-        Raises:
-            OSError: The file system refuses.
-            SnapshotError: Others can have written the file.
         """
         try:
             handle = open_file(path, os.O_RDWR)
@@ -257,12 +238,7 @@ class DataFile:
 
 
 def open_tensordict(path: Path, metadata: Sequence[ParamMeta], trailer_checksum: int) -> TensorDict:
-    """Opens and maps a data file, copying nothing; see :func:`map_tensordict`.
-
-    Raises:
-        OSError: The file is not there or cannot be read.
-        SnapshotError: It is not the published one, or others can have written it.
-    """
+    """Opens and maps a data file, copying nothing; see :func:`map_tensordict`."""
     handle = open_file(path)
     try:
         return map_tensordict(handle, path, metadata, trailer_checksum)
@@ -277,10 +253,6 @@ def map_tensordict(
 
     The mapping is private: a store into one of its tensors stays in this process. TensorDict gets
     to read no description but the one that this module writes for ``metadata``.
-
-    Raises:
-        OSError: The file cannot be read.
-        SnapshotError: Its description or its length is not the published one.
     """
     size = os.fstat(handle).st_size
     length = int.from_bytes(os.pread(handle, 8, max(size - 8, 0)), "little")
@@ -377,10 +349,6 @@ class TensorWriter:
     Each tensor is one thread's, so that several are under way. Tensors of another dtype are cast
     piece by piece; those of a GPU pass through page-locked buffers, which are kept: they are copied
     out by the thread that calls, in the order of its stream, and stored by the others.
-
-    Args:
-        checksums: Whether to hash.
-        num_lanes: Threads; ``None`` takes the number of cores, eight at most.
     """
 
     def __init__(self, *, checksums: bool, num_lanes: int | None = None) -> None:
@@ -390,11 +358,7 @@ class TensorWriter:
 
     @contextmanager
     def filling(self, file: DataFile) -> Iterator[Filling]:
-        """Fills one data file; when ``with`` ends, no thread is at it any more.
-
-        Args:
-            file: Open, and not used by others until then.
-        """
+        """Fills one data file; when ``with`` ends, no thread is at it any more."""
         filling = Filling(file, self._num_lanes, self._all_buffers, checksums=self._checksums)
         try:
             yield filling
@@ -412,14 +376,7 @@ class TensorWriter:
 
 
 class Filling:
-    """One data file on its way: :meth:`add` every tensor, then :meth:`finish`.
-
-    Args:
-        file: Open.
-        num_lanes: Threads.
-        buffers: Gives the buffers for tensors of a device, of ``CHUNK_BYTES`` each.
-        checksums: Whether to hash.
-    """
+    """One data file on its way: :meth:`add` every tensor, then :meth:`finish`."""
 
     def __init__(
         self,
@@ -437,19 +394,7 @@ class Filling:
         self._failure: BaseException | None = None
 
     def add(self, tensor: torch.Tensor, meta: ParamMeta, offset: int, *, stays: bool) -> None:
-        """Stores ``tensor`` as ``meta`` says, now or soon.
-
-        Args:
-            tensor: Of the shape of ``meta``, on any device.
-            meta: Has the dtype to store.
-            offset: Where in the file.
-            stays: Whether it will hold the same values until :meth:`finish`. If not, it may be
-                changed as soon as this returns.
-
-        Raises:
-            OSError: The file system refuses, this tensor or one before.
-            SnapshotError: Nothing was stored for ``STORE_TIMEOUT_S``.
-        """
+        """Stores ``tensor`` as ``meta`` says, now or soon."""
         self._raise_failure()
         state = xxhash.xxh3_64() if self._checksums else None
         self._hashes.append(state)
@@ -472,16 +417,7 @@ class Filling:
             offset += piece.numel() * meta.dtype.itemsize
 
     def finish(self) -> tuple[list[int | None], dict[str, float]]:
-        """Waits until everything is stored.
-
-        Returns:
-            The xxh3-64 of the stored bytes of each tensor, ``None`` if none are wanted; and the
-            seconds of ``copy`` and ``hash``, of all threads together.
-
-        Raises:
-            OSError: The file system refused.
-            SnapshotError: Nothing was stored for ``STORE_TIMEOUT_S``.
-        """
+        """Waits until everything is stored."""
         for lane in self._lanes:
             self._wait_for(lane)
         self._raise_failure()
@@ -556,11 +492,7 @@ class Filling:
             yield waiting[:2]
 
     def _take(self) -> torch.Tensor:
-        """Waits for a free buffer.
-
-        Raises:
-            SnapshotError: There was none for ``STORE_TIMEOUT_S``.
-        """
+        """Waits for a free buffer."""
         self._raise_failure()
         if self._free is None:
             self._free = queue.SimpleQueue()
@@ -572,11 +504,7 @@ class Filling:
             raise self._too_slow() from None
 
     def _wait_for(self, lane: _Lane) -> None:
-        """Returns when a lane has done all that it was given, as long as that goes on.
-
-        Raises:
-            SnapshotError: It stored nothing for ``STORE_TIMEOUT_S``.
-        """
+        """Returns when a lane has done all that it was given, as long as that goes on."""
         while lane.last is not None:
             num_stored = lane.num_stored
             with suppress(TimeoutError):

@@ -52,12 +52,7 @@ _mapped_owners: dict[int, int] = {}
 
 
 def open_folder(path: Path) -> int:
-    """Opens a folder that nobody else can write into; the caller closes the handle.
-
-    Raises:
-        OSError: It is not there, or no folder.
-        SnapshotError: It is a symbolic link, another user's, or writable by others.
-    """
+    """Opens a folder that nobody else can write into; the caller closes the handle."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:
@@ -73,17 +68,7 @@ def open_folder(path: Path) -> int:
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Opens a file that nobody else can have written; the caller closes the handle.
-
-    Args:
-        path: The file. Its folder is checked like itself.
-        flags: As ``os.open`` takes them; with ``O_CREAT``, a new file has mode 0600.
-
-    Raises:
-        OSError: It is not there, or cannot be opened.
-        SnapshotError: File or folder is a symbolic link, another user's or writable by others; or
-            the file is no regular one.
-    """
+    """Opens a file that nobody else can have written; the caller closes the handle."""
     folder = open_folder(path.parent)
     try:
         # O_NONBLOCK: a pipe that somebody put there must not keep the reader waiting.
@@ -106,35 +91,21 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def new_file(path: Path) -> int:
-    """Makes a file of mode 0600 and opens it for reading and writing.
-
-    Raises:
-        OSError: There is one already, or the file system refuses.
-        SnapshotError: See :func:`open_folder`.
-    """
+    """Makes a file of mode 0600 and opens it for reading and writing."""
     handle = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     os.fchmod(handle, FILE_MODE)
     return handle
 
 
 def new_folder(path: Path) -> None:
-    """Makes a folder of mode 0700.
-
-    Raises:
-        OSError: There is one already, or the file system refuses.
-    """
+    """Makes a folder of mode 0700."""
     os.mkdir(path, FOLDER_MODE)
     if stat.S_IMODE(os.lstat(path).st_mode) & FOLDER_MODE != FOLDER_MODE:  # such an umask
         os.chmod(path, FOLDER_MODE)
 
 
 def require_folder(path: Path) -> None:
-    """Makes a folder of mode 0700 unless there is one that will do.
-
-    Raises:
-        OSError: The file system refuses.
-        SnapshotError: See :func:`open_folder`.
-    """
+    """Makes a folder of mode 0700 unless there is one that will do."""
     try:
         new_folder(path)
     except FileExistsError:
@@ -142,12 +113,7 @@ def require_folder(path: Path) -> None:
 
 
 def list_folder(path: Path) -> list[str]:
-    """Returns the names in a folder, sorted.
-
-    Raises:
-        OSError: It is not there, or no folder.
-        SnapshotError: See :func:`open_folder`.
-    """
+    """Returns the names in a folder, sorted."""
     handle = open_folder(path)
     try:
         return sorted(os.listdir(handle))
@@ -163,23 +129,14 @@ def remove_temporary_files(folder: Path) -> None:
 
 
 def read_file(path: Path, *, max_bytes: int) -> bytes:
-    """Returns all of a file.
-
-    Raises:
-        OSError: It is not there, or cannot be read.
-        SnapshotError: It is longer than ``max_bytes``, or see :func:`open_file`.
-    """
+    """Returns all of a file."""
     with os.fdopen(open_file(path), "rb") as file:
         require_length(file.fileno(), path, max_bytes)
         return file.read()
 
 
 def require_length(handle: int, path: Path, max_bytes: int) -> None:
-    """Refuses a file too long to be what its name says, before any of it is in memory.
-
-    Raises:
-        SnapshotError: It is.
-    """
+    """Refuses a file too long to be what its name says, before any of it is in memory."""
     found = os.fstat(handle).st_size
     if found > max_bytes:
         raise SnapshotError(f"{path}: corrupted: must have at most {max_bytes} bytes, has {found}")
@@ -190,10 +147,6 @@ def replace_file(path: Path, content: bytes, *, fsync: bool) -> None:
 
     Reason for the order: the rename is durable only once the folder is, and must never be durable
     before the content.
-
-    Raises:
-        OSError: The file system refuses.
-        SnapshotError: See :func:`open_folder`.
     """
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     try:
@@ -285,14 +238,7 @@ def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads what ``write_json`` wrote.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        OSError: It cannot be read.
-        SnapshotError: The content is no JSON object, or not the one that was written, or others
-            can have written it.
-    """
+    """Reads what ``write_json`` wrote."""
     content = read_file(path, max_bytes=_MAX_JSON_BYTES)
     try:
         record = json.loads(content)
@@ -308,11 +254,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def field(record: dict[str, Any], name: str, kind: type[_Value], source: Path) -> _Value:
-    """Returns one field of a record, which must have exactly this type.
-
-    Raises:
-        SnapshotError: It is missing, of another type, or an integer of more than 64 bits.
-    """
+    """Returns one field of a record, which must have exactly this type."""
     value = record.get(name)
     if type(value) is not kind or (isinstance(value, int) and abs(value) >= _NUM_INT64):
         raise SnapshotError(
@@ -380,11 +322,7 @@ class ProcessIdentity:
 
     @classmethod
     def from_record(cls, record: dict[str, Any], source: Path) -> ProcessIdentity:
-        """Reads what ``to_record`` wrote.
-
-        Raises:
-            SnapshotError: A field is missing or has a wrong type; names ``source``.
-        """
+        """Reads what ``to_record`` wrote."""
         return cls(
             field(record, "host", str, source),
             field(record, "hostname", str, source),

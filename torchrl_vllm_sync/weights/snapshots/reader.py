@@ -62,11 +62,7 @@ class Snapshot:
         return list(self.manifest.metadata)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields ``(name, tensor)`` in the order of ``metadata``, and keeps the lease alive.
-
-        Raises:
-            SnapshotError: The writer has broken the lease.
-        """
+        """Yields ``(name, tensor)`` in the order of ``metadata``, and keeps the lease alive."""
         for meta in self.manifest.metadata:
             self._keep_alive()
             yield meta.name, self.tensordict.get(meta.name)
@@ -76,9 +72,6 @@ class Snapshot:
 
         ``tensors`` does it on its own. Call it during pauses longer than a few seconds, well within
         the writer's ``lease_timeout_s``.
-
-        Raises:
-            SnapshotError: The writer has broken the lease.
         """
         with storage_errors(f"{self._folder}: heartbeat"):
             self._lease.heartbeat()
@@ -89,9 +82,6 @@ class Snapshot:
 
         Source of the rule: HEAD changes before the first byte does, so an unchanged HEAD after the
         last read means unchanged bytes.
-
-        Raises:
-            SnapshotError: The folder was written again, or is gone.
         """
         with storage_errors(f"{self._folder}: validating"):
             head = Head.read(self._folder)
@@ -104,11 +94,7 @@ class Snapshot:
             )
 
     def verify(self) -> None:
-        """Compares every tensor with its published checksum, if there are any.
-
-        Raises:
-            SnapshotError: Tensors differ (named), or the folder was written again meanwhile.
-        """
+        """Compares every tensor with its published checksum, if there are any."""
         if self.manifest.checksums is None:
             return
         metadata, expected = self.manifest.metadata, self.manifest.checksums

@@ -116,12 +116,7 @@ class ManifestFile:
         self._manifest: Manifest | None = None
 
     def read(self) -> Manifest | None:
-        """The current manifest; None when nothing has been published.
-
-        Raises:
-            OSError: The file cannot be read.
-            SnapshotError: The file is truncated or corrupted, or others can have written it.
-        """
+        """The current manifest; None when nothing has been published."""
         try:
             handle = open_file(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -139,18 +134,7 @@ class ManifestFile:
 
 
 def decode(content: bytes, path: Path, known: Manifest | None = None) -> Manifest:
-    """Parses and checks a manifest.
-
-    Args:
-        content: All of the file.
-        path: The file, for messages.
-        known: One that was checked before; if it describes the same tensors, this spares a second
-            look at their layout.
-
-    Raises:
-        SnapshotError: Names ``path`` and what is wrong: header, format, length, checksum, fields,
-            or a layout that no writer makes.
-    """
+    """Parses and checks a manifest."""
     header, newline, body = content.partition(b"\n")
     head, _, checksum = header.decode(errors="replace").rpartition(" ")
     fields = head.split(" ")
@@ -267,12 +251,7 @@ class Head:
 
     @classmethod
     def read(cls, folder: Path) -> Head | None:
-        """The folder's HEAD; None if it has none, or is gone.
-
-        Raises:
-            OSError: HEAD cannot be read.
-            SnapshotError: HEAD is damaged, or others can have written it.
-        """
+        """The folder's HEAD; None if it has none, or is gone."""
         path = folder / HEAD
         try:
             record = read_json(path)
@@ -309,12 +288,7 @@ class Lease:
         self.path = directory / READERS / f"{reader_id}.{os.getpid()}.{next(_counter)}"
 
     def take(self, folder: str, version: int) -> None:
-        """Claims ``folder``, giving up the one claimed before.
-
-        Raises:
-            OSError: The lease cannot be written.
-            SnapshotError: Others can write into the folder of leases.
-        """
+        """Claims ``folder``, giving up the one claimed before."""
         record = self._process.to_record() | {
             "reader_id": self._reader_id,
             "folder": folder,
@@ -324,11 +298,7 @@ class Lease:
         write_json(self.path, record, fsync=False)
 
     def heartbeat(self) -> None:
-        """Shows that the reader is alive.
-
-        Raises:
-            SnapshotError: The writer has broken the lease.
-        """
+        """Shows that the reader is alive."""
         try:
             os.utime(self.path, follow_symlinks=False)
         except FileNotFoundError as error:
@@ -465,16 +435,7 @@ class WriterLock:
         self.reusable_from = 0
 
     def acquire(self, *, takeover: bool) -> None:
-        """Becomes the owner.
-
-        Args:
-            takeover: Whether to replace an owner that is alive; it is fenced from then on.
-
-        Raises:
-            SnapshotError: There is a live owner (named), ``COMMIT`` stays locked, or a file is
-                damaged or can have been written by others.
-            OSError: The directory is not writable.
-        """
+        """Becomes the owner."""
         with self._locked_commit():
             previous = self._owner()
             released = previous is None or previous.released
@@ -508,12 +469,7 @@ class WriterLock:
         return not (self._directory / EPOCH).exists()
 
     def check(self) -> None:
-        """Finds out whether this writer still owns the directory.
-
-        Raises:
-            FencedWriterError: Another one has taken over (named).
-            SnapshotError: The directory is no longer there.
-        """
+        """Finds out whether this writer still owns the directory."""
         owner = self._owner()
         if owner is None:
             raise SnapshotError(
@@ -528,12 +484,7 @@ class WriterLock:
 
     @contextmanager
     def commit(self) -> Iterator[None]:
-        """Keeps every other writer out of the few file operations that make a version visible.
-
-        Raises:
-            FencedWriterError: Another writer has taken over.
-            SnapshotError: ``COMMIT`` stays locked beyond the deadline.
-        """
+        """Keeps every other writer out of the few file operations that make a version visible."""
         with self._locked_commit():
             self.check()
             yield
@@ -635,13 +586,7 @@ class Marker:
 
     @classmethod
     def read(cls, directory: Path) -> Marker | None:
-        """The directory's marker; None if it is new: absent, empty, or barely begun.
-
-        Raises:
-            SnapshotError: The directory holds something else, or another format, or others can
-                write into it.
-            OSError: The directory cannot be read, for instance because it is a file.
-        """
+        """The directory's marker; None if it is new: absent, empty, or barely begun."""
         path = directory / MARKER
         try:
             record = read_json(path)

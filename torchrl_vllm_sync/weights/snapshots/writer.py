@@ -150,16 +150,7 @@ class SlotStore:
                 self._slots.append(_Slot(name, head.version if head and whole else None))
 
     def begin(self, layout: DataLayout, head: Head) -> tuple[str, DataFile]:
-        """Takes a slot and marks it as being written.
-
-        Returns:
-            Name of the slot's folder, and its data file.
-
-        Raises:
-            SnapshotError: Every slot is current or leased, and no more may be made; says who holds
-                what. Or there is no space for as much as two slots.
-            OSError: The file system refuses.
-        """
+        """Takes a slot and marks it as being written."""
         slot = self._acquire(layout)
         folder = self._directory / slot.name
         slot.version = None
@@ -212,11 +203,7 @@ class SlotStore:
             remove_folder(self._directory / name)
 
     def prepare(self, layout: DataLayout, head: Head) -> None:
-        """Makes all ``num_slots`` now, so that no publish pays for new pages.
-
-        Raises:
-            OSError: The file system refuses, for instance because it is full.
-        """
+        """Makes all ``num_slots`` now, so that no publish pays for new pages."""
         for _ in range(self._settings.num_slots - len(self._slots)):
             slot = self._new_slot(layout)
             head.write(self._directory / slot.name, fsync=False)
@@ -296,11 +283,7 @@ class SlotStore:
 
 
 def require_space(directory: Path, num_bytes: int) -> None:
-    """Finds out before writing whether ``num_bytes`` fit.
-
-    Raises:
-        OSError: They do not.
-    """
+    """Finds out before writing whether ``num_bytes`` fit."""
     facts = os.statvfs(directory)
     free = facts.f_bavail * facts.f_frsize
     # Some network file systems report no size at all.
@@ -360,14 +343,7 @@ class VersionStore:
                 remove_folder(directory / name)
 
     def begin(self, layout: DataLayout, head: Head) -> tuple[str, DataFile]:
-        """Makes a folder that has no visible name yet.
-
-        Returns:
-            Name of the folder, and its data file.
-
-        Raises:
-            OSError: The file system refuses, for instance because it is full.
-        """
+        """Makes a folder that has no visible name yet."""
         name = f"{_BUILDING}{head.epoch}-{head.version}"
         remove_folder(self._directory / name)  # left behind if it could not be abandoned
         require_space(self._directory, layout.num_bytes)
