@@ -25,10 +25,8 @@ import torch
 from tensordict import TensorDict
 
 from benchmarks.record import Recorder
-from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.weights.snapshots.files import file_system_type, is_memory_file_system
-from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

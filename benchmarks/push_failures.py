@@ -40,9 +40,8 @@ import torch
 from benchmarks.record import Recorder
 from benchmarks.shapes import SHAPES, save_shape
 from benchmarks.sync_actors import Trainer, spawn
-from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync import AsyncVLLM, BroadcastTransport
 from torchrl_vllm_sync.errors import SyncError
-from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.transport import SendOutcome

@@ -26,7 +26,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import Recorder
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.prefix_index import PrefixIndex

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.observe.page import Dashboard
     from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
     from torchrl_vllm_sync.observe.timeline import save_timeline
-    from torchrl_vllm_sync.replica import PushStatus
+    from torchrl_vllm_sync.replica import PushStatus, ReplicaState
     from torchrl_vllm_sync.rl.collectors import RayReplayBuffer
     from torchrl_vllm_sync.rl.policy import vLLMWrapper
     from torchrl_vllm_sync.rl.schemes import (
@@ -27,61 +27,120 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.rl.statistics import GenerationStatistics, log_pushes, log_rollouts
     from torchrl_vllm_sync.rl.updater import WeightUpdater
     from torchrl_vllm_sync.routing.balancer import LoadBalancer
+    from torchrl_vllm_sync.routing.strategies import (
+        RoutingRequest,
+        RoutingStrategy,
+        StrategySettings,
+        known_strategies,
+        register_strategy,
+    )
     from torchrl_vllm_sync.service.service import AsyncVLLM, attach, make_async_vllm_engine
     from torchrl_vllm_sync.service.supervisor import QueueLengthScaling
+    from torchrl_vllm_sync.versions import VersionSpan, expand_spans, max_version, min_version
+    from torchrl_vllm_sync.weights.auto import AutoTransport
+    from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
+    from torchrl_vllm_sync.weights.ipc import IPCTransport
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+    from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
+    from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
+    from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
+    from torchrl_vllm_sync.weights.source import as_weight_source
+    from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome, WeightTransport
 
     __version__: str
 
 __all__ = [
     "AsyncVLLM",
+    "AutoTransport",
+    "BroadcastTransport",
     "Dashboard",
     "GenerationStatistics",
+    "IPCTransport",
     "LoadBalancer",
+    "MemmapTransport",
     "MetricsExporter",
+    "ParamMeta",
+    "PushReport",
     "PushStatus",
     "QueueLengthScaling",
     "RayReplayBuffer",
+    "ReplicaOutcome",
+    "ReplicaState",
     "ReplicaStatus",
+    "RoutingRequest",
+    "RoutingStrategy",
     "ServiceStatus",
+    "SnapshotReader",
+    "SnapshotWriter",
     "StalenessFilter",
     "StalenessWeight",
+    "StrategySettings",
     "VLLMDoubleBufferSyncScheme",
     "VLLMWeightSyncScheme",
+    "VersionSpan",
     "VersionStamp",
     "WeightSyncScheme",
+    "WeightTransport",
     "WeightUpdater",
     "__version__",
+    "as_weight_source",
     "attach",
     "errors",
+    "expand_spans",
+    "known_strategies",
     "log_pushes",
     "log_rollouts",
     "make_async_vllm_engine",
+    "max_version",
+    "min_version",
+    "register_strategy",
     "save_timeline",
     "vLLMWrapper",
 ]
 
 _HOMES = {
     "AsyncVLLM": "torchrl_vllm_sync.service.service",
+    "AutoTransport": "torchrl_vllm_sync.weights.auto",
+    "BroadcastTransport": "torchrl_vllm_sync.weights.broadcast.transport",
     "Dashboard": "torchrl_vllm_sync.observe.page",
     "GenerationStatistics": "torchrl_vllm_sync.rl.statistics",
+    "IPCTransport": "torchrl_vllm_sync.weights.ipc",
     "LoadBalancer": "torchrl_vllm_sync.routing.balancer",
+    "MemmapTransport": "torchrl_vllm_sync.weights.snapshots.transport",
     "MetricsExporter": "torchrl_vllm_sync.observe.metrics",
+    "ParamMeta": "torchrl_vllm_sync.weights.metadata",
+    "PushReport": "torchrl_vllm_sync.weights.transport",
     "PushStatus": "torchrl_vllm_sync.replica",
     "QueueLengthScaling": "torchrl_vllm_sync.service.supervisor",
     "RayReplayBuffer": "torchrl_vllm_sync.rl.collectors",
+    "ReplicaOutcome": "torchrl_vllm_sync.weights.transport",
+    "ReplicaState": "torchrl_vllm_sync.replica",
     "ReplicaStatus": "torchrl_vllm_sync.observe.status",
+    "RoutingRequest": "torchrl_vllm_sync.routing.strategies",
+    "RoutingStrategy": "torchrl_vllm_sync.routing.strategies",
     "ServiceStatus": "torchrl_vllm_sync.observe.status",
+    "SnapshotReader": "torchrl_vllm_sync.weights.snapshots.reader",
+    "SnapshotWriter": "torchrl_vllm_sync.weights.snapshots.writer",
     "StalenessFilter": "torchrl_vllm_sync.rl.staleness",
     "StalenessWeight": "torchrl_vllm_sync.rl.staleness",
+    "StrategySettings": "torchrl_vllm_sync.routing.strategies",
     "VLLMDoubleBufferSyncScheme": "torchrl_vllm_sync.rl.schemes",
     "VLLMWeightSyncScheme": "torchrl_vllm_sync.rl.schemes",
+    "VersionSpan": "torchrl_vllm_sync.versions",
     "VersionStamp": "torchrl_vllm_sync.rl.staleness",
     "WeightSyncScheme": "torchrl_vllm_sync.rl.schemes",
+    "WeightTransport": "torchrl_vllm_sync.weights.transport",
     "WeightUpdater": "torchrl_vllm_sync.rl.updater",
+    "as_weight_source": "torchrl_vllm_sync.weights.source",
     "attach": "torchrl_vllm_sync.service.service",
+    "expand_spans": "torchrl_vllm_sync.versions",
+    "known_strategies": "torchrl_vllm_sync.routing.strategies",
     "log_pushes": "torchrl_vllm_sync.rl.statistics",
     "log_rollouts": "torchrl_vllm_sync.rl.statistics",
     "make_async_vllm_engine": "torchrl_vllm_sync.service.service",
+    "max_version": "torchrl_vllm_sync.versions",
+    "min_version": "torchrl_vllm_sync.versions",
+    "register_strategy": "torchrl_vllm_sync.routing.strategies",
     "save_timeline": "torchrl_vllm_sync.observe.timeline",
     "vLLMWrapper": "torchrl_vllm_sync.rl.policy",
 }

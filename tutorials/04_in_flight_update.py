@@ -51,8 +51,7 @@ from common.engines import ray_running, scenario, small_service
 from common.equality import Comparison, greedy, random_prompts, write_record
 from common.phases import milliseconds
 
-from torchrl_vllm_sync import AsyncVLLM
-from torchrl_vllm_sync.weights.transport import PushReport
+from torchrl_vllm_sync import AsyncVLLM, PushReport
 
 # %% [markdown]
 # ## Settings

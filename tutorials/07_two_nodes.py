@@ -47,8 +47,7 @@ from common.equality import Comparison, greedy_answers, random_prompts, write_re
 from common.phases import milliseconds
 from ray.cluster_utils import Cluster
 
-from torchrl_vllm_sync import AsyncVLLM
-from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
+from torchrl_vllm_sync import AsyncVLLM, BroadcastTransport
 
 # %% [markdown]
 # ## Settings

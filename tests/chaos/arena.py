@@ -14,7 +14,8 @@ from tests.chaos.traffic import Traffic
 from tests.chaos.watch import Patience, Watch, wait_until
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import HeldActor
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync import ReplicaState
+from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 # Seconds after which an engine or an actor that is silent counts as failed. With 5 s two replicas

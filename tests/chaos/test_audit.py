@@ -7,9 +7,9 @@ import pytest
 from tests.chaos.audit import Auditor
 from tests.chaos.traffic import ANSWER_TOKENS, PROMPT_TOKENS, Asked
 from tests.chaos.trainer import model_of
+from torchrl_vllm_sync import VersionSpan
 from torchrl_vllm_sync.errors import NoReplicaAvailableError
 from torchrl_vllm_sync.testing import greedy_tokens, make_tiny_checkpoint, token_log_probs
-from torchrl_vllm_sync.versions import VersionSpan
 
 PROMPT = list(range(5, 5 + PROMPT_TOKENS))
 SWITCH = 9

@@ -11,8 +11,8 @@ import time
 from tests.engine.checks import perturbed
 from tests.engine.faults import hold
 from tests.engine.trainers import broadcast
+from torchrl_vllm_sync import MemmapTransport
 from torchrl_vllm_sync.testing import load_tiny_model
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import MappingSource
 
 

@@ -14,17 +14,18 @@ from types import SimpleNamespace
 import pytest
 from ray import cloudpickle
 
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
-from torchrl_vllm_sync.routing import strategies
-from torchrl_vllm_sync.routing.balancer import LoadBalancer
-from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
-from torchrl_vllm_sync.routing.strategies import (
+from torchrl_vllm_sync import (
+    ReplicaState,
     RoutingRequest,
     StrategySettings,
     known_strategies,
     register_strategy,
-    strategy_factory,
 )
+from torchrl_vllm_sync.replica import EngineReport
+from torchrl_vllm_sync.routing import strategies
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
+from torchrl_vllm_sync.routing.strategies import strategy_factory
 
 PROMPTS = [None, "Hello", "a longer text " * 50, [1], list(range(500)), (5, 6, 7)] * 10
 REQUESTS = [RoutingRequest(prompt, {"session_id": 1}) for prompt in PROMPTS]

@@ -14,13 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchrl_vllm_sync import MemmapTransport, ReplicaState, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, SyncError
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.weights.push import WeightPusher
 from torchrl_vllm_sync.weights.snapshots import transport as transport_module
-from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
-from torchrl_vllm_sync.weights.snapshots.transport import PREFIX, SHARED_MEMORY, MemmapTransport
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
+from torchrl_vllm_sync.weights.snapshots.transport import PREFIX, SHARED_MEMORY
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Standing
 

@@ -15,7 +15,7 @@ from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.conftest import ENGINE
 from tests.engine.requests import eventually
 from tests.engine.trainers import BUCKET_BYTES, Trainer, broadcast
-from torchrl_vllm_sync import AsyncVLLM, WeightUpdater
+from torchrl_vllm_sync import AsyncVLLM, MemmapTransport, WeightUpdater
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
     WeightMismatchError,
@@ -23,7 +23,6 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.observe.timeline import trace_of
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_tokenizer
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 
 @pytest.fixture(scope="module")

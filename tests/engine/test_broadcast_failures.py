@@ -14,7 +14,7 @@ from tests.engine.conftest import ENGINE
 from tests.engine.faults import FaultyActor, engine_core_pid
 from tests.engine.requests import eventually
 from tests.engine.trainers import Breaking, Rival, Trainer, broadcast
-from torchrl_vllm_sync import AsyncVLLM, attach
+from torchrl_vllm_sync import AsyncVLLM, ReplicaState, attach
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     ReplicaUnavailableError,
@@ -24,7 +24,6 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     WeightSyncError,
 )
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
 
 SERVING, STALE, FAILED = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.FAILED

@@ -23,11 +23,9 @@ from tests.engine.test_push_in_flight import (
     until_running,
 )
 from tests.engine.trainers import Breaking, broadcast
-from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync import AsyncVLLM, MemmapTransport, ReplicaState
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import greedy_tokens, load_tiny_model, make_tiny_checkpoint
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import MappingSource
 
 

@@ -3,11 +3,9 @@
 import pytest
 
 from tests.engine.checks import assert_holds, perturbed
-from torchrl_vllm_sync import WeightUpdater
+from torchrl_vllm_sync import IPCTransport, MemmapTransport, WeightUpdater
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.weights.ipc import IPCTransport
 from torchrl_vllm_sync.weights.places import this_node
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.vllm_nccl import VLLMNCCLTransport
 
 TRANSPORTS = {

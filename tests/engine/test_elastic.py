@@ -20,11 +20,9 @@ from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
 from tests.engine.requests import eventually, is_idle, sampling
 from tests.engine.trainers import broadcast
-from torchrl_vllm_sync import AsyncVLLM, attach
+from torchrl_vllm_sync import AsyncVLLM, MemmapTransport, ReplicaState, attach
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import load_tiny_model
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 pytestmark = pytest.mark.slow
 OWN = {**ENGINE, "max_restarts": 3}

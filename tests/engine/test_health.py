@@ -16,10 +16,10 @@ import ray
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
 from tests.engine.requests import endless, eventually, token_ids
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.processes import end_replica
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
-from torchrl_vllm_sync.replica import ReplicaState
 
 LIMIT_S = 6.0
 # What is promised: the actor notices, and the service hears of it. Twice that if all is busy.

@@ -10,9 +10,8 @@ from vllm import SamplingParams
 from tests.engine.checks import assert_holds, perturbed
 from tests.engine.conftest import ENGINE
 from tests.engine.layerwise_engine import BACKEND
-from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync import AsyncVLLM, ReplicaOutcome
 from torchrl_vllm_sync.errors import StaleVersionError, TransferError, TransferNotReadyError
-from torchrl_vllm_sync.weights.transport import ReplicaOutcome
 
 
 @pytest.fixture(scope="module")

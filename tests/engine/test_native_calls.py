@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from tests.engine.checks import SEQUENCES, TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.salts import freeze_salt, thaw_salt
+from torchrl_vllm_sync import as_weight_source
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
     TransferError,
@@ -32,7 +33,7 @@ from torchrl_vllm_sync.weights.broadcast.buckets import (
 )
 from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, StartSignal
 from torchrl_vllm_sync.weights.metadata import to_json
-from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
+from torchrl_vllm_sync.weights.source import fit_to_model
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 1 << 18
@@ -175,8 +176,7 @@ def test_updates_and_pushes_take_turns(service, trainer, model, other_model):
 
 
 def test_a_broadcast_push_takes_the_workers_back(service, trainer, model, other_model):
-    from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
-    from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
+    from torchrl_vllm_sync import BroadcastTransport, MemmapTransport
 
     transport = BroadcastTransport()
     service.push_weights(perturbed(model, seed=60), transport=transport)

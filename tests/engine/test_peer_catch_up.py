@@ -10,9 +10,8 @@ from vllm import SamplingParams
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.conftest import ENGINE
 from tests.engine.trainers import broadcast
-from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync import AsyncVLLM, ReplicaState
 from torchrl_vllm_sync.errors import WeightSyncError
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import load_tiny_model
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -12,13 +12,13 @@ from tensordict import TensorDict
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.trainers import broadcast
+from torchrl_vllm_sync import MemmapTransport
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
     UnsupportedArgumentError,
     WeightMismatchError,
 )
 from torchrl_vllm_sync.testing import load_tiny_model
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 
 @pytest.fixture
@@ -182,8 +182,8 @@ def test_a_directory_of_the_users_outlives_the_service_and_goes_on(service, mode
 WRITER = """
 import sys
 from torchrl_vllm_sync.testing import load_tiny_model
-from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
+from torchrl_vllm_sync import ParamMeta
+from torchrl_vllm_sync import SnapshotWriter
 
 directory, run_id, *jobs = sys.argv[1:]
 with SnapshotWriter(directory, run_id=run_id) as writer:

@@ -14,18 +14,15 @@ from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import FaultyActor
 from tests.engine.requests import eventually
-from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync import AsyncVLLM, MemmapTransport, ReplicaState, SnapshotWriter
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     ReplicaUnavailableError,
     SnapshotError,
     WeightSyncError,
 )
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import MappingSource
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)

@@ -8,8 +8,8 @@ from vllm import SamplingParams
 
 from tests.engine.checks import TOLERANCE, assert_holds, assert_labelled, perturbed
 from tests.engine.trainers import broadcast
+from torchrl_vllm_sync import MemmapTransport
 from torchrl_vllm_sync.testing import greedy_tokens, token_log_probs
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 NUM_TOKENS = 200
 

@@ -16,13 +16,13 @@ from tests.engine.rollouts import TOKENIZER
 from tests.engine.trainers import broadcast
 from torchrl_vllm_sync import (
     AsyncVLLM,
+    MemmapTransport,
     VLLMDoubleBufferSyncScheme,
     VLLMWeightSyncScheme,
     WeightUpdater,
 )
 from torchrl_vllm_sync.errors import WeightMismatchError, WeightSyncError
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 MODELS = {
     "qwen3_moe, untied": {"architecture": "qwen3_moe", "tied": False},

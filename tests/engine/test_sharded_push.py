@@ -22,18 +22,16 @@ from torch.distributed.tensor import DTensor
 from tests.engine.checks import TOLERANCE, assert_holds, distance
 from tests.engine.requests import eventually
 from tests.engine.trainers import broadcast
-from torchrl_vllm_sync import WeightUpdater, attach
+from torchrl_vllm_sync import MemmapTransport, ReplicaState, WeightUpdater, attach
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     ReplicaUnavailableError,
     StaleVersionError,
     WeightSyncError,
 )
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import load_tiny_model
 from torchrl_vllm_sync.weights import sharded
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, TrainerRankError
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 PROCESSES = multiprocessing.get_context("spawn")
 NUM_RANKS = 2

@@ -15,8 +15,8 @@ from tests.engine.checks import TOLERANCE, assert_labelled
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
 from tests.engine.requests import eventually, is_idle, sampling, token_ids
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import RequestLostError
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests.generation import _reserver
 from torchrl_vllm_sync.testing import token_log_probs
 

@@ -13,7 +13,7 @@ from tests.engine.checks import assert_holds, assert_labelled, perturbed
 from tests.engine.salts import count_wrongly, restore_counting
 from tests.engine.test_native_calls import Trainer
 from tests.engine.test_push_in_flight import greedy, prompts, push_while_running, until_running
-from torchrl_vllm_sync import attach
+from torchrl_vllm_sync import attach, expand_spans
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
     UnsupportedArgumentError,
@@ -21,7 +21,7 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
 )
 from torchrl_vllm_sync.requests.messages import EngineRequest
-from torchrl_vllm_sync.versions import check_spans, expand_spans
+from torchrl_vllm_sync.versions import check_spans
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -6,11 +6,9 @@ import time
 import ray
 
 from tests.engine.checks import perturbed
-from torchrl_vllm_sync import attach
+from torchrl_vllm_sync import BroadcastTransport, MemmapTransport, attach
 from torchrl_vllm_sync.errors import PushUnderWayError
 from torchrl_vllm_sync.testing import load_tiny_model
-from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import MappingSource
 
 # So small that a push of the tiny models is some fifty buckets, and wide tensors take several.

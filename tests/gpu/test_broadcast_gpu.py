@@ -17,12 +17,9 @@ import ray
 import torch
 from ray import cloudpickle
 
-from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync import AsyncVLLM, BroadcastTransport, ParamMeta, ReplicaState
 from torchrl_vllm_sync.errors import LaunchError, SyncError
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
-from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.source import WeightSource
 
 ENGINE = {

@@ -4,10 +4,9 @@ import pytest
 import ray
 import torch
 
-from torchrl_vllm_sync import AsyncVLLM, WeightUpdater
+from torchrl_vllm_sync import AsyncVLLM, IPCTransport, WeightUpdater
 from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
-from torchrl_vllm_sync.weights.ipc import IPCTransport
 
 ENGINE = {
     "dtype": "bfloat16",

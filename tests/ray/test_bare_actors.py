@@ -11,7 +11,8 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 ray = pytest.importorskip("ray")
 
-from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState  # noqa: E402
+from torchrl_vllm_sync import ReplicaState  # noqa: E402
+from torchrl_vllm_sync.replica import EngineReport, Replica  # noqa: E402
 from torchrl_vllm_sync.routing.balancer import LoadBalancer  # noqa: E402
 from torchrl_vllm_sync.routing.ledger import LoadTracker  # noqa: E402
 from torchrl_vllm_sync.routing.monitor import (  # noqa: E402

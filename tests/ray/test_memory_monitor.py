@@ -11,9 +11,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 ray = pytest.importorskip("ray")
 
 from tests.soak.memory import eat, quick_to_kill  # noqa: E402
-from torchrl_vllm_sync import AsyncVLLM  # noqa: E402
+from torchrl_vllm_sync import AsyncVLLM, ReplicaState  # noqa: E402
 from torchrl_vllm_sync.errors import WeightSyncError  # noqa: E402
-from torchrl_vllm_sync.replica import ReplicaState  # noqa: E402
 from torchrl_vllm_sync.service.fleet import Fleet  # noqa: E402
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint  # noqa: E402
 

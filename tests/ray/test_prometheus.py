@@ -12,14 +12,11 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 ray = pytest.importorskip("ray")
 
+from torchrl_vllm_sync import ReplicaState  # noqa: E402
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError  # noqa: E402
 from torchrl_vllm_sync.observe.metrics import MetricsExporter  # noqa: E402
 from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus  # noqa: E402
-from torchrl_vllm_sync.replica import (  # noqa: E402
-    EngineCounters,
-    PushStatus,
-    ReplicaState,
-)
+from torchrl_vllm_sync.replica import EngineCounters, PushStatus  # noqa: E402
 
 pytestmark = pytest.mark.ray
 

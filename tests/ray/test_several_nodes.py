@@ -13,8 +13,7 @@ ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from torchrl_vllm_sync import AsyncVLLM  # noqa: E402
-from torchrl_vllm_sync.replica import ReplicaState  # noqa: E402
+from torchrl_vllm_sync import AsyncVLLM, ReplicaState  # noqa: E402
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -36,8 +36,7 @@ from tests.engine.requests import sampling
 from tests.engine.test_version_spans import Weights, compare, scored_spans
 from tests.soak.holdings import growth, of_service
 from tests.soak.memory import eat, quick_to_kill
-from torchrl_vllm_sync import AsyncVLLM
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync import AsyncVLLM, ReplicaState
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 STEADY = "0"

@@ -1,6 +1,6 @@
 """A client whose replicas say what they are, or fail to, and nothing else."""
 
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.weights.transport import Standing
 
 

@@ -4,8 +4,9 @@ import math
 import threading
 from dataclasses import replace
 
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.observe.status import FailureStatus, ReplicaStatus, ServiceStatus
-from torchrl_vllm_sync.replica import PushStatus, ReplicaState
+from torchrl_vllm_sync.replica import PushStatus
 
 NOON = 1_750_000_000.0
 HOSTILE = "<img src=x onerror=document.title=1>&\"'[red]\x1b[31m\u202e"

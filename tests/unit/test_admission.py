@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine.answers import RequestAnswers
 from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests.messages import EngineRequest
 
 ENDING = (ReplicaState.STALE, ReplicaState.FAILED, ReplicaState.CLOSED)

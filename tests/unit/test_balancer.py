@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     InvalidPromptError,
     NoReplicaAvailableError,
@@ -17,7 +18,7 @@ from torchrl_vllm_sync.errors import (
     UnknownStrategyError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing import strategies
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker

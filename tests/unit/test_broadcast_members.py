@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.unit.describing_client import DescribingClient
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import TransferError
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.weights.broadcast.members import BroadcastMembers
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Standing

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.unit.vllm_models import VllmModels, make_checkpoint, metadata_of, single_process_group
+from torchrl_vllm_sync import BroadcastTransport, ReplicaState
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.errors import SyncError, TransferError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import EngineDescription, ReplicaState
-from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
+from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Standing

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from torchrl_vllm_sync import ParamMeta
 from torchrl_vllm_sync.errors import (
     TransferError,
     UnsupportedArgumentError,
@@ -30,7 +31,6 @@ from torchrl_vllm_sync.weights.broadcast.buckets import (
     whole_tensors,
 )
 from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, StartSignal
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.source import MappingSource
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync import ParamMeta
 from torchrl_vllm_sync.weights.snapshots import data_file
 from torchrl_vllm_sync.weights.snapshots.data_file import DataFile, DataLayout, open_tensordict
 

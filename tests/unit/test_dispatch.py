@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     GenerationError,
     GenerationTimeoutError,
     NoReplicaAvailableError,
     ReplicaUnavailableError,
 )
-from torchrl_vllm_sync.replica import Replica, ReplicaState
+from torchrl_vllm_sync.replica import Replica
 from torchrl_vllm_sync.requests import dispatch
 from torchrl_vllm_sync.requests.dispatch import Dispatcher
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult

@@ -10,8 +10,9 @@ import pytest
 from ray.exceptions import RpcError
 
 from tests.unit.test_membership import member
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service import fleet as fleet_module
 from torchrl_vllm_sync.service.fleet import Fleet

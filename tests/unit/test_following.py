@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
+from torchrl_vllm_sync import SnapshotWriter
 from torchrl_vllm_sync.weights.source import MappingSource
 
 pytest.importorskip("vllm")

@@ -15,11 +15,11 @@ from fuzz_examples import bounded
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, open_tensordict
-from torchrl_vllm_sync.weights.snapshots.reader import Snapshot, SnapshotReader
+from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
 from torchrl_vllm_sync.weights.snapshots.records import (
     COMMIT,
     CURRENT,
@@ -31,7 +31,6 @@ from torchrl_vllm_sync.weights.snapshots.records import (
     Lease,
     ManifestFile,
 )
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 VERSION = 3
 TENSORS = {

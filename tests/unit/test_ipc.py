@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from tests.unit.describing_client import DescribingClient
+from torchrl_vllm_sync import IPCTransport, ParamMeta
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.replica import EngineDescription
-from torchrl_vllm_sync.weights.ipc import IPCTransport
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.source import MappingSource
 
 TENSORS = {

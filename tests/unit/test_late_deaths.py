@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
-from torchrl_vllm_sync.replica import Member, Replica, ReplicaState
+from torchrl_vllm_sync.replica import Member, Replica
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service import fleet, replicas
 from torchrl_vllm_sync.service.fleet import Fleet

@@ -9,14 +9,9 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RpcError
 
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import LaunchError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import (
-    EngineDescription,
-    EngineReport,
-    Replica,
-    ReplicaState,
-    Silence,
-)
+from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Replica, Silence
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
 from torchrl_vllm_sync.routing.monitor import BareActorReader, LoadMonitor, ReportReader, _Ask
 from torchrl_vllm_sync.service.launch import _check_block_sizes

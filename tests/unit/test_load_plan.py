@@ -18,9 +18,9 @@ from tests.unit.vllm_models import (
     metadata_of,
     single_process_group,
 )
+from torchrl_vllm_sync import ParamMeta
 from torchrl_vllm_sync.engine.plan_copies import LoadPlan, PlanNotPossibleError, record_load_plan
 from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 NUM_SLOTS = 3
 BUCKET_BYTES = 4096

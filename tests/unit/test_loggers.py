@@ -9,10 +9,9 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
 
 from tests.unit.stamped_rows import Service, stamped_rows
-from torchrl_vllm_sync import log_pushes, log_rollouts
+from torchrl_vllm_sync import PushReport, ReplicaOutcome, log_pushes, log_rollouts
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.weights.push import VersionHooks
-from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome
 
 LAYOUTS = pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
 

@@ -10,6 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from tests.unit.test_dispatch import FakeActor, Method, Rig, hang, ids, make_requests, raises, ready
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     GenerationError,
     NoReplicaAvailableError,
@@ -17,7 +18,7 @@ from torchrl_vllm_sync.errors import (
     RequestLostError,
     SyncError,
 )
-from torchrl_vllm_sync.replica import Replica, ReplicaState
+from torchrl_vllm_sync.replica import Replica
 from torchrl_vllm_sync.requests import dispatch
 from torchrl_vllm_sync.requests.dispatch import Dispatcher, ReplicaWatch
 

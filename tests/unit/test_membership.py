@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Member, Replica, ReplicaState
+from torchrl_vllm_sync import ReplicaState
+from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Member, Replica
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service.replicas import Membership
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ReplicaUnavailableError, RequestLostError
 from torchrl_vllm_sync.observe.metrics import (
     METRICS,
@@ -15,7 +16,7 @@ from torchrl_vllm_sync.observe.metrics import (
     status_readings,
 )
 from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
-from torchrl_vllm_sync.replica import EngineCounters, PushStatus, ReplicaState
+from torchrl_vllm_sync.replica import EngineCounters, PushStatus
 from torchrl_vllm_sync.requests.generation import REQUEST_ENDS, RequestCounts
 
 GUIDE = Path(__file__).resolve().parents[2] / "tutorials" / "guides" / "metrics.md"

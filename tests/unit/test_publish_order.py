@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync import ParamMeta, SnapshotWriter
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, TensorWriter
 from torchrl_vllm_sync.weights.snapshots.records import CURRENT, HEAD, Head
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 METADATA = [ParamMeta("weight", torch.float32, (300,))]
 

@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync import ParamMeta
 from torchrl_vllm_sync.weights.module import bundles_of
 
 TINY = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchrl_vllm_sync import AutoTransport, ParamMeta, ReplicaOutcome, ReplicaState
 from torchrl_vllm_sync.errors import (
     PushUnderWayError,
     StaleVersionError,
@@ -19,17 +20,10 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
     WeightSyncError,
 )
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.weights import source as source_module
-from torchrl_vllm_sync.weights.auto import AutoTransport
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.push import WeightPusher
-from torchrl_vllm_sync.weights.transport import (
-    ReplicaOutcome,
-    SendOutcome,
-    Standing,
-    awaited_replicas,
-)
+from torchrl_vllm_sync.weights.transport import SendOutcome, Standing, awaited_replicas
 
 WEIGHTS = {"w": torch.ones(2)}
 SERVING = Standing(state=ReplicaState.SERVING)

@@ -11,11 +11,12 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
 from tests.unit.test_dispatch import FakeActor, Rig, ids, make_requests, raises
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine import processes
 from torchrl_vllm_sync.engine.processes import end_replica
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, ReplicaUnavailableError, SyncError
 from torchrl_vllm_sync.ray_errors import is_away, is_gone, loss
-from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaProcesses, ReplicaState
+from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaProcesses
 from torchrl_vllm_sync.requests import generation
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import LoadMonitor, _Ask

@@ -6,14 +6,13 @@ import random  # noqa: TID251  seeded below
 import numpy as np
 import pytest
 
+from torchrl_vllm_sync import ReplicaState, VersionSpan
 from torchrl_vllm_sync.engine.answers import longer_prompt, remaining_params
 from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest, SpanChecker
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests.continuation import AnswerSoFar, unsound_settings
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 from torchrl_vllm_sync.requests.wire import pack_output, unpack_output
 from torchrl_vllm_sync.testing.tokenizer import make_tiny_tokenizer
-from torchrl_vllm_sync.versions import VersionSpan
 
 PROMPT_TEXT = "Zwölf Boxkämpfer: "
 ANSWER_TEXT = "jagen 🦊 über den Sylter 🦊🦊 Deich, ünd so weiter."

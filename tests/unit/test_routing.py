@@ -6,22 +6,21 @@ import time
 
 import pytest
 
+from torchrl_vllm_sync import (
+    ReplicaState,
+    RoutingRequest,
+    StrategySettings,
+    known_strategies,
+    register_strategy,
+)
 from torchrl_vllm_sync.errors import (
     InvalidPromptError,
     UnknownStrategyError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 from torchrl_vllm_sync.routing.prefix_index import PrefixIndex
-from torchrl_vllm_sync.routing.strategies import (
-    RoutingRequest,
-    StrategySettings,
-    known_strategies,
-    not_overloaded,
-    register_strategy,
-    strategy_factory,
-)
+from torchrl_vllm_sync.routing.strategies import not_overloaded, strategy_factory
 
 SYSTEM = list(range(1000, 1512))
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_vllm_sync.routing.strategies import known_strategies
+from torchrl_vllm_sync import known_strategies
 
 SCRIPT = '''
 import random
 from types import SimpleNamespace
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync import ReplicaState
+from torchrl_vllm_sync.replica import EngineReport
 
 
 def decisions(strategy, seed, history=0):

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from torchrl_vllm_sync import ReplicaState, known_strategies, register_strategy
 from torchrl_vllm_sync.errors import InvalidPromptError, SyncError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
+from torchrl_vllm_sync.replica import EngineReport, Replica
 from torchrl_vllm_sync.requests import generation
 from torchrl_vllm_sync.requests.dispatch import Dispatcher
 from torchrl_vllm_sync.requests.generation import iterate_blocking
@@ -20,7 +21,6 @@ from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import BareActorReader
 from torchrl_vllm_sync.routing.prefix_index import PrefixIndex
-from torchrl_vllm_sync.routing.strategies import known_strategies, register_strategy
 
 SERVING = ReplicaState.SERVING
 STRATEGIES = ["prefix-aware", "requests", "kv-cache", "round-robin"]

@@ -19,13 +19,19 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 import torchrl_vllm_sync
+from torchrl_vllm_sync import (
+    MemmapTransport,
+    ParamMeta,
+    PushReport,
+    ReplicaOutcome,
+    SnapshotReader,
+    SnapshotWriter,
+)
 from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError
 from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, free_port, host_store
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.sharded import MOST_BYTES, TrainerRankError, Verdict, _read, _written
 from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, open_tensordict
-from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshots.records import (
     COMMIT,
     CURRENT,
@@ -36,9 +42,6 @@ from torchrl_vllm_sync.weights.snapshots.records import (
     READERS,
     TEMPORARY,
 )
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
-from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome
 
 OTHER_USER = 65533
 LAYOUTS = ("slots", "versions")

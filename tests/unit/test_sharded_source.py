@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from torchrl_vllm_sync import as_weight_source
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.weights import sharded as sharded_module
 from torchrl_vllm_sync.weights.module import ModuleSource
@@ -32,7 +33,7 @@ from torchrl_vllm_sync.weights.sharded import (
     TrainerRanks,
     leading,
 )
-from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
+from torchrl_vllm_sync.weights.source import fit_to_model
 
 # Everything a process imports is imported once, by the server that processes are forked from.
 PROCESSES = multiprocessing.get_context("forkserver")

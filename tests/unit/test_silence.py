@@ -7,11 +7,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine import health, internals
 from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.engine.health import BLOCKING_CALL_S, EngineHealth
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.replica import ReplicaState, Silence
+from torchrl_vllm_sync.replica import Silence
 
 LIMIT_S = 8.0
 

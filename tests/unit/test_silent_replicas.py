@@ -2,8 +2,8 @@
 
 import pytest
 
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ReplicaUnavailableError, SilentEngineError
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.weights.transport import SilentReplicas, Standing
 
 SILENCE = TimeoutError("no answer within 0 s")

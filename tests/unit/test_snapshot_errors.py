@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.snapshots.files import TEMPORARY_PREFIX, read_json, write_json
-from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshots.records import CURRENT, HEAD, MARKER, write_manifest
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 PAGE = 4096
 

@@ -8,12 +8,10 @@ import time
 import pytest
 import torch
 
+from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import SnapshotError
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity, read_json, write_json
-from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshots.records import READERS
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 
 def publish(writer, version):

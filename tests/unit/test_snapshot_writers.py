@@ -10,11 +10,9 @@ from contextlib import closing
 import pytest
 import torch
 
+from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
-from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshots.records import COMMIT, LOCK
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 NAMES = ("a", "b")
 
@@ -23,8 +21,8 @@ NAMES = ("a", "b")
 OTHER_PROCESS = """
 import os, sys, torch
 from torchrl_vllm_sync.errors import SyncError
-from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
+from torchrl_vllm_sync import ParamMeta
+from torchrl_vllm_sync import SnapshotWriter
 writer = SnapshotWriter(sys.argv[1], layout=sys.argv[2])
 def tensors(version, pauses):
     yield "a", torch.full((100,), version)

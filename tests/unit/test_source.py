@@ -15,18 +15,17 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from torchrl_vllm_sync import ParamMeta, as_weight_source
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.rl.schemes import check_metadata
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
 from torchrl_vllm_sync.weights import module as module_module
 from torchrl_vllm_sync.weights import source as source_module
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.source import (
     MappingSource,
     ModuleSource,
     StableSource,
     WeightSource,
-    as_weight_source,
     fit_to_model,
 )
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchrl_vllm_sync import PushReport, ReplicaOutcome, ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError, WeightSyncError
 from torchrl_vllm_sync.observe.status import (
     MAX_FAILURES,
@@ -15,11 +16,10 @@ from torchrl_vllm_sync.observe.status import (
     failed_push,
     finished_push,
 )
-from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus, ReplicaState
+from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus
 from torchrl_vllm_sync.routing.ledger import LoadTracker, token_rates
 from torchrl_vllm_sync.service.service import ServiceView
 from torchrl_vllm_sync.service.weights import ServiceWeights
-from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome
 
 SERVING, STALE, FAILED = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.FAILED
 STARTING = ReplicaState.STARTING

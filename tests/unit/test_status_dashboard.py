@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.status_scenes import HOSTILE, NOON, Moving, hostile, push, replica, status
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe import page as page_module
 from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError, _sample_of
 from torchrl_vllm_sync.observe.status import StatusLog
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service.service import ServiceView
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.unit.status_scenes import HOSTILE, replica, status, troubled
 from tests.unit.status_scenes import hostile as hostile_status
-from torchrl_vllm_sync import cli
+from torchrl_vllm_sync import ReplicaState, cli
 from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.observe.status import ReplicaStatus
 from torchrl_vllm_sync.observe.views import (
@@ -27,7 +27,6 @@ from torchrl_vllm_sync.observe.views import (
     status_html,
     status_view,
 )
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.service.service import ServiceView
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -6,13 +6,14 @@ import time
 
 import pytest
 
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     LaunchError,
     PlacementError,
     ServiceClosedError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service.supervisor import (
     RESTART_WINDOW_S,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync import ParamMeta
 from torchrl_vllm_sync.weights.snapshots import data_file
 from torchrl_vllm_sync.weights.snapshots.data_file import (
     BUFFERS_PER_LANE,

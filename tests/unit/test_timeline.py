@@ -8,15 +8,13 @@ import pytest
 import torch
 
 from tests.unit.test_push import Replicas
-from torchrl_vllm_sync import save_timeline
+from torchrl_vllm_sync import MemmapTransport, ParamMeta, PushReport, ReplicaOutcome, save_timeline
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.observe.timeline import trace_of
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.push import WeightPusher
 from torchrl_vllm_sync.weights.snapshots.data_file import Filling
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import WeightSource
-from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome, SendOutcome
+from torchrl_vllm_sync.weights.transport import SendOutcome
 
 BEGAN = 1.75e9 + 0.123456
 

@@ -24,8 +24,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import FencedWriterError
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshots.data_file import (
     DATA_FILE,
     DataFile,
@@ -33,9 +33,7 @@ from torchrl_vllm_sync.weights.snapshots.data_file import (
     TensorWriter,
 )
 from torchrl_vllm_sync.weights.snapshots.files import TEMPORARY_PREFIX, read_json
-from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
 from torchrl_vllm_sync.weights.snapshots.records import COMMIT, EPOCH, HEAD, READERS, Head
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 
 # One tensor larger than a piece of the copy, some smaller than a page: about 2 MB.
 SIZES = (530_000, 3, 10_000, 1_000, 1, 2_000, 5_000)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.unit.describing_client import DescribingClient
-from torchrl_vllm_sync import WeightUpdater
+from torchrl_vllm_sync import AutoTransport, WeightUpdater, as_weight_source
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
-from torchrl_vllm_sync.weights.auto import TRANSPORTS, AutoTransport, place_of
+from torchrl_vllm_sync.weights.auto import TRANSPORTS, place_of
 from torchrl_vllm_sync.weights.places import (
     Place,
     choose_transport,
@@ -19,7 +19,7 @@ from torchrl_vllm_sync.weights.places import (
     home_device,
     this_node,
 )
-from torchrl_vllm_sync.weights.source import MappingSource, as_weight_source
+from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import SendOutcome
 
 

@@ -7,15 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchrl_vllm_sync import ReplicaState, SnapshotWriter
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.arrivals import SnapshotLoads
 from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, WeightUpdates
 from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, SyncError
-from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.records import held_leases
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import MappingSource
 
 STARTING, SERVING, STALE = ReplicaState.STARTING, ReplicaState.SERVING, ReplicaState.STALE

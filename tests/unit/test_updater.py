@@ -9,9 +9,8 @@ from torchrl.collectors import BaseCollector
 from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.envs.llm.transforms import PolicyVersion
 
-from torchrl_vllm_sync import WeightUpdater
+from torchrl_vllm_sync import MemmapTransport, WeightUpdater
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 
 class Report:

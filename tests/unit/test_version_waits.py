@@ -7,12 +7,13 @@ import time
 import pytest
 
 from tests.unit.test_dispatch import FakeActor, Rig, ids, make_requests
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     UnsupportedArgumentError,
     VersionNotReachedError,
 )
-from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState
+from torchrl_vllm_sync.replica import EngineReport, Replica
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
 from torchrl_vllm_sync.service.weights import ServiceVersions

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.unit.describing_client import DescribingClient
+from torchrl_vllm_sync import ParamMeta
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights import vllm_nccl
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import watched
 from torchrl_vllm_sync.weights.vllm_nccl import Packing, VLLMNCCLTransport

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync import ParamMeta
 
 # 100 is no multiple of vLLM's padding of 64, so every vocabulary ends in padding.
 COMMON = {

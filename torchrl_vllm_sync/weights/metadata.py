@@ -50,7 +50,12 @@ class ParamMeta:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> ParamMeta:
-        """The metadata of ``tensor`` under ``name``."""
+        """Returns the metadata of a tensor.
+
+        Args:
+            name: Its name.
+            tensor: Any tensor; of a sharded one the shape is that of the whole.
+        """
         return cls(name, tensor.dtype, tuple(tensor.shape))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.weights.transport import PushReport
+    from torchrl_vllm_sync import PushReport
 
 
 def milliseconds(report: PushReport) -> dict[str, float]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync import ReplicaState
+from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 
