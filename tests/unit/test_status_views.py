@@ -315,8 +315,8 @@ def test_the_command_and_the_page_are_in_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"torchrl-vllm-sync": "torchrl_vllm_sync.cli:main"}
     packed = project["tool"]["setuptools"]["package-data"]["torchrl_vllm_sync"]
-    inside = [one.name for one in resources.files("torchrl_vllm_sync").iterdir()]
-    assert {*packed} <= {*inside}
+    package = resources.files("torchrl_vllm_sync")
+    assert all(package.joinpath(name).is_file() for name in packed)
     assert {one for one in inside if one.endswith(".html")} <= {*packed}
 
 
