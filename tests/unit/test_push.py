@@ -228,6 +228,77 @@ def test_a_committed_version_is_repeated_only_from_tensors_as_they_were(pusher, 
         push(pusher, weights=module, version=1)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_that_torch_does_not_count_as_a_write_is_noticed(pusher, transport, optimizer):
+    module = Weights()
+    step = optimizer(module.parameters(), lr=0.1, fused=True)
+    push(pusher, weights=module)
+    module.w.sum().backward()
+    writes = module.w._version
+    step.step()
+    assert module.w._version == writes
+    with pytest.raises(StaleVersionError, match=r"version 1 was pushed already, .*: w;"):
+        push(pusher, weights=module, version=1)
+
+
+def test_a_committed_version_is_repeated_from_another_state_dict_of_the_same_module(pusher):
+    module = Weights()
+    push(pusher, weights=module.state_dict())
+    assert push(pusher, weights=module.state_dict(), version=1).version == 1
+
+
+@pytest.mark.parametrize("weights", ["inference", "expanded", "conjugate"])
+def test_a_push_of_unusual_tensors_that_fails_is_told_of_as_any_other(
+    pusher, replicas, transport, weights
+):
+    with torch.inference_mode(weights == "inference"):
+        made = {
+            "inference": lambda: torch.ones(2),
+            "expanded": lambda: torch.ones(1).expand(2),
+            "conjugate": lambda: torch.ones(2, dtype=torch.cfloat).conj().imag,
+        }[weights]()
+    transport.failing = {"b"}
+    with pytest.raises(WeightSyncError):
+        push(pusher, weights={"w": made})
+    assert replicas.left_behind == {"b": 1}
+    transport.failing = set()
+    assert push(pusher, weights={"w": made}, version=1).version == 1
+
+
+def test_a_number_that_a_silent_replica_may_have_taken_is_not_free(pusher, transport):
+    transport.failing = transport.silent = {"a", "b"}
+    with pytest.raises(WeightSyncError):
+        push(pusher, weights=Weights(), version=4)
+    transport.failing = transport.silent = set()
+    with pytest.raises(StaleVersionError, match="version 4 was pushed already"):
+        push(pusher, weights=Weights(value=3), version=4)
+
+
+def test_weights_are_read_once_for_a_replica_that_stays_behind(pusher, transport, monkeypatch):
+    read = []
+    checksum = source_module.checksum
+    monkeypatch.setattr(source_module, "checksum", lambda one: read.append(1) or checksum(one))
+    transport.failing = {"b"}
+    for _ in range(4):
+        push(pusher, weights=Weights(), strict=False)
+    assert read == [1]
+
+
+def test_a_retry_of_a_source_that_cannot_be_compared_is_safe(pusher, transport):
+    class Own:
+        def metadata(self):
+            return [ParamMeta.of("w", WEIGHTS["w"])]
+
+        def __iter__(self):
+            yield from WEIGHTS.items()
+
+    transport.failing = {"b"}
+    with pytest.raises(WeightSyncError):
+        push(pusher, weights=Own())
+    transport.failing = set()
+    assert push(pusher, weights=Own(), version=1).version == 1
+
+
 def test_a_committed_version_that_nothing_can_be_compared_with_is_not_repeated(pusher, transport):
     class Own:
         def metadata(self):
@@ -580,6 +651,18 @@ def test_who_cannot_say_who_pushes_is_passed_over(pusher, replicas, answer):
     replicas.refusals = {"a": answer, "b": PushUnderWayError("far-away", 7)}
     with pytest.raises(PushUnderWayError):
         push(pusher)
+
+
+def test_silent_replicas_are_not_waited_for_one_after_the_other(pusher, replicas):
+    replicas.held = dict.fromkeys("abcdef", 0)
+    replicas.states = dict.fromkeys("abcdef", ReplicaState.SERVING)
+    replicas.refusals = dict.fromkeys("abcdef", TimeoutError("no answer"))
+    replicas.turns = []
+    pusher.open()
+    assert [calls for calls in replicas.turns if calls[0] == "begin_push"] == [
+        ("begin_push", "a"),
+        ("begin_push", *"bcdef"),
+    ]
 
 
 def test_what_another_trainer_pushed_since_is_counted_from(pusher, replicas, transport):

@@ -315,8 +315,9 @@ def test_the_command_and_the_page_are_in_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"torchrl-vllm-sync": "torchrl_vllm_sync.cli:main"}
     packed = project["tool"]["setuptools"]["package-data"]["torchrl_vllm_sync"]
-    package = resources.files("torchrl_vllm_sync")
-    assert all(package.joinpath(name).is_file() for name in packed)
+    package = Path(str(resources.files("torchrl_vllm_sync")))
+    inside = [one.relative_to(package).as_posix() for one in package.rglob("*") if one.is_file()]
+    assert {*packed} <= {*inside}
     assert {one for one in inside if one.endswith(".html")} <= {*packed}
 
 

@@ -316,6 +316,7 @@ class WeightPusher:
         self._newest: tuple[int, str | None] = 0, None
         self._pushed: tuple[int, Content] | None = None
         self._silent: set[str] = set()
+        self._missed: set[str] = set()
         self._sender, self._number = uuid.uuid4().hex, 0
         self._deadlines = PushDeadlines()
         self._client, self._expected = client, expected
@@ -372,10 +373,7 @@ class WeightPusher:
         """Tells these replicas of a push; returns whether the one before was this pusher's too."""
         mine = ProcessIdentity.current(), self._sender, self._number
         answers: dict[str, Any] = {}
-        left = replicas
-        while left:
-            has_decided = any(isinstance(one, bool) for one in answers.values())
-            asked, left = (left, []) if has_decided else (left[:1], left[1:])
+        for asked in filter(None, (replicas[:1], replicas[1:])):
             calls = self._client.start_calls("begin_push", dict.fromkeys(asked, mine))
             answers |= calls.answers(TURN_CALL_TIMEOUT_S)
             for refusal in answers.values():
@@ -514,6 +512,7 @@ class WeightPusher:
                 clear_cache=clear_cache,
                 crew=frozenset(crew.items()),
             )
+            content = Content(given)
             begin = time.perf_counter()
             outcome = transport.send(
                 self._client,
@@ -530,12 +529,20 @@ class WeightPusher:
             if outcome.reached_some:
                 self._newest = chosen, outcome.run_id
                 self._hold_back_late(outcome, chosen)
-            self._note_content(given, chosen, outcome, crew, transport)
+            if self._is_taken(outcome, chosen, transport):
+                known, former = self._pushed or (None, None)
+                content = former if former is not None and known == chosen else content
+                self._pushed = chosen, content
             if outcome.was_loaded and not crew.keys() & outcome.failures.keys():
                 self._deadlines.record(kind, time.perf_counter() - begin)
+            missed = outcome.failures.keys() & set(crew)
+            news, self._missed = missed - self._missed, missed
             if not outcome.failures:
                 break
             self._settle(ledger, outcome, chosen)
+            if news:  # somebody may well send this again
+                with times.measure("compare_s"):
+                    content.summed(given)
             if last_try or not self._was_overtaken(outcome, chosen):
                 break
         return outcome.after(times), chosen, is_news
@@ -551,23 +558,11 @@ class WeightPusher:
                 f"the same: {problem}; give other weights a version of their own"
             )
 
-    def _note_content(
-        self,
-        source: WeightSource,
-        version: int,
-        outcome: SendOutcome,
-        crew: Collection[str],
-        transport: WeightTransport,
-    ) -> None:
-        """Keeps what tells whether ``version`` is repeated; reads it all only if it may well be."""
-        if not outcome.reached_some and transport.last_version < version:
-            return  # nobody has anything under this name
-        known, content = self._pushed or (None, None)
-        if content is None or known != version:
-            content = Content(source)
-            if outcome.failures.keys() & set(crew):
-                content.summed(source)
-            self._pushed = version, content
+    @staticmethod
+    def _is_taken(outcome: SendOutcome, version: int, transport: WeightTransport) -> bool:
+        """Whether anybody may have something under this version; silent replicas may."""
+        may_have = outcome.reached_some or any(one.is_silent for one in outcome.replicas)
+        return may_have or transport.last_version >= version
 
     def _choose(
         self, version: int | None, ledger: VersionLedger, transport: WeightTransport

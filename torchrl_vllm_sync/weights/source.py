@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
@@ -372,45 +373,44 @@ def _listing(what: str, names: Sequence[str]) -> str:
 class Content:
     """What a source held at a moment, to tell later whether a push repeats it.
 
-    At once it notes which tensors were read, where they lay and torch's count of the writes to each
-    (some microseconds a tensor). That does not show what was written through ``.data``, and tells
-    nothing of a source whose tensors are not at hand: merged adapters, a source of the user's.
-    :meth:`summed` reads everything once, and shows every change. Of sharded tensors it reads this
-    rank's shards.
+    At once it notes where each tensor lay, torch's count of the writes to it, and some values of a
+    few: fused optimizers do not count their writes. That shows an optimizer step and other tensors,
+    not a write through ``.data`` to a tensor that is none of the few, and nothing of a source whose
+    tensors are not at hand: merged adapters, a source of the user's. :meth:`summed` reads all
+    tensors at hand once, and shows every change. Of sharded tensors it reads this rank's shards.
     """
 
     def __init__(self, source: WeightSource) -> None:
         held = _held(source)
-        self._marks = (
-            None
-            if held is None
-            else {name: (weakref.ref(one), _writes(one)) for name, one in held.items()}
-        )
+        self._marks = None if held is None else _marks(held)
+        self._samples = None if held is None else _samples(held)
         self._sums: dict[str, int] | None = None
+        self._failed = False
 
-    def summed(self, source: WeightSource) -> Content:
-        """Returns this with checksums of what ``source`` holds now."""
-        self._sums = _sums(source)
-        return self
+    def summed(self, source: WeightSource) -> None:
+        """Notes that a retry is due, and checksums to know one by."""
+        held, self._failed = _held(source), True
+        self._sums = None if held is None else _sums(held)
 
     def difference(self, source: WeightSource) -> str:
         """Says what of ``source`` is not as it was, or cannot be shown to be; empty if all is."""
-        if self._sums is not None:
-            now, then = _sums(source), self._sums
-            return _differing([name for name in now | then if now.get(name) != then.get(name)])
         held = _held(source)
-        if held is None or self._marks is None:
-            return "nothing is known to compare its weights with"
-        same = {
-            name
-            for name, (tensor, place) in self._marks.items()
-            if name in held and tensor() is held[name] and place == _writes(held[name])
-        }
-        return _differing([name for name in held | self._marks if name not in same])
+        if held is None or self._marks is None or self._samples is None:
+            # A push that left replicas behind is retried whatever its source is.
+            return "" if self._failed else "nothing is known to compare its weights with"
+        if self._sums is not None:
+            return _differing(_unequal(_sums(held), self._sums))
+        return _differing(
+            _unequal(_marks(held), self._marks) or _unequal(_samples(held), self._samples)
+        )
+
+
+def _unequal(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**now, **then} if now.get(name) != then.get(name)]
 
 
 def _differing(names: Sequence[str]) -> str:
-    return _listing("not as they were", names)
+    return _listing("not as they were", names) if names else ""
 
 
 def _held(source: WeightSource) -> dict[str, torch.Tensor] | None:
@@ -423,16 +423,37 @@ def _held(source: WeightSource) -> dict[str, torch.Tensor] | None:
     return dict(owner.state_dict(keep_vars=True))
 
 
-def _writes(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns where a tensor lies, and torch's count of the writes to it."""
-    return local(tensor).data_ptr(), tensor._version
+def _marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
+    """Returns what tells whether tensors are the same memory, written to as often."""
+    found = {}
+    for name, tensor in tensors.items():
+        one = local(tensor)
+        storage = StorageWeakRef(one.untyped_storage())  # no other storage is taken for it
+        writes = None if tensor.is_inference() else tensor._version
+        found[name] = (storage, one.storage_offset(), tuple(one.shape), one.stride(), writes)
+    return found
 
 
-def _sums(source: WeightSource) -> dict[str, int]:
-    """Returns checksums of what a source holds."""
-    held = _held(source)
-    items = source if held is None else held.items()
-    return {name: checksum(local(one).cpu()) for name, one in items}
+def _samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Returns sixteen values of each of eight tensors, spread over all of them."""
+    names = list(tensors)
+    return {name: _sample(local(tensors[name])) for name in names[:: max(len(names) // 8, 1)]}
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    flat = tensor.reshape(-1)
+    return _raw(flat[:: max(flat.numel() // 16, 1)]).numpy().tobytes()
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor's values, on the CPU."""
+    values = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    return values.reshape(-1).view(torch.uint8)
+
+
+def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Returns checksums of tensors."""
+    return {name: checksum(_raw(local(one))) for name, one in tensors.items()}
 
 
 def _place(item: tuple[str, torch.Tensor]) -> tuple[Any, ...]:
