@@ -10,6 +10,7 @@ import shutil
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -438,3 +439,16 @@ def test_a_report_of_a_push_is_plain_enough_for_the_other_ranks():
         left_behind={"1": "dead"},
     )
     assert _read(_written(Verdict(report))) == Verdict(report)
+
+
+def test_a_rank_that_has_imported_next_to_nothing_reads_what_a_push_came_to():
+    code = """
+import sys
+from torchrl_vllm_sync.weights import sharded
+assert "torchrl_vllm_sync.weights.transport" not in sys.modules
+name = "torchrl_vllm_sync.weights.transport.PushReport"
+print(sharded._class_of(name).__name__, sharded._class_of("os.PathLike"), sharded._class_of("a..b"))
+"""
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert found.split() == ["PushReport", "None", "None"]

@@ -8,10 +8,11 @@ after them) is consumed, the next is on its way, and no more than these two are 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import logging
-import sys
+import re
 import threading
 import time
 import weakref
@@ -666,11 +667,14 @@ def _name_of(kind: type) -> str:
 
 
 def _class_of(name: object) -> Any:
-    """Returns the dataclass of this library that has that name; imports nothing."""
+    """Returns the dataclass with that name of this part of the library."""
     module, _, own = str(name).rpartition(".")
-    if module.partition(".")[0] != __name__.partition(".")[0] or module not in sys.modules:
+    if re.fullmatch(re.escape(__name__.rpartition(".")[0]) + r"\.[a-z_]+", module) is None:
         return None
-    found = vars(sys.modules[module]).get(own)
+    try:  # a rank that only takes part has imported no more than it needs
+        found = vars(importlib.import_module(module)).get(own)
+    except ModuleNotFoundError:
+        return None
     is_here = isinstance(found, type) and is_dataclass(found) and found.__module__ == module
     return found if is_here else None
 
