@@ -158,6 +158,18 @@ def test_the_monitor_marks_a_lost_replica(error):
     assert (back.state, back.away_since) == (SERVING, None)
 
 
+@pytest.mark.parametrize("state", [ReplicaState.UPDATING, ReplicaState.DRAINING, FAILED])
+def test_who_was_only_away_is_back_with_whatever_it_reports(state):
+    tracker = LoadTracker(["0", "1"], state=SERVING)
+    tracker.mark("0", FAILED, "its actor cannot be reached", may_return=True)
+    tracker.mark("1", FAILED, "its actor died")
+    for name in "01":
+        tracker.observe(EngineReport(replica_id=name, state=state, reason="its own"))
+    back, dead = tracker.snapshots()
+    assert (back.state, back.reason, back.away_since) == (state, "its own", None)
+    assert (dead.state, dead.reason) == (FAILED, "its actor died")
+
+
 def test_what_failed_otherwise_does_not_come_to_be_away():
     tracker = LoadTracker(["0"], state=SERVING)
     tracker.mark("0", FAILED, "its actor cannot be reached", may_return=True)
