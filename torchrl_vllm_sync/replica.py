@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -169,6 +170,22 @@ class EngineReport:
     membership_epoch: int = 0
     counters: EngineCounters | None = None
     last_push: PushStatus | None = None
+
+
+def process_began(pid: int) -> int | None:
+    """Field 22 of ``/proc/<pid>/stat`` (proc(5)); ``None`` when the process is gone or a zombie.
+
+    A zombie with other threads (field 20) is none yet: they may still be at work.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name in field 2 may itself hold spaces and brackets, so count from its last bracket.
+    fields = stat.rpartition(")")[2].split()
+    if fields[0] in {"Z", "X"} and int(fields[17]) <= 1:
+        return None
+    return int(fields[19])
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,6 +228,6 @@ def test_a_replica_of_which_nothing_is_known_is_killed_all_the_same(actor):
 
 
 def _as_ids(pid):
-    from torchrl_vllm_sync.engine.processes import _began
+    from torchrl_vllm_sync.replica import process_began
 
-    return (ProcessId(pid, _began(pid)),)
+    return (ProcessId(pid, process_began(pid)),)

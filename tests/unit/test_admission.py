@@ -1,13 +1,15 @@
 """The gate of a replica: who passes, waits, is turned away or ended in each state."""
 
 import asyncio
+import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine.answers import RequestAnswers
 from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest
-from torchrl_vllm_sync.errors import ReplicaUnavailableError
+from torchrl_vllm_sync.errors import GenerationError, ReplicaUnavailableError
 from torchrl_vllm_sync.requests.messages import EngineRequest
 
 ENDING = (ReplicaState.STALE, ReplicaState.FAILED, ReplicaState.CLOSED)
@@ -63,6 +65,24 @@ class Answers(RequestAnswers):
         self.entered.set()
         await asyncio.Event().wait()
         yield
+
+
+async def test_what_was_aborted_is_turned_away_until_it_is_sent_again(gate):
+    asked = []
+
+    async def generate(prompt, params, engine_id, lora_request):
+        asked.append(engine_id)
+        return
+        yield
+
+    answers = Answers(gate)
+    answers.engine, answers._updates = SimpleNamespace(generate=generate), SimpleNamespace(salt="")
+    assert await answers.abort([request().abort_id]) == 0
+    with pytest.raises(GenerationError, match="its caller gave it up"):
+        await anext(answers._sample(request(), None, None))
+    again = dataclasses.replace(request(), attempt=1)
+    assert [one async for one in answers._sample(again, None, None)] == []
+    assert asked == ["r~1~1"]
 
 
 @pytest.fixture

@@ -100,6 +100,28 @@ def test_wrappers_take_subclasses_pickled_ones_too():
     assert done.stdout.decode().strip() == "ElsewhereUnknown", done.stderr.decode()
 
 
+class WithArguments(AsyncVLLM):
+    """A subclass that cannot be made without arguments."""
+
+    def __new__(cls, engine_args, label):
+        made = super().__new__(cls)
+        made.label = label
+        return made
+
+    def __init__(self, engine_args, label):
+        super().__init__(engine_args)
+
+
+def test_a_subclass_that_is_made_with_arguments_is_pickled_too():
+    from vllm import AsyncEngineArgs
+
+    service = WithArguments(AsyncEngineArgs(model="a/model"), "mine")
+    copy = pickle.loads(pickle.dumps(service))
+    assert isinstance(copy, WithArguments)
+    assert copy._is_recognised
+    assert copy.name == service.name
+
+
 def test_the_service_itself_is_pickled_as_what_can_be_imported():
     assert cloudpickle.loads(cloudpickle.dumps(AsyncVLLM)) is AsyncVLLM
     assert pickle.loads(pickle.dumps(AsyncVLLM)) is AsyncVLLM

@@ -7,7 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.unit.test_dispatch import FakeActor, Method, Rig, hang, ids, make_requests, raises, ready
 from torchrl_vllm_sync import ReplicaState
@@ -18,7 +18,7 @@ from torchrl_vllm_sync.errors import (
     RequestLostError,
     SyncError,
 )
-from torchrl_vllm_sync.replica import Replica
+from torchrl_vllm_sync.replica import EngineReport, Replica
 from torchrl_vllm_sync.requests import dispatch
 from torchrl_vllm_sync.requests.dispatch import Dispatcher, ReplicaWatch
 
@@ -122,6 +122,53 @@ async def test_a_call_is_given_up_when_its_replica_is_known_to_have_failed(how):
     assert len(hanging.aborted) == 3  # should it come back to life
     assert len(hanging.calls) == 1
     assert rig.load.total_in_flight == 0
+
+
+@pytest.mark.parametrize("how", ["the call said so", "the monitor said so"])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_who_was_out_of_reach_and_is_back_gets_its_requests_again(how, is_stream):
+    away = ActorUnavailableError("no route", None)
+    actor = FakeActor("a", 0, raises(away) if how == "the call said so" else hang)
+    rig, steps = RecoveringRig(actor), []
+    (request,) = make_requests(1, seed=1)
+    results = []
+    if is_stream:
+        task = asyncio.create_task(read(rig.stream(request), results))
+    else:
+        task = asyncio.create_task(rig.run([request], on_result=results.append))
+    await called(actor)
+    if how == "the monitor said so":
+        rig.load.mark("a", FAILED, "its actor cannot be reached", may_return=True)
+    await until(lambda: rig.looks)
+    assert actor.aborted == ["r0"]
+
+    def answer(request, **fields):
+        steps.append((request.abort_id, list(actor.aborted)))
+        return actor.result(request, **fields)
+
+    actor.num_answers, actor.then, actor.answer = 3, None, answer
+    rig.load.observe(EngineReport(replica_id="a", state=SERVING))
+    async with asyncio.timeout(10):
+        await task
+    assert results[-1].error is None
+    assert len(actor.calls) == 2
+    # Ended once more before it is asked again, under a name that it was not told to turn away.
+    assert steps[0] == ("r0~1", ["r0", "r0"])
+    assert actor.aborted == ["r0", "r0"]
+    assert rig.load.total_in_flight == 0
+
+
+async def test_who_is_out_of_reach_again_and_again_costs_an_attempt_each_time():
+    actor = FakeActor("a", 0, raises(ActorUnavailableError("no route", None)))
+    rig = RecoveringRig(actor)
+    task = asyncio.create_task(rig.run(make_requests(1)))
+    for num in range(1, dispatch.MAX_ATTEMPTS):
+        await until(lambda num=num: len(actor.calls) == num and rig.looks >= num)
+        rig.load.observe(EngineReport(replica_id="a", state=SERVING))
+    async with asyncio.timeout(10):
+        (result,) = await task
+    assert isinstance(result.error, RequestLostError)
+    assert len(result.error.attempts) == len(actor.calls) == dispatch.MAX_ATTEMPTS
 
 
 async def test_a_late_answer_of_a_replica_that_was_given_up_is_dropped():

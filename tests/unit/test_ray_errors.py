@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+import signal
 from concurrent.futures import Future
 
 import pytest
@@ -11,12 +12,13 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
 from tests.unit.test_dispatch import FakeActor, Rig, ids, make_requests, raises
+from tests.unit.test_snapshot_leases import headless
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine import processes
 from torchrl_vllm_sync.engine.processes import end_replica
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, ReplicaUnavailableError, SyncError
 from torchrl_vllm_sync.ray_errors import is_away, is_gone, loss
-from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaProcesses
+from torchrl_vllm_sync.replica import EngineReport, ProcessId, Replica, ReplicaProcesses
 from torchrl_vllm_sync.requests import generation
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import LoadMonitor, _Ask
@@ -158,6 +160,18 @@ def test_the_monitor_marks_a_lost_replica(error):
     assert (back.state, back.away_since) == (SERVING, None)
 
 
+@pytest.mark.parametrize("state", [ReplicaState.UPDATING, ReplicaState.DRAINING, FAILED])
+def test_who_was_only_away_is_back_with_whatever_it_reports(state):
+    tracker = LoadTracker(["0", "1"], state=SERVING)
+    tracker.mark("0", FAILED, "its actor cannot be reached", may_return=True)
+    tracker.mark("1", FAILED, "its actor died")
+    for name in "01":
+        tracker.observe(EngineReport(replica_id=name, state=state, reason="its own"))
+    back, dead = tracker.snapshots()
+    assert (back.state, back.reason, back.away_since) == (state, "its own", None)
+    assert (dead.state, dead.reason) == (FAILED, "its actor died")
+
+
 def test_what_failed_otherwise_does_not_come_to_be_away():
     tracker = LoadTracker(["0"], state=SERVING)
     tracker.mark("0", FAILED, "its actor cannot be reached", may_return=True)
@@ -214,6 +228,13 @@ def test_who_ends_a_replica_hears_whether_that_was_done(monkeypatch, error, node
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(expected) if expected else contextlib.nullcontext():
         end_replica("actor", ReplicaProcesses("a" * 56, ()))
+
+
+def test_a_process_of_which_only_a_thread_is_left_is_ended_too():
+    with headless() as (process, began):
+        left = processes._end_all(ReplicaProcesses("", (ProcessId(process.pid, began),)), 5.0)
+        assert left == []
+        assert process.wait(5.0) == -signal.SIGKILL
 
 
 class Task:

@@ -1,5 +1,6 @@
 """What is damaged, foreign, full or stale is refused by name, and the version before stays."""
 
+import errno
 import os
 import resource
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
+from torchrl_vllm_sync import MemmapTransport, ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.snapshots.files import TEMPORARY_PREFIX, read_json, write_json
@@ -337,6 +338,29 @@ def test_a_removed_directory_is_an_error_not_a_wait(tmp_path):
     with pytest.raises(SnapshotError, match="gone"):
         publish(writer, 2)
     writer.close()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("remove", [False, True])
+def test_a_directory_that_cannot_be_looked_at_is_named_and_let_go(
+    tmp_path, monkeypatch, code, remove
+):
+    transport = MemmapTransport(tmp_path / "run")
+    transport.open(None)
+    writer = transport._writer
+
+    def stat(path, **_):
+        raise OSError(code, os.strerror(code), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", stat)
+        with pytest.raises(SnapshotError, match=rf"{tmp_path}/run: .*{os.strerror(code)}"):
+            transport.open(None)
+        writer.close(remove=remove)
+        transport.close()
+    assert writer._lock._handle == -1
+    with SnapshotWriter(tmp_path / "run", takeover=True) as again:
+        publish(again, 1)
 
 
 def test_a_directory_made_anew_by_another_writer_is_not_taken_for_ones_own(tmp_path):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -131,8 +132,9 @@ def test_a_reused_pid_and_a_zombie_are_dead_and_another_host_is_unknown():
     child.wait()
 
 
-def test_a_process_is_not_gone_while_one_of_its_threads_lives():
-    """Its first thread may have ended: by itself, or killed before the others."""
+@contextmanager
+def headless():
+    """Yields a process whose first thread has ended while another lives, and when it began."""
     code = """
 import ctypes, os, sys, threading, time
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
@@ -149,9 +151,15 @@ ctypes.CDLL(None).pthread_exit(None)
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         start_time = int(process.stdout.readline())
+        assert process.stdout.readline() == b"alone\n"
+        yield process, start_time
+
+
+def test_a_process_is_not_gone_while_one_of_its_threads_lives():
+    """Its first thread may have ended: by itself, or killed before the others."""
+    with headless() as (process, start_time):
         here = ProcessIdentity.current()
         it = ProcessIdentity(here.host, here.hostname, process.pid, start_time)
-        assert process.stdout.readline() == b"alone\n"
         assert it.is_gone() is False
         process.stdin.close()
         process.wait()

@@ -209,6 +209,11 @@ def test_one_that_may_be_back_is_restarted_only_if_it_stays_away():
     assert rig.fleet.done == [("restart", "1"), ("restart", "0")]
 
 
+def test_no_restart_is_tried_before_ray_knows_that_a_silent_node_is_dead():
+    timeout_s, threshold, period_s = 10, 5, 3  # Ray's health_check_* settings, as it sets them
+    assert timeout_s * threshold + period_s * (threshold - 1) < RETURN_S
+
+
 def test_the_thread_notices_a_failure_at_once_and_ends():
     rig = Rig(2)
     rig.supervisor.start()

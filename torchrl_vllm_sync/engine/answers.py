@@ -222,7 +222,7 @@ class RequestAnswers:
         except (Exception, asyncio.CancelledError) as failure:  # noqa: BLE001  a result, too
             return self._failure(request, failure)
         finally:
-            self._given_up.pop(request.request_id, None)
+            self._given_up.pop(request.abort_id, None)
         if last is None:
             nothing = GenerationError(request.request_id, "the engine returned nothing")
             return self._failure(request, nothing)
@@ -264,12 +264,12 @@ class RequestAnswers:
         """
         while True:
             await self._gate.enter(request.min_version)
-            if request.request_id in self._given_up:
+            if request.abort_id in self._given_up:
                 raise GenerationError(request.request_id, "its caller gave it up")
             self._restarts += 1
             begun = request.begun
             running = RunningRequest(
-                f"{request.request_id}~{self._restarts}", owner, request=request if begun else None
+                f"{request.abort_id}~{self._restarts}", owner, request=request if begun else None
             )
             prompt: Any = {**request.prompt, "cache_salt": self._salt(request)}
             asked = params
@@ -344,7 +344,7 @@ class RequestAnswers:
         return EngineResult(request_id=request.request_id, replica_id=self.replica_id, error=error)
 
     async def abort(self, request_ids: Iterable[str]) -> int:
-        """Ends the named requests' work in the engine, and waits until it has ended.
+        """Ends the work for requests, by their ``abort_id``, and waits until it has ended.
 
         A request that has yet to arrive, or waits at the gate, will not begin.
         """

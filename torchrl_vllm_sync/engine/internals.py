@@ -343,13 +343,18 @@ def output_sizes() -> dict[int, int]:
 
 
 def startup_failure(since: dict[int, int]) -> str:
-    """Returns the exception of a vLLM process that ended, as it printed it; empty if it did not.
+    """Returns the exceptions of vLLM processes that ended, as they printed them: first and last.
 
-    vLLM tells the process that starts it no more than "see root cause above".
+    Empty if they printed none, or nobody can read it. vLLM tells the process that starts it no more
+    than "see root cause above".
     """
     printed: list[str] = []
-    for fd, size in since.items():  # Ray's files of this actor, which everything it starts shares
-        with Path(f"/proc/self/fd/{fd}").open("rb") as file:
-            file.seek(size)
-            printed += _EXCEPTION.findall(file.read().decode(errors="replace"))
-    return next((one for one in reversed(printed) if "root cause" not in one), "")
+    try:
+        for fd, size in since.items():  # Ray's files of this actor, shared by all that it starts
+            with Path(f"/proc/self/fd/{fd}").open("rb") as file:
+                file.seek(size)
+                printed += _EXCEPTION.findall(file.read().decode(errors="replace"))
+    except OSError:  # the failure itself is told all the same
+        return ""
+    causes = [one for one in printed if "root cause" not in one]
+    return "; and at last ".join(dict.fromkeys([*causes[:1], *causes[-1:]]))

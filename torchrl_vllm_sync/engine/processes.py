@@ -12,7 +12,7 @@ from typing import Any
 
 from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.ray_errors import is_gone
-from torchrl_vllm_sync.replica import ProcessId, ReplicaProcesses
+from torchrl_vllm_sync.replica import ProcessId, ReplicaProcesses, process_began
 
 END_TIMEOUT_S = 30.0
 # The part of that for which the task on the replica's node waits; the rest is for starting it.
@@ -32,7 +32,9 @@ def own_processes() -> ReplicaProcesses:
     actor = psutil.Process()
     everyone = [actor, *actor.children(recursive=True)]
     found = [
-        ProcessId(one.pid, began) for one in everyone if (began := _began(one.pid)) is not None
+        ProcessId(one.pid, began)
+        for one in everyone
+        if (began := process_began(one.pid)) is not None
     ]
     shared = sorted({path for one in found for path in _shared_memory(one.pid)})
     return ReplicaProcesses(ray.get_runtime_context().get_node_id(), tuple(found), tuple(shared))
@@ -93,15 +95,6 @@ def _is_alive(node_id: str) -> bool:
     return any(one["NodeID"] == node_id and one["Alive"] for one in ray.nodes())
 
 
-def _began(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; ``None`` if it has ended (``proc(5)``)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
 def _shared_memory(pid: int) -> set[str]:
     """What Python's ``multiprocessing`` shares and a process has mapped (``proc(5)``)."""
     try:
@@ -117,17 +110,19 @@ def _end_all(replica: ReplicaProcesses, timeout_s: float) -> list[int]:
     """Kills processes and all that they started; returns the numbers of those that are left."""
     import psutil
 
-    found: set[ProcessId] = {one for one in replica.processes if _began(one.pid) == one.began}
+    found: set[ProcessId] = {
+        one for one in replica.processes if process_began(one.pid) == one.began
+    }
     for one in list(found):
         with contextlib.suppress(psutil.NoSuchProcess):
             children = [child.pid for child in psutil.Process(one.pid).children(recursive=True)]
-            begun = ((pid, _began(pid)) for pid in children)
+            begun = ((pid, process_began(pid)) for pid in children)
             found.update(ProcessId(pid, began) for pid, began in begun if began is not None)
     for one in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(one.pid, signal.SIGKILL)
     deadline = time.monotonic() + timeout_s
-    while left := [one.pid for one in found if _began(one.pid) == one.began]:
+    while left := [one.pid for one in found if process_began(one.pid) == one.began]:
         if time.monotonic() > deadline:
             return left
         time.sleep(_POLL_S)

@@ -58,6 +58,8 @@ class PendingRequest:
         begin: ``time.monotonic()`` from which its time limit counts.
         losses: What each replica that had it ended with, in order.
         lost_with: Actors that it was lost with for good: a replica that was restarted has another.
+        left_with: Actors that were only out of reach, and may still be at work on it: each with the
+            id by which it is aborted there.
         has_waited: Whether it had to wait for a replica, which counts against its time limit.
     """
 
@@ -65,6 +67,7 @@ class PendingRequest:
     begin: float
     losses: list[ReplicaUnavailableError] = field(default_factory=list)
     lost_with: list[tuple[str, Any]] = field(default_factory=list)
+    left_with: list[tuple[Any, str]] = field(default_factory=list)
     has_waited: bool = False
 
     @property
@@ -74,9 +77,11 @@ class PendingRequest:
 
     def note(self, loss: ReplicaUnavailableError, actor: Any) -> None:
         """Takes note that a replica lost or refused the request."""
-        self.losses.append(loss)
-        if loss.state not in _PASSING:
+        if loss.may_return:
+            self.left_with.append((actor, self.shortened().abort_id))
+        elif loss.state not in _PASSING:
             self.lost_with.append((loss.replica_id, actor))
+        self.losses.append(loss)
 
     @property
     def verdict(self) -> str:
@@ -97,10 +102,11 @@ class PendingRequest:
         return failed(self.request, RequestLostError(name, tuple(self.losses), why))
 
     def shortened(self) -> EngineRequest:
-        """Returns the request with what is left of its time limit, if that is not all of it."""
+        """Returns the request as it is sent next, with what is left of its time limit."""
         if not self.has_waited and not self.losses:
             return self.request
-        return dataclasses.replace(self.request, timeout_s=max(self.left_s, LEAST_TIMEOUT_S))
+        timeout_s = max(self.left_s, LEAST_TIMEOUT_S)
+        return dataclasses.replace(self.request, timeout_s=timeout_s, attempt=len(self.losses))
 
 
 def lost_all(pending: Iterable[PendingRequest], replicas: Iterable[Replica]) -> set[str]:
@@ -185,7 +191,8 @@ class ReplicaWatch:
         name = self._replica.replica_id
         known = self._load.snapshot(name)
         if self.loss is None and known is not None and known.state is ReplicaState.FAILED:
-            self.loss = ReplicaUnavailableError(name, known.state, known.reason)
+            is_away = known.away_since is not None
+            self.loss = ReplicaUnavailableError(name, known.state, known.reason, is_away)
 
     def _note_absence(self) -> None:
         if self.loss is not None:
@@ -290,6 +297,12 @@ class ReplicaAccess:
         except (RayError, TimeoutError) as error:
             logger.warning("could not abort %d requests: %s", len(request_ids), error)
 
+    async def end_former(self, actor: Any, pending: Iterable[PendingRequest]) -> None:
+        """Aborts what an actor that was out of reach may still do for requests it gets again."""
+        left = [name for one in pending for former, name in one.left_with if former == actor]
+        if left:
+            await self.abort(actor, left)
+
     def disown(self, actor: Any, request_ids: list[str]) -> None:
         """Tells an actor that is not waited for to drop requests, should it come back to life."""
         if request_ids:
@@ -354,6 +367,7 @@ async def stream_request(
                 access.mark(gone(reservation.replica_id), None)
                 pending.note(gone(reservation.replica_id), None)
             else:
+                await access.end_former(replica.actor, [pending])
                 asked = so_far.follow_up(pending.shortened())
                 steps = _steps(access, asked, replica, reservation)
                 try:
@@ -392,7 +406,7 @@ async def _steps(
                     result: EngineResult = await (await anext(refs))
             except ReplicaUnavailableError:
                 ended = True
-                access.disown(actor, [request.request_id])
+                access.disown(actor, [request.abort_id])
                 raise
             except RayError as error:
                 found = loss(name, error)
@@ -400,7 +414,7 @@ async def _steps(
                     ended = True
                     access.mark(found, actor)
                     if found.may_return:
-                        access.disown(actor, [request.request_id])
+                        access.disown(actor, [request.abort_id])
                     raise found from None
                 reason = f"replica {name}: {error}"
                 yield failed(request, GenerationError(request.request_id, reason))
@@ -418,7 +432,7 @@ async def _steps(
             yield access.completed(result)
     finally:
         if not ended:
-            await asyncio.shield(access.abort(actor, [request.request_id]))
+            await asyncio.shield(access.abort(actor, [request.abort_id]))
 
 
 def _streamed_answers(result: EngineResult) -> list[Any]:
@@ -525,12 +539,16 @@ class Dispatcher:
             for request_id in list(inside):
                 lose(request_id, error)
 
+        def abort_ids() -> list[str]:
+            return [one.abort_id for one in batch if one.request_id in inside]
+
         replica = self._access.replica(replica_id)
         if replica is None:
             self._access.mark(gone(replica_id), None)
             lose_all(gone(replica_id))
             return lost
         actor = replica.actor
+        await self._access.end_former(actor, [one for one, _ in share])
         batch = [one.shortened() for one, _ in share]
         limit_s = max(request.timeout_s for request in batch) + GRACE_S
         try:
@@ -547,14 +565,14 @@ class Dispatcher:
                         place.release(_answers(result), _begun(result))
                         accept(self._access.completed(result))
         except ReplicaUnavailableError as error:
-            self._access.disown(actor, list(inside))
+            self._access.disown(actor, abort_ids())
             lose_all(error)
         except RayError as error:
             found = loss(replica_id, error)
             if found is not None:
                 self._access.mark(found, actor)
                 if found.may_return:
-                    self._access.disown(actor, list(inside))
+                    self._access.disown(actor, abort_ids())
                 lose_all(found)
             for one, _ in inside.values():
                 reason = f"replica {replica_id}: {error}"
@@ -565,7 +583,7 @@ class Dispatcher:
                 accept(failed(one.request, timed_out(one.request, replica_id, limit_s)))
         finally:
             if inside:
-                await asyncio.shield(self._access.abort(actor, list(inside)))
+                await asyncio.shield(self._access.abort(actor, abort_ids()))
         return lost
 
     def stream(self, request: EngineRequest, reserve: Reserve) -> AsyncGenerator[EngineResult]:

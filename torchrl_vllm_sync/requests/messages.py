@@ -56,6 +56,7 @@ class EngineRequest:
         session_id: The conversation that it belongs to, or ``None``.
         group_id: The group of requests with the same prompt that it belongs to, or ``None``.
         begun: The answer so far, to go on with; ``None`` to begin.
+        attempt: How often it was sent before.
     """
 
     request_id: str
@@ -67,6 +68,16 @@ class EngineRequest:
     session_id: str | int | None = None
     group_id: str | int | None = None
     begun: BegunAnswer | None = None
+    attempt: int = 0
+
+    @property
+    def abort_id(self) -> str:
+        """Id by which it is aborted: another one each time that it is sent.
+
+        An engine turns away what was aborted before it came. What an actor that was out of reach is
+        asked for again is not to be taken for that.
+        """
+        return f"{self.request_id}~{self.attempt}" if self.attempt else self.request_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -536,7 +536,8 @@ class LoadTracker:
         The figures are always taken; one that cannot be, such as NaN or a number below 0, counts as
         unknown. The state is not, if the report was asked for before the last
         ``mark``; and a replica marked ``FAILED`` leaves that state only by a report of ``SERVING``
-        or ``STALE``. One that says it serves counts as ``STALE`` below its :meth:`set_floor`.
+        or ``STALE``, unless it was only out of reach: then it is back with whatever it reports. One
+        that says it serves counts as ``STALE`` below its :meth:`set_floor`.
         A report of a replica that is not tracked (any more) is dropped.
         """
         now = self.clock()
@@ -548,8 +549,9 @@ class LoadTracker:
             asked_at = now if asked_at is None else asked_at
             outdated = asked_at < self._marked_at.get(report.replica_id, asked_at)
             alive = report.state in (ReplicaState.SERVING, ReplicaState.STALE)
-            buried = known.state is ReplicaState.FAILED and not alive
-            if not outdated and not buried:
+            is_away = known.away_since is not None
+            stays_failed = known.state is ReplicaState.FAILED and not alive and not is_away
+            if not outdated and not stays_failed:
                 known.state, known.reason = self._fenced(report)
                 known.away_since = None
             known.num_unfinished = _figure(report.num_unfinished)

@@ -922,7 +922,7 @@ def _origin(kind: type[AsyncVLLM]) -> type[AsyncVLLM]:
 
 
 def _rebuild(kind: type[AsyncVLLM], state: dict[str, Any]) -> AsyncVLLM:
-    service = kind.__new__(kind)
+    service: AsyncVLLM = object.__new__(_recognised(kind))  # a subclass's may want arguments
     vars(service).update(state, _is_copy=True, _supervises=False, _num_wanted=0, scaling=None)
     service._begin()
     return service

@@ -120,8 +120,13 @@ def _since(before: float | None, now: float) -> float:
     return now if before is None else before
 
 
-RETURN_S = 30.0
-"""Seconds for which an actor may be out of reach. Ray knows within as many that a node is dead."""
+RETURN_S = 70.0
+"""Seconds for which an actor may be out of reach before it is restarted.
+
+Ray takes about 62 s to know that a silent node is dead: by its defaults 5 health checks that each
+time out after 10 s, with pauses of 3 s in between. A restart before that would be tried on the
+node that is gone, and wasted.
+"""
 RESTART_WINDOW_S = 3600.0
 """Restarts of one replica are counted over this many seconds."""
 FIRST_PAUSE_S = 1.0

@@ -19,6 +19,7 @@ import xxhash
 
 from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import SnapshotError
+from torchrl_vllm_sync.replica import process_began
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -318,7 +319,7 @@ class ProcessIdentity:
     def current(cls) -> ProcessIdentity:
         """The calling process."""
         pid = os.getpid()
-        return cls(_host(), socket.gethostname(), pid, _start_time(pid) or 0)
+        return cls(_host(), socket.gethostname(), pid, process_began(pid) or 0)
 
     @classmethod
     def from_record(cls, record: dict[str, Any], source: Path) -> ProcessIdentity:
@@ -338,7 +339,7 @@ class ProcessIdentity:
         """Whether the process has ended; None where that cannot be known from this host."""
         if self.host != _host():
             return None
-        return _start_time(self.pid) != self.start_time
+        return process_began(self.pid) != self.start_time
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.hostname}"
@@ -351,19 +352,3 @@ def _boot_id() -> str:
 
 def _host() -> str:
     return f"{_boot_id()}/{os.readlink('/proc/self/ns/pid')}"
-
-
-def _start_time(pid: int) -> int | None:
-    """Field 22 of ``/proc/<pid>/stat`` (proc(5)); None when the process is gone or a zombie.
-
-    A zombie with other threads (field 20) is none yet: they may still be storing something.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The name in field 2 may itself hold spaces and brackets, so count from its last bracket.
-    fields = stat.rpartition(")")[2].split()
-    if fields[0] in {"Z", "X"} and int(fields[17]) <= 1:
-        return None
-    return int(fields[19])

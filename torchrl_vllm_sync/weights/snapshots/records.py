@@ -30,6 +30,7 @@ from torchrl_vllm_sync.weights.snapshots.files import (
     read_json,
     replace_file,
     require_length,
+    storage_errors,
     write_json,
 )
 
@@ -466,7 +467,16 @@ class WriterLock:
     @property
     def is_removed(self) -> bool:
         """Whether the directory is gone, or empty."""
-        return not (self._directory / EPOCH).exists()
+        with storage_errors(f"{self._directory}: looking for {EPOCH}"):
+            return not (self._directory / EPOCH).exists()
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether there is nothing to give back: the directory is gone, or not to be got at."""
+        try:
+            return self.is_removed
+        except SnapshotError:
+            return True
 
     def check(self) -> None:
         """Finds out whether this writer still owns the directory."""
@@ -499,7 +509,7 @@ class WriterLock:
         if self._handle < 0:
             return
         try:
-            if not self.is_removed:
+            if not self.is_out_of_reach:
                 with suppress(FencedWriterError, FileNotFoundError), self.commit():
                     self._write_epoch(released=True)
         finally:

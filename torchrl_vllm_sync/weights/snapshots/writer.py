@@ -541,7 +541,11 @@ class SnapshotWriter:
 
     @property
     def is_removed(self) -> bool:
-        """Whether somebody has removed the directory, or all that is in it."""
+        """Whether somebody has removed the directory, or all that is in it.
+
+        Raises:
+            SnapshotError: It cannot be looked at.
+        """
         return self._lock.is_removed
 
     def current(self) -> Manifest | None:
@@ -697,7 +701,7 @@ class SnapshotWriter:
         self._closed = True
         self._store.close()
         try:
-            if remove and not self.is_removed:
+            if remove and not self._lock.is_out_of_reach:
                 with self._storage("removing it"), self._lock.commit():
                     (self.directory / CURRENT).unlink(missing_ok=True)
                     shutil.rmtree(self.directory)
