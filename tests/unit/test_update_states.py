@@ -11,7 +11,7 @@ from torchrl_vllm_sync import ReplicaState, SnapshotWriter
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.arrivals import SnapshotLoads
 from torchrl_vllm_sync.engine.gate import AdmissionGate
-from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, WeightUpdates
+from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, TORN_SILENCE_S, WeightUpdates
 from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, SyncError
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.records import held_leases
@@ -139,6 +139,22 @@ def test_a_trainer_elsewhere_keeps_others_out_as_long_as_it_gives_signs_of_life(
     updates.end_push("a", 1)
     with pytest.raises(PushUnderWayError):
         updates.begin_push(ELSEWHERE, "a", 2)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_stopped_trainer_that_left_weights_in_pieces_keeps_others_out_less_long(
+    updates, monkeypatch, whole
+):
+    now = [0.0]
+    monkeypatch.setattr("torchrl_vllm_sync.engine.updates.time.monotonic", lambda: now[0])
+    updates.begin_push(ME, "a", 1)
+    updates.whole = whole
+    now[0] += TORN_SILENCE_S + 1
+    if whole:
+        with pytest.raises(PushUnderWayError):
+            updates.begin_push(ME, "b", 1)
+    else:
+        assert not updates.begin_push(ME, "b", 1)
 
 
 async def test_one_that_was_not_removed_after_all_serves_again(updates):

@@ -52,6 +52,9 @@ POLL_S = 0.5
 NOT_WHOLE = "its weights are not whole, and it is stale until the next push repairs it"
 # A trainer on another host that gives no sign of life for so long is pushing no more.
 PUSH_SILENCE_S = 30.0
+# The same where its push has left the weights in pieces: a stopped trainer must not keep them so.
+# One sign in 5 s may be half as late again.
+TORN_SILENCE_S = 7.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +209,9 @@ class WeightUpdates:
         if push is not None and (push.sender, push.number) == (sender, number):
             push.is_open = False
 
-    @staticmethod
-    def _is_under_way(push: _Push) -> bool:
-        is_silent = time.monotonic() - push.seen_at > PUSH_SILENCE_S
+    def _is_under_way(self, push: _Push) -> bool:
+        limit_s = PUSH_SILENCE_S if self.whole else TORN_SILENCE_S
+        is_silent = time.monotonic() - push.seen_at > limit_s
         return push.is_open and not is_silent and not push.trainer.is_gone()
 
     def refuse_foreign(self, version: int, run_id: str | None) -> None:
