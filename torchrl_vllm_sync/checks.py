@@ -1,4 +1,4 @@
-"""Checks of numbers that callers set."""
+"""Checks of what callers set, and how a refused value is quoted."""
 
 from __future__ import annotations
 

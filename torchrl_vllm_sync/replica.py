@@ -1,4 +1,4 @@
-"""What a replica is to the rest of the library: a stable id, an actor, a state, a last report."""
+"""What a replica is to the rest of the library: its id, actor, state, last report and last push."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One replica: a Ray actor that owns one vLLM engine, its state and its policy version."""
+"""One replica: a Ray actor that owns one vLLM engine; under TorchRL's and vLLM's names too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions that a trainer broadcasts, received by one engine's workers."""
+"""How a version reaches one engine: by broadcast, from a snapshot, or from another replica."""
 
 from __future__ import annotations
 

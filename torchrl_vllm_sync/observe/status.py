@@ -1,4 +1,4 @@
-"""What a service is and does at one moment, from what this process knows already."""
+"""What a service is and does at one moment, and the log of its pushes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sending a batch to its replicas: one Ray call for each, and every request answered once."""
+"""Sending requests to replicas: batches and streams, attempts, deaths, every one answered once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Announcing a service's policy version to TorchRL collectors: each hears of each version once."""
+"""TorchRL's collectors beside a service: each is told of each version once; a Ray buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TorchRL's two weight sync schemes for vLLM, over this library's pushes."""
+"""TorchRL's two weight sync schemes for vLLM, with their senders and receivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps rows that too old a policy sampled out of training, and counts them."""
+"""TorchRL transforms over policy versions: stamping rows, leaving old ones out, weighing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the rows of a batch were generated: lengths, ends, cache hits, times, spread of versions."""
+"""How the rows of a batch were generated, and pushes and rollouts in TorchRL's loggers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting and ending replicas, so that a launch that fails leaves nothing behind."""
+"""Starting and ending replicas: placement, names, and nothing left behind by a failed launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replicas a service has, as one process knows it."""
+"""Which replicas a service has, as one process knows it, and calling all of them at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that keeps a service's replicas alive, current and as many as are wanted."""
+"""The thread that keeps a service's replicas alive, and how many are wanted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own RL calls on a service: the same names, for all replicas at once.
+"""The weights of a service: its pushes, its policy versions, and vLLM's own calls on all replicas.
 
 The service also is a ``VLLMWeightSyncClient``, the object that vLLM's trainer-side engines drive
 (``vllm/distributed/weight_transfer/base.py``, 0.26 to 0.32).

@@ -1,4 +1,4 @@
-"""Which transport a push takes: decided from where the trainer's and the engines' weights are."""
+"""Where weights are, on the trainer and in the engines, and which transport that asks for."""
 
 from __future__ import annotations
 

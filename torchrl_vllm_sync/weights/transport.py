@@ -1,4 +1,4 @@
-"""How the bytes of a push go, and what each replica answered."""
+"""What every transport owes and shares: outcomes, reports, phases, watched waits."""
 
 from __future__ import annotations
 
@@ -247,7 +247,8 @@ class PushReport:
         phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
             ``open_s`` is what comes before the transport's own: for the first push, choosing a
             transport, forming its group and asking the replicas what they hold. ``copy_s`` and
-            ``hash_s`` of ``memmap`` are those of several threads together.
+            ``hash_s`` of ``memmap`` are those of several threads together. ``compare_s`` is reading
+            all weights once, to know a retry by, after somebody was left behind.
         replicas: What each replica answered.
         left_behind: Id of each replica that did not reach the version, to the reason; it takes no
             requests until it does. Empty after a push with ``strict=True``, but for replicas that

@@ -1,4 +1,4 @@
-"""What snapshots need of the system: small records, mount types, process identity."""
+"""What snapshots need of the system: private files, small records, mounts, processes."""
 
 from __future__ import annotations
 

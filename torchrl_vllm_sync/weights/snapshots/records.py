@@ -1,4 +1,4 @@
-"""The manifest: the small file that names the current version, its place and its checksums."""
+"""The small records of a snapshot directory: manifest, HEAD, leases, marker, writer's lock."""
 
 from __future__ import annotations
 
