@@ -11,9 +11,9 @@ import contextlib
 import itertools
 import json
 import logging
-import threading
 import time
 import weakref
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import metadata_digest
 from torchrl_vllm_sync.weights.module import (
@@ -69,24 +70,16 @@ class Gather:
         if not any(isinstance(part, _Redistributed) for part in self._parts.values()):
             self._launch()
             return
-        failures: list[BaseException] = []
         as_here = _same_stream()
 
-        def run() -> None:
-            try:
-                with as_here:
-                    self._launch()
-            except BaseException as error:  # noqa: BLE001  raised below, on the caller's thread
-                failures.append(error)
+        def launch() -> None:
+            with as_here:
+                self._launch()
 
-        thread = threading.Thread(target=run, name="gather", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(WATCH_S)
-            if thread.is_alive():
-                watch()
-        for error in failures:
-            raise error
+        launched = in_thread("gather", launch)
+        while wait([launched], timeout=WATCH_S).not_done:
+            watch()
+        launched.result()
 
     def _launch(self) -> None:
         works = [part.launch() for part in self._parts.values()]
