@@ -253,17 +253,11 @@ class TrainerRankError(SyncError, RuntimeError):
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a push ended on the leading rank.
+    """How a push ended on the leading rank."""
 
-    Attributes:
-        reason: Why it failed; empty after a success.
-        failed_rank: Global rank that failed, if that is known.
-        outcome: What the leader announced; ``None`` after a failure.
-    """
-
-    reason: str
-    failed_rank: int | None = None
-    outcome: Any = None
+    reason: str  # why it failed; empty after a success
+    failed_rank: int | None = None  # global rank that failed, if that is known
+    outcome: Any = None  # what the leader announced; `None` after a failure
 
 
 class TrainerRanks:

@@ -163,19 +163,13 @@ CONNECT_POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where a group meets.
+    """Where a group meets."""
 
-    Attributes:
-        address: The trainer's address, reachable from every worker.
-        port: Port of its ``TCPStore``.
-        world_size: The trainer and the workers of all replicas.
-        interface: Network interface to use, of this name on every host; ``None`` takes the one that
-            reaches ``address``. NCCL keeps to the one that a process has used first.
-    """
-
-    address: str
-    port: int
-    world_size: int
+    address: str  # the trainer's address, reachable from every worker
+    port: int  # port of its `TCPStore`
+    world_size: int  # the trainer and the workers of all replicas
+    # network interface to use, of this name on every host; `None` takes the one that reaches
+    # `address`. NCCL keeps to the one that a process has used first
     interface: str | None = None
 
 
