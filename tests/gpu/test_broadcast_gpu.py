@@ -140,7 +140,7 @@ def engine_core_pid(service):
 
 
 def report(service):
-    (one,) = service.call_replicas("report").values()
+    (one,) = service.replicas.call_replicas("report").values()
     return one
 
 

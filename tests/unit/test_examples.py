@@ -28,7 +28,6 @@ SPOKEN_OF = {
     "routing.strategies.register_strategy",
     "service.supervisor.QueueLengthScaling",
     "service.service.AsyncVLLM",
-    "service.weights.ServiceNative",
     "observe.status.ServiceStatus",
     "rl.schemes.VLLMDoubleBufferSyncScheme",
     "rl.schemes.VLLMWeightSyncScheme",

@@ -196,6 +196,10 @@ with_updater = pytest.mark.filterwarnings(
 class Announced(Service):
     """A service that says when it has a new version."""
 
+    @property
+    def weights(self):
+        return self
+
     def listen_to_versions(self, listener):
         self.announce = listener
         return lambda: None

@@ -11,14 +11,14 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.routing.monitor import staying_connected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from types import TracebackType
     from typing import Self
 
@@ -306,27 +306,6 @@ def metrics_port() -> int | None:
     return next((port for port in ports if port > 0), None)
 
 
-class ExportedService(Protocol):
-    """What the exporter needs of a service."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        ...
-
-    def status(self) -> ServiceStatus:
-        """What it is and does now."""
-        ...
-
-    def request_totals(self) -> Mapping[str, int]:
-        """How the requests of this process have ended."""
-        ...
-
-    def listen_to_pushes(self, listener: Callable[[PushStatus], object]) -> Callable[[], None]:
-        """Has ``listener`` called with each push that ends; returns what ends that."""
-        ...
-
-
 class MetricsExporter:
     """Exports a service's metrics, listed in ``METRICS``, until it is stopped.
 
@@ -352,7 +331,7 @@ class MetricsExporter:
         UnsupportedArgumentError: ``interval_s`` is no such number.
     """
 
-    def __init__(self, service: ExportedService, *, interval_s: float = 5.0) -> None:
+    def __init__(self, service: Any, *, interval_s: float = 5.0) -> None:
         if not (isinstance(interval_s, int | float) and 0 < interval_s < math.inf):
             raise UnsupportedArgumentError(
                 f"interval_s must be a finite number greater than 0, got {interval_s!r}"
@@ -360,9 +339,9 @@ class MetricsExporter:
         self._interval_s = interval_s
         self._service = weakref.ref(service)
         self._name = service.name
-        self._requests = service.request_totals()
+        self._requests = service.requests.request_totals()
         self._pushes: deque[PushStatus] = deque()
-        self._deaf = service.listen_to_pushes(self._pushes.append)
+        self._deaf = service.weights.listen_to_pushes(self._pushes.append)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics-exporter", daemon=True)
         self._pid = os.getpid()
@@ -419,7 +398,7 @@ class MetricsExporter:
         if service is None:
             return False
         try:
-            status, requests = service.status(), service.request_totals()
+            status, requests = service.status(), service.requests.request_totals()
         except ServiceClosedError:
             return False
         before, self._requests = self._requests, requests

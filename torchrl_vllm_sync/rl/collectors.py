@@ -6,7 +6,7 @@ import logging
 import threading
 import types
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -26,14 +26,6 @@ logger = logging.getLogger(__name__)
 
 # A collector in an actor hears between two rollouts. Nobody waits longer than this for that.
 HEAR_TIMEOUT_S = 30.0
-
-
-class VersionedService(Protocol):
-    """What collectors need of a service."""
-
-    def listen_to_versions(self, listener: Callable[[int], object]) -> Callable[[], None]:
-        """Has ``listener`` called with each version; returns a function that ends this."""
-        ...
 
 
 class ServiceVersion(PolicyVersion):
@@ -138,10 +130,10 @@ class CollectorVersions:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
-    def follow(self, service: VersionedService) -> None:
+    def follow(self, service: Any) -> None:
         """Announces each version that this process brings ``service`` to, whoever pushes it."""
         if self._end is None:
-            self._end = service.listen_to_versions(self.announce)
+            self._end = service.weights.listen_to_versions(self.announce)
 
     def stop(self) -> None:
         """Ends :meth:`follow` and forgets the collectors; idempotent."""

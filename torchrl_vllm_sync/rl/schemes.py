@@ -139,10 +139,10 @@ class VLLMWeightSender:
         """Opens the transport to ``service``; does nothing when it is connected to it."""
         known = self._updater.service
         if known is not None:
-            if known.service_name != service.service_name:
+            if known.name != service.name:
                 raise UnsupportedArgumentError(
-                    f"the sender is connected to service {known.service_name}, so it cannot be "
-                    f"to {service.service_name}"
+                    f"the sender is connected to service {known.name}, so it cannot be "
+                    f"to {service.name}"
                 )
             return
         self._scheme.check_service(service)
@@ -373,7 +373,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
             raise UnsupportedArgumentError(
                 f"timeout must be a finite number greater than 0, got {timeout!r}"
             )
-        answers = self.service.call_replicas(
+        answers = self.service.replicas.call_replicas(
             "load_snapshot",
             self._scheme.local_addr,
             None,
@@ -385,7 +385,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
             mode=self._scheme.push_options["mode"],
         )
         if isinstance(self.service, AsyncVLLM):
-            self.service.learn_versions()
+            self.service.weights.learn_versions()
         failures = [one for one in answers.values() if isinstance(one, BaseException)]
         loaded = [one for one in answers.values() if isinstance(one, dict) and one["loaded"]]
         if failures and len(failures) == len(answers) and isinstance(failures[0], SyncError):
