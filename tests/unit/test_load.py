@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RpcError
 
+from tests.fakes.routing import snapshot
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import LaunchError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Replica, Silence
@@ -144,8 +145,8 @@ def test_predicted_usage_is_the_engines_figure_and_what_was_reserved_since():
     ],
 )
 def test_there_is_room_up_to_nine_tenths_of_the_cache(figures, fits):
-    snapshot = LoadSnapshot(replica_id="0", state=SERVING, **figures)
-    assert snapshot.has_room(100, 0.0, 5.0) is fits
+    record = snapshot("0", **figures)
+    assert record.has_room(100, 0.0, 5.0) is fits
 
 
 def test_a_cache_is_described_once_for_all_replicas():

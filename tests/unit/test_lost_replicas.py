@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from tests.unit.test_dispatch import FakeActor, Method, Rig, hang, ids, make_requests, raises, ready
+from tests.fakes.requests import FakeActor, Method, Rig, hang, ids, make_requests, raises, ready
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     GenerationError,

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.unit.test_dispatch import FakeActor, Rig, ids, make_requests
+from tests.fakes.requests import FakeActor, Rig, ids, make_requests
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,

@@ -34,7 +34,6 @@ from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
 from torchrl_vllm_sync.requests.generation import (
     REQUEST_ENDS,
     Generation,
-    PinnedBalancer,
     iterate_blocking,
     run_blocking,
 )
@@ -287,7 +286,7 @@ class ServiceRequests(ServiceReplicas):
         session_id: Any,
         group_id: Any,
         stream: bool,
-    ) -> tuple[PreparedBatch, LoadBalancer | PinnedBalancer]:
+    ) -> tuple[PreparedBatch, LoadBalancer]:
         generation, balancer = self._serving()
         batch = generation.prepare(
             prompts,
@@ -299,10 +298,9 @@ class ServiceRequests(ServiceReplicas):
             min_version=min_version,
             session_id=session_id,
             group_id=group_id,
+            only=None if actor_index is None else self._at(actor_index).replica_id,
         )
-        if actor_index is None:
-            return batch, balancer
-        return batch, PinnedBalancer(balancer, self._at(actor_index).replica_id)
+        return batch, balancer
 
     def release_sessions(self, session_ids: RequestKey | Iterable[RequestKey]) -> int:
         """Forgets sessions that are over, in this process.
