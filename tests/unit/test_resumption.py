@@ -143,7 +143,7 @@ def broken_run(tokenizer, request, prompt, answer, cuts, versions=(0,)):
                 break
         if yielded[-1].finished:
             break
-        assert not so_far.verdict
+        assert not so_far.final_reason
     return yielded
 
 

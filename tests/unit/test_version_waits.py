@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from tests.fakes.requests import FakeActor, Rig, ids, make_requests
 from tests.fakes.service import replicas_of, service_of
-from tests.unit.test_dispatch import FakeActor, Rig, ids, make_requests
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,

@@ -31,7 +31,7 @@ from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError
 from torchrl_vllm_sync.observe.status import collect_status
 from torchrl_vllm_sync.observe.views import absent_html, status_html
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
-from torchrl_vllm_sync.requests.generation import iterate_blocking
+from torchrl_vllm_sync.requests.generation import iterate_blocking, run_blocking
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import describe_replicas
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
@@ -486,23 +486,22 @@ class AsyncVLLM(RLvLLMEngine):
                 raise UnsupportedArgumentError(
                     f"{name} must be None: vLLM no longer has it, got {type(value).__name__}"
                 )
-        call = self.requests.prepare(
+        batch = self.requests.prepare(
             prompts,
             sampling_params,
             prompt_token_ids,
-            lora_request,
-            timeout_seconds,
-            actor_index,
+            timeout_s=timeout_seconds,
+            actor_index=actor_index,
+            lora_request=lora_request,
             min_version=min_version,
             session_id=session_id,
             group_id=group_id,
             stream=stream,
         )
         if stream:
-            return iterate_blocking(self.requests.stream(call))
-        return self.requests.run_blocking(
-            call, use_tqdm=use_tqdm, return_exceptions=return_exceptions
-        )
+            return iterate_blocking(self.requests.stream(batch))
+        outputs = self.requests.run(batch, use_tqdm=use_tqdm, return_exceptions=return_exceptions)
+        return run_blocking(outputs)
 
     async def agenerate(
         self,
@@ -523,19 +522,21 @@ class AsyncVLLM(RLvLLMEngine):
 
         Arguments, results and errors are those of :meth:`generate`.
         """
-        call = await asyncio.to_thread(  # fetches the tokenizer, encodes text
+        batch = await asyncio.to_thread(  # fetches the tokenizer, encodes text
             self.requests.prepare,
             prompts,
             sampling_params,
             prompt_token_ids,
-            lora_request,
-            timeout_seconds,
-            actor_index,
+            timeout_s=timeout_seconds,
+            actor_index=actor_index,
+            lora_request=lora_request,
             min_version=min_version,
             session_id=session_id,
             group_id=group_id,
         )
-        return await self.requests.run(call, use_tqdm=use_tqdm, return_exceptions=return_exceptions)
+        return await self.requests.run(
+            batch, use_tqdm=use_tqdm, return_exceptions=return_exceptions
+        )
 
     async def astream(
         self,
@@ -567,20 +568,20 @@ class AsyncVLLM(RLvLLMEngine):
             ``RequestOutput`` objects, each with all tokens so far unless ``output_kind`` says
             otherwise. Errors are those of :meth:`generate`.
         """
-        call = await asyncio.to_thread(
+        batch = await asyncio.to_thread(
             self.requests.prepare,
             prompt,
             sampling_params,
             prompt_token_ids,
-            lora_request,
-            timeout_seconds,
-            actor_index,
+            timeout_s=timeout_seconds,
+            actor_index=actor_index,
+            lora_request=lora_request,
             min_version=min_version,
             session_id=session_id,
             group_id=group_id,
             stream=True,
         )
-        async with contextlib.aclosing(self.requests.stream(call)) as outputs:
+        async with contextlib.aclosing(self.requests.stream(batch)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -599,7 +600,7 @@ class AsyncVLLM(RLvLLMEngine):
             UnsupportedArgumentError: One is neither an integer nor text that is not empty.
             ServiceClosedError: The service is not launched, or was shut down.
         """
-        return self._balancer().release_sessions(session_ids)
+        return self.requests.balancer.release_sessions(session_ids)
 
     def create_load_balancer(
         self, strategy: str | Sequence[str] | None = None, **kwargs: Any
@@ -617,16 +618,11 @@ class AsyncVLLM(RLvLLMEngine):
             UnknownStrategyError: A strategy's name is not registered.
             ServiceClosedError: The service is not launched, or was shut down.
         """
-        self._balancer()
+        self.replicas.require()
         balancer = self.requests.balancer = LoadBalancer(self, strategy, **kwargs)
         balancing = {"strategy": strategy, **kwargs}
         self.replicas.settings = dataclasses.replace(self.replicas.settings, balancing=balancing)
         return balancer
-
-    def _balancer(self) -> LoadBalancer:
-        self.replicas.require()
-        assert self.requests.balancer is not None, "there are replicas"
-        return self.requests.balancer
 
     def get_random_actor_index(self) -> int:
         """Returns the position of one of :attr:`actors`, at random."""
