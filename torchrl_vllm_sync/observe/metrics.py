@@ -12,13 +12,13 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
+from torchrl_vllm_sync.checks import check_seconds
+from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.routing.monitor import staying_connected
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from types import TracebackType
     from typing import Self
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
@@ -193,10 +193,7 @@ class MetricsExporter:
     """
 
     def __init__(self, service: Any, *, interval_s: float = 5.0) -> None:
-        if not (isinstance(interval_s, int | float) and 0 < interval_s < math.inf):
-            raise UnsupportedArgumentError(
-                f"interval_s must be a finite number greater than 0, got {interval_s!r}"
-            )
+        check_seconds("interval_s", interval_s)
         self._interval_s = interval_s
         self._service = weakref.ref(service)
         self._name = service.name
@@ -225,12 +222,7 @@ class MetricsExporter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _run(self) -> None:

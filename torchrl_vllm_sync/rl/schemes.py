@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -11,7 +10,7 @@ import torch
 from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
 from torchrl.weight_update.utils import _resolve_model
 
-from torchrl_vllm_sync.checks import check_integer
+from torchrl_vllm_sync.checks import check_integer, check_seconds
 from torchrl_vllm_sync.engine.args import num_workers
 from torchrl_vllm_sync.errors import (
     SyncError,
@@ -329,10 +328,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Has every replica load the newest version that the directory holds."""
-        if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
-            raise UnsupportedArgumentError(
-                f"timeout must be a finite number greater than 0, got {timeout!r}"
-            )
+        check_seconds("timeout", timeout)
         answers = self.service.call_replicas(
             "load_snapshot",
             self._scheme.local_addr,
@@ -376,6 +372,14 @@ class ServiceScheme(_TorchRLScheme):
     A pickled copy is not connected, and has no model.
     """
 
+    _sender_type: type[VLLMWeightSender] = VLLMWeightSender
+    _receiver_type: type[VLLMWeightReceiver] = VLLMWeightReceiver
+    # What a scheme may be told to expect; whatever the service has, where it is None.
+    num_replicas: int | None = None
+    gpus_per_replica: int | None = None
+    master_address: str | None = None
+    master_port: int | None = None
+
     def __init__(self, strategy: Strategy, service: Any, **push_options: Any) -> None:
         if strategy not in get_args(Strategy):
             raise UnsupportedArgumentError(
@@ -387,30 +391,36 @@ class ServiceScheme(_TorchRLScheme):
         self._service = service
         self._sender: VLLMWeightSender | None = None
 
-    # What the two schemes differ in.
-
     def new_transport(self) -> WeightTransport:
         """Returns the transport that the sender pushes through."""
         raise NotImplementedError
 
     def new_sender(self) -> VLLMWeightSender:
         """Returns the trainer's end."""
-        return VLLMWeightSender(self)
-
-    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
-        """Returns a new receiver for a service, or for a ``vllm.LLM``.
-
-        Args:
-            vllm_engine: A service, or a ``vllm.LLM`` of this process.
-        """
-        return VLLMWeightReceiver(self, vllm_engine)
+        return self._sender_type(self)
 
     def check_service(self, service: AsyncVLLM | LocalLLM) -> None:
-        """Refuses a service that is not what the scheme was made for.
+        """Refuses a service of other replicas than the scheme was made for.
 
         Args:
             service: The service.
+
+        Raises:
+            UnsupportedArgumentError: ``num_replicas`` or ``gpus_per_replica`` is another.
         """
+        if not isinstance(service, AsyncVLLM) or self.num_replicas is None:
+            return
+        if self.num_replicas != service.num_replicas:
+            raise UnsupportedArgumentError(
+                f"num_replicas must be {service.num_replicas}, as the service has, "
+                f"got {self.num_replicas}"
+            )
+        sizes = {service.get_tp_size(), num_workers(service.engine_args)}
+        if self.gpus_per_replica not in sizes:
+            raise UnsupportedArgumentError(
+                f"gpus_per_replica must be {' or '.join(map(str, sorted(sizes)))}, as the service "
+                f"has, got {self.gpus_per_replica}"
+            )
 
     def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
         """Returns where trainer and engines meet, if that was given.
@@ -418,10 +428,17 @@ class ServiceScheme(_TorchRLScheme):
         Args:
             service: The service.
         """
-        del service
+        if isinstance(service, AsyncVLLM):
+            return {"master_address": self.master_address, "master_port": self.master_port}
         return {}
 
-    # What TorchRL's scripts and collectors call.
+    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
+        """Returns a new receiver for a service, or for a ``vllm.LLM``.
+
+        Args:
+            vllm_engine: A service, or a ``vllm.LLM`` of this process.
+        """
+        return self._receiver_type(self, vllm_engine)
 
     def create_sender(self) -> VLLMWeightSender:
         """Returns the scheme's one sender, the same each time."""
@@ -618,39 +635,6 @@ class VLLMWeightSyncScheme(ServiceScheme):
             return TRANSPORTS[self._transport]()
         return self._transport
 
-    def check_service(self, service: AsyncVLLM | LocalLLM) -> None:
-        """Refuses a service of other replicas than the scheme was made for.
-
-        Args:
-            service: The service.
-
-        Raises:
-            UnsupportedArgumentError: ``num_replicas`` or ``gpus_per_replica`` is another.
-        """
-        if not isinstance(service, AsyncVLLM):
-            return
-        if self.num_replicas != service.num_replicas:
-            raise UnsupportedArgumentError(
-                f"num_replicas must be {service.num_replicas}, as the service has, "
-                f"got {self.num_replicas}"
-            )
-        sizes = {service.get_tp_size(), num_workers(service.engine_args)}
-        if self.gpus_per_replica not in sizes:
-            raise UnsupportedArgumentError(
-                f"gpus_per_replica must be {' or '.join(map(str, sorted(sizes)))}, as the service "
-                f"has, got {self.gpus_per_replica}"
-            )
-
-    def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
-        """Returns where trainer and engines meet, if that was given.
-
-        Args:
-            service: The service.
-        """
-        if isinstance(service, AsyncVLLM):
-            return {"master_address": self.master_address, "master_port": self.master_port}
-        return {}
-
 
 class VLLMDoubleBufferSyncScheme(ServiceScheme):
     """Passes weights through memory-mapped TensorDicts in a directory that both sides see.
@@ -689,6 +673,9 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
             path, or ``num_threads`` is below 1.
     """
 
+    _sender_type = VLLMDoubleBufferWeightSender
+    _receiver_type = VLLMDoubleBufferWeightReceiver
+
     def __init__(
         self,
         remote_addr: str | os.PathLike[str],
@@ -726,18 +713,6 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
     def new_transport(self) -> MemmapTransport:
         """Returns the transport that the sender pushes through once it is connected."""
         return MemmapTransport(self.remote_addr, layout=self.layout)
-
-    def new_sender(self) -> VLLMDoubleBufferWeightSender:
-        """Returns the trainer's end."""
-        return VLLMDoubleBufferWeightSender(self)
-
-    def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
-        """Returns a new receiver, which has a service load what the directory holds.
-
-        Args:
-            vllm_engine: A service, or a ``vllm.LLM`` of this process.
-        """
-        return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
 
 def _as_device(device: torch.device | str | int | None) -> torch.device | None:

@@ -84,7 +84,7 @@ def as_version_source(version: VersionLike) -> int | Callable[[], int]:
     name = "version" if isinstance(version, PolicyVersion) else "weight_version"
     if hasattr(owner, name) and not isinstance(owner, type):
         return partial(getattr, owner, name)  # which pickles
-    if callable(version) and not isinstance(version, (type, nn.Module)):
+    if callable(version) and not isinstance(version, (type, nn.Module, WeightUpdater)):
         return version
     raise UnsupportedArgumentError(
         "version must be an int, a function that returns one, a service, a WeightUpdater or a "
