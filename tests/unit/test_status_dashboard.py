@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.status_scenes import HOSTILE, NOON, Moving, hostile, push, replica, status
+from tests.fakes.observe import HOSTILE, NOON, Moving, hostile, push, replica, status
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe import page as page_module

@@ -19,7 +19,7 @@ from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm.policies import ChatHistory
 
-from tests.unit.stamped_rows import Service
+from tests.fakes.rl import Service
 from torchrl_vllm_sync import GenerationStatistics, VersionStamp, WeightUpdater
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl import keys
