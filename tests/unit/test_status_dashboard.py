@@ -13,8 +13,8 @@ import time
 
 import pytest
 
+from tests.fakes.observe import HOSTILE, NOON, Moving, hostile, push, replica, status
 from tests.fakes.service import replicas_of, service_of
-from tests.unit.status_scenes import HOSTILE, NOON, Moving, hostile, push, replica, status
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe import page as page_module

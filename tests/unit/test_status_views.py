@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.fakes.observe import HOSTILE, replica, status, troubled
+from tests.fakes.observe import hostile as hostile_status
 from tests.fakes.service import replicas_of, service_of
-from tests.unit.status_scenes import HOSTILE, replica, status, troubled
-from tests.unit.status_scenes import hostile as hostile_status
 from torchrl_vllm_sync import ReplicaState, cli
 from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.observe.status import ReplicaStatus
@@ -118,7 +118,7 @@ def test_hostile_texts_are_neither_markup_nor_terminal_codes():
 def test_a_bar_is_never_longer_than_the_whole():
     from dataclasses import replace
 
-    from tests.unit.status_scenes import push
+    from tests.fakes.observe import push
 
     strange = replace(push(1), seconds=0.0, phases={"send": 5.0, "back": -1.0})
     text = plain(status_view(status(replica("0"), pushes=(strange,))))
