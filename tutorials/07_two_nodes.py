@@ -95,7 +95,7 @@ def nodes(args: argparse.Namespace) -> Iterator[None]:
 
 def places(service: AsyncVLLM) -> dict[str, str]:
     """Ray's id of the node of each replica."""
-    found = service.call_replicas("describe")
+    found = service.replicas.call_replicas("describe")
     return {name: one.processes.node_id for name, one in found.items()}
 
 

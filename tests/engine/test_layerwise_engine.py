@@ -35,18 +35,18 @@ def parts(model, size=7, **extra):
 
 
 def state(service):
-    (report,) = service.call_replicas("report").values()
+    (report,) = service.replicas.call_replicas("report").values()
     return report.state
 
 
 def next_version(service):
     """One more than the replica holds: what is called past the service it learns only later."""
-    (report,) = service.call_replicas("report").values()
+    (report,) = service.replicas.call_replicas("report").values()
     return report.weight_version + 1
 
 
 def call(service, method, *args):
-    (answer,) = service.call_replicas(method, *args, deadline_s=60).values()
+    (answer,) = service.replicas.call_replicas(method, *args, deadline_s=60).values()
     if isinstance(answer, BaseException):
         raise answer
     return answer
@@ -94,7 +94,7 @@ def test_a_whole_push_in_one_call(layerwise, model):
     version = next_version(layerwise)
     (update,) = parts(perturbed(model, seed=320), size=1000)
     call(layerwise, "expect_native", version, "run 2")
-    (answer,) = layerwise.call_replicas(
+    (answer,) = layerwise.replicas.call_replicas(
         "receive_native",
         update,
         version=version,

@@ -355,7 +355,7 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
 
     def keep_card(self, card: dict[str, Any]) -> None:
         """Keeps what a process needs to attach to the service, unless it has a newer one."""
-        epoch = card["_membership"].epoch
+        epoch = card["membership"].epoch
         if epoch >= self._membership_epoch:
             self._card, self._membership_epoch = card, epoch
 
