@@ -50,7 +50,7 @@ class WeightUpdater:
             :meth:`push_weights`, and only the first has the service.
         source: What :meth:`push_weights` sends when it is given nothing: a module (plain, wrapped
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
-        transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"vllm-nccl"``, or a
+        transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, or a
             ``WeightTransport``. ``"auto"`` chooses by where trainer and engines are, see
             ``weights/places.py``; reports name what was chosen.
         timeout_s: Seconds after which a silent replica counts as failed; by default a multiple of

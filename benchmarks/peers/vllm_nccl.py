@@ -1,4 +1,10 @@
-"""The ``vllm-nccl`` transport: vLLM's own packed NCCL engine behind the same updater."""
+"""vLLM's own packed NCCL engine behind this library's push: what ``broadcast`` is measured against.
+
+Read in vLLM 0.26, 0.28, 0.32 and 0.33 (``vllm/distributed/weight_transfer/nccl_common.py``,
+``packed_tensor.py``, ``nccl_engine.py``). Of the trainer's side only the two functions are used
+that did not change in all of them; its engine classes come in three generations. Importing vLLM
+takes seconds, and happens at the first call.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +46,16 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import PauseMode, PendingCalls, ReplicaClient
 
-
-# vLLM's own NCCL weight transfer as its releases have it: payloads by version, and the sender.
-#
-# Read in vLLM 0.26, 0.28, 0.32 and 0.33 (``vllm/distributed/weight_transfer/nccl_common.py``,
-# ``packed_tensor.py``, ``nccl_engine.py``). Of the trainer's side only the two functions are used
-# that did not change in all of them; its engine classes come in three generations. Importing vLLM
-# cannot be avoided here: it costs seconds, and happens at the first call.
-
-
 DEFAULT_BUFFER_BYTES = 2**30
 # From this release on the packing is agreed upon once, with the group; before, at each update.
 _FIRST_WITH_PACKING_AT_INIT = Version("0.28")
 # Before it the receiver does not order its buffers' streams: with two of them, memory of one pack
 # can be reused while another stream still reads it.
 _FIRST_WITH_ORDERED_STREAMS = Version("0.33")
+# A replica keeps to the time limit itself. One silent for this much longer has hung.
+GRACE_S = 10.0
+SHORT_TIMEOUT_S = 30.0
+JOIN_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,8 @@ def init_info(
 ) -> dict[str, Any]:
     """Returns the ``init_info`` of an engine's ``nccl`` backend, without its ``rank_offset``."""
     info = {"master_address": address, "master_port": port, "world_size": world_size}
-    if _release(vllm_version) >= _FIRST_WITH_PACKING_AT_INIT:
-        info |= packing.as_fields()
-    return info
+    at_init = _release(vllm_version) >= _FIRST_WITH_PACKING_AT_INIT
+    return info | (packing.as_fields() if at_init else {})
 
 
 def update_info(
@@ -110,26 +110,19 @@ def update_info(
         "dtype_names": [dtype_name(one.dtype) for one in metadata],
         "shapes": [list(one.shape) for one in metadata],
     }
-    if _release(vllm_version) < _FIRST_WITH_PACKING_AT_INIT:
-        info |= packing.as_fields()
-    return info
+    at_init = _release(vllm_version) >= _FIRST_WITH_PACKING_AT_INIT
+    return info | ({} if at_init else packing.as_fields())
 
 
 def open_group(address: str, port: int, world_size: int) -> Any:
-    """Opens the trainer's end, as rank 0, on the current CUDA device; blocks until all have
-    come."""
+    """Opens the trainer's end, as rank 0, on the current CUDA device; blocks until all joined."""
     from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
     return trainer_init({"master_address": address, "master_port": port, "world_size": world_size})
 
 
-def send(
-    pairs: Iterator[tuple[str, torch.Tensor]],
-    group: Any,
-    packing: Packing,
-) -> None:
+def broadcast(pairs: Iterator[tuple[str, torch.Tensor]], group: Any, packing: Packing) -> None:
     """Packs and broadcasts ``pairs`` from the current CUDA device; blocks until it has left."""
-    import torch
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
     packed_nccl_broadcast_producer(
@@ -143,18 +136,11 @@ def send(
     torch.cuda.synchronize()  # up to 0.27 the producer leaves its last packs on their way
 
 
-# A replica keeps to the time limit itself. One silent for this much longer has hung.
-GRACE_S = 10.0
-SHORT_TIMEOUT_S = 30.0
-DEFAULT_JOIN_TIMEOUT_S = 120.0
-
-
 class VLLMNCCLTransport:
-    """Sends each version through vLLM's own ``nccl`` weight-transfer engine.
+    """A ``WeightTransport`` that sends each version through vLLM's ``nccl`` weight-transfer engine.
 
-    For comparison, and as a way out where the ``broadcast`` transport does not do: the engines take
-    vLLM's layerwise reload, always. The workers change to that engine when the transport opens,
-    and back to the one of their launch when it closes.
+    The engines take vLLM's layerwise reload, always. The workers change to that engine when the
+    transport opens, and back to the one of their launch when it closes.
 
     vLLM's NCCL has no time limit on the workers' side. When a push breaks off in the middle, this
     side leaves it in time and says so; a replica that is still in it is stale, and can be lost.
@@ -165,9 +151,6 @@ class VLLMNCCLTransport:
             correctly: 1 before 0.33, 2 from then on.
         device: The trainer's CUDA device; by default the one that the weights are on.
         join_timeout_s: Seconds within which everybody must have come to the rendezvous.
-
-    Raises:
-        UnsupportedArgumentError: An argument is out of range.
     """
 
     name = "vllm-nccl"
@@ -178,16 +161,11 @@ class VLLMNCCLTransport:
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
         num_buffers: int | None = None,
         device: torch.device | str | None = None,
-        join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
+        join_timeout_s: float = JOIN_TIMEOUT_S,
     ) -> None:
-        if buffer_bytes < 1:
-            raise UnsupportedArgumentError(f"buffer_bytes must be at least 1, got {buffer_bytes}")
-        if num_buffers is not None and num_buffers < 1:
-            raise UnsupportedArgumentError(f"num_buffers must be at least 1, got {num_buffers}")
-        if not 0 < join_timeout_s < float("inf"):
-            raise UnsupportedArgumentError(
-                f"join_timeout_s must be a finite number greater than 0, got {join_timeout_s}"
-            )
+        for option, value in (("buffer_bytes", buffer_bytes), ("num_buffers", num_buffers)):
+            if value is not None and value < 1:
+                raise UnsupportedArgumentError(f"{option} must be at least 1, got {value}")
         self._buffer_bytes, self._num_buffers = buffer_bytes, num_buffers
         self._given_device = None if device is None else torch.device(device)
         self._join_timeout_s = join_timeout_s
@@ -212,8 +190,6 @@ class VLLMNCCLTransport:
 
     def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
         """Forms the group with the workers of all replicas that are alive; nothing if it stands.
-
-        Arguments are those of :meth:`WeightTransport.open`.
 
         Raises:
             TransferError: Nobody is there to join, or not everybody came in time.
@@ -254,10 +230,7 @@ class VLLMNCCLTransport:
         )
         deadline = time.monotonic() + self._join_timeout_s
         self._group = self._watched(
-            "the rendezvous",
-            lambda: open_group(address, port, world_size),
-            joining,
-            deadline,
+            "the rendezvous", lambda: open_group(address, port, world_size), joining, deadline
         )
         try:
             left = max(deadline - time.monotonic(), 0.0)
@@ -276,11 +249,7 @@ class VLLMNCCLTransport:
         clear_cache: bool,
         mode: PauseMode = "keep",
     ) -> SendOutcome:
-        """Broadcasts ``source`` as ``version``, through vLLM's engine.
-
-        Every replica receives it, those that hold the version already too.
-
-        Arguments and result are those of :meth:`WeightTransport.send`.
+        """Broadcasts ``source`` as ``version``, also to replicas that hold the version already.
 
         Raises:
             TransferError: No group could be formed. Nothing was sent.
@@ -340,17 +309,26 @@ class VLLMNCCLTransport:
             run_id=self._run_id,
         )
 
+    def close(self) -> None:
+        """Leaves the group, and has the workers use the engine of their launch. Idempotent."""
+        self._leave()
+        if self._client is not None:
+            with contextlib.suppress(ServiceClosedError):  # engines that are gone need nothing
+                self._client.call_replicas("use_transfer_engine", deadline_s=SHORT_TIMEOUT_S)
+        self._forget()
+
     def _transfer(
         self, source: WeightSource, calls: PendingCalls, deadline: float
     ) -> SyncError | None:
         """Sends everything; returns what went wrong on this side."""
         group, packing = self._group, self._packing
-
-        def transmit() -> None:
-            send(self._pairs(source), group, packing)
-
         try:
-            self._watched("the transfer", transmit, calls, deadline)
+            self._watched(
+                "the transfer",
+                lambda: broadcast(self._pairs(source), group, packing),
+                calls,
+                deadline,
+            )
         except SyncError as error:
             return error
         return None
@@ -371,8 +349,7 @@ class VLLMNCCLTransport:
     def _watched(
         self, what: str, call: Callable[[], Any], pending: PendingCalls, deadline: float
     ) -> Any:
-        """Runs ``call``, which NCCL may block for ever; leaves the group if it does not end
-        well."""
+        """Runs ``call``, which NCCL may block for ever; leaves the group if it fails."""
 
         def on_device() -> Any:
             with torch.cuda.device(self._device):
@@ -385,18 +362,15 @@ class VLLMNCCLTransport:
             raise
 
     def _device_for(self, source: WeightSource | None, engines: set[str]) -> torch.device:
+        needs = "the vllm-nccl transport needs NCCL between CUDA devices, and the"
         if engines != {"cuda"}:
             raise UnsupportedArgumentError(
-                "the vllm-nccl transport needs NCCL between CUDA devices, and the engines are on "
-                f"{' and '.join(sorted(engines))}: use the broadcast or the memmap transport"
+                f"{needs} engines are on {' and '.join(sorted(engines))}"
             )
         device = self._given_device or home_device(source, "cuda") or torch.device("cuda")
         if device.type != "cuda" or not torch.cuda.is_available():
             where = device if device.type != "cuda" else "a host without CUDA"
-            raise UnsupportedArgumentError(
-                f"the vllm-nccl transport needs NCCL between CUDA devices, and the trainer is on "
-                f"{where}: use the memmap transport"
-            )
+            raise UnsupportedArgumentError(f"{needs} trainer is on {where}")
         return device if device.index is not None else current_device("cuda")
 
     def _leave(self) -> None:
@@ -404,23 +378,6 @@ class VLLMNCCLTransport:
         group, self._group = self._group, None
         if group is not None:
             group.destroy()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process forms a group of its own.
-        settings = ("_buffer_bytes", "_num_buffers", "_given_device", "_join_timeout_s")
-        return {name: self.__dict__[name] for name in settings}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
-    def close(self) -> None:
-        """Leaves the group, and has the workers use the engine of their launch. Idempotent."""
-        self._leave()
-        if self._client is not None:
-            with contextlib.suppress(ServiceClosedError):  # engines that are gone need nothing
-                self._client.call_replicas("use_transfer_engine", deadline_s=SHORT_TIMEOUT_S)
-        self._forget()
 
 
 def _one_version(engines: Mapping[str, EngineDescription]) -> str:
