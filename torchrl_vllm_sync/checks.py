@@ -1,10 +1,12 @@
-"""Checks of what callers set, how a refused value is quoted, and time limits."""
+"""Checks of what callers set, how a refused value is quoted, time limits, calls that may hang."""
 
 from __future__ import annotations
 
 import reprlib
+import threading
 import time
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -93,3 +95,20 @@ class Deadline:
     def extended(self, seconds: float) -> Deadline:
         """Returns one so many seconds later."""
         return Deadline(self.at - self._clock() + seconds, clock=self._clock)
+
+
+T = TypeVar("T")
+
+
+def in_thread(name: str, call: Callable[[], T]) -> Future[T]:
+    """Makes a call that may never return, in a daemon thread that can be left behind with it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
