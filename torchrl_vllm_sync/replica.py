@@ -147,7 +147,6 @@ class EngineReport:
         num_waiting: Requests queued in the engine, from the same statistics.
         kv_cache_usage: Share of KV-cache blocks in use, 0 to 1, from the same statistics.
         stats_age_s: Seconds between those statistics and this report.
-        answer_age_s: Seconds since the engine core and its workers last gave a sign of life.
         reason: Why the replica is ``STALE`` or ``FAILED``; empty otherwise.
         num_span_disagreements: Samples so far whose version spans, as counted in the replica, were
             not those that vLLM reported.
@@ -164,7 +163,6 @@ class EngineReport:
     num_waiting: int | None = None
     kv_cache_usage: float | None = None
     stats_age_s: float | None = None
-    answer_age_s: float | None = None
     reason: str = ""
     num_span_disagreements: int = 0
     membership_epoch: int = 0

@@ -6,7 +6,6 @@ The service also is a ``VLLMWeightSyncClient``, the object that vLLM's trainer-s
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 import time
@@ -16,7 +15,7 @@ import ray
 import ray.util
 import torch
 
-from torchrl_vllm_sync.engine.args import num_workers
+from torchrl_vllm_sync.engine.args import num_workers, payload_of
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionNotReachedError
 from torchrl_vllm_sync.observe.status import failed_push, finished_push
 from torchrl_vllm_sync.replica import EngineReport
@@ -454,7 +453,7 @@ class ServiceNative(ServiceWeights):
             TransferNotReadyError: A weight update is open.
             TransferError: A replica could not: fields that do not fit, a peer that did not come.
         """
-        info = _payload(request, "init_info")
+        info = payload_of(request, "init_info")
         if not isinstance(info, dict):
             raise UnsupportedArgumentError(f"init_info must be a mapping, got {info!r}")
         workers = num_workers(self.engine_args)
@@ -552,7 +551,7 @@ class ServiceNative(ServiceWeights):
         if not _is_payload(weights):
             self.push_weights(weights, timeout_s=timeout_s)
             return
-        info = _payload(weights, "update_info")
+        info = payload_of(weights, "update_info")
         calls = self._same(info)
         if isinstance(info, list):
             workers = num_workers(self.engine_args)
@@ -704,13 +703,6 @@ class ServiceNative(ServiceWeights):
     def _require_replicas(self) -> list[Any]:
         self._require_launched()
         return self._current_replicas()
-
-
-def _payload(request: Any, field: str) -> Any:
-    """Returns the plain payload of one of vLLM's requests, which may be plain itself."""
-    if dataclasses.is_dataclass(request) and not isinstance(request, type):
-        request = dataclasses.asdict(request)
-    return request.get(field, request) if isinstance(request, dict) else request
 
 
 def _is_payload(weights: Any) -> bool:
