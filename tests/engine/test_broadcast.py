@@ -331,6 +331,7 @@ def test_data_parallel_engines_each_get_everything(parallel, model):
     plan(parallel)
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_second_engine_is_heard(parallel, model):
     plan(parallel, rank=1, fail_at=20, times=1)
     with pytest.raises(WeightSyncError, match="injected before tensor 20"):

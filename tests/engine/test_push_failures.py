@@ -109,7 +109,7 @@ def test_the_check_notices_a_load_that_was_skipped(faulty, trained):
 # ---------------------------------------------------------------- loads that fail
 
 
-@pytest.mark.parametrize("fail_at", [0, 1, 7, 8, 20, 33, 46])
+@pytest.mark.parametrize("fail_at", [0, 8, 46])
 def test_a_load_that_failed_half_way_is_repaired_by_the_second_attempt(faulty, trained, fail_at):
     perturbed(trained, seed=fail_at)
     plan(faulty, 0, 1, fail_at=fail_at, times=1)

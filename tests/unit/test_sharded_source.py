@@ -208,7 +208,14 @@ def read_and_compare(rank, kind, wrap="layers", train=False, lose=False):
     return True
 
 
-@pytest.mark.parametrize("wrap", ["layers", "columns", "mixed", "root"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        "layers",
+        "mixed",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("columns", "root")),
+    ],
+)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_sending_rank_reads_the_whole_model(kind, wrap):
     assert succeed(read_and_compare, kind=kind, wrap=wrap) == [True, True]
@@ -398,7 +405,10 @@ def fail_and_live_on(rank, **how):
     return results
 
 
-@pytest.mark.parametrize(("wrap", "when"), [("layers", 2), ("grid", 0), ("grid", 2)])
+@pytest.mark.parametrize(
+    ("wrap", "when"),
+    [("layers", 2), *(pytest.param("grid", one, marks=pytest.mark.slow) for one in (0, 2))],
+)
 @pytest.mark.parametrize("who", [0, 1])
 def test_nobody_stays_in_a_collective_that_a_rank_could_not_begin(who, when, wrap):
     """Those on a mesh of several dimensions are gathered by calls that block."""
