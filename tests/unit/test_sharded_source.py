@@ -500,11 +500,18 @@ STRANGE = {
 }
 
 
-@pytest.fixture
-def ranks():
-    """The leading rank and another one, and a third connection to their store."""
+@pytest.fixture(scope="module")
+def connections():
+    """Three connections to a store; one in ten takes torch five seconds to make."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    two = [TrainerRanks([0, 1], rank, store.clone(), timeout_s=5) for rank in (0, 1)]
+    return store, store.clone(), store.clone()
+
+
+@pytest.fixture
+def ranks(connections, request):
+    """The leading rank and another one, and a third connection to their store."""
+    store, *theirs = (PrefixStore(request.node.name, one) for one in connections)
+    two = [TrainerRanks([0, 1], rank, theirs[rank], timeout_s=5) for rank in (0, 1)]
     return *two, PrefixStore("torchrl_vllm_sync/0-1", store)
 
 
