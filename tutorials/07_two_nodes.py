@@ -92,7 +92,7 @@ def nodes(args):
 
 def places(service):
     """Ray's id of the node of each replica."""
-    found = service.call_replicas("describe")
+    found = service.replicas.call_replicas("describe")
     return {name: one.processes.node_id for name, one in found.items()}
 
 

@@ -29,7 +29,6 @@ SPOKEN_OF = {
     "register_strategy",
     "ReplicaWatch",
     "save_timeline",
-    "ServiceNative",
     "ServiceStatus",
     "ShardedModuleSource",
     "SnapshotReader",
