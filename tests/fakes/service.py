@@ -47,7 +47,7 @@ def service_of(replicas, *, log=None, committed=0):
     """A service of these replicas, as much of it as reading it needs."""
     service = object.__new__(AsyncVLLM)
     service.replicas, service.weights = replicas, Weights(replicas)
-    service.weights.pusher = SimpleNamespace(committed=committed)
+    service.weights.pusher._committed = committed
     if log is not None:
         service.weights.log = log
     service._dashboards, service._exporter = [], None
