@@ -458,7 +458,7 @@ class Members:
                 or standings[name].state is not ReplicaState.STARTING,
                 is_silent=name in silent,
             )
-            for name in answers | errors
+            for name in {**answers, **errors}
         ]
 
 
