@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
     from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
     from torchrl_vllm_sync.weights.source import as_weight_source
-    from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome, WeightTransport
+    from torchrl_vllm_sync.weights.transport import LoadReport, PushReport, WeightTransport
 
     __version__: str
 
@@ -57,6 +57,7 @@ __all__ = [
     "GenerationStatistics",
     "IPCTransport",
     "LoadBalancer",
+    "LoadReport",
     "MemmapTransport",
     "MetricsExporter",
     "ParamMeta",
@@ -64,7 +65,6 @@ __all__ = [
     "PushStatus",
     "QueueLengthScaling",
     "RayReplayBuffer",
-    "ReplicaOutcome",
     "ReplicaState",
     "ReplicaStatus",
     "RoutingRequest",
@@ -126,7 +126,7 @@ _HOMES = {
         "weights.snapshots.transport": "MemmapTransport",
         "weights.snapshots.writer": "SnapshotWriter",
         "weights.source": "as_weight_source",
-        "weights.transport": "PushReport ReplicaOutcome WeightTransport",
+        "weights.transport": "LoadReport PushReport WeightTransport",
     }.items()
     for name in names.split()
 }
