@@ -213,16 +213,16 @@ def find_service(
             f"no service named {service_name!r} runs on the Ray cluster at {address}; RAY_ADDRESS "
             "names another, of which this machine may have several"
         )
-    card = _newest_card([actor.card.remote() for actor in actors.values()], timeout_s)
-    if card is None:
+    state = _newest_state([actor.card.remote() for actor in actors.values()], timeout_s)
+    if state is None:
         raise ServiceClosedError(
             f"no replica of service {service_name!r} answered within {timeout_s:g} s"
         )
-    return card["settings"], card["membership"].with_actors(actors)
+    return state["settings"], state["membership"].with_actors(actors)
 
 
-def _newest_card(refs: list[Any], timeout_s: float) -> dict[str, Any] | None:
-    """Returns the card that knows most, of those that come within a moment of the first.
+def _newest_state(refs: list[Any], timeout_s: float) -> dict[str, Any] | None:
+    """Returns the state that is newest, of those that come within a moment of the first.
 
     Replicas that are about to join have none.
     """
@@ -233,11 +233,11 @@ def _newest_card(refs: list[Any], timeout_s: float) -> dict[str, Any] | None:
         if not ready:
             break
         try:
-            card = ray.get(ready[0])
+            state = ray.get(ready[0])
         except RayError as error:
             logger.warning("a replica is dead, or cannot say who is in its service: %s", error)
             continue
-        if card and (best is None or card["membership"].epoch > best["membership"].epoch):
-            best = card
+        if state and (best is None or state["membership"].epoch > best["membership"].epoch):
+            best = state
             deadline = min(deadline, time.monotonic() + 1.0)
     return best

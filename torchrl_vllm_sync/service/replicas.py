@@ -110,7 +110,7 @@ class Replicas(Sequence[Replica]):
     """The replicas of a service in the order of their joining; none unless it is launched.
 
     It is the ``ReplicaClient`` through which transports reach the engines. Membership changes of
-    other processes reach this one through the replicas: each keeps a card with the membership, and
+    other processes reach this one through the replicas: each keeps the newest membership, and
     its reports say how new that is.
     """
 
@@ -185,7 +185,7 @@ class Replicas(Sequence[Replica]):
             )
         return self.membership
 
-    def card(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         """What a process needs to attach, and an actor may keep: without actor handles."""
         return {"settings": self.settings, "membership": self.require().with_actors(None)}
 

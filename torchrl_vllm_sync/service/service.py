@@ -324,7 +324,7 @@ class AsyncVLLM(RLvLLMEngine):
         ids = [str(index) for index in range(self._num_wanted)]
         self._set_up(settings, Membership(launch_replicas(settings, ids)))
         try:
-            self.fleet.share_card().raise_failures()
+            self.fleet.share_membership().raise_failures()
         except BaseException:
             self.shutdown()
             raise
