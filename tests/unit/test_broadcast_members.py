@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.describing_client import DescribingClient
-from torchrl_vllm_sync import ReplicaState
+from tests.fakes.weights import DescribingClient, members_of
+from torchrl_vllm_sync import BroadcastTransport, ReplicaState
 from torchrl_vllm_sync.errors import TransferError
-from torchrl_vllm_sync.weights.broadcast.members import BroadcastMembers
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Standing
 
@@ -22,10 +21,12 @@ def standing_group(device):
 def test_a_group_that_stands_does_without_those_who_are_absent_now_and_no_others():
     client = DescribingClient(None, None)
     client.known["1"] = Standing(state=ReplicaState.FAILED)
-    members = BroadcastMembers(torch.device("cpu"), None, 1.0)
-    members._group = standing_group("cpu")
-    members.crew, members.missing = {"0": ""}, {"7": "it is failed"}  # and was removed since
-    assert not members.form(client)
+    transport = BroadcastTransport(device="cpu")
+    group = transport._group = standing_group("cpu")
+    transport._crew = {"0": ""}
+    members = members_of(client)
+    transport.open(members)
+    assert transport.group is group
     assert members.missing == {"1": "it is failed"}
     assert not client.described
 
@@ -35,13 +36,14 @@ def test_weights_that_are_elsewhere_have_a_new_group_formed(device, again):
     source = MappingSource({"a": torch.ones(2)})
     source.views = lambda: [("a", torch.ones(2, device="meta"))]
     client = DescribingClient(TransferError("too busy"))
-    members = BroadcastMembers(None, None, 1.0)
-    members._group, members.crew = standing_group(device), {"0": ""}
+    transport = BroadcastTransport()
+    transport._group, transport._crew = standing_group(device), {"0": ""}
     if again:
         with pytest.raises(TransferError, match="too busy"):
-            members.form(client, source=source)
+            transport.open(members_of(client), source)
     else:
-        assert not members.form(client, source=source)
+        transport.open(members_of(client), source)
     assert client.described == again
-    members._group = standing_group(device)
-    assert not members.form(client), "without knowing what will be sent, the group stands"
+    group = transport._group = standing_group(device)
+    transport.open(members_of(client))
+    assert transport.group is group, "without knowing what will be sent, the group stands"

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from tests.unit.describing_client import DescribingClient
+from tests.fakes.weights import DescribingClient, open_transport
 from torchrl_vllm_sync import IPCTransport, ParamMeta
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.replica import EngineDescription
@@ -77,23 +77,23 @@ def test_what_cannot_share_memory_is_refused():
     with pytest.raises(UnsupportedArgumentError, match="buffer_bytes must be at least 1, got 0"):
         IPCTransport(buffer_bytes=0)
     with pytest.raises(UnsupportedArgumentError, match="one CUDA device, and the engines are on c"):
-        IPCTransport().open(DescribingClient(description(device_type="cpu")))
+        open_transport(IPCTransport(), DescribingClient(description(device_type="cpu")))
     with pytest.raises(TransferError, match=r"no replica can be reached: .*gone"):
-        IPCTransport().open(DescribingClient(RuntimeError("gone")))
+        open_transport(IPCTransport(), DescribingClient(RuntimeError("gone")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
 def test_a_trainer_without_cuda_is_refused():
     engine = description(device_type="cuda", device_uuids=("GPU-1",))
     with pytest.raises(UnsupportedArgumentError, match="the trainer is on a host without CUDA"):
-        IPCTransport().open(DescribingClient(engine))
+        open_transport(IPCTransport(), DescribingClient(engine))
 
 
 @pytest.mark.gpu
 def test_another_gpu_is_refused():
     engine = description(device_type="cuda", device_uuids=("GPU-1",))
     with pytest.raises(UnsupportedArgumentError, match=r"replica 0 is on \['GPU-1'\]"):
-        IPCTransport().open(DescribingClient(engine))
+        open_transport(IPCTransport(), DescribingClient(engine))
 
 
 def test_a_copy_in_another_process_starts_afresh():

@@ -18,11 +18,12 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 import torchrl_vllm_sync
+from tests.fakes.weights import Replicas, open_transport
 from torchrl_vllm_sync import (
+    LoadReport,
     MemmapTransport,
     ParamMeta,
     PushReport,
-    ReplicaOutcome,
     SnapshotReader,
     SnapshotWriter,
 )
@@ -103,10 +104,7 @@ def test_the_default_directory_is_its_owners_alone(umask):
     umask(0)
     transport = MemmapTransport()
 
-    class Client:
-        service_name = "service"
-
-    transport.open(Client())
+    open_transport(transport, Replicas())
     try:
         assert stat.S_IMODE(transport.directory.stat().st_mode) == 0o700
     finally:
@@ -421,8 +419,8 @@ def test_leftovers_of_dead_trainers_are_found_without_following_links(monkeypatc
 
 def test_a_report_of_a_push_is_plain_enough_for_the_other_ranks():
     replicas = [
-        ReplicaOutcome(replica_id="0", version=3, phases={"load_s": 0.5}),
-        ReplicaOutcome(replica_id="1", version=None, error="dead"),
+        LoadReport(replica_id="0", version=3, load_s=0.5),
+        LoadReport(replica_id="1", version=None, error="dead"),
     ]
     report = PushReport(
         version=3,
