@@ -28,7 +28,7 @@ def test_a_group_that_stands_does_without_those_who_are_absent_now_and_no_others
     transport._crew = {"0": ""}
     members = members_of(client)
     transport.open(members)
-    assert transport.group is group
+    assert transport._group is group
     assert members.missing == {"1": "it is failed"}
     assert not client.described
 
@@ -48,7 +48,7 @@ def test_weights_that_are_elsewhere_have_a_new_group_formed(device, again):
     assert client.described == again
     group = transport._group = standing_group(device)
     transport.open(members_of(client))
-    assert transport.group is group, "without knowing what will be sent, the group stands"
+    assert transport._group is group, "without knowing what will be sent, the group stands"
 
 
 # ---------------------------------------------------------------- pushes, without a communicator
@@ -93,10 +93,9 @@ class Engines:
 
     def start_calls(self, method, calls, **options):
         self.called.append((method, sorted(calls), options))
-        answers = {name: self.answer(method, name, options) for name in calls}
-        return Answered(
-            answers | {n: self.failing.get(method, {}).get(n, answers[n]) for n in calls}
-        )
+        failing = self.failing.get(method, {})
+        answers = {n: failing.get(n, self.answer(method, n, options)) for n in calls}
+        return Answered(answers)
 
     def answer(self, method, name, options):
         if method == "describe":
