@@ -182,7 +182,7 @@ class LoadSnapshot:
         return self.in_flight
 
     def predicted_usage(self, now: float, max_age_s: float) -> float | None:
-        """Returns the share of the KV cache that its requests use or will; above 1 they have to wait.
+        """Returns the share of the KV cache that its requests use, or will; above 1 they must wait.
 
         The engine's own figure while it is fresh, and what this process has reserved since.
         Otherwise all that this process has reserved. Blocks that requests share count once in the
