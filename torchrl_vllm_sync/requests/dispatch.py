@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 # What a request whose version came at the last moment gets all the same, in seconds.
 LEAST_TIMEOUT_S = 0.001
-# Whoever refuses in these states says so in the ledger, and is a candidate again when that is over.
+# The ledger knows when one of these states is over, and the replica is a candidate again.
 _PASSING = (ReplicaState.STARTING, ReplicaState.UPDATING, ReplicaState.DRAINING, ReplicaState.STALE)
 # Engines end a request at its time limit. A replica silent for this much longer has hung.
 GRACE_S = 10.0
@@ -117,7 +117,7 @@ class PendingRequest:
         self.has_ended = result.error is not None or result.finished
         if self.has_ended:
             assert self.place is not None, "it was sent, so it has a place"
-            # Who places the next requests is told what is in the cache, under the oldest version.
+            # For placing what goes on from it: what is in the cache, under the oldest version.
             is_whole = result.output is not None and (self.so_far is None or self.so_far.is_whole)
             answers = result.output.answers if result.output is not None and is_whole else []
             begun = [one.spans[0].version for one in result.samples if one.spans]
@@ -321,8 +321,9 @@ class Dispatcher:
         def failure(name: str) -> Exception:
             if reason:
                 return GenerationError(name, reason)
-            late = f"replica {replica_id} did not answer within {limit_s:g} s"
-            return GenerationTimeoutError(f"request {name}: {late}")
+            return GenerationTimeoutError(
+                f"request {name}: replica {replica_id} did not answer within {limit_s:g} s"
+            )
 
         try:
             try:
@@ -357,7 +358,7 @@ class Dispatcher:
                 self._mark(silent, actor)
             names = list(left)
             if lost is not None:
-                if may_return and left:  # it is told, should it come back, and not waited for
+                if may_return and left:  # not waited for: it is out of reach
                     actor.abort.remote(list(left.values()))
                 left.clear()
             for name in names:
