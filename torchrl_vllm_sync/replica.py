@@ -133,7 +133,6 @@ class EngineReport:
     num_waiting: int | None = None
     kv_cache_usage: float | None = None
     stats_age_s: float | None = None
-    answer_age_s: float | None = None  # since engine core and workers last gave a sign of life
     reason: str = ""  # why it is STALE or FAILED
     # Samples whose version spans, as counted in the replica, were not those that vLLM reported.
     num_span_disagreements: int = 0

@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import astuple, dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
@@ -260,6 +260,9 @@ def describe_replicas(snapshots: Sequence[LoadSnapshot], exclude: Collection[str
     )
 
 
+_Result = TypeVar("_Result")
+
+
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """Replicas among which a request can be placed; strategies must not reorder them."""
@@ -419,6 +422,21 @@ class LoadTracker:
             with self.lock:
                 del self._watchers[key]
                 self._num_urgent -= urgent
+
+    def wait_until(self, test: Callable[[], _Result | None], timeout_s: float) -> _Result | None:
+        """Returns the first result of ``test`` that is not None, or None when the time is over.
+
+        It is called whenever a replica changes, and at least once a second.
+        """
+        deadline, changed = time.monotonic() + timeout_s, threading.Event()
+        with self.watched(changed.set):
+            while True:
+                changed.clear()
+                result = test()
+                left_s = deadline - time.monotonic()
+                if result is not None or left_s <= 0:
+                    return result
+                changed.wait(min(left_s, 1.0))  # a shutdown tells nobody
 
     def add(self, replica_id: str, state: ReplicaState = ReplicaState.STARTING) -> None:
         """Tracks one more replica, at the end of the order."""
