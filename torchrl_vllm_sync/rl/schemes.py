@@ -342,7 +342,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         )
         if isinstance(self.service, AsyncVLLM):
             self.service.weights.learn_versions()
-        failures = {name: one for name, one in answers.items() if isinstance(one, BaseException)}
+        failures = answers.failures
         reports = [one for one in answers.values() if isinstance(one, dict)]
         if failures:
             error = next(iter(failures.values()))
