@@ -353,7 +353,7 @@ def test_a_plan_found_wrong_is_not_used_for_staged_weights_either(world, transpo
     targets[0] = targets[0].roll(1)  # a copy: what arrives there is lost
     assert only(here.push(transport, here.checkpoint(start=700), 2)).path == "layerwise"
     here.receiver.device = torch.device("cuda")  # where staging takes a plan
-    with pytest.raises(TransferError, match="need a load plan, .*: the plan left other values"):
+    with pytest.raises(TransferError, match=r"need a load plan, .*: the plan left other values"):
         here.receiver.require_staging()
 
 
