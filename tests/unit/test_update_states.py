@@ -12,7 +12,7 @@ from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.arrivals import SnapshotLoads
 from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, TORN_SILENCE_S, Updates
-from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, SyncError
+from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, StaleVersionError, SyncError
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.records import held_leases
 from torchrl_vllm_sync.weights.source import MappingSource
@@ -73,6 +73,28 @@ async def test_a_load_that_broke_off_says_whether_the_weights_are_whole(updates,
     assert updates._gate.state is (SERVING if untouched else STALE)
     await load(updates, 4)
     assert updates._gate.state is SERVING
+
+
+async def test_another_runs_version_of_the_same_number_is_not_current(updates):
+    updates._gate.set(SERVING)
+    await load(updates, 3)
+    for run_id in ("r", None):
+        updates.hold_back(3, run_id)
+        assert (updates._gate.state, updates.whole) == (SERVING, True)
+    updates.hold_back(3, "another run")
+    assert (updates._gate.state, updates.whole) == (STALE, False)
+    assert updates._gate.reason == "it did not reach version 3 of this run"
+    await load(updates, 3)
+    assert (updates._gate.state, updates.salt) == (SERVING, "v3.1")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+async def test_a_version_that_another_run_has_overtaken_is_refused(updates, version):
+    await load(updates, 3)
+    with pytest.raises(StaleVersionError, match=f"to which run r .*, got {version} of run s"):
+        updates.refuse_foreign(version, "s")
+    for taken in [(4, "s"), (version, "r"), (version, None)]:
+        updates.refuse_foreign(*taken)
 
 
 async def test_one_that_is_being_removed_is_not_admitted(updates):

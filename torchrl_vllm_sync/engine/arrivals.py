@@ -266,10 +266,7 @@ class SnapshotLoads:
         self._source: dict[str, Any] | None = None
 
     def source(self) -> dict[str, Any] | None:
-        """``directory``, ``run_id`` and ``version`` of what the engine loaded last.
-
-        ``None`` if its weights came another way since.
-        """
+        """What the engine loaded last; ``None`` if its weights came another way since."""
         source = self._source
         return source if source and source["version"] == self._updates.version else None
 

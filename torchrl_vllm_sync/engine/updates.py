@@ -123,7 +123,7 @@ class Pause:
     num_kept: int = 0
 
     def report(self, version: int, phases: dict[str, float], **load: Any) -> LoadReport:
-        """Returns what became of the update, which has just ended after ``phases``."""
+        """Returns what became of the update that has just ended; ``phases`` came before it."""
         done, now = time.perf_counter(), time.time()
         before = phases.get("verify_s", 0.0) + phases.get("stage_s", 0.0)
         return LoadReport(
@@ -384,9 +384,8 @@ class Updates:
     ) -> AsyncIterator[Pause]:
         """Freezes the engine, and on every way out leaves it whole and serving, or out of service.
 
-        Requests in flight outlive a failure before the load began; a failure after that leaves
-        weights nobody knows, so the requests are ended and the engine stays paused. A replica that
-        has not joined yet does not begin to serve by an update that failed.
+        Requests in flight outlive a failure before the load began; after that nobody knows the
+        weights, so the requests are ended and the engine stays paused.
         """
         before, pause = self._gate.state, Pause()
         self.set_state(ReplicaState.UPDATING)
