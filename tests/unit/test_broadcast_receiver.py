@@ -43,7 +43,7 @@ class Updates:
     def refuse_foreign(self, version, run_id):
         pass
 
-    async def call_workers(self, method, *args, timeout_s, what="", heartbeat=None):
+    async def call_workers(self, method, *args, timeout_s, what=""):
         def call(worker):
             with torch.no_grad():
                 return getattr(worker, method)(*args)

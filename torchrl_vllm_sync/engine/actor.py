@@ -253,7 +253,7 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
                 await asyncio.to_thread(self.engine.shutdown)
                 raise TransferError(refusal)
         internals.watch_samples(self.engine, self._gate.register)
-        self._take_weights(self._service_name)
+        self._take_weights()
         if not self._joins_later:
             self._gate.set(ReplicaState.SERVING)
         self._health.start()
@@ -261,12 +261,11 @@ class EngineActor(RequestAnswers, NativeWeightTransfer):
         self._device_uuids = tuple(uuid for uuid in found if uuid)
         return self.describe()
 
-    def _take_weights(self, service_name: str) -> None:
+    def _take_weights(self) -> None:
         """Makes what brings weights to the engine, and what tells whether it is alive."""
         self._updates = NativeUpdates(self.engine, self._gate)
         self._snapshots = SnapshotLoads(
             self._updates,
-            service_name,
             functools.partial(checkpoint_metadata, self.engine.vllm_config.model_config),
         )
         self._broadcasts = BroadcastLoads(self._updates)
