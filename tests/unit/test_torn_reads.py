@@ -213,11 +213,7 @@ class Experiment:
             version = self.last_version()
             self.report["writer_kills"] += 1
             self.report["advanced"] += version > self.seen
-            # Folders with a dot are versions that have no name yet.
-            paths = [
-                *self.directory.glob(f"*/{DATA_FILE}"),
-                *self.directory.glob(f".*/{DATA_FILE}"),
-            ]
+            paths = self.directory.glob(f"*/{DATA_FILE}")
             tags = [path.open("rb").read(TAG_BYTES) for path in paths]
             self.report["mid_write"] += any(not any(tag) for tag in tags)
             self.seen = version

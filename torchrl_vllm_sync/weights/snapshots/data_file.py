@@ -22,10 +22,8 @@ import mmap
 import os
 import queue
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -38,7 +36,7 @@ from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name
 from torchrl_vllm_sync.weights.snapshots.files import new_file, open_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
     from typing import Self
 
@@ -56,24 +54,11 @@ _QUANTIZED_DTYPES = frozenset(
 )
 # What tensordict 0.14 can name in a consolidated file; a unit test compares with its table.
 _TENSORDICT_DTYPES = frozenset(
-    {
-        torch.bfloat16,
-        torch.bool,
-        torch.complex32,
-        torch.complex64,
-        torch.complex128,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    }
+    getattr(torch, name)
+    for name in (  # noqa: SIM905  a line for each otherwise
+        "bfloat16 bool complex32 complex64 complex128 float16 float32 float64 "
+        "int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+    ).split()
 )
 _NESTED = "<NJT"
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -293,19 +278,8 @@ CHUNK_BYTES = 2 << 20
 BUFFERS_PER_THREAD = 8
 # Without a piece that was stored: a disk may be slow, but not that slow.
 STORE_TIMEOUT_S = 600.0
-
-
-@dataclass
-class _Thread:
-    """One thread, which stores the pieces of each of its tensors in order, and what it has done."""
-
-    executor: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
-    last: Future[None] | None = None
-    num_bytes: int = 0  # given to it
-    num_stored: int = 0  # pieces
-    copy_s: float = 0.0  # and casting
-    hash_s: float = 0.0
-    cast: torch.Tensor | None = None  # where it casts a piece
+# A part of a tensor, and the buffer that it is in.
+_Piece = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class TensorWriter:
@@ -322,94 +296,95 @@ class TensorWriter:
         self, file: DataFile, buffers: list[torch.Tensor], *, num_threads: int | None = None
     ) -> None:
         self._file, self._buffers = file, buffers
-        self._threads = [_Thread() for _ in range(num_threads or default_num_threads())]
-        self._here = _Thread()  # for what cannot wait, in the caller's own thread
+        self._num_threads = num_threads or default_num_threads()
+        self._threads = ThreadPoolExecutor(self._num_threads)
         self._free: queue.SimpleQueue[torch.Tensor] | None = None
-        self._hashes: list[Any] = []
+        self._tensors: list[Future[tuple[int, float, float]]] = []
+        self._num_stored = 0  # pieces: shows whether it goes on
         self._failure: BaseException | None = None
+        self._is_over = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Waits for the threads, which drop what they have not begun."""
-        for thread in self._threads:
-            thread.executor.shutdown(cancel_futures=True)
+        self._is_over = True
+        self._threads.shutdown(cancel_futures=True)
 
     def add(self, tensor: torch.Tensor, meta: ParamMeta, offset: int, *, stays: bool) -> None:
         """Stores ``tensor`` as ``meta`` says, soon if it stays as it is and otherwise now."""
         self._raise_failure()
-        state = xxhash.xxh3_64()
-        self._hashes.append(state)
         # A column of a matrix is flat already, and a view of it, but its bytes lie apart.
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
         parts = flat.split(CHUNK_BYTES // meta.dtype.itemsize)
-        if is_on_host(flat) and not stays:
-            for part in parts:
-                self._store(self._here, part, meta.dtype, offset, state)
-                offset += part.numel() * meta.dtype.itemsize
+        if is_on_host(flat):
+            pieces = ((part, None) for part in parts)
+            if stays:
+                self._tensors.append(self._threads.submit(self._store, pieces, meta.dtype, offset))
+                return
+            self._tensors.append(done := Future())
+            done.set_result(self._store(pieces, meta.dtype, offset))
             self._raise_failure()
             return
-        thread = min(self._threads, key=lambda one: one.num_bytes)
-        thread.num_bytes += meta.num_bytes
-        for piece, buffer in self._on_host(parts, meta.dtype):
-            thread.last = thread.executor.submit(
-                self._store, thread, piece, meta.dtype, offset, state, buffer
-            )
-            offset += piece.numel() * meta.dtype.itemsize
+        arrived: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        pieces = iter(arrived.get, None)
+        self._tensors.append(self._threads.submit(self._store, pieces, meta.dtype, offset))
+        try:
+            for piece in self._copied_out(parts, meta.dtype):
+                arrived.put(piece)
+        finally:
+            arrived.put(None)
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
         """Waits until all is stored; returns checksums, and seconds of all threads together."""
-        for thread in self._threads:
-            self._wait_for(thread)
+        num_stored = -1
+        while wait(self._tensors, STORE_TIMEOUT_S).not_done:
+            if num_stored == self._num_stored:
+                raise self._too_slow()
+            num_stored = self._num_stored
         self._raise_failure()
-        threads = [*self._threads, self._here]
-        seconds = {
-            "copy": sum(thread.copy_s for thread in threads),
-            "hash": sum(thread.hash_s for thread in threads),
-        }
-        return tuple(state.intdigest() for state in self._hashes), seconds
+        results = [tensor.result() for tensor in self._tensors]
+        seconds = {"copy": sum(one[1] for one in results), "hash": sum(one[2] for one in results)}
+        return tuple(one[0] for one in results), seconds
 
     def _store(
-        self,
-        thread: _Thread,
-        part: torch.Tensor,
-        dtype: torch.dtype,
-        offset: int,
-        state: Any,
-        buffer: torch.Tensor | None = None,
-    ) -> None:
-        """Stores one piece and gives its buffer, if it is in one, back."""
-        try:
-            if self._failure is not None:
-                return
-            begin = time.perf_counter()
-            if part.dtype != dtype:
-                if thread.cast is None:
-                    thread.cast = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-                part = thread.cast.view(dtype)[: part.numel()].copy_(part)
-            stored = self._file.write(part.view(torch.uint8).numpy(), offset)
-            copied = time.perf_counter()
-            state.update(cast("bytes", stored))
-            thread.copy_s += copied - begin
-            thread.hash_s += time.perf_counter() - copied
-            thread.num_stored += 1
-        except BaseException as error:  # noqa: BLE001  raised where it is waited for
-            self._failure = self._failure or error
-        finally:
-            if buffer is not None and self._free is not None:
-                self._free.put(buffer)
+        self, pieces: Iterable[_Piece], dtype: torch.dtype, offset: int
+    ) -> tuple[int, float, float]:
+        """Stores one tensor; returns its checksum and the seconds of copying and of hashing."""
+        state, cast_to = xxhash.xxh3_64(), None
+        copy_s = hash_s = 0.0
+        for piece, buffer in pieces:
+            part = piece
+            try:
+                if self._is_over or self._failure is not None:
+                    continue  # what has arrived already gives its buffer back
+                begin = time.perf_counter()
+                if part.dtype != dtype:
+                    if cast_to is None:
+                        cast_to = torch.empty(part.numel(), dtype=dtype)
+                    part = cast_to[: part.numel()].copy_(part)
+                stored = self._file.write(part.view(torch.uint8).numpy(), offset)
+                copied = time.perf_counter()
+                state.update(cast("bytes", stored))
+                copy_s += copied - begin
+                hash_s += time.perf_counter() - copied
+                offset += len(stored)
+                self._num_stored += 1
+            except BaseException as error:  # noqa: BLE001  raised where it is waited for
+                self._failure = self._failure or error
+            finally:
+                if buffer is not None and self._free is not None:
+                    self._free.put(buffer)
+        return state.intdigest(), copy_s, hash_s
 
-    def _on_host(
+    def _copied_out(
         self, parts: Sequence[torch.Tensor], dtype: torch.dtype
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yields the parts of a tensor, each with the buffer it is in, if it was not on the host.
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the parts of a device's tensor as they arrive, each with the buffer it is in.
 
-        One part is copied out of a device while the one before is at work.
+        One part is copied while the one before is at work.
         """
-        if is_on_host(parts[0]):
-            yield from ((part, None) for part in parts)
-            return
         device = parts[0].device
         accelerator = torch.get_device_module(device)
         waiting: tuple[torch.Tensor, torch.Tensor, Any] | None = None
@@ -435,7 +410,7 @@ class TensorWriter:
                 is_pinned = torch.accelerator.is_available()
                 self._buffers += [
                     torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
-                    for _ in range(BUFFERS_PER_THREAD * len(self._threads))
+                    for _ in range(BUFFERS_PER_THREAD * self._num_threads)
                 ]
             self._free = queue.SimpleQueue()
             for buffer in self._buffers:
@@ -444,16 +419,6 @@ class TensorWriter:
             return self._free.get(timeout=STORE_TIMEOUT_S)
         except queue.Empty:
             raise self._too_slow() from None
-
-    def _wait_for(self, thread: _Thread) -> None:
-        """Returns when a thread has done all that it was given, as long as that goes on."""
-        while thread.last is not None:
-            num_stored = thread.num_stored
-            with suppress(TimeoutError):
-                thread.last.result(STORE_TIMEOUT_S)
-                return
-            if thread.num_stored == num_stored:
-                raise self._too_slow()
 
     def _too_slow(self) -> SnapshotError:
         return SnapshotError(

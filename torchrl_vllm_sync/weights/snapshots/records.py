@@ -50,8 +50,11 @@ TEMPORARY = "TEMPORARY"
 _MANIFEST_FORMAT, _MARKER_FORMAT = 3, 2
 # Some 400,000 parameters.
 _MAX_MANIFEST_BYTES = 64 << 20
-# What the stores call their folders, which lie directly in the snapshot directory.
-_FOLDERS = {"slots": re.compile("slot-[0-9]+-[0-9]+"), "versions": re.compile("v[0-9]+")}
+# The folders of versions lie directly in the snapshot directory.
+FOLDERS = {
+    "slots": re.compile("slot-(?P<epoch>[0-9]+)-[0-9]+"),
+    "versions": re.compile("v[0-9]+-(?P<epoch>[0-9]+)"),
+}
 # What a writer may have made before it died and before the marker was there.
 _BEFORE_MARKER = frozenset({LOCK, COMMIT, TEMPORARY})
 # Another writer may be in the middle of a commit for so long.
@@ -114,7 +117,7 @@ class Manifest:
         """Checks and reads what ``to_record`` wrote; ``known`` may be its layout."""
         _check_format(record, _MANIFEST_FORMAT, path)
         layout, folder = field(record, "layout", str, path), field(record, "path", str, path)
-        if layout not in _FOLDERS or not _FOLDERS[layout].fullmatch(folder):
+        if layout not in FOLDERS or not FOLDERS[layout].fullmatch(folder):
             raise SnapshotError(
                 f"{path}: corrupted: {shown(folder)} is no folder of layout {shown(layout)}"
             )

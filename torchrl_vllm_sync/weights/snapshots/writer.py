@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -45,6 +44,7 @@ from torchrl_vllm_sync.weights.snapshots.files import (
 )
 from torchrl_vllm_sync.weights.snapshots.records import (
     CURRENT,
+    FOLDERS,
     LAYOUTS,
     TEMPORARY,
     LayoutName,
@@ -64,45 +64,48 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
-# The epoch of the writer that made it, and a number.
-_SLOT_NAME = re.compile("slot-([0-9]+)-[0-9]+")
-_VERSION_NAME = re.compile("v([0-9]+)")
-_BUILDING = ".building-"
 # A publish waits so long when readers hold all slots.
 SLOT_TIMEOUT_S = 5.0
 _POLL_S = 0.01
 
 
-class SlotStore:
-    """Reusable folders whose pages exist already, so that a version costs one copy.
+class Store:
+    """The folders of one directory, each with one version.
 
-    For one host: shared memory or a local disk. A slot is written again only when it is neither
-    current nor being read, oldest first; when every slot is taken there is one more, up to a limit.
     A version goes ``begin``, write into the file, ``complete``; after the manifest has moved,
-    ``collect``. One that is not completed leaves a slot that is taken first for the next.
+    ``collect``. In layout ``slots``, for one host, a folder that is neither current nor being read
+    is written again, oldest first, since its pages exist already; when every one is taken there is
+    one more, up to a limit. In layout ``versions``, for file systems that several hosts share, each
+    version has a new folder: a page that was read once may be served from a host's cache for ever,
+    so no byte of a visible file changes. The last two stay, and what is being read as far as locks
+    reach.
     """
 
     def __init__(
-        self, directory: Path, owner: Owner, num_slots: int, max_slots: int, *, mapped: bool
+        self, directory: Path, owner: Owner, current: Manifest | None, num_kept: int, max_slots: int
     ) -> None:
-        self._directory, self._epoch, self._mapped = directory, owner.epoch, mapped
-        self._num_slots, self._max_slots = num_slots, max_slots
+        self._directory, self._owner = directory, owner
+        self._num_kept, self._max_slots = num_kept, max_slots
+        self._reuses = owner.layout == "slots"
+        self._is_mapped = self._reuses and is_memory_file_system(directory)
         self._num_made = 0
         self._files: dict[str, DataFile] = {}
-        # Names, oldest first. Those of an owner that may still be alive are never written by
-        # another: it may have been stopped after it had looked whether it is the owner.
-        found = _numbered(directory, _SLOT_NAME)
-        self._slots = [name for name in found if found[name] >= owner.reusable_from]
-        self._slots.sort(key=self._written_at)
+        self._current = None if current is None else current.path
+        # Oldest first. Those of an owner that may still be alive are never written by another: it
+        # may have been stopped after it had looked whether it is the owner.
+        found = self._folders()
+        self._names = [name for name in found if found[name] >= owner.reusable_from]
+        self._names.sort(key=lambda name: (name == self._current, self._written_at(name)))
 
-    def begin(self, version: int, layout: DataLayout, current: str | None) -> tuple[str, DataFile]:
-        """Takes a slot to write into."""
-        del version
+    def begin(self, version: int, layout: DataLayout) -> tuple[str, DataFile]:
+        """Takes a folder to write into."""
+        if not self._reuses:
+            return self._new(f"v{version}-{self._owner.epoch}", layout)
         deadline = time.monotonic() + SLOT_TIMEOUT_S
         while True:
-            free = self._free(current)
-            if len(self._slots) < self._num_slots or (
-                not free and len(self._slots) < self._max_slots
+            free = self._free()
+            if len(self._names) < self._num_kept or (
+                not free and len(self._names) < self._max_slots
             ):
                 try:
                     return self._new_slot(layout)
@@ -113,44 +116,44 @@ class SlotStore:
             if free:
                 return free[0], self._open(free[0], layout)
             if time.monotonic() >= deadline:
-                others = [name for name in self._slots if name != current]
+                others = [name for name in self._names if name != self._current]
                 held = "; ".join(f"{lock_holders(self._path(one))} reads {one}" for one in others)
                 raise SnapshotError(
-                    f"{self._directory}: all {len(self._slots)} slots (max_slots="
+                    f"{self._directory}: all {len(self._names)} slots (max_slots="
                     f"{self._max_slots}) are current or being read: {held}"
                 )
             time.sleep(_POLL_S)
 
-    def complete(self, name: str, file: DataFile) -> None:
-        """Notes that a slot is the newest."""
-        del file
-        self._slots.remove(name)
-        self._slots.append(name)
+    def complete(self, name: str) -> None:
+        """Notes that a folder holds the newest version, and is current."""
+        self._names.remove(name)
+        self._names.append(name)
+        self._current = name
+        if not self._reuses:
+            self.close()
 
-    def abandon(self, file: DataFile) -> None:
-        """Leaves a version unfinished: its slot stays the oldest."""
+    def abandon(self, name: str) -> None:
+        """Leaves a version unfinished: a slot stays the oldest, another folder goes."""
+        if not self._reuses:
+            with suppress(OSError):  # it goes when a version is collected
+                self._remove(name)
 
-    def collect(self, current: str) -> None:
-        """Removes slots beyond ``num_slots``, and those of earlier writers, that nobody reads."""
-        surplus = [
-            name
-            for name in _numbered(self._directory, _SLOT_NAME)
-            if name not in self._slots and not is_locked(self._path(name))
-        ]
-        excess = len(self._slots) - self._num_slots
-        if excess > 0:
+    def collect(self) -> None:
+        """Removes folders beyond those to keep, and those of earlier writers, if nobody reads."""
+        surplus = [name for name in self._folders() if name not in self._names]
+        excess = max(len(self._names) - self._num_kept, 0)
+        if self._reuses:
             # One free slot stays: the next publish would only have to make it again.
-            surplus += self._free(current)[:-1][:excess]
+            surplus += self._free()[:-1][:excess]
+        else:
+            surplus += self._names[:excess]
         for name in surplus:
-            if name in self._slots:
-                self._slots.remove(name)
-            if name in self._files:
-                self._files.pop(name).close()
-            remove_folder(self._directory / name)
+            if not is_locked(self._path(name)):
+                self._remove(name)
 
     def prepare(self, layout: DataLayout) -> None:
-        """Makes all ``num_slots`` now."""
-        while len(self._slots) < self._num_slots:
+        """Makes all slots now."""
+        while self._reuses and len(self._names) < self._num_kept:
             self._new_slot(layout)
 
     def close(self) -> None:
@@ -158,8 +161,45 @@ class SlotStore:
         while self._files:
             self._files.popitem()[1].close()
 
-    def _free(self, current: str | None) -> list[str]:
-        return [one for one in self._slots if one != current and not is_locked(self._path(one))]
+    def _folders(self) -> dict[str, int]:
+        """Every folder of the layout, and the epoch of the writer that made it."""
+        matches = map(FOLDERS[self._owner.layout].fullmatch, list_folder(self._directory))
+        return {match[0]: int(match["epoch"]) for match in matches if match}
+
+    def _free(self) -> list[str]:
+        return [
+            name
+            for name in self._names
+            if name != self._current and not is_locked(self._path(name))
+        ]
+
+    def _new_slot(self, layout: DataLayout) -> tuple[str, DataFile]:
+        self._num_made += 1  # also if this fails: a name is used once
+        return self._new(f"slot-{self._owner.epoch}-{self._num_made - 1}", layout)
+
+    def _new(self, name: str, layout: DataLayout) -> tuple[str, DataFile]:
+        """Makes a folder, if what is to be in it fits.
+
+        The epoch in its name keeps writers apart: one that was replaced while it was stopped wakes
+        up with its own folders, not with those of its successor.
+        """
+        self._remove(name)  # left behind if it could not be abandoned
+        facts = os.statvfs(self._directory)
+        free = facts.f_bavail * facts.f_frsize
+        # Some network file systems report no size at all.
+        if facts.f_blocks and free < layout.num_bytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"No space left: {layout.num_bytes} bytes are needed, {free} are free",
+                str(self._directory),
+            )
+        new_folder(self._directory / name)
+        self._names.insert(0, name)
+        try:
+            return name, self._open(name, layout)
+        except BaseException:
+            self._remove(name)
+            raise
 
     def _open(self, name: str, layout: DataLayout) -> DataFile:
         file = self._files.get(name)
@@ -167,118 +207,25 @@ class SlotStore:
             self._files.pop(name).close()
         if name not in self._files:
             self._files[name] = DataFile(
-                self._path(name), layout, allocate=True, mapped=self._mapped
+                self._path(name), layout, allocate=self._reuses, mapped=self._is_mapped
             )
         return self._files[name]
 
-    def _new_slot(self, layout: DataLayout) -> tuple[str, DataFile]:
-        # The epoch in the name keeps writers apart: one that was replaced while it was stopped
-        # wakes up with its own folders, not with those of its successor.
-        name = f"slot-{self._epoch}-{self._num_made}"
-        self._num_made += 1  # also if this fails: a name is used once
-        _new_folder(self._directory / name, layout)
-        try:
-            file = self._open(name, layout)
-        except BaseException:
-            remove_folder(self._directory / name)
-            raise
-        self._slots.insert(0, name)
-        return name, file
+    def _remove(self, name: str) -> None:
+        if name in self._files:
+            self._files.pop(name).close()
+        remove_folder(self._directory / name)
+        if name in self._names:
+            self._names.remove(name)
 
     def _path(self, name: str) -> Path:
         return self._directory / name / DATA_FILE
 
     def _written_at(self, name: str) -> int:
+        """When the version in a folder was completed; 0 if there is none."""
         if DATA_FILE not in list_folder(self._directory / name):
             return 0
         return self._path(name).lstat().st_mtime_ns
-
-
-class VersionStore:
-    """A new folder ``v{N}`` for each version, immutable once it has its name; as ``SlotStore``.
-
-    For file systems that several hosts share, where a page that was read once may be served from a
-    host's cache for ever: no byte of a visible file changes. The current version and the one before
-    stay, and those that are being read as far as locks reach.
-    """
-
-    def __init__(self, directory: Path, owner: Owner) -> None:
-        self._directory, self._epoch = directory, owner.epoch
-        self._file: DataFile | None = None
-        self._remove_unfinished()
-
-    def begin(self, version: int, layout: DataLayout, current: str | None) -> tuple[str, DataFile]:
-        """Makes a folder that has not its name ``v{N}`` yet."""
-        del current
-        folder = self._directory / f"{_BUILDING}{self._epoch}-{version}"
-        remove_folder(folder)  # left behind if it could not be abandoned
-        _new_folder(folder, layout)
-        try:
-            self._file = DataFile(folder / DATA_FILE, layout, allocate=False, mapped=False)
-        except BaseException:
-            remove_folder(folder)
-            raise
-        return f"v{version}", self._file
-
-    def complete(self, name: str, file: DataFile) -> None:
-        """Gives a flushed folder its name.
-
-        A folder that has the name already was never current, since versions only grow: it is what
-        a writer left that died between renaming and moving the manifest.
-        """
-        self.close()
-        remove_folder(self._directory / name)
-        os.rename(file.path.parent, self._directory / name)
-
-    def abandon(self, file: DataFile) -> None:
-        """Removes an unfinished folder; what cannot be removed goes when a version is collected."""
-        self.close()
-        with suppress(OSError):
-            remove_folder(file.path.parent)
-
-    def collect(self, current: str) -> None:
-        """Removes folders that are neither current, nor the one before, nor being read."""
-        self._remove_unfinished()
-        numbered = _numbered(self._directory, _VERSION_NAME)
-        older = [name for name in numbered if numbered[name] < numbered[current]]
-        keep = {current, max(older, key=numbered.__getitem__, default=current)}
-        for name in numbered.keys() - keep:
-            if not is_locked(self._directory / name / DATA_FILE):
-                remove_folder(self._directory / name)
-
-    def prepare(self, layout: DataLayout) -> None:
-        """Makes nothing: each version has a folder of its own."""
-
-    def close(self) -> None:
-        """Gives the open file back."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _remove_unfinished(self) -> None:
-        for name in list_folder(self._directory):
-            if name.startswith(_BUILDING):
-                remove_folder(self._directory / name)
-
-
-def _numbered(directory: Path, pattern: re.Pattern[str]) -> dict[str, int]:
-    """The names in a directory that match, and the number in each."""
-    names = list_folder(directory)
-    return {name: int(match[1]) for name in names if (match := pattern.fullmatch(name))}
-
-
-def _new_folder(path: Path, layout: DataLayout) -> None:
-    """Makes a folder, if what is to be in it fits."""
-    facts = os.statvfs(path.parent)
-    free = facts.f_bavail * facts.f_frsize
-    # Some network file systems report no size at all.
-    if facts.f_blocks and free < layout.num_bytes:
-        raise OSError(
-            errno.ENOSPC,
-            f"No space left: {layout.num_bytes} bytes are needed, {free} are free",
-            str(path.parent),
-        )
-    new_folder(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,8 +308,7 @@ class SnapshotWriter:
             Owner.before(self.directory, layout, run_id, takeover=takeover)
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             require_folder(self.directory)
-            in_memory = is_memory_file_system(self.directory)
-            self._fsync = not in_memory
+            self._fsync = not is_memory_file_system(self.directory)
             self._lock = WriterLock(self.directory, fsync=self._fsync)
             # Until the store is made, no successor may remove what it looks at. And no other writer
             # has a temporary file here: each makes them inside its commit.
@@ -379,11 +325,8 @@ class SnapshotWriter:
                         f"{self._manifest_file.path}: is of run {self._current.run_id}, the "
                         f"directory of run {owner.run_id}"
                     )
-                self._store = (
-                    SlotStore(self.directory, owner, num_slots, max_slots, mapped=in_memory)
-                    if layout == "slots"
-                    else VersionStore(self.directory, owner)
-                )
+                num_kept = num_slots if layout == "slots" else 2
+                self._store = Store(self.directory, owner, self._current, num_kept, max_slots)
             undo.pop_all()
 
     @property
@@ -480,10 +423,8 @@ class SnapshotWriter:
         with ExitStack() as undo:
             with self._storage(doing), times.measure("acquire"):
                 self._lock.check()
-                name, file = self._store.begin(
-                    version, layout, self._current and self._current.path
-                )
-                undo.callback(self._store.abandon, file)
+                name, file = self._store.begin(version, layout)
+                undo.callback(self._store.abandon, name)
                 file.tag()
             with times.measure("fill"):
                 checksums = self._fill(file, tensors, doing, times.seconds)
@@ -497,16 +438,16 @@ class SnapshotWriter:
                     file.flush()
                     fsync_folder(file.path.parent)
             with self._storage(doing), times.measure("flip"), self._lock.commit():
-                self._store.complete(name, file)
-                undo.pop_all()
                 if self._fsync:
                     fsync_folder(self.directory)
+                undo.pop_all()
                 self._manifest_file.write(manifest, fsync=self._fsync)
                 self._current = manifest
+                self._store.complete(name)
         # Under the lock too: a writer replaced by now would remove its successor's folders.
         doing = f"version {version} is current, but removing old ones failed"
         with self._storage(doing), times.measure("collect"), self._lock.commit():
-            self._store.collect(name)
+            self._store.collect()
         return PublishReport(
             version,
             self.directory / name,
