@@ -5,11 +5,8 @@ so ``flatten_keys(".")`` leaves them as they are and no name can collide with an
 A tag that says which version the file holds comes first, then the tensors, at multiples of 4 KiB in
 the order of the metadata, then the description that TensorDict reads (JSON and its length).
 
-TensorDict's other format, a folder with a file for each tensor, was slower in all four cases
-(``benchmarks/results/memmap_cpu2_2026-11-21.json``, 300 tensors, 1,022 MiB, medians on two busy
-cores). Opening and copying out: folder 2.36 GB/s, consolidated 4.94 GB/s on tmpfs; 2.82 and
-9.12 GB/s on ext4. Rewriting: 8.64 and 9.73 GB/s on tmpfs; 0.65 and 2.34 GB/s on ext4, ``fsync``
-included.
+TensorDict's other format, a folder with a file for each tensor, was slower in all four cases, up to
+3.6 times (``benchmarks/results/memmap_cpu2_2026-11-21.json``).
 
 Dtypes that TensorDict 0.14 has no name for (float8, sub-byte) are stored as integers of the same
 size; ``open_tensordict`` views them back, TensorDict's own loader shows the integers.

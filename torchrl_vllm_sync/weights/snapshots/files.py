@@ -12,7 +12,7 @@ import shutil
 import socket
 import stat
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -152,13 +152,6 @@ def list_folder(path: Path) -> list[str]:
         return sorted(os.listdir(handle))
     finally:
         os.close(handle)
-
-
-def remove_temporary_files(folder: Path) -> None:
-    """Removes what processes that were killed left between making a file and renaming it."""
-    for name in list_folder(folder):
-        if name.startswith(TEMPORARY_PREFIX):
-            (folder / name).unlink(missing_ok=True)
 
 
 def remove_folder(path: Path) -> None:
@@ -334,17 +327,10 @@ class ProcessIdentity:
 
     @classmethod
     def from_record(cls, record: dict[str, Any], source: Path) -> ProcessIdentity:
-        """Reads what ``to_record`` wrote."""
-        return cls(
-            field(record, "host", str, source),
-            field(record, "hostname", str, source),
-            field(record, "pid", int, source),
-            field(record, "start_time", int, source),
-        )
-
-    def to_record(self) -> dict[str, Any]:
-        """The fields as JSON holds them."""
-        return asdict(self)
+        """Reads the fields."""
+        host, hostname = (field(record, name, str, source) for name in ("host", "hostname"))
+        pid, start_time = (field(record, name, int, source) for name in ("pid", "start_time"))
+        return cls(host, hostname, pid, start_time)
 
     def is_gone(self) -> bool | None:
         """Whether the process has ended; None where that cannot be known from this host."""

@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import xxhash
@@ -246,15 +246,8 @@ class Owner:
 
     def write(self, directory: Path, *, fsync: bool) -> None:
         """Makes ``directory`` this writer's."""
-        record = self.process.to_record() | {
-            "format": _MARKER_FORMAT,
-            "run_id": self.run_id,
-            "layout": self.layout,
-            "epoch": self.epoch,
-            "released": self.released,
-            "reusable_from": self.reusable_from,
-        }
-        write_json(directory / MARKER, record, fsync=fsync)
+        record: dict[str, Any] = {"format": _MARKER_FORMAT, **asdict(self)}
+        write_json(directory / MARKER, record | record.pop("process"), fsync=fsync)
 
     @classmethod
     def before(

@@ -31,6 +31,7 @@ from torchrl_vllm_sync.weights.snapshots.data_file import (
     checksum,
 )
 from torchrl_vllm_sync.weights.snapshots.files import (
+    TEMPORARY_PREFIX,
     fsync_folder,
     is_locked,
     is_memory_file_system,
@@ -38,7 +39,6 @@ from torchrl_vllm_sync.weights.snapshots.files import (
     lock_holders,
     new_folder,
     remove_folder,
-    remove_temporary_files,
     require_folder,
     storage_errors,
 )
@@ -57,7 +57,6 @@ from torchrl_vllm_sync.weights.transport import PhaseTimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from types import TracebackType
     from typing import Self
 
     import torch
@@ -203,7 +202,7 @@ class Store:
 
     def _open(self, name: str, layout: DataLayout) -> DataFile:
         file = self._files.get(name)
-        if file is not None and file.layout != layout:
+        if file is not None and (file.layout != layout or not self._path(name).exists()):
             self._files.pop(name).close()
         if name not in self._files:
             self._files[name] = DataFile(
@@ -315,7 +314,9 @@ class SnapshotWriter:
             with self._lock.exclusive():
                 self._lock.acquire(layout, run_id, takeover=takeover)
                 undo.callback(self._lock.release)
-                remove_temporary_files(self.directory)
+                for name in list_folder(self.directory):
+                    if name.startswith(TEMPORARY_PREFIX):
+                        (self.directory / name).unlink(missing_ok=True)
                 owner = self._lock.owner
                 if owner.epoch > 1:  # it was named by somebody: it is not the first one's alone
                     (self.directory / TEMPORARY).unlink(missing_ok=True)
@@ -508,12 +509,7 @@ class SnapshotWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _fill(
