@@ -198,7 +198,7 @@ class _LocalReplica(EngineActor):
         """Begins to take pushes; the engine runs already."""
         internals.watch_samples(self.engine, self._gate.register)
         self._stamp_outputs()
-        self._take_weights(f"llm-{os.getpid()}")
+        self._take_weights()
         self._gate.set(ReplicaState.SERVING)
         found = await internals.call_workers(self.engine, "native_device_uuid", ())
         self._device_uuids = tuple(uuid for uuid in found if uuid)
