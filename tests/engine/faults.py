@@ -173,7 +173,7 @@ class HeldActor(EngineActor):
         self.hold_at()
         updates = self._updates
         updates.apply = self._holding("apply", updates.apply)
-        updates._resume = self._holding("resume", updates._resume)
+        updates.resume = self._holding("resume", updates.resume)
         internals.set_weight_label = self._holding("label", internals.set_weight_label)
         return description
 

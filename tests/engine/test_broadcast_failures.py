@@ -55,7 +55,7 @@ def plan(service, *replicas, **faults):
 
 
 def reports(service):
-    return list(service.call_replicas("report").values())
+    return list(service.replicas.call_replicas("report").values())
 
 
 def states(service):
@@ -353,8 +353,8 @@ def test_joining_with_ranks_that_do_not_fit(faulty, trained):
 
 def test_receiving_without_a_group_or_out_of_turn(faulty, trained):
     version = faulty.weight_version
-    digest = faulty._pusher.transport._digest
-    faulty._pusher.transport.close()
+    digest = faulty.weights.pusher.transport._digest
+    faulty.weights.pusher.transport.close()
     options = {"version": version + 1, "run_id": "another", "timeout_s": 3.0}
 
     def receive(push_id, **changes):

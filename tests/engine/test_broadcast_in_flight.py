@@ -265,7 +265,7 @@ def test_a_stage_that_breaks_off_leaves_the_engine_as_it_was(staging, at_fault):
     with pytest.raises(WeightSyncError, match="injected before tensor 7") as caught:
         service.push_weights(source, timeout_s=30)
     assert "not whole" not in str(caught.value)
-    (report,) = service.call_replicas("report").values()
+    (report,) = service.replicas.call_replicas("report").values()
     assert (report.state, report.weight_version) == (ReplicaState.SERVING, version)
     assert_holds(service, model)
     service.push_weights(other)

@@ -38,19 +38,19 @@ def parts(model, size=7, **extra):
 
 
 def state(service):
-    (found,) = {report.state for report in service.call_replicas("report").values()}
+    (found,) = {report.state for report in service.replicas.call_replicas("report").values()}
     return found
 
 
 def next_version(service):
     """One more than replicas hold: what is called past the service it learns only later."""
-    (found,) = {report.weight_version for report in service.call_replicas("report").values()}
+    (found,) = {report.weight_version for report in service.replicas.call_replicas("report").values()}
     return found + 1
 
 
 def call(service, method, *args, **kwargs):
     """Calls every replica; the answer of the first, where the requests are, if none raises."""
-    answers = service.call_replicas(method, *args, deadline_s=60, **kwargs)
+    answers = service.replicas.call_replicas(method, *args, deadline_s=60, **kwargs)
     for answer in answers.values():
         if isinstance(answer, BaseException):
             raise answer

@@ -53,7 +53,7 @@ def plan(service, *replicas, **faults):
 
 
 def reports(service):
-    return list(service.call_replicas("report").values())
+    return list(service.replicas.call_replicas("report").values())
 
 
 def states(service):

@@ -107,7 +107,7 @@ def test_2000_requests_with_timeouts_and_cancellations(service):
     assert service.load.total_in_flight == 0
     eventually(lambda: is_idle(service), timeout_s=5)
     assert [
-        one["pending_requests"] for one in service._load_balancer.get_stats()["actor_stats"]
+        one["pending_requests"] for one in service.requests.balancer.get_stats()["actor_stats"]
     ] == [
         0,
         0,
@@ -179,7 +179,8 @@ def test_requests_of_a_killed_replica_go_to_the_others(doomed, monkeypatch, inde
     outputs = doomed.generate(prompts, params)
     assert str(index) not in {output.replica_id for output in outputs}
     assert [all_token_ids(output) for output in outputs] == wanted
-    assert {doomed._load_balancer.select_actor([7, i]) for i in range(100)} <= {0, 1, 2} - {index}
+    select_actor = doomed.requests.balancer.select_actor
+    assert {select_actor([7, i]) for i in range(100)} <= {0, 1, 2} - {index}
     assert doomed.load.total_in_flight == 0
     figures = doomed.get_num_unfinished_requests()
     assert figures[2] == 0

@@ -301,7 +301,7 @@ def test_the_comparison_above_notices_that_nothing_is_gathered(service, ranks, w
 
 
 def reports(service):
-    return list(service.call_replicas("report").values())
+    return list(service.replicas.call_replicas("report").values())
 
 
 def assert_no_mixture(service, old):

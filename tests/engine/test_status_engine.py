@@ -34,7 +34,7 @@ def totals(status):
 
 def settled(service):
     """The status when the engines have reported what is done by now."""
-    service._learn_states()
+    service.replicas.learn()
     return service.status()
 
 

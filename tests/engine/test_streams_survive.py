@@ -158,7 +158,7 @@ def test_what_a_stopped_replica_holds_is_run_elsewhere_and_its_late_answers_are_
 
     async def run():
         task = asyncio.create_task(
-            dispatcher.run(batch.requests, _reserver(doomed._load_balancer), on_result=watch)
+            dispatcher.run(batch.requests, _reserver(doomed.requests.balancer), on_result=watch)
         )
         async with asyncio.timeout(60):
             while "0" not in stopped:

@@ -43,7 +43,7 @@ def weights(service, checkpoint):
 
 
 def replicas_disagreements(service):
-    return [one.num_span_disagreements for one in service.call_replicas("report").values()]
+    return [one.num_span_disagreements for one in service.replicas.call_replicas("report").values()]
 
 
 @dataclass
@@ -182,7 +182,8 @@ async def test_a_sample_that_has_not_begun_begins_under_the_new_weights(service,
     )
     old, target = service.weight_version, service.load.replica_ids[0]
     async with asyncio.timeout(30):
-        while (await asyncio.to_thread(service.call_replicas, "report"))[target].num_waiting != 1:  # noqa: ASYNC110
+        ask = service.replicas.call_replicas
+        while (await asyncio.to_thread(ask, "report"))[target].num_waiting != 1:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     await asyncio.to_thread(service.push_weights, weights.at(old + 1), clear_cache=False)
     *others, output = await running

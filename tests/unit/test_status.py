@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchrl_vllm_sync import PushReport, ReplicaOutcome, ReplicaState
+from tests.fakes.service import replicas_of, service_of
+from torchrl_vllm_sync import AsyncVLLM, PushReport, ReplicaOutcome, ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError, WeightSyncError
 from torchrl_vllm_sync.observe.status import (
     MAX_FAILURES,
@@ -18,8 +19,7 @@ from torchrl_vllm_sync.observe.status import (
 )
 from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus
 from torchrl_vllm_sync.routing.ledger import LoadTracker, token_rates
-from torchrl_vllm_sync.service.service import ServiceView
-from torchrl_vllm_sync.service.weights import ServiceWeights
+from torchrl_vllm_sync.service.weights import Weights
 
 SERVING, STALE, FAILED = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.FAILED
 STARTING = ReplicaState.STARTING
@@ -297,43 +297,39 @@ def test_a_finished_push_keeps_seconds_and_leaves_counts_out():
 # ---------------------------------------------------------------- the method
 
 
-class View(ServiceView):
-    """As much of a service as looking at it needs."""
-
-    def __init__(self, scene, *, launched=True):
-        self.name, self.load, self._log = "rollouts", scene.load, scene.log
-        self._membership = SimpleNamespace(members=scene.members) if launched else None
-        self._is_copy = False
-        self._pusher = SimpleNamespace(committed=2)
+def view(scene, *, launched=True):
+    """A service of the scene's replicas."""
+    replicas = replicas_of(scene.members, load=scene.load, launched=launched)
+    return service_of(replicas, log=scene.log, committed=2)
 
 
 def test_status_asks_nobody():
     scene = Scene("0", "1")
     for replica_id in ("0", "1"):
         scene.report(replica_id, weight_version=3)
-    status = View(scene).status()  # there are no actors to ask
+    status = view(scene).status()  # there are no actors to ask
     assert (status.name, status.weight_version, status.num_serving) == ("rollouts", 3, 2)
-    assert replace(status, time=0.0) == replace(View(scene).status(), time=0.0)
+    assert replace(status, time=0.0) == replace(view(scene).status(), time=0.0)
 
 
 def test_a_service_that_is_not_there_has_no_status():
     with pytest.raises(ServiceClosedError, match="rollouts"):
-        View(Scene("0"), launched=False).status()
+        view(Scene("0"), launched=False).status()
 
 
 # ---------------------------------------------------------------- pushes
 
 
-class Pushing(ServiceWeights):
-    """As much of a service as pushing needs; its pusher does what a test says."""
+class Pushing(AsyncVLLM):
+    """A service whose pusher does what a test says, and which notes what its replicas are told."""
 
     def __init__(self, push):
-        self.load = LoadTracker([])
-        self._log, self._membership = StatusLog(self.load), SimpleNamespace()
-        self._pusher = SimpleNamespace(push=push)
-        self.told = []
+        self.replicas = replicas_of()
+        self.weights = Weights(self.replicas)
+        self.weights.pusher, self.log = SimpleNamespace(push=push), self.weights.log
+        self.replicas.learn, self.told = self.note, []
 
-    def _learn_states(self, doubtful=(), pushed=None):
+    def note(self, *, doubtful=(), pushed=None):
         self.told.append((dict(doubtful), pushed))
 
 
@@ -352,7 +348,7 @@ def test_a_push_is_noted_here_and_told_to_the_replicas():
 
     service = Pushing(pushed)
     assert service.push_weights({}) == "the report"
-    (noted,) = service._log.pushes
+    (noted,) = service.log.pushes
     assert (noted.version, noted.error, noted.left_behind) == (3, "", left)
     assert service.told == [(left, noted)]
 
@@ -365,8 +361,8 @@ def test_a_push_whose_hook_failed_is_committed_all_the_same():
     service = Pushing(committed)
     with pytest.raises(ZeroDivisionError):
         service.push_weights({})
-    assert [(one.version, one.error) for one in service._log.pushes] == [(3, "")]
-    assert service._log.failures == ()
+    assert [(one.version, one.error) for one in service.log.pushes] == [(3, "")]
+    assert service.log.failures == ()
 
 
 def test_a_push_that_failed_names_whom_it_left_behind():
@@ -380,7 +376,7 @@ def test_a_push_that_failed_names_whom_it_left_behind():
         service.push_weights({})
     ((doubtful, pushed),) = service.told
     assert doubtful == pushed.left_behind == failures
-    assert service._log.failures[0].reason == pushed.error
+    assert service.log.failures[0].reason == pushed.error
 
 
 def test_an_interrupted_push_is_no_push():
@@ -390,5 +386,5 @@ def test_an_interrupted_push_is_no_push():
     service = Pushing(interrupted)
     with pytest.raises(KeyboardInterrupt):
         service.push_weights({})
-    assert service._log.pushes == ()
+    assert service.log.pushes == ()
     assert service.told == [({}, None)]

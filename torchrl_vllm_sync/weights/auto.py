@@ -18,7 +18,6 @@ from torchrl_vllm_sync.weights.places import (
 )
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.transport import describe_replicas
-from torchrl_vllm_sync.weights.vllm_nccl import VLLMNCCLTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,7 +121,6 @@ TRANSPORTS: dict[str, Callable[[], WeightTransport]] = {
     "broadcast": BroadcastTransport,
     "ipc": IPCTransport,
     "memmap": MemmapTransport,
-    "vllm-nccl": VLLMNCCLTransport,
 }
 
 

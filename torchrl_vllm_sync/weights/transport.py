@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
     SilentEngineError,
@@ -550,27 +551,17 @@ def watched(what: str, call: Callable[[], Any], pending: PendingCalls, deadline:
 
     The thread is left behind when this raises early; ending what it does is the caller's.
     """
-    result: list[Any] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(call())
-        except BaseException as error:  # noqa: BLE001  raised below, on the caller's thread
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name=what, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(WATCH_S)
+    ended = in_thread(what, call)
+    while wait([ended], timeout=WATCH_S).not_done:
         raise_exceptions(pending.failures())
         if time.monotonic() > deadline:
             raise TransferError(f"{what} did not end in time")
-    for error in failure:
-        if isinstance(error, SyncError) or not isinstance(error, Exception):
-            raise error
+    try:
+        return ended.result()
+    except SyncError:
+        raise
+    except Exception as error:
         raise TransferError(f"{what} broke off: {type(error).__name__}: {error}") from error
-    return result[0]
 
 
 def raise_exceptions(answers: Mapping[str, Any]) -> None:

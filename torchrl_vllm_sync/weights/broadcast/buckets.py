@@ -32,21 +32,13 @@ DEFAULT_BUCKET_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive rows of one tensor, in one bucket.
+    """Consecutive rows of one tensor, in one bucket."""
 
-    Attributes:
-        meta: The tensor they belong to, with its dtype on the wire.
-        index: Position of the tensor in the metadata.
-        first_row: First row, along the first dimension; a scalar is one row.
-        num_rows: Number of rows.
-        byte_offset: Where they begin in the bucket; a multiple of the dtype's size.
-    """
-
-    meta: ParamMeta
-    index: int
-    first_row: int
-    num_rows: int
-    byte_offset: int
+    meta: ParamMeta  # the tensor they belong to, with its dtype on the wire
+    index: int  # position of the tensor in the metadata
+    first_row: int  # first row, along the first dimension; a scalar is one row
+    num_rows: int  # number of rows
+    byte_offset: int  # where they begin in the bucket; a multiple of the dtype's size
 
     @property
     def name(self) -> str:
@@ -76,15 +68,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What one transfer carries.
+    """What one transfer carries."""
 
-    Attributes:
-        pieces: Rows of tensors, in the order of the stream.
-        num_bytes: Bytes to transfer, padding between dtypes included.
-    """
-
-    pieces: tuple[Piece, ...]
-    num_bytes: int
+    pieces: tuple[Piece, ...]  # rows of tensors, in the order of the stream
+    num_bytes: int  # bytes to transfer, padding between dtypes included
 
 
 class BucketLayout:

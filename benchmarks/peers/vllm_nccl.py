@@ -1,0 +1,389 @@
+"""vLLM's own packed NCCL engine behind this library's push: what ``broadcast`` is measured against.
+
+Read in vLLM 0.26, 0.28, 0.32 and 0.33 (``vllm/distributed/weight_transfer/nccl_common.py``,
+``packed_tensor.py``, ``nccl_engine.py``). Of the trainer's side only the two functions are used
+that did not change in all of them; its engine classes come in three generations. Importing vLLM
+takes seconds, and happens at the first call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from packaging.version import Version
+
+from torchrl_vllm_sync.errors import (
+    ServiceClosedError,
+    SyncError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+)
+from torchrl_vllm_sync.weights.broadcast.buckets import check_device
+from torchrl_vllm_sync.weights.broadcast.group import free_port
+from torchrl_vllm_sync.weights.metadata import dtype_name
+from torchrl_vllm_sync.weights.places import current_device, home_device
+from torchrl_vllm_sync.weights.source import StableSource
+from torchrl_vllm_sync.weights.transport import (
+    PhaseTimes,
+    ReplicaOutcome,
+    SendOutcome,
+    awaited_replicas,
+    describe_replicas,
+    raise_exceptions,
+    watched,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torchrl_vllm_sync.replica import EngineDescription
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+    from torchrl_vllm_sync.weights.source import WeightSource
+    from torchrl_vllm_sync.weights.transport import PauseMode, PendingCalls, ReplicaClient
+
+DEFAULT_BUFFER_BYTES = 2**30
+# From this release on the packing is agreed upon once, with the group; before, at each update.
+_FIRST_WITH_PACKING_AT_INIT = Version("0.28")
+# Before it the receiver does not order its buffers' streams: with two of them, memory of one pack
+# can be reused while another stream still reads it.
+_FIRST_WITH_ORDERED_STREAMS = Version("0.33")
+# A replica keeps to the time limit itself. One silent for this much longer has hung.
+GRACE_S = 10.0
+SHORT_TIMEOUT_S = 30.0
+JOIN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How tensors are packed; both sides must agree.
+
+    Attributes:
+        buffer_bytes: Bytes after which a pack is sent; its last tensor may go beyond.
+        num_buffers: Packs under way at a time.
+    """
+
+    buffer_bytes: int
+    num_buffers: int
+
+    @classmethod
+    def for_version(
+        cls, vllm_version: str, buffer_bytes: int, num_buffers: int | None = None
+    ) -> Packing:
+        """Takes as many buffers as that release of vLLM receives correctly, unless told."""
+        if num_buffers is None:
+            num_buffers = 2 if _release(vllm_version) >= _FIRST_WITH_ORDERED_STREAMS else 1
+        return cls(buffer_bytes, num_buffers)
+
+    def as_fields(self) -> dict[str, Any]:
+        """Returns the fields of vLLM's payloads."""
+        return {
+            "packed": True,
+            "packed_buffer_size_bytes": self.buffer_bytes,
+            "packed_num_buffers": self.num_buffers,
+        }
+
+
+def _release(vllm_version: str) -> Version:
+    return Version(Version(vllm_version).base_version)
+
+
+def init_info(
+    vllm_version: str, packing: Packing, *, address: str, port: int, world_size: int
+) -> dict[str, Any]:
+    """Returns the ``init_info`` of an engine's ``nccl`` backend, without its ``rank_offset``."""
+    info = {"master_address": address, "master_port": port, "world_size": world_size}
+    at_init = _release(vllm_version) >= _FIRST_WITH_PACKING_AT_INIT
+    return info | (packing.as_fields() if at_init else {})
+
+
+def update_info(
+    vllm_version: str, packing: Packing, metadata: Sequence[ParamMeta]
+) -> dict[str, Any]:
+    """Returns the ``update_info`` of one push."""
+    info: dict[str, Any] = {
+        "names": [one.name for one in metadata],
+        "dtype_names": [dtype_name(one.dtype) for one in metadata],
+        "shapes": [list(one.shape) for one in metadata],
+    }
+    at_init = _release(vllm_version) >= _FIRST_WITH_PACKING_AT_INIT
+    return info | ({} if at_init else packing.as_fields())
+
+
+def open_group(address: str, port: int, world_size: int) -> Any:
+    """Opens the trainer's end, as rank 0, on the current CUDA device; blocks until all joined."""
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+    return trainer_init({"master_address": address, "master_port": port, "world_size": world_size})
+
+
+def broadcast(pairs: Iterator[tuple[str, torch.Tensor]], group: Any, packing: Packing) -> None:
+    """Packs and broadcasts ``pairs`` from the current CUDA device; blocks until it has left."""
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+    packed_nccl_broadcast_producer(
+        iterator=pairs,
+        group=group,
+        src=0,
+        post_iter_func=lambda item: item[1],
+        buffer_size_bytes=packing.buffer_bytes,
+        num_buffers=packing.num_buffers,
+    )
+    torch.cuda.synchronize()  # up to 0.27 the producer leaves its last packs on their way
+
+
+class VLLMNCCLTransport:
+    """A ``WeightTransport`` that sends each version through vLLM's ``nccl`` weight-transfer engine.
+
+    The engines take vLLM's layerwise reload, always. The workers change to that engine when the
+    transport opens, and back to the one of their launch when it closes.
+
+    vLLM's NCCL has no time limit on the workers' side. When a push breaks off in the middle, this
+    side leaves it in time and says so; a replica that is still in it is stale, and can be lost.
+
+    Args:
+        buffer_bytes: Bytes after which a pack is sent.
+        num_buffers: Packs under way at a time; by default as many as the engines' vLLM receives
+            correctly: 1 before 0.33, 2 from then on.
+        device: The trainer's CUDA device; by default the one that the weights are on.
+        join_timeout_s: Seconds within which everybody must have come to the rendezvous.
+    """
+
+    name = "vllm-nccl"
+
+    def __init__(
+        self,
+        *,
+        buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        num_buffers: int | None = None,
+        device: torch.device | str | None = None,
+        join_timeout_s: float = JOIN_TIMEOUT_S,
+    ) -> None:
+        for option, value in (("buffer_bytes", buffer_bytes), ("num_buffers", num_buffers)):
+            if value is not None and value < 1:
+                raise UnsupportedArgumentError(f"{option} must be at least 1, got {value}")
+        self._buffer_bytes, self._num_buffers = buffer_bytes, num_buffers
+        self._given_device = None if device is None else torch.device(device)
+        self._join_timeout_s = join_timeout_s
+        self._forget()
+
+    def _forget(self) -> None:
+        self._run_id = uuid.uuid4().hex
+        self._last_version = 0
+        self._client: ReplicaClient | None = None
+        self._group: Any = None
+        self._device = torch.device("cuda")
+        self._packing = Packing(self._buffer_bytes, 1)
+        self._vllm_version = ""
+        self._awaited: dict[str, str] = {}
+        self._members: list[str] = []
+        self._missing: dict[str, str] = {}
+
+    @property
+    def last_version(self) -> int:
+        """Newest version sent by this transport; 0 before the first."""
+        return self._last_version
+
+    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
+        """Forms the group with the workers of all replicas that are alive; nothing if it stands.
+
+        Raises:
+            TransferError: Nobody is there to join, or not everybody came in time.
+            UnsupportedArgumentError: The trainer or an engine is not on a CUDA device, or the
+                engines run different versions of vLLM.
+        """
+        awaited = awaited_replicas(client.standings())
+        if self._group is not None:
+            home = None if self._given_device else home_device(source, "cuda")
+            if awaited == self._awaited and home in (None, self._device):
+                return
+            self._leave()
+        self._awaited = awaited
+        alive, self._missing = describe_replicas(client)
+        self._vllm_version = _one_version(alive)
+        self._device = self._device_for(source, {one.device_type for one in alive.values()})
+        self._packing = Packing.for_version(
+            self._vllm_version, self._buffer_bytes, self._num_buffers
+        )
+        self._client, self._members = client, list(alive)
+        raise_exceptions(
+            client.start_calls("use_transfer_engine", dict.fromkeys(alive, ("nccl",))).answers(
+                SHORT_TIMEOUT_S
+            )
+        )
+        address, port = client.rendezvous
+        port = free_port(address) if port is None else port
+        world_size = 1 + sum(one.num_workers for one in alive.values())
+        info = init_info(
+            self._vllm_version, self._packing, address=address, port=port, world_size=world_size
+        )
+        calls, rank = {}, 1
+        for name, one in alive.items():
+            calls[name] = ({**info, "rank_offset": rank},)
+            rank += one.num_workers
+        joining = client.start_calls(
+            "init_weight_transfer_engine", calls, timeout_s=self._join_timeout_s
+        )
+        deadline = time.monotonic() + self._join_timeout_s
+        self._group = self._watched(
+            "the rendezvous", lambda: open_group(address, port, world_size), joining, deadline
+        )
+        try:
+            left = max(deadline - time.monotonic(), 0.0)
+            raise_exceptions(joining.answers(left + GRACE_S))
+        except BaseException:
+            self._leave()
+            raise
+
+    def send(
+        self,
+        client: ReplicaClient,
+        source: WeightSource,
+        version: int,
+        *,
+        timeout_s: float,
+        clear_cache: bool,
+        mode: PauseMode = "keep",
+    ) -> SendOutcome:
+        """Broadcasts ``source`` as ``version``, also to replicas that hold the version already.
+
+        Raises:
+            TransferError: No group could be formed. Nothing was sent.
+            UnsupportedArgumentError: See :meth:`open`. Nothing was sent.
+            WeightMismatchError: A tensor is not on the transport's device. Nothing was sent.
+        """
+        begin = time.perf_counter()
+        deadline = time.monotonic() + timeout_s
+        self.open(client, source)
+        if isinstance(source, StableSource):
+            for name, tensor in source.views() or ():
+                check_device(name, tensor, self._device)
+        metadata = source.metadata()
+        joined = time.perf_counter()
+        times = PhaseTimes()
+        times.note("join_s", begin, joined)
+        everyone = dict.fromkeys(self._members, (version, self._run_id))
+        answers = client.start_calls("expect_native", everyone).answers(SHORT_TIMEOUT_S)
+        if not any(isinstance(one, BaseException) for one in answers.values()):
+            info = update_info(self._vllm_version, self._packing, metadata)
+            torch.cuda.current_stream(self._device).synchronize()  # the sender has other streams
+            ready = time.perf_counter()
+            calls = client.start_calls(
+                "receive_native",
+                dict.fromkeys(self._members, (info,)),
+                version=version,
+                run_id=self._run_id,
+                mode=mode,
+                clear_cache=clear_cache,
+                timeout_s=timeout_s,
+            )
+            failure = self._transfer(source, calls, deadline)
+            sent = time.perf_counter()
+            left = GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
+            answers = calls.answers(left)
+            times.note("prepare_s", joined, ready)
+            times.note("send_s", ready, sent)
+            times.note("acknowledge_s", sent)
+            if failure is not None:  # silence follows from it
+                answers = {
+                    name: failure if isinstance(one, TimeoutError | dict) else one
+                    for name, one in answers.items()
+                }
+            failed = any(isinstance(one, BaseException) for one in answers.values())
+            if failure is not None or failed:
+                self._leave()
+            else:
+                self._last_version = max(self._last_version, version)
+        outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]
+        for name, why in self._missing.items():
+            outcomes.append(ReplicaOutcome(replica_id=name, version=None, error=why))
+        return SendOutcome(
+            num_bytes=sum(meta.num_bytes for meta in metadata),
+            phases=times.seconds,
+            phase_starts=times.starts,
+            replicas=outcomes,
+            run_id=self._run_id,
+        )
+
+    def close(self) -> None:
+        """Leaves the group, and has the workers use the engine of their launch. Idempotent."""
+        self._leave()
+        if self._client is not None:
+            with contextlib.suppress(ServiceClosedError):  # engines that are gone need nothing
+                self._client.call_replicas("use_transfer_engine", deadline_s=SHORT_TIMEOUT_S)
+        self._forget()
+
+    def _transfer(
+        self, source: WeightSource, calls: PendingCalls, deadline: float
+    ) -> SyncError | None:
+        """Sends everything; returns what went wrong on this side."""
+        group, packing = self._group, self._packing
+        try:
+            self._watched(
+                "the transfer",
+                lambda: broadcast(self._pairs(source), group, packing),
+                calls,
+                deadline,
+            )
+        except SyncError as error:
+            return error
+        return None
+
+    def _pairs(self, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors as the receivers expect them: in order, in the model's dtypes."""
+        items = iter(source)
+        for meta in source.metadata():
+            name, tensor = next(items, ("nothing", torch.empty(0)))
+            if name != meta.name or tuple(tensor.shape) != meta.shape:
+                raise WeightMismatchError(
+                    f"the source announced {meta.name} {list(meta.shape)} and yielded {name} "
+                    f"{list(tensor.shape)}"
+                )
+            check_device(name, tensor, self._device)
+            yield name, tensor.detach().to(meta.dtype)
+
+    def _watched(
+        self, what: str, call: Callable[[], Any], pending: PendingCalls, deadline: float
+    ) -> Any:
+        """Runs ``call``, which NCCL may block for ever; leaves the group if it fails."""
+
+        def on_device() -> Any:
+            with torch.cuda.device(self._device):
+                return call()
+
+        try:
+            return watched(what, on_device, pending, deadline)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _device_for(self, source: WeightSource | None, engines: set[str]) -> torch.device:
+        needs = "the vllm-nccl transport needs NCCL between CUDA devices, and the"
+        if engines != {"cuda"}:
+            raise UnsupportedArgumentError(
+                f"{needs} engines are on {' and '.join(sorted(engines))}"
+            )
+        device = self._given_device or home_device(source, "cuda") or torch.device("cuda")
+        if device.type != "cuda" or not torch.cuda.is_available():
+            where = device if device.type != "cuda" else "a host without CUDA"
+            raise UnsupportedArgumentError(f"{needs} trainer is on {where}")
+        return device if device.index is not None else current_device("cuda")
+
+    def _leave(self) -> None:
+        """Gives this side's communicator up, which ends what it is doing."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.destroy()
+
+
+def _one_version(engines: Mapping[str, EngineDescription]) -> str:
+    versions = {one.vllm_version for one in engines.values()}
+    if len(versions) > 1:
+        raise UnsupportedArgumentError(
+            f"the engines must run one version of vLLM, these run {sorted(versions)}"
+        )
+    return versions.pop()
