@@ -80,12 +80,16 @@ class SharedServices:
         service = self._service
         try:
             if self._name == "hurt":
-                service.call_replicas("collective_rpc", "sync_plan")  # no faults are left
-            dead = [name for name, one in service.call_replicas("report").items() if is_dead(one)]
+                service.replicas.call_replicas("collective_rpc", "sync_plan")  # no faults are left
+            dead = [
+                name
+                for name, one in service.replicas.call_replicas("report").items()
+                if is_dead(one)
+            ]
             if dead:
                 self._say(f" restarting what tests have killed: replicas {dead}")
                 with ThreadPoolExecutor() as pool:
-                    list(pool.map(service._fleet.restart, dead))
+                    list(pool.map(service.fleet.restart, dead))
             service.use_transport(MemmapTransport())
             service.create_load_balancer()
             service.push_weights(load_tiny_model(service.engine_args.model))
