@@ -80,8 +80,12 @@ class SharedServices:
         service = self._service
         try:
             if self._name == "hurt":
-                service.call_replicas("collective_rpc", "sync_plan")  # no faults are left
-            dead = [name for name, one in service.call_replicas("report").items() if is_dead(one)]
+                service.replicas.call_replicas("collective_rpc", "sync_plan")  # no faults are left
+            dead = [
+                name
+                for name, one in service.replicas.call_replicas("report").items()
+                if is_dead(one)
+            ]
             if dead:
                 self._say(f" restarting what tests have killed: replicas {dead}")
                 with ThreadPoolExecutor() as pool:

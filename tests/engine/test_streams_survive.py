@@ -33,7 +33,7 @@ def doomed(hurt):
         ray.get(actor.__ray_call__.remote(listen))
     hurt.create_load_balancer("round-robin")
     yield hurt
-    hurt.call_replicas("__ray_call__", fall_silent)
+    hurt.replicas.call_replicas("__ray_call__", fall_silent)
 
 
 def listen(actor):
