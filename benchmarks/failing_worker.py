@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-__all__ = ["FailingWorker"]
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 BROADCAST = BroadcastGroup.broadcast
@@ -25,15 +24,7 @@ class FailingWorker(SyncWorkerExtension):
     """The worker of this benchmark's engines; see :meth:`fail_in_mid_push`."""
 
     def fail_in_mid_push(self, how: str, note: str) -> int:
-        """Plans a signal to this process, half way through the transfers of the next push.
-
-        Args:
-            how: ``"kill"`` or ``"stop"``.
-            note: File that will hold the time of the signal, by ``time.time()``.
-
-        Returns:
-            Id of this process, which is the engine core's too.
-        """
+        """Plans a signal to this process, half way through the transfers of the next push."""
         receiver = self._sync_receiver()
         assert receiver._layout is not None, "push once before"
         planned = receiver._planned if receiver.takes_direct else None

@@ -17,19 +17,6 @@ from torchrl_vllm_sync.testing import make_tiny_checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "EXECUTIONS",
-    "PrefillCounts",
-    "block_size",
-    "checkpoint",
-    "counted_actor",
-    "counts",
-    "engine_options",
-    "launch",
-    "new_weights",
-    "record_name",
-    "reset",
-]
 
 RESET_TIMEOUT_S = 20.0
 EXECUTIONS = ("compiled", "graphs", "eager")
@@ -109,13 +96,7 @@ def record_name(benchmark: str, shape: str | None) -> str:
 
 
 def engine_options(*, execution: str, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
-    """VLLM's engine arguments for random weights on this machine.
-
-    Args:
-        execution: One of :data:`EXECUTIONS`; a CPU always runs eagerly.
-        max_model_len: Most tokens of a request.
-        max_num_seqs: Most requests in a step.
-    """
+    """VLLM's engine arguments for random weights on this machine."""
     options: dict[str, Any] = {
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
@@ -152,14 +133,7 @@ def checkpoint(directory: Path, shape: str | None, max_model_len: int) -> str:
 def launch(
     directory: Path, shape: str | None, num_replicas: int, options: dict[str, Any]
 ) -> AsyncVLLM:
-    """Starts replicas that count.
-
-    Args:
-        directory: Where to make the checkpoint.
-        shape: One of ``benchmarks.shapes.SHAPES``; ``None`` is a tiny checkpoint.
-        num_replicas: Replicas, of one GPU each where there are GPUs.
-        options: Of :func:`engine_options`.
-    """
+    """Starts replicas that count."""
     begin = time.perf_counter()
     service = AsyncVLLM.from_pretrained(
         checkpoint(directory, shape, options["max_model_len"]),
@@ -186,11 +160,7 @@ def block_size(service: AsyncVLLM) -> int:
 
 
 def reset(service: AsyncVLLM) -> None:
-    """Empties every replica's prefix cache, as soon as no request holds any of it.
-
-    Raises:
-        TimeoutError: Requests still held blocks after some time.
-    """
+    """Empties every replica's prefix cache, as soon as no request holds any of it."""
     deadline = time.monotonic() + RESET_TIMEOUT_S
     while not all(ray.get([one.reset_prefix_cache.remote() for one in service.actors], timeout=60)):
         if time.monotonic() > deadline:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from benchmarks.live_traffic import Conversation
     from torchrl_vllm_sync import AsyncVLLM
 
-__all__ = ["SYSTEMS", "Balanced", "System", "TorchRLRule"]
 
 # How long a request may take from its call to the ledger, before the next decision is made anyway.
 MOST_SENDING_S = 0.02
@@ -28,9 +27,6 @@ class System:
 
     Attributes:
         decision_s: Seconds of each decision so far.
-
-    Args:
-        service: The replicas.
     """
 
     def __init__(self, service: AsyncVLLM) -> None:
@@ -51,13 +47,7 @@ class System:
 
 
 class Balanced(System):
-    """This library's own balancer.
-
-    Args:
-        service: The replicas.
-        strategy: As in ``create_load_balancer``; ``None`` is the default.
-        keyed: Name each request's session and group.
-    """
+    """This library's own balancer."""
 
     def __init__(
         self, service: AsyncVLLM, strategy: str | None = None, *, keyed: bool = False
@@ -99,12 +89,6 @@ class TorchRLRule(System):
     It is made from the service as ``create_load_balancer`` does there, so that each decision asks
     all replicas for their requests, and its check for overload fails by itself and says "no" (it
     reads a name that is not set). Its methods to ask are TorchRL's own.
-
-    Args:
-        service: The replicas.
-        wrapped: Pass prompts as TorchRL's ``vLLMWrapper`` does, as dicts: its service finds no
-            tokens in them, so that the rule takes the replica with the fewest requests. Without,
-            the rule gets the tokens, which its service gives it in few cases.
     """
 
     def __init__(self, service: AsyncVLLM, *, wrapped: bool = False) -> None:

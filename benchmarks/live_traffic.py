@@ -14,15 +14,6 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = [
-    "CASES",
-    "Case",
-    "Conversation",
-    "Scale",
-    "distinct_tokens",
-    "least_tokens",
-    "once_tokens",
-]
 
 # Ids below are the tokenizer's own marks.
 FIRST_ID = 8

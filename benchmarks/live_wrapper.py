@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync import AsyncVLLM
 
-__all__ = ["WRAPPED", "group_rows", "run_wrapped"]
 
 SAMPLES = 8
 WRAPPED: dict[str, tuple[str | None, bool]] = {
@@ -63,15 +62,7 @@ def run_wrapped(
     strategy: str | None,
     find_sessions: bool,
 ) -> dict[str, float]:
-    """Figures of one call of the policy: a subset of those of the other cases.
-
-    Args:
-        service: Replicas that count.
-        rows: Of :func:`group_rows`.
-        num_tokens: Of each answer.
-        strategy: As in ``create_load_balancer``.
-        find_sessions: As in ``vLLMWrapper``.
-    """
+    """Figures of one call of the policy: a subset of those of the other cases."""
     tokenizer: Any = make_tiny_tokenizer()
     service.create_load_balancer(strategy)
     policy = vLLMWrapper(

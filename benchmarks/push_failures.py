@@ -77,17 +77,7 @@ class FailureTrainer(Trainer):
         options: dict[str, Any],
         timeout_s: float | None,
     ) -> dict[str, Any]:
-        """Changes the weights, pushes them and has one request answered.
-
-        Args:
-            service: The replicas.
-            options: Arguments of the transport, used the first time.
-            timeout_s: Time limit of the push.
-
-        Returns:
-            ``began``, of the transport by ``time.time()``; ``seconds`` of the push; its ``phases``,
-            ``version`` and ``left_behind``; ``answer_s`` of the request.
-        """
+        """Changes the weights, pushes them and has one request answered."""
         from vllm import SamplingParams
 
         # Each call brings another copy of the service, of which only the first has pushed.

@@ -153,12 +153,7 @@ async def ask(service: AsyncVLLM, system: System, case: Case) -> Answers:
 
 
 def run_case(service: AsyncVLLM, system: System, case: Case) -> dict[str, float]:
-    """One system's figures of one case, by the names in ``UNITS``.
-
-    Raises:
-        AssertionError: Answers were not what every system must get, or vLLM's counters and its
-            outputs tell different stories.
-    """
+    """One system's figures of one case, by the names in ``UNITS``."""
     live_engines.reset(service)
     before = live_engines.counts(service)
     answers = asyncio.run(ask(service, system, case))
@@ -185,11 +180,7 @@ def run_case(service: AsyncVLLM, system: System, case: Case) -> dict[str, float]
 
 
 def check(case: Case, outputs: list[Any], counted: live_engines.PrefillCounts) -> None:
-    """Compares answers with the case, and vLLM's counters with its outputs.
-
-    Raises:
-        AssertionError: They differ.
-    """
+    """Compares answers with the case, and vLLM's counters with its outputs."""
     asked = sum(
         len(one.prompt(turn)) for one in case.conversations for turn in range(len(one.answers))
     )

@@ -29,11 +29,7 @@ OURS = "ours"
 
 
 def read(path: Path) -> Samples:
-    """The samples of a record.
-
-    Raises:
-        ValueError: It is of another benchmark.
-    """
+    """The samples of a record."""
     run = json.loads(path.read_text())
     if run["benchmark"] != "routing":
         raise ValueError(f"{path} is a record of {run['benchmark']!r}, not of 'routing'")

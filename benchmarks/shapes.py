@@ -11,7 +11,6 @@ from torchrl_vllm_sync.testing import make_tiny_tokenizer
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["SHAPES", "save_shape"]
 
 _QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151_936, "rms_norm_eps": 1e-6}
 SHAPES = {
@@ -76,14 +75,7 @@ SHAPES["tiny-moe"] = {
 def save_shape(
     name: str, directory: Path, *, dtype: str, max_position_embeddings: int = 4096
 ) -> Path:
-    """Saves a shape's configuration and a small tokenizer, for engines with dummy weights.
-
-    Args:
-        name: One of :data:`SHAPES`.
-        directory: Where to make the checkpoint's directory.
-        dtype: Dtype of the weights, such as ``"bfloat16"``.
-        max_position_embeddings: Most tokens of a request.
-    """
+    """Saves a shape's configuration and a small tokenizer, for engines with dummy weights."""
     fields: dict[str, Any] = {
         "max_position_embeddings": max_position_embeddings,
         "eos_token_id": 2,

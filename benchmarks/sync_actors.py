@@ -119,14 +119,7 @@ class Trainer:
     def push(
         self, service: AsyncVLLM, system: str, options: dict[str, Any], rounds: int
     ) -> list[dict[str, float]]:
-        """Pushes ``rounds`` times and returns each report, in milliseconds.
-
-        Args:
-            service: The replicas.
-            system: Name of the transport.
-            options: Arguments of the transport.
-            rounds: Pushes.
-        """
+        """Pushes ``rounds`` times and returns each report, in milliseconds."""
         transport = self._transports.get(system)
         if transport is None:
             kind = TRANSPORTS[system.removesuffix("-staged")]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["TokenLog", "Window"]
 
 # Begin and end, in seconds of ``time.perf_counter()``.
 Window = tuple[float, float]
@@ -33,9 +32,6 @@ class TokenLog:
 
         A step that only partly falls into the window counts by that part: windows may be as short
         as a few steps.
-
-        Raises:
-            ValueError: A request had ended before the window did, or began after it had begun.
         """
         begin, end = window
         return sum(_produced(one, end) - _produced(one, begin) for one in self.requests) / (
@@ -65,11 +61,7 @@ class TokenLog:
 
 
 def _produced(request: Sequence[tuple[float, int]], when: float) -> float:
-    """Tokens of ``request`` by then, with a share of those of the step under way.
-
-    Raises:
-        ValueError: It had no output before ``when``, or none after.
-    """
+    """Tokens of ``request`` by then, with a share of those of the step under way."""
     for (sooner, before), (later, after) in itertools.pairwise(request):
         if sooner <= when <= later:
             return before + (after - before) * (when - sooner) / (later - sooner)

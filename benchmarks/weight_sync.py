@@ -267,11 +267,7 @@ def check(
     dtype: str,
     args: argparse.Namespace,
 ) -> None:
-    """Compares engines with the trainer, and the plan's parameters with a reload's.
-
-    Raises:
-        AssertionError: They differ.
-    """
+    """Compares engines with the trainer, and the plan's parameters with a reload's."""
     ray.get(trainer.train.remote(1), timeout=100)
     options = {"verify": "never", "bucket_bytes": args.bucket_mib * 2**20}
     ray.get(trainer.push.remote(service, "broadcast", options, 1), timeout=200)

@@ -16,7 +16,6 @@ from benchmarks.record import RESULTS
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["table", "timeline"]
 
 SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged")
 HEADS = (

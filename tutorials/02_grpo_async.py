@@ -49,7 +49,6 @@ On GPUs each replica has one GPU to itself and the trainer has the last one. GSM
 # %%
 import asyncio
 import contextlib
-import csv
 import itertools
 import math
 import statistics
@@ -58,7 +57,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import common.quiet  # noqa: F401  sets what the libraries below read
 
@@ -179,11 +177,7 @@ class Dataloader:
 
 
 class InTurn(TensorDictModuleBase):
-    """The policy, which waits for the turn of its prompts and notes when it sampled.
-
-    Rows get ``("sampling", "collector")``, int64, and ``("sampling", "began" | "ended")``, float64
-    seconds of ``time.time()``, all of the batch's shape.
-    """
+    """The policy, which waits for the turn of its prompts and notes who sampled, and when."""
 
     def __init__(self, policy, turns, groups, collector):
         super().__init__()
@@ -196,10 +190,9 @@ class InTurn(TensorDictModuleBase):
         ray.get(self.turns.wait.remote(turn), timeout=WAIT_S)
         began = time.time()
         out = self.policy(tensordict)
-        noted = {"collector": self.collector, "began": began, "ended": time.time()}
-        for name, value in noted.items():
-            dtype = torch.int64 if name == "collector" else torch.float64
-            out.set(("sampling", name), torch.full(out.batch_size, value, dtype=dtype))
+        for name, value in (("who", self.collector), ("began", began), ("ended", time.time())):
+            whole = torch.full(out.batch_size, value, dtype=torch.float64)
+            out.set(("sampling", name), whole)
         return out
 
 
@@ -321,7 +314,8 @@ class Step:
     seconds: float  # from the begin of the loop to the end of this step
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """Something that took a while: seconds from the begin of the loop."""
 
     who: str
@@ -351,11 +345,12 @@ def train(args, service, tokenizer, checkpoint, run):
 
     drops = args.stale == "drop"
     stale = StalenessFilter(args.staleness, updater)
-    weigh = (
-        StalenessWeight(updater, max_staleness=args.staleness)  # 1, and notes how old rows are
+    how = (
+        {"max_staleness": args.staleness}  # the weight is 1, and how old rows are is noted
         if drops
-        else StalenessWeight(updater, half_life=max(1, args.staleness), multiply="advantage")
+        else {"half_life": max(1, args.staleness), "multiply": "advantage"}
     )
+    weigh = StalenessWeight(updater, **how)
     measure = GenerationStatistics()
     intake = Intake(
         buffer,
@@ -415,10 +410,10 @@ def train(args, service, tokenizer, checkpoint, run):
 
 def sampling_spans(rows, zero):
     """Returns which collectors sampled the rows, and when."""
-    noted = [rows["sampling", name].tolist() for name in ("collector", "began", "ended")]
+    noted = [rows["sampling", name].tolist() for name in ("who", "began", "ended")]
     return {
-        Span(f"collector {number}", began - zero, ended - zero)
-        for number, began, ended in zip(*noted, strict=True)
+        Span(f"collector {who:.0f}", began - zero, ended - zero)
+        for who, began, ended in zip(*noted, strict=True)
     }
 
 
@@ -474,13 +469,10 @@ def save(run, args):
     panels = {"sample age, versions": ages, "rows dropped": {"dropped": ""}}
     results.curves(args.output / "curve.png", title, run.steps, args.reward_target, panels)
     plot_timeline(run, args, args.output / "timeline.png")
-    with (args.output / "timeline.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(Span._fields)
-        rows.writerows(sorted(run.spans, key=lambda one: one.began))
     means = ", ".join(f"{name} {one:.3g}" for name, one in run.summary.items() if one is not None)
     text = f"{results.table(run.steps)}\nMeans over all rows trained: {means}"
-    results.write(args.output, text, curve=run.steps)
+    spans = sorted(run.spans, key=lambda one: one.began)
+    results.write(args.output, text, curve=run.steps, timeline=spans)
 
 
 def shortcomings(run, args):
@@ -565,5 +557,4 @@ def main(argv=None):
 
 # %%
 if __name__ == "__main__":
-    # A notebook has arguments of its own, which are none of ours.
-    sys.exit(main([] if "ipykernel" in sys.modules else None))
+    sys.exit(main([] if "ipykernel" in sys.modules else None))  # a notebook has others

@@ -529,5 +529,4 @@ def main(argv=None):
 
 # %%
 if __name__ == "__main__":
-    # A notebook has arguments of its own, which are none of ours.
-    sys.exit(main([] if "ipykernel" in sys.modules else None))
+    sys.exit(main([] if "ipykernel" in sys.modules else None))  # a notebook has others

@@ -1,1 +1,1 @@
-"""Scripts of requests that real routers and their descriptions both run; see ``script``."""
+"""Other systems that this library is measured against, behind its own interfaces."""

@@ -82,9 +82,6 @@ class PrefixCache:
 
     Lifecycle of a request: :meth:`match` its keys, :meth:`hold` what was found, :meth:`take` blocks
     and :meth:`register` them as they fill, :meth:`release` all.
-
-    Args:
-        num_blocks: Blocks that requests can hold.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -109,16 +106,7 @@ class PrefixCache:
         return self.num_blocks - self._plain - self._keyed
 
     def match(self, salt: int, keys: Sequence[int], limit: int) -> tuple[Run, int, int]:
-        """The longest cached prefix of ``keys``.
-
-        Args:
-            salt: Prefixes of different salts never match.
-            keys: Chained keys: equal at one position only if equal at all before.
-            limit: Most blocks wanted.
-
-        Returns:
-            The last run that has some of them, their number, and how many of them nobody holds.
-        """
+        """The longest cached prefix of ``keys``."""
         node = self._roots.get(salt)
         if node is None:
             node = self._roots[salt] = Run((), 0, 0, None)
@@ -165,11 +153,7 @@ class PrefixCache:
         return Holding(keys, leaf, depth)
 
     def take(self, count: int) -> None:
-        """Takes free blocks for requests, which note them in ``private``.
-
-        Raises:
-            ValueError: There are not so many.
-        """
+        """Takes free blocks for requests, which note them in ``private``."""
         if count <= self._plain:
             self._plain -= count
             return
@@ -259,11 +243,7 @@ class PrefixCache:
             self._plain += size
 
     def forget(self) -> None:
-        """Makes nothing findable, as ``reset_prefix_cache`` does; no request may hold blocks.
-
-        Raises:
-            ValueError: A request does.
-        """
+        """Makes nothing findable, as ``reset_prefix_cache`` does; no request may hold blocks."""
         if self.num_used:
             raise ValueError(f"requests hold {self.num_used} blocks")
         self.clear()

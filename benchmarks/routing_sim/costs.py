@@ -45,11 +45,7 @@ class EngineCosts:
     block_size: int = 16
 
     def __post_init__(self) -> None:
-        """Refuses numbers that no engine has.
-
-        Raises:
-            ValueError: A field is out of its range.
-        """
+        """Refuses numbers that no engine has."""
         for name in ("per_sequence_s", "per_context_token_s", "per_prefill_context_s2"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")

@@ -92,9 +92,6 @@ class Decoding:
     goes through all those steps at once: their time has a closed form, and so has the number of
     blocks that they fill.
 
-    Args:
-        costs: What steps cost.
-
     Attributes:
         num_steps: Steps of the engine since the start, also those in which nobody decodes.
         count: Requests that decode.
@@ -227,9 +224,6 @@ class Replica:
     :meth:`add`, :meth:`pause` and :meth:`figures` may be called; the first two may bring
     :attr:`end` forward, to the end of the step under way.
 
-    Args:
-        costs: What steps cost and what fits.
-
     Attributes:
         end: When the present step, or run of steps, ends; :data:`IDLE` if there is none.
         stepping: Between :meth:`begin` and :meth:`settle`.
@@ -282,11 +276,7 @@ class Replica:
         return [*self._running, *self._waiting]
 
     def add(self, job: Job, now: float) -> None:
-        """Queues a request.
-
-        Raises:
-            ValueError: It would not fit into the engine if it were alone.
-        """
+        """Queues a request."""
         total = job.prompt_len + job.output_len
         if -(-total // self.costs.block_size) > self.costs.num_kv_blocks:
             raise ValueError(
@@ -298,13 +288,7 @@ class Replica:
             self._cut(now)
 
     def pause(self, now: float, until: float, *, clear: bool = False) -> None:
-        """Lets the step under way end and starts no other before ``until``.
-
-        Args:
-            now: The time.
-            until: When the engine goes on, as if nothing had been.
-            clear: The cache is emptied, and what runs is computed again.
-        """
+        """Lets the step under way end and starts no other before ``until``."""
         self.paused_until = max(self.paused_until, until)
         self._reset |= clear
         if self.stepping:

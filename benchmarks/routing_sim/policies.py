@@ -101,13 +101,7 @@ PolicyFactory: TypeAlias = "Callable[[Cluster, int], Policy]"
 
 
 class OwnBalancer:
-    """``LoadBalancer`` as a service makes it, with no change but its clock.
-
-    Args:
-        cluster: What is known of the engines.
-        seed: The balancer's.
-        **settings: Its other settings.
-    """
+    """``LoadBalancer`` as a service makes it, with no change but its clock."""
 
     def __init__(self, cluster: Cluster, seed: int, **settings: Any) -> None:
         self._cluster, self._now = cluster, 0.0

@@ -50,11 +50,7 @@ class Session:
     arrival_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuses turns that the text does not hold.
-
-        Raises:
-            ValueError: A turn is empty, begins before the last one ended, or leaves the text.
-        """
+        """Refuses turns that the text does not hold."""
         end = 0
         for number, turn in enumerate(self.turns):
             if turn.output_len < 1 or turn.prompt_len < max(end, 1):
@@ -72,9 +68,6 @@ class BlockKeys:
 
     Keys are small integers in order of appearance, kept in one table, so nothing collides and
     nothing depends on Python's hash seed.
-
-    Args:
-        block_size: Tokens in a block.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -150,11 +143,7 @@ class Scenario:
     updates: Updates | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be run.
-
-        Raises:
-            ValueError: Named in the message.
-        """
+        """Refuses what cannot be run."""
         if not self.sessions:
             raise ValueError(f"trace {self.name!r} has no sessions")
         if self.num_replicas < 1:

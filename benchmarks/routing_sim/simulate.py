@@ -91,10 +91,6 @@ class RunResult:
 class Tally:
     """Counts what happens in a run, and sums it up.
 
-    Args:
-        replica_ids: Replicas at the start.
-        num_requests: Requests of the trace.
-
     Attributes:
         in_flight: Requests of each replica that is there.
         kv_blocks: KV-cache blocks that they hold.
@@ -177,12 +173,7 @@ _FIRST, _LAST = 0, 1  # of the events of one time: engines begin their steps aft
 
 
 class Prepared:
-    """What all policies share of one trace on engines of one kind.
-
-    Args:
-        scenario: The trace.
-        costs: Of every engine.
-    """
+    """What all policies share of one trace on engines of one kind."""
 
     def __init__(self, scenario: Scenario, costs: EngineCosts) -> None:
         self.scenario = scenario
@@ -219,16 +210,7 @@ class _Asked:
 
 
 def simulate(prepared: Prepared, factory: PolicyFactory, seed: int = 0) -> RunResult:
-    """Runs a policy on a trace.
-
-    Args:
-        prepared: The trace.
-        factory: Makes one policy for each router.
-        seed: Of the policies, and of which reports are lost.
-
-    Raises:
-        ValueError: The policy chose a replica that takes no requests.
-    """
+    """Runs a policy on a trace."""
     return _Simulation(prepared, factory, seed).run()
 
 

@@ -345,11 +345,7 @@ TRACES: dict[str, TraceFactory] = {
 
 
 def make_trace(name: str, seed: int, *, smoke: bool = False) -> Scenario:
-    """The trace of that name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The trace of that name."""
     if name not in TRACES:
         raise ValueError(f"trace must be one of {', '.join(TRACES)}, got {name!r}")
     return TRACES[name](seed, smoke)
