@@ -54,7 +54,7 @@ def test_who_was_left_behind_takes_the_weights_of_who_was_not(plain, checkpoint)
     reports = plain.replicas.call_replicas("report")
     assert {one.weight_version for one in reports.values()} == {version}
     assert {one.state for one in reports.values()} == {ReplicaState.SERVING}
-    plain._learn_states()
+    plain.replicas.learn()
     assert_holds(plain, model)
     assert {len(one.outputs[0].token_ids) for one in ray.get(running, timeout=60)} == {200}
     assert plain.push_weights(perturbed(model, seed=2)).version == version + 1  # updates go on
@@ -70,7 +70,7 @@ def test_a_copy_that_differs_is_not_served(plain, checkpoint):
     assert plain.replicas.call_replicas("report")["1"].state is ReplicaState.STALE
     fault(plain, 1, damages=False)
     assert plain.weights.pusher.catch_up(["1"], timeout_s=60) == {}
-    plain._learn_states()
+    plain.replicas.learn()
     assert_holds(plain, model)
 
 
@@ -82,7 +82,7 @@ def test_packed_weights_are_not_copied_and_the_next_push_helps(plain, checkpoint
     assert "vLLM's CPU backend repacks weights after loading" in reasons["1"]
     fault(plain, 0, packs=False)
     assert plain.push_weights(model, version=version).left_behind == {}
-    plain._learn_states()
+    plain.replicas.learn()
     assert_holds(plain, model)
     perturbed(model, seed=5)
     assert distance(plain, model, 1) > 100 * TOLERANCE

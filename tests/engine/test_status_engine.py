@@ -82,7 +82,7 @@ def test_pushes_and_their_failures_are_told_here_and_to_others(service, model):
         assert 0 < pushed.pause_s < pushed.seconds
         assert all(0 <= one <= pushed.seconds for one in pushed.phases.values())
         assert time.time() - 60 < pushed.ended_at <= time.time()
-        other._learn_states()
+        other.replicas.learn()
         assert other.status().pushes[0] == pushed
         assert other.status().weight_version == report.version
 
@@ -92,7 +92,7 @@ def test_pushes_and_their_failures_are_told_here_and_to_others(service, model):
         assert (failed.version, failed.transport) == (None, None)
         assert failed.error
         assert service.status().failures[0].what == "push"
-        other._learn_states()
+        other.replicas.learn()
         assert [one.error for one in other.status().pushes[:2]] == [failed.error, ""]
     assert service.status().num_serving == 2
 
