@@ -16,6 +16,8 @@ from torchrl_vllm_sync.testing import load_tiny_model
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def plain(cluster, checkpoint):

@@ -18,20 +18,14 @@ from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
 from tests.engine.requests import endless, eventually, is_idle, sampling, token_ids
 from tests.engine.rollouts import QUIET, SAMPLING, TOKENIZER
-from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
+from torchrl_vllm_sync import vLLMWrapper
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
 pytestmark = QUIET
 BLOCK = ENGINE["block_size"]
 TURNS = 3
 CHATS = 6
-
-
-@pytest.fixture(scope="module")
-def service(cluster, checkpoint):
-    """Two replicas, one of which the last tests kill."""
-    with AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=2, **ENGINE) as service:
-        yield service
+KILLS = True
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,8 @@ from torchrl_vllm_sync.testing import load_tiny_model
 from torchrl_vllm_sync.weights import sharded
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, TrainerRankError
 
+pytestmark = pytest.mark.slow
+
 PROCESSES = multiprocessing.get_context("spawn")
 NUM_RANKS = 2
 STEP_S = 6.0

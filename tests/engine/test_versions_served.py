@@ -279,7 +279,7 @@ class Elsewhere:
         return self.service.generate([5, 6, 7], min_version=version).min_version
 
 
-@pytest.mark.parametrize("way", ["pickled", "attached"])
+@pytest.mark.parametrize("way", ["pickled", pytest.param("attached", marks=pytest.mark.slow)])
 def test_another_process_notices_a_push(pushed, way):
     service, model = pushed
     version = service.weight_version

@@ -18,7 +18,7 @@ from torchrl_vllm_sync.observe.metrics import MetricsExporter  # noqa: E402
 from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus  # noqa: E402
 from torchrl_vllm_sync.replica import EngineCounters, PushStatus  # noqa: E402
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 PUSH = PushStatus(
     ended_at=1.0,

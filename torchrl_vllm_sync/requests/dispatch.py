@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray.exceptions import RayError
 
@@ -54,6 +54,14 @@ ABORT_TIMEOUT_S = 5.0
 RECOVERY_POLL_S = 0.5
 
 
+class Loss(NamedTuple):
+    """An attempt that a replica lost or refused."""
+
+    error: ReplicaUnavailableError
+    actor: Any  # a replica that was restarted has another
+    abort_id: str  # by which the attempt is aborted there
+
+
 @dataclass(slots=True)
 class PendingRequest:
     """A request that has not ended, and what became of the attempts at it."""
@@ -61,11 +69,7 @@ class PendingRequest:
     request: EngineRequest
     begin: float  # time.monotonic() from which its time limit counts
     so_far: AnswerSoFar | None = None  # what was yielded of it, if it is streamed
-    losses: list[ReplicaUnavailableError] = field(default_factory=list)
-    # Actors that it was lost with for good: a replica that was restarted has another.
-    lost_with: list[tuple[str, Any]] = field(default_factory=list)
-    # Actors out of reach that may still be at work on it, each with the id to abort it by there.
-    left_with: list[tuple[Any, str]] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
     has_waited: bool = False  # for a replica, which counts against its time limit
     has_ended: bool = False
     place: Reservation | None = None
@@ -81,7 +85,7 @@ class PendingRequest:
 
         A draining replica turns requests away that it had no part in yet: that is no attempt.
         """
-        attempts = sum(one.state is not ReplicaState.DRAINING for one in self.losses)
+        attempts = sum(one.error.state is not ReplicaState.DRAINING for one in self.losses)
         if attempts >= MAX_ATTEMPTS:
             return f"and {MAX_ATTEMPTS} attempts are the limit"
         if self.losses and self.left_s <= 0:
@@ -96,15 +100,11 @@ class PendingRequest:
             request = dataclasses.replace(request, timeout_s=timeout_s, attempt=len(self.losses))
         return request if self.so_far is None else self.so_far.follow_up(request)
 
-    def lose(self, error: ReplicaUnavailableError, actor: Any, abort_id: str) -> None:
+    def lose(self, loss: Loss) -> None:
         """Notes that a replica lost or refused the request, and gives its place back."""
         assert self.place is not None, "it was sent, so it has a place"
         self.place.release()
-        if error.may_return:
-            self.left_with.append((actor, abort_id))
-        elif error.state not in _PASSING:
-            self.lost_with.append((error.replica_id, actor))
-        self.losses.append(error)
+        self.losses.append(loss)
 
     def note(self, result: EngineResult) -> bool:
         """Notes an answer or a step of one; gives the place back, and says so, if it is the end."""
@@ -127,7 +127,8 @@ class PendingRequest:
 
     def end_lost(self, why: str) -> EngineResult:
         """The result of a request that no replica takes up any more."""
-        return self.end(RequestLostError(self.request.request_id, tuple(self.losses), why))
+        errors = tuple(one.error for one in self.losses)
+        return self.end(RequestLostError(self.request.request_id, errors, why))
 
 
 class ReplicaWatch:
@@ -156,51 +157,43 @@ class ReplicaWatch:
         inside = True
 
         def on_change() -> None:
-            # In whatever thread learns of it: a replica that is restarted at once has no longer
-            # failed when the loop gets round to checking.
-            self._note_failure()
             with contextlib.suppress(RuntimeError):  # the loop was closed under its requests
                 loop.call_soon_threadsafe(check)
 
         def check() -> None:
-            if not inside:
-                return
-            self._note_absence()
             last = timer.when()
-            if self.loss is not None and last is not None and not timer.expired():
-                if self._give_up_at is None:
-                    self._give_up_at = loop.time() + LINGER_S
+            if not inside or last is None or timer.expired():
+                return
+            self.loss = self.loss or self._find_loss()
+            if self.loss is not None:
+                self._give_up_at = self._give_up_at or loop.time() + LINGER_S
                 timer.reschedule(min(last, self._give_up_at))
 
         try:
             async with asyncio.timeout(limit_s) as timer:
                 with self._load.watched(on_change, urgent=False):
-                    self._note_failure()
                     check()
                     yield
         except TimeoutError:
+            self.loss = self.loss or self._find_loss()
             if self.loss is not None:
                 raise self.loss from None
             raise
         finally:
             inside = False
 
-    def _note_failure(self) -> None:
+    def _find_loss(self) -> ReplicaUnavailableError | None:
         name = self._replica.replica_id
-        known = self._load.snapshot(name)
-        if self.loss is None and known is not None and known.state is ReplicaState.FAILED:
+        known, now = self._load.snapshot(name), _find(self._replicas(), name)
+        failed = ReplicaState.FAILED
+        if known is not None and known.state is failed:
             is_away = known.away_since is not None
-            self.loss = ReplicaUnavailableError(name, known.state, known.reason, is_away)
-
-    def _note_absence(self) -> None:
-        if self.loss is not None:
-            return
-        name = self._replica.replica_id
-        now = _find(self._replicas(), name)
+            return ReplicaUnavailableError(name, failed, known.reason, is_away)
         if now is None:
-            self.loss = _gone(name)
-        elif now.actor != self._replica.actor:
-            self.loss = ReplicaUnavailableError(name, ReplicaState.FAILED, "its actor was replaced")
+            return _gone(name)
+        if now.actor != self._replica.actor:
+            return ReplicaUnavailableError(name, failed, "its actor was replaced")
+        return None
 
 
 class Dispatcher:
@@ -266,8 +259,9 @@ class Dispatcher:
         """Sends each request to a replica, and those that it lost to another."""
 
         async def serve(replica_id: str, share: list[PendingRequest]) -> None:
-            async for result in self._call(replica_id, share):
-                accept(result)
+            async with contextlib.aclosing(self._call(replica_id, share)) as results:
+                async for result in results:
+                    accept(result)
             if again := [one for one in share if not one.has_ended]:
                 await self._place(again, reserve, accept)
 
@@ -300,7 +294,7 @@ class Dispatcher:
 
         def lose(request_id: str, error: ReplicaUnavailableError) -> None:
             lost.append(inside.pop(request_id))
-            lost[-1].lose(error, actor, abort_ids.get(request_id, ""))
+            lost[-1].lose(Loss(error, actor, abort_ids.get(request_id, "")))
 
         def lose_all(error: ReplicaUnavailableError, *, may_return: bool) -> None:
             if may_return and sent():  # it is told, should it come back, and not waited for
@@ -422,10 +416,11 @@ class Dispatcher:
         def try_once() -> list[Reservation]:
             actors = {one.replica_id: one.actor for one in self._replicas()}
             lost_with = {
-                replica_id
+                error.replica_id
                 for one in pending
-                for replica_id, actor in one.lost_with
-                if actors.get(replica_id, actor) == actor
+                for error, actor, _ in one.losses
+                if not error.may_return and error.state not in _PASSING
+                if actors.get(error.replica_id, actor) == actor
             }
             return reserve(requests, lost_with)
 
@@ -475,7 +470,12 @@ class Dispatcher:
 
     async def _end_former(self, actor: Any, pending: Iterable[PendingRequest]) -> None:
         """Aborts what an actor that was out of reach may still do for requests it gets again."""
-        left = [name for one in pending for former, name in one.left_with if former == actor]
+        left = [
+            abort_id
+            for one in pending
+            for error, former, abort_id in one.losses
+            if error.may_return and former == actor
+        ]
         if left:
             await self._abort(actor, left)
 

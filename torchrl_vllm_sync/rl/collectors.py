@@ -187,20 +187,19 @@ class CollectorVersions:
         if waited:
             ray.wait(waited, num_returns=len(waited), timeout=MOVE_TIMEOUT_S)
         for collector, ref in calls.items():
-            self._check(collector, ref, version)
-
-    def _check(self, collector: Any, ref: Any, version: int) -> None:
-        """Looks at one actor's answer."""
-        if not ray.wait([ref], timeout=0)[0]:
-            if collector not in self._busy:
+            if ray.wait([ref], timeout=0)[0]:
+                self._busy.discard(collector)
+                self._check(collector, ref, version)
+            elif collector not in self._busy:
+                self._busy.add(collector)
                 logger.warning(
                     "a collector was busy for %g s; it hears of version %d when it is free",
                     MOVE_TIMEOUT_S,
                     version,
                 )
-            self._busy.add(collector)
-            return
-        self._busy.discard(collector)
+
+    def _check(self, collector: Any, ref: Any, version: int) -> None:
+        """Looks at one actor's answer."""
         try:
             ray.get(ref)
         except RayError as error:

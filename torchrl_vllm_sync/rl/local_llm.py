@@ -246,7 +246,7 @@ class _LocalReplica(EngineActor):
         if not all(key in followed for key in keys):  # enqueued before the first updater was made
             return
         reports = [
-            followed[key].report(one, self._checker)
+            followed[key].report(one, self._answers.checker)
             for key, one in zip(keys, output.outputs, strict=True)
         ]
         for key in keys:

@@ -202,8 +202,14 @@ def _numbers(rows: TensorDictBase, names: Sequence[NestedKey]) -> list[int] | No
     return None
 
 
-# What is stamped, by the names at the top.
-_STAMPS = list(dict.fromkeys(one if isinstance(one, str) else one[0] for one in keys.STAMPED_KEYS))
+# Top-level entries of what is stamped.
+_STAMPS = [
+    keys.POLICY_VERSION,
+    keys.MAX_POLICY_VERSION,
+    keys.POLICY_VERSIONS,
+    keys.FINISH_REASON,
+    keys.GENERATION,
+]
 
 # The outputs of the engine call that is being turned into a TensorDict, in this thread.
 _outputs: ContextVar[list[Any]] = ContextVar("torchrl_vllm_sync_outputs")

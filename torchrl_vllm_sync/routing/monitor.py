@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# This process's connection to Ray, as background threads may use it.
-
-
 # Starting a cluster holds the lock for some seconds.
 LOCK_TIMEOUT_S = 5.0
 

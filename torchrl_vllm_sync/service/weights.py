@@ -6,13 +6,12 @@ engines drive (``vllm/distributed/weight_transfer/base.py``, 0.26 to 0.32).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchrl_vllm_sync.engine.args import num_workers
+from torchrl_vllm_sync.engine.args import num_workers, payload_of
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionNotReachedError
 from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.versions import check_version
@@ -184,7 +183,7 @@ class NativeCalls:
 
     def initialise(self, request: Any, timeout_s: float) -> None:
         """Initialises every replica's transfer engine, each with a ``rank_offset`` of its own."""
-        info = _payload(request, "init_info")
+        info = payload_of(request, "init_info")
         if not isinstance(info, dict):
             raise UnsupportedArgumentError(f"init_info must be a mapping, got {info!r}")
         workers, everyone = self._workers, self._everyone(info)
@@ -218,7 +217,7 @@ class NativeCalls:
 
     def update(self, weights: Any, timeout_s: float) -> None:
         """Takes one part of an update: a payload for all, or a list with one for each worker."""
-        info = _payload(weights, "update_info")
+        info = payload_of(weights, "update_info")
         calls, workers = self._everyone(info), self._workers
         if isinstance(info, list):
             if len(info) != len(calls) * workers:
@@ -261,13 +260,6 @@ class NativeCalls:
             options["timeout_s"] = timeout_s
         pending = self._replicas.start_calls(method, calls, **options)
         return pending.answers((timeout_s or DEFAULT_TIMEOUT_S) + GRACE_S)
-
-
-def _payload(request: Any, field: str) -> Any:
-    """Returns the plain payload of one of vLLM's requests, which may be plain itself."""
-    if dataclasses.is_dataclass(request) and not isinstance(request, type):
-        request = dataclasses.asdict(request)
-    return request.get(field, request) if isinstance(request, dict) else request
 
 
 def is_payload(weights: Any) -> bool:
