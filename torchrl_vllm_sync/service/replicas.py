@@ -22,7 +22,7 @@ from torchrl_vllm_sync.weights.broadcast.group import free_port
 from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from torchrl_vllm_sync.errors import ReplicaUnavailableError
     from torchrl_vllm_sync.replica import PushStatus
@@ -158,6 +158,12 @@ class Replicas(Sequence[Replica]):
     def __getitem__(self, index: int | slice) -> Replica | list[Replica]:
         return [one.replica for one in self.members][index]
 
+    def __iter__(self) -> Iterator[Replica]:
+        return iter([one.replica for one in self.members])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
     def __repr__(self) -> str:
         return repr(list(self))
 
@@ -172,10 +178,10 @@ class Replicas(Sequence[Replica]):
 
     def at(self, actor_index: int) -> Replica:
         """Returns the one at a position, which must not be negative."""
-        self.require()
-        if not 0 <= actor_index < len(self):
-            raise IndexError(f"actor_index must be in [0, {len(self)}), got {actor_index}")
-        return self[actor_index]
+        replicas = [one.replica for one in self.require().members]
+        if not 0 <= actor_index < len(replicas):
+            raise IndexError(f"actor_index must be in [0, {len(replicas)}), got {actor_index}")
+        return replicas[actor_index]
 
     def require(self) -> Membership:
         """Returns the membership; raises unless the service is launched."""
