@@ -1,5 +1,6 @@
 """The pusher and its ledger, over replicas and a transport that only answer."""
 
+import contextlib
 import copy
 import gc
 import time
@@ -649,3 +650,93 @@ def test_a_push_that_takes_long_gives_signs_of_life_until_it_ends(
     told = len(replicas.turns)
     time.sleep(0.05)
     assert len(replicas.turns) == told
+
+
+# ---------------------------------------------------------------- what pushes learn from pushes
+
+
+def test_after_a_push_that_failed_replicas_are_asked_anew_what_they_hold(
+    pusher, replicas, transport
+):
+    push(pusher)
+    transport.failing = {"b"}
+    with pytest.raises(WeightSyncError):
+        push(pusher)
+    transport.failing = set()
+    replicas.held = {"a": 40, "b": 41}  # by whatever brought them there since
+    replicas.calls.clear()
+    assert push(pusher).version == 42
+    assert replicas.calls == ["report"]
+
+
+def test_pushes_that_failed_do_not_tell_how_long_pushes_take(pusher, replicas, transport):
+    for strict in (True, False):
+        transport.failing = {"b"}
+        with contextlib.suppress(WeightSyncError):
+            push(pusher, timeout_s=None, strict=strict)
+    transport.failing = set()
+    push(pusher, timeout_s=None)
+    assert transport.limits == [300, 300, 300]
+    push(pusher, timeout_s=None)
+    assert transport.limits[3] < 40
+
+
+# ---------------------------------------------------------------- transfers that all take part in
+
+
+class Collective(Transport):
+    """A transfer that breaks off for all when one is lost, and goes well without it."""
+
+    is_collective = True
+
+    def __init__(self, replicas):
+        super().__init__(replicas)
+        self.sent_to = []
+
+    def send(self, members, push):
+        self.sent_to.append(sorted(members.incarnations))
+        lost = self.silent & members.incarnations.keys()
+        answers = dict.fromkeys(members.incarnations, SyncError("somebody is missing"))
+        if lost:
+            return answers | dict.fromkeys(lost, TimeoutError("no answer"))
+        return {name: self.answer(name, push.version) for name in members.incarnations}
+
+
+def test_a_transfer_is_sent_again_without_the_lost_who_are_reported(pusher, replicas):
+    replicas.held = {"a": 0, "b": 0, "c": 0}
+    transport = Collective(replicas)
+    transport.silent = {"b"}
+    pusher.use(transport)
+    report = push(pusher, strict=False)
+    assert transport.sent_to == [["a", "b", "c"], ["a", "c"]]
+    assert report.left_behind == {"b": "no answer"}
+    assert {one.replica_id: one.version for one in report.replicas} == {"a": 1, "b": None, "c": 1}
+    assert report.phases["attempts"] == 2
+    assert report.phases["lost_s"] >= report.phases["last_words_s"] >= 0
+    again = push(pusher, strict=False)
+    assert transport.sent_to[2:] == [["a", "c"]]
+    assert again.left_behind == {"b": "no answer"}
+    assert [one.is_silent for one in again.replicas if one.error] == [True]
+    with pytest.raises(WeightSyncError, match="replica b: no answer"):
+        push(pusher, strict=True)
+
+
+def test_who_is_absent_is_reported_and_not_waited_for(pusher, replicas):
+    replicas.known = {"b": Standing(state=ReplicaState.FAILED, reason="it died")}
+    transport = Collective(replicas)
+    pusher.use(transport)
+    report = push(pusher, strict=False)
+    assert transport.sent_to == [["a"]]
+    assert report.left_behind == {"b": "it is failed: it died"}
+    with pytest.raises(WeightSyncError):
+        push(pusher, strict=True)
+
+
+def test_a_transfer_that_fails_for_its_own_reasons_is_not_sent_again(pusher, replicas):
+    transport = Collective(replicas)
+    transport.failing = {"a"}
+    pusher.use(transport)
+    with pytest.raises(WeightSyncError) as caught:
+        push(pusher)
+    assert caught.value.failures == {"a": "injected"}
+    assert len(transport.sent_to) == 1

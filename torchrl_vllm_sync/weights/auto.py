@@ -91,6 +91,7 @@ class AutoTransport:
         Arguments and result are those of :meth:`WeightTransport.send`.
 
         Raises:
+            TransferError: None was chosen yet.
             SyncError: What the transport chosen raises.
         """
         if self._chosen is None:

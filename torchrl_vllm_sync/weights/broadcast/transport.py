@@ -131,13 +131,6 @@ class BroadcastTransport:
         self._has_plans = self._takes_direct = False
 
     @property
-    def group(self) -> BroadcastGroup:
-        """The communicator."""
-        if self._group is None:
-            raise TransferError("no group was formed")
-        return self._group
-
-    @property
     def num_buffer_bytes(self) -> int:
         """Bytes that the buckets take on the trainer's device."""
         return sum(buffer.numel() for buffer in self._buffers)
@@ -273,11 +266,14 @@ class BroadcastTransport:
         Arguments and result are those of :meth:`WeightTransport.send`.
 
         Raises:
+            TransferError: The transport is not open.
             WeightMismatchError: A tensor is on another device, or too wide for a bucket. Nothing
                 was sent.
         """
         begin, times, source = time.perf_counter(), push.times, push.source
-        deadline, group = Deadline(push.timeout_s), self.group
+        deadline, group = Deadline(push.timeout_s), self._group
+        if group is None:
+            raise TransferError("no group was formed: open the transport first")
         layout = self._layout_of(source)
         self._look_at(source, layout, group.device)
         answers: dict[str, Any] = {}
@@ -315,7 +311,7 @@ class BroadcastTransport:
         def watch() -> None:
             raise_exceptions(calls.failures())
 
-        failure = self._transfer(layout, push, whole, packer, num_passes, deadline, watch)
+        failure = self._transfer(group, layout, push, whole, packer, num_passes, deadline, watch)
         sent = time.perf_counter()
         began_here = failure is not None and not calls.failures()
         if failure is not None:
@@ -338,6 +334,7 @@ class BroadcastTransport:
 
     def _transfer(
         self,
+        group: BroadcastGroup,
         layout: BucketLayout,
         push: Push,
         whole: list[torch.Tensor] | None,
@@ -347,7 +344,7 @@ class BroadcastTransport:
         watch: Callable[[], None],
     ) -> SyncError | None:
         """Sends everything once all are ready; returns what went wrong on this side."""
-        group, times, begin = self.group, push.times, time.perf_counter()
+        times, begin = push.times, time.perf_counter()
         limits: dict[str, Any] = {"deadline": deadline.at, "watch": watch}
         try:
             StartSignal(group, self._push_id).give(**limits)
