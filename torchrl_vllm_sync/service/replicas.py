@@ -140,8 +140,8 @@ class Replicas(Sequence[Replica]):
             self.load.mark(member.replica_id, ReplicaState.STARTING, "it is being restarted")
 
     def close(self) -> None:
-        """Leaves none of them: the service was shut down, or this process let go of it."""
-        self.membership, self.load = None, LoadTracker([])
+        """Lists none any more; the ledger stays for requests that are still in flight."""
+        self.membership = None
 
     @property
     def members(self) -> list[Member]:
