@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -10,14 +11,14 @@ import pytest
 from ray.exceptions import RpcError
 
 from tests.fakes.service import member, replicas_of
-from torchrl_vllm_sync import ReplicaState
+from torchrl_vllm_sync import AsyncVLLM, ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service import fleet as fleet_module
 from torchrl_vllm_sync.service import replicas as replicas_module
 from torchrl_vllm_sync.service.fleet import Fleet
-from torchrl_vllm_sync.service.members import Membership
+from torchrl_vllm_sync.service.members import Membership, ServiceSettings
 from torchrl_vllm_sync.service.replicas import Answers
 from torchrl_vllm_sync.service.supervisor import Supervisor
 
@@ -256,3 +257,26 @@ def test_supervision_keeps_no_service_alive(load):
     assert ended.wait(10)
     with pytest.raises(ServiceClosedError):
         fleet.catch_up(["0"])
+
+
+def test_a_service_that_nobody_holds_is_collected_though_it_is_supervised(monkeypatch):
+    monkeypatch.setattr(Fleet, "is_open", True)
+    service = object.__new__(AsyncVLLM)
+    service.scaling = None
+    settings = ServiceSettings(name="dropped", engine_args=None, max_restarts=1)
+    service._set_up(settings, Membership([member("0")]))
+    thread = service.fleet.supervisor._thread
+    service.register_version_hook(lambda report, service=service: service.weight_version)
+    assert thread.is_alive()
+    me = weakref.ref(service)
+    del service
+    eventually(lambda: gc.collect() is not None and me() is None)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def eventually(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

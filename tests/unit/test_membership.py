@@ -5,11 +5,13 @@ import threading
 
 import pytest
 
-from tests.fakes.service import member
+from tests.fakes.service import member, replicas_of
 from torchrl_vllm_sync import ReplicaState
+from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service.members import Membership
+from torchrl_vllm_sync.service.replicas import Answers
 
 
 def replicas(membership):
@@ -24,10 +26,10 @@ def test_a_restarted_replica_keeps_its_place():
     membership = Membership(map(member, "012"))
     membership.suspend("1")
     assert ids(membership) == ["0", "1", "2"]
-    assert [one.replica_id for one in membership.joined] == ["0", "2"]
+    assert [one.replica_id for one in membership.members if one.joined] == ["0", "2"]
     membership.put(member("1", "another", num_restarts=1))
     assert [one.actor for one in replicas(membership)] == ["actor", "another", "actor"]
-    assert len(membership.joined) == 3
+    assert all(one.joined for one in membership.members)
 
 
 def test_ids_are_never_used_twice():
@@ -80,6 +82,29 @@ def test_a_card_holds_no_actor():
     bare = Membership(map(member, "01"), epoch=4).with_actors(None)
     assert [one.actor for one in replicas(bare)] == [None, None]
     assert (ids(bare), bare.epoch) == (["0", "1"], 4)
+
+
+def test_the_replicas_of_a_service_are_a_sequence_that_others_can_be_given():
+    replicas = replicas_of(map(member, "012"))
+    replicas.membership.suspend("1")
+    assert [one.replica_id for one in replicas] == ["0", "1", "2"]
+    assert [one.replica_id for one in replicas.current()] == ["0", "2"]
+    assert (replicas[1].replica_id, replicas[-1].replica_id, len(replicas[:2])) == ("1", "2", 2)
+    assert pickle.loads(pickle.dumps(replicas)) == list(replicas)
+    with pytest.raises(IndexError, match=r"\[0, 3\), got -1"):
+        replicas.at(-1)
+    replicas.close()
+    assert (list(replicas), replicas.actors) == ([], [])
+    with pytest.raises(ServiceClosedError, match="rollouts"):
+        replicas.at(0)
+
+
+def test_the_first_failure_of_several_is_raised():
+    answers = Answers({"0": 1, "1": KeyError("a"), "2": ValueError("b")})
+    assert list(answers.failures) == ["1", "2"]
+    with pytest.raises(KeyError, match="a"):
+        answers.raise_failures()
+    assert Answers({"0": 1}).raise_failures() == {"0": 1}
 
 
 # ---------------------------------------------------------------- the ledger beside it

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from vllm import AsyncEngineArgs
 
-    from torchrl_vllm_sync.replica import PushStatus
+    from torchrl_vllm_sync.replica import PushStatus, ReplicaProcesses
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 
@@ -156,10 +156,16 @@ class EngineActor:
 
     def describe(self) -> EngineDescription:
         """Returns the facts about the engine that do not change while it lives."""
+        node_ip, workers = ray.util.get_node_ip_address(), num_workers(self._engine_args)
+        return self._description(node_ip, workers, own_processes())
+
+    def _description(
+        self, node_ip: str, workers: int, processes: ReplicaProcesses | None
+    ) -> EngineDescription:
         config = self.engine.vllm_config
         return EngineDescription(
             replica_id=self.replica_id,
-            node_ip=ray.util.get_node_ip_address(),
+            node_ip=node_ip,
             pid=os.getpid(),
             max_model_len=config.model_config.max_model_len,
             vocab_size=config.model_config.get_vocab_size(),
@@ -167,10 +173,10 @@ class EngineActor:
             num_kv_blocks=config.cache_config.num_gpu_blocks,
             vllm_version=str(internals.installed_vllm()),
             device_type=current_platform.device_type,
-            num_workers=num_workers(self._engine_args),
+            num_workers=workers,
             node_id=this_node(),
             device_uuids=self._device_uuids,
-            processes=own_processes(),
+            processes=processes,
         )
 
     def ready(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.engine import internals
@@ -20,11 +21,10 @@ from torchrl_vllm_sync.requests.messages import mark_output
 from torchrl_vllm_sync.service.members import Membership, ServiceSettings
 from torchrl_vllm_sync.service.replicas import ReplicaCalls, Replicas
 from torchrl_vllm_sync.service.weights import Weights
-from torchrl_vllm_sync.weights.places import this_node
 from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
     from vllm import LLM, RequestOutput
@@ -164,10 +164,7 @@ class LocalReplicas(Replicas):
 
 def _settle(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     answer = target(*args, **kwargs)
-    if not asyncio.iscoroutine(answer):
-        return answer
-    coroutine: Coroutine[Any, Any, Any] = answer
-    return run_blocking(coroutine)
+    return run_blocking(answer) if asyncio.iscoroutine(answer) else answer
 
 
 class _LocalCalls(ReplicaCalls):
@@ -204,24 +201,9 @@ class _LocalReplica(EngineActor):
 
     def describe(self) -> EngineDescription:
         """Returns the facts about the engine that do not change while it lives."""
-        from vllm.platforms import current_platform
-
-        config = self.engine.vllm_config
-        parallel = config.parallel_config
-        return EngineDescription(
-            replica_id=REPLICA_ID,
-            node_ip=LOCAL_ADDRESS,
-            pid=os.getpid(),
-            max_model_len=config.model_config.max_model_len,
-            vocab_size=config.model_config.get_vocab_size(),
-            block_size=config.cache_config.block_size,
-            num_kv_blocks=config.cache_config.num_gpu_blocks,
-            vllm_version=str(internals.installed_vllm()),
-            device_type=current_platform.device_type,
-            num_workers=parallel.world_size * parallel.data_parallel_size,
-            node_id=this_node(),
-            device_uuids=self._device_uuids,
-        )
+        parallel = self.engine.vllm_config.parallel_config
+        workers = parallel.world_size * parallel.data_parallel_size
+        return self._description(LOCAL_ADDRESS, workers, None)
 
     def _stamp_outputs(self) -> None:
         """Has each output of ``LLM.generate`` say which versions sampled it, as a service's do."""
@@ -274,17 +256,6 @@ class _FollowedRequests(AdmissionGate):
                 sample.switch(version)
 
 
-class _NothingQueued:
-    """Stands for the queue of outputs that an ``AsyncLLM`` has."""
-
-    def put_nowait(self, outputs: object) -> None:
-        """Drops them."""
-
-    def empty(self) -> bool:
-        """Nothing is in it."""
-        return True
-
-
 class _AsyncFace:
     """The part of ``AsyncLLM`` that updates use, over an ``LLM`` that is not generating."""
 
@@ -297,7 +268,8 @@ class _AsyncFace:
         self.vllm_config = llm.llm_engine.vllm_config
         self.output_processor = llm.llm_engine.output_processor
         self.engine_core = self
-        self.outputs_queue = _NothingQueued()
+        # Stands for the queue of outputs that an ``AsyncLLM`` has: nothing is ever in it.
+        self.outputs_queue = SimpleNamespace(put_nowait=lambda _: None, empty=lambda: True)
 
     async def _call_utility_async(self, utility: str, *args: Any, engine: int) -> list[Any]:
         """What ``internals.call_workers`` calls; an ``LLM`` is one engine."""

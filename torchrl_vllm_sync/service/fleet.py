@@ -137,42 +137,34 @@ class Fleet:
         """Starts new replicas, which serve as soon as they hold the committed version."""
         membership = self._require_open()
         ids = [membership.new_id() for _ in range(num_replicas)]
-        self._join(
-            launch_replicas(
-                self._replicas.settings, ids, beside=membership.members, join_later=True
-            )
-        )
+        self._join(ids)
         return ids
 
     def restart(self, replica_id: str) -> None:
         """Ends what is left of a replica, and starts it anew on whatever node has room."""
-        membership = self._require_open()
-        member = membership.suspend(replica_id)
+        member = self._require_open().suspend(replica_id)
         self._load.mark(replica_id, ReplicaState.STARTING, "it is being restarted")
         self._end(member)
         with self._lock:
             self._require_open()
             self._member(replica_id)  # it may have been removed meanwhile
-        self._join(
-            launch_replicas(
-                self._replicas.settings,
-                [replica_id],
-                beside=[one for one in membership.members if one.replica_id != replica_id],
-                join_later=True,
-                num_restarts=member.num_restarts + 1,
-            )
-        )
+        self._join([replica_id], member.num_restarts + 1)
 
-    def _join(self, members: Sequence[Member]) -> None:
-        """Makes started replicas members: pushes reach them first, then requests."""
-        ids = [one.replica_id for one in members]
+    def _join(self, ids: Sequence[str], num_restarts: int = 0) -> None:
+        """Starts replicas and makes them members: pushes reach them first, then requests."""
+        members = launch_replicas(
+            self._replicas.settings,
+            ids,
+            beside=[one for one in self._replicas.members if one.replica_id not in ids],
+            join_later=True,
+            num_restarts=num_restarts,
+        )
         try:
             with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
                 membership = self._require_open()
                 for one in members:
-                    if one.num_restarts:
+                    if num_restarts:
                         self._member(one.replica_id)  # it may have been removed meanwhile
-                for one in members:
                     membership.put(one)
                 self._load.follow([one.replica_id for one in membership.members])
                 for one in members:  # pushes wait for it from now on, requests do not go there yet

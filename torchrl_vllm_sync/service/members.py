@@ -79,11 +79,6 @@ class Membership:
         with self._lock:
             return list(self._members.values())
 
-    @property
-    def joined(self) -> list[Member]:
-        """Those that may be called, in order: all but those that are being restarted."""
-        return [one for one in self.members if one.joined]
-
     def find(self, replica_id: str) -> Member | None:
         """Returns a member, or ``None`` if there is none of this id."""
         with self._lock:

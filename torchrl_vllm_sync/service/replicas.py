@@ -22,7 +22,7 @@ from torchrl_vllm_sync.weights.broadcast.group import free_port
 from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from torchrl_vllm_sync.errors import ReplicaUnavailableError
     from torchrl_vllm_sync.replica import PushStatus
@@ -140,13 +140,14 @@ class Replicas(Sequence[Replica]):
             self.load.mark(member.replica_id, ReplicaState.STARTING, "it is being restarted")
 
     def close(self) -> None:
-        """Leaves none of them: the service was shut down, or this process let go of it."""
-        self.membership, self.load = None, LoadTracker([])
+        """Lists none any more; the ledger stays for requests that are still in flight."""
+        self.membership = None
 
     @property
     def members(self) -> list[Member]:
         """All members."""
-        return [] if self.membership is None else self.membership.members
+        membership = self.membership  # another thread may close the service
+        return membership.members if membership else []
 
     def __len__(self) -> int:
         return len(self.members)
@@ -158,6 +159,12 @@ class Replicas(Sequence[Replica]):
     def __getitem__(self, index: int | slice) -> Replica | list[Replica]:
         return [one.replica for one in self.members][index]
 
+    def __iter__(self) -> Iterator[Replica]:
+        return iter([one.replica for one in self.members])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
     def __repr__(self) -> str:
         return repr(list(self))
 
@@ -168,14 +175,14 @@ class Replicas(Sequence[Replica]):
 
     def current(self) -> list[Replica]:
         """Those that may be called: all but those that are being restarted."""
-        return [] if self.membership is None else [one.replica for one in self.membership.joined]
+        return [one.replica for one in self.members if one.joined]
 
     def at(self, actor_index: int) -> Replica:
         """Returns the one at a position, which must not be negative."""
-        self.require()
-        if not 0 <= actor_index < len(self):
-            raise IndexError(f"actor_index must be in [0, {len(self)}), got {actor_index}")
-        return self[actor_index]
+        replicas = [one.replica for one in self.require().members]
+        if not 0 <= actor_index < len(replicas):
+            raise IndexError(f"actor_index must be in [0, {len(replicas)}), got {actor_index}")
+        return replicas[actor_index]
 
     def require(self) -> Membership:
         """Returns the membership; raises unless the service is launched."""
@@ -311,12 +318,13 @@ class Replicas(Sequence[Replica]):
         Looking asks nobody as long as all is as it was; while a replica is dead, once a second.
         What fails for the moment is tried again a second later.
         """
-        if self.follows and self.membership is not None and ray.is_initialized():
+        membership = self.membership
+        if self.follows and membership is not None and ray.is_initialized():
             snapshots, now = self.load.snapshots(), time.monotonic()
             newest = max((one.membership_epoch for one in snapshots), default=0)
             lost = any(one.state in (ReplicaState.FAILED, ReplicaState.CLOSED) for one in snapshots)
             is_due = now >= self._looked_at + LOOK_INTERVAL_S
-            if is_due and (lost or newest > self.membership.epoch):
+            if is_due and (lost or newest > membership.epoch):
                 self._looked_at = now
                 self._follow_found()
         return self.current()
@@ -327,11 +335,12 @@ class Replicas(Sequence[Replica]):
         One that joins is known to all others before it serves. So a push that begins with this
         reaches whoever serves, however late this process's monitor is.
         """
-        if not self.follows or self.membership is None:
+        membership = self.membership
+        if not self.follows or membership is None:
             return
         everyone = {one.replica_id: () for one in self.current()}
         report = self.start_calls("report", everyone).first_answer(LOOK_TIMEOUT_S)
-        if report is None or report.membership_epoch > self.membership.epoch:
+        if report is None or report.membership_epoch > membership.epoch:
             self._follow_found()
 
     def _follow_found(self) -> None:
@@ -343,8 +352,9 @@ class Replicas(Sequence[Replica]):
             logger.debug("could not ask who is in service %s: %s", self.service_name, error)
             return
         with self._following:
-            if self.membership is not None and newer.epoch > self.membership.epoch:
-                self._follow(self.membership, newer)
+            membership = self.membership
+            if membership is not None and newer.epoch > membership.epoch:
+                self._follow(membership, newer)
 
     def _follow(self, membership: Membership, newer: Membership) -> None:
         former = {one.replica_id: one for one in membership.members}

@@ -52,7 +52,7 @@ from torchrl_vllm_sync.service.members import (
 )
 from torchrl_vllm_sync.service.replicas import Replicas
 from torchrl_vllm_sync.service.requests import Requests
-from torchrl_vllm_sync.service.weights import NativeCalls, Weights, check_wait, is_payload
+from torchrl_vllm_sync.service.weights import NativeClient, Weights, check_wait, is_payload
 
 if TYPE_CHECKING:
     import os
@@ -206,7 +206,7 @@ class AsyncVLLM(RLvLLMEngine):
         self.replicas = Replicas(settings, membership, is_copy=is_copy)
         self.weights = Weights(self.replicas)
         self.fleet = Fleet(self.replicas, self.weights.pusher)
-        self._native = NativeCalls(self.replicas, self.weights)
+        self._native = NativeClient(self.replicas, self.weights)
         balancer = LoadBalancer(self, **settings.balancing) if self.replicas else None
         self.requests = Requests(self.replicas, balancer, self.fleet.recovers)
         limit_s = settings.unresponsive_after_s

@@ -161,7 +161,7 @@ DEFAULT_TIMEOUT_S = 300.0
 GRACE_S = 10.0
 
 
-class NativeCalls:
+class NativeClient:
     """vLLM's own weight-transfer, pause and sleep calls, on every replica at once.
 
     Each returns when all have answered; the first failure is raised then. Calls out of turn raise
