@@ -119,7 +119,7 @@ def _check_reachable(address: str) -> None:
 
 def _list_services(options: argparse.Namespace, console: Console) -> None:
     from torchrl_vllm_sync.observe.views import services_view
-    from torchrl_vllm_sync.service.launch import running_services
+    from torchrl_vllm_sync.service.members import running_services
 
     while True:
         services = running_services()

@@ -54,8 +54,8 @@ import torch
 import torch.distributed as dist
 from common.checkpoints import MOE_SHAPES, save_shape
 from common.engines import SHARED_GPU_UTILIZATION, ray_running, scenario, small_service
-from common.equality import Comparison, greedy_answers, random_prompts, write_record
-from common.phases import milliseconds
+from common.equality import Comparison, conclude, greedy_answers, random_prompts
+from common.settings import finish_push, make_push_parser
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -68,9 +68,6 @@ from torchrl_vllm_sync import AsyncVLLM, WeightUpdater
 
 # %%
 CPU_RANKS = 2
-NUM_PROMPTS = 16
-NUM_TOKENS = 64
-SMOKE_TOKENS = 24
 LEARNING_RATE = 0.3  # of one step of plain SGD, large enough to change answers
 DIRECTORY = "TUTORIAL_DIRECTORY"  # names it to the ranks
 END_TIMEOUT_S = 90.0  # for ranks and engines that are told to end
@@ -79,24 +76,15 @@ JOIN_TIMEOUT = timedelta(minutes=10)  # for a rank that waits while the first on
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line and finds the devices."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=MOE_SHAPES, default="tiny-moe", help="random weights")
-    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="fewer tokens, no record")
+    parser = make_push_parser(__doc__.splitlines()[0], MOE_SHAPES, "tiny-moe")
     args = parser.parse_args(argv)
-    if args.prompts < 1:
-        parser.error("--prompts must be at least 1")
-    num_gpus = torch.cuda.device_count()
+    num_gpus = finish_push(parser, args)
     if num_gpus % 2 or (not num_gpus and args.shape != "tiny-moe"):
         parser.error(f"two, four or eight GPUs are needed, got {num_gpus}")
     args.shared = num_gpus == 2
     args.engine_gpus = num_gpus if args.shared else num_gpus // 2
     args.num_ranks = args.engine_gpus or CPU_RANKS
     args.first_gpu = num_gpus - args.num_ranks  # of the trainer
-    args.on_gpus = num_gpus > 0
-    args.dtype = torch.bfloat16 if args.on_gpus else torch.float32
-    args.num_tokens = SMOKE_TOKENS if args.smoke else NUM_TOKENS
     return args
 
 
@@ -240,29 +228,18 @@ def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool
         print(f"  prompt {number:2}: {' | '.join(parts)}")
     for name, one in compared.items():
         print(f"{name}: {one.equal} of {one.total} answers equal to the checkpoint's")
-    phases = milliseconds(report)
-    print(
-        f"loss {loss:.3f}; {report.transport}: "
-        + ", ".join(f"{name} {one:.1f} ms" for name, one in phases.items())
-    )
+    print(f"loss {loss:.3f}")
     case = f"{args.shape}, {args.num_ranks} ranks, dp {args.engine_gpus or 1} with experts"
-    where = write_record(
+    failure = "the training step changed no answer: the second push proves nothing"
+    return conclude(
         "fsdp_expert_parallel" + "_shared" * args.shared,
         f"{case}, {report.transport}" + (", both on both GPUs" * args.shared),
         compared,
-        {"second push": phases},
+        {"second push": report},
+        "second push",
         smoke=args.smoke,
+        failure=failure if compared["first push"].equal == args.prompts else "",
     )
-    print(f"Record: {where}")
-    claimed = compared["second push"]
-    if claimed.first:
-        print(f"FAIL {claimed.first}")
-        return False
-    if compared["first push"].equal == args.prompts:
-        print("FAIL the training step changed no answer: the second push proves nothing")
-        return False
-    print(f"PASS tokens_equal {claimed.fraction:.3f} push_ms {phases['push']:.1f}")
-    return True
 
 
 # %% [markdown]

@@ -4,12 +4,14 @@
 def freeze_salt(actor):
     """New requests keep the salt of now, whatever is loaded."""
     kind, frozen = type(actor._updates), actor._updates.salt
-    kind.salt = property(lambda _: frozen)
+    kind.right_salt, kind.salt = kind.salt, property(lambda _: frozen)
 
 
 def thaw_salt(actor):
     """Undoes :func:`freeze_salt`."""
-    del type(actor._updates).salt
+    kind = type(actor._updates)
+    kind.salt = kind.right_salt
+    del kind.right_salt
 
 
 def count_wrongly(actor):

@@ -20,6 +20,7 @@ SIZE = ["--group-size", "4", "--groups", "2"]
 
 # TorchRL 0.14's own, about its collectors and its wrapper's output.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Response history should have one more batch dim"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
     pytest.mark.filterwarnings("ignore:The env passed to LLMCollector is missing transforms"),

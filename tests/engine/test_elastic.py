@@ -69,7 +69,7 @@ class Load:
 
 
 def pid(service, replica_id):
-    answer = service.start_calls("describe", {replica_id: ()}).answers(30)[replica_id]
+    answer = service.replicas.start_calls("describe", {replica_id: ()}).answers(30)[replica_id]
     return answer.pid
 
 
@@ -79,7 +79,7 @@ def actor(service, replica_id):
 
 def started(service, replica_id):
     """How often a replica was started again and has joined."""
-    member = service._membership.find(replica_id)
+    member = service.replicas.membership.find(replica_id)
     return member.num_restarts
 
 

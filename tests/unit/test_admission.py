@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.engine.answers import RequestAnswers
+from torchrl_vllm_sync.engine.answers import Answers as EngineAnswers
 from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest
 from torchrl_vllm_sync.errors import GenerationError, ReplicaUnavailableError
 from torchrl_vllm_sync.requests.messages import EngineRequest
@@ -50,12 +50,11 @@ async def test_those_inside_are_ended_in_states_without_whole_weights_only(gate,
     task.cancel()
 
 
-class Answers(RequestAnswers):
+class Answers(EngineAnswers):
     """The request side of a replica, whose engine never answers."""
 
     def __init__(self, gate):
-        self.replica_id, self._gate = "0", gate
-        self._begin_answers()
+        super().__init__("0", gate)
         self.entered = asyncio.Event()
 
     async def _outputs(self, request):
@@ -76,7 +75,7 @@ async def test_what_was_aborted_is_turned_away_until_it_is_sent_again(gate):
         yield
 
     answers = Answers(gate)
-    answers.engine, answers._updates = SimpleNamespace(generate=generate), SimpleNamespace(salt="")
+    answers.begin(SimpleNamespace(generate=generate), SimpleNamespace(salt=""))
     assert await answers.abort([request().abort_id]) == 0
     with pytest.raises(GenerationError, match="its caller gave it up"):
         await anext(answers._sample(request(), None, None))

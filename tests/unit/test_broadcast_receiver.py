@@ -1,7 +1,6 @@
 """A trainer's pushes into vLLM's own models, unpacked, through the receiver that engines run."""
 
 import asyncio
-import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -10,15 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.fakes.engine import BareUpdates
 from tests.fakes.weights import send
 from tests.unit.vllm_models import VllmModels, make_checkpoint, metadata_of, single_process_group
 from torchrl_vllm_sync import BroadcastTransport, ReplicaState
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
-from torchrl_vllm_sync.errors import SyncError, TransferError, UnsupportedArgumentError
+from torchrl_vllm_sync.engine.arrivals import BroadcastLoads
+from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.source import MappingSource
-from torchrl_vllm_sync.weights.transport import LoadReport, Standing
+from torchrl_vllm_sync.weights.transport import Standing
 
 CPU = torch.device("cpu")
 
@@ -29,50 +30,12 @@ def distributed(tmp_path_factory):
         yield
 
 
-class Updates:
-    """What ``BroadcastLoads`` needs of an engine's ``WeightUpdates``, around bare workers."""
-
-    replica_id, is_over = "0", False
-
-    def __init__(self, workers):
-        self.workers, self.version, self.run_id = workers, 0, None
-
-    @contextlib.asynccontextmanager
-    async def exclusive(self, timeout_s):
-        yield
-
-    def refuse_foreign(self, version, run_id):
-        pass
-
-    async def call_workers(self, method, *args, timeout_s, what="", heartbeat=None):
-        def call(worker):
-            with torch.no_grad():
-                return getattr(worker, method)(*args)
-
-        return await asyncio.gather(*(asyncio.to_thread(call, one) for one in self.workers))
-
-    async def apply(self, load, *, version, run_id, **options):
-        answers = await load(options["timeout_s"])
-        if errors := [one["error"] for one in answers if one["error"]]:
-            raise SyncError(errors[0])
-        self.version = version
-        return LoadReport(
-            version=version,
-            loaded=True,
-            path=answers[0]["path"],
-            path_reason=answers[0]["path_reason"],
-            num_tensors=answers[0]["num_tensors"],
-        )
-
-
 class Replica:
     """A replica's side of the transport, as the engine actor has it."""
 
     def __init__(self, name, workers):
-        from torchrl_vllm_sync.engine.arrivals import BroadcastLoads
-
         self.name, self.workers = name, workers
-        self.loads = BroadcastLoads(Updates(workers))
+        self.loads = BroadcastLoads(BareUpdates(workers))
 
     def describe(self):
         facts = {"pid": 1, "max_model_len": 8, "vocab_size": 8, "block_size": 8}

@@ -25,7 +25,7 @@ def test_a_version_that_is_too_old_is_told_of_once(tmp_path, caplog):
         try:
             await asyncio.sleep(0.5)  # fifty looks
         finally:
-            loads.stop_following()
+            loads.stop()
 
     with SnapshotWriter(directory) as writer:
         writer.publish(source, source.metadata(), 1)

@@ -335,16 +335,16 @@ def assert_whole_and_hit(report):
     assert min(report[name] for name in ("takeovers", "chains", "woken")) > report["kills"] / 50
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "kills"), [("slots", 250), ("versions", 80)])
+@pytest.mark.parametrize(
+    ("kind", "kills"), [("slots", 250), pytest.param("versions", 80, marks=pytest.mark.slow)]
+)
 def test_no_mixed_version_is_ever_applied_and_versions_only_grow(kind, kills):
     report = run_experiment(kind, kills)
     assert report["kills"] >= kills
     assert_whole_and_hit(report)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_check_above_notices_a_writer_in_place():
     assert mixed(run_experiment("in-place", kills=20)) > 0

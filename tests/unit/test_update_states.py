@@ -2,16 +2,16 @@
 
 import dataclasses
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.fakes.engine import quiet_engine
 from torchrl_vllm_sync import ReplicaState, SnapshotWriter
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.arrivals import SnapshotLoads
 from torchrl_vllm_sync.engine.gate import AdmissionGate
-from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, TORN_SILENCE_S, WeightUpdates
+from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, TORN_SILENCE_S, Updates
 from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, SyncError
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.records import held_leases
@@ -21,14 +21,8 @@ STARTING, SERVING, STALE = ReplicaState.STARTING, ReplicaState.SERVING, ReplicaS
 
 
 @pytest.fixture
-def updates(monkeypatch):
-    async def nothing(*_, **__):
-        return None
-
-    monkeypatch.setattr(internals, "pause_scheduler", nothing)
-    monkeypatch.setattr(internals, "set_weight_label", nothing)
-    engine = SimpleNamespace(errored=False, resume_generation=nothing, abort=nothing)
-    return WeightUpdates(engine, AdmissionGate("0"))
+def updates():
+    return Updates(quiet_engine(), AdmissionGate("0"))
 
 
 async def load(updates, version, error="", before=lambda: None, untouched=True):
@@ -228,7 +222,7 @@ async def test_what_was_torn_while_it_was_read_is_not_served(stored, fault):
         await stored.load()
     assert stored.done == []
     assert (stored.updates._gate.state, stored.updates.whole) == (STALE, False)
-    assert (stored.updates.version, stored.loads.source) == (0, None)
+    assert (stored.updates.version, stored.loads.source()) == (0, None)
 
 
 async def test_a_load_that_failed_is_told_of_and_not_what_became_of_the_snapshot(stored):

@@ -32,29 +32,29 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from torchrl_vllm_sync.engine.updates import WeightUpdates
+    from torchrl_vllm_sync.engine.updates import Updates
     from torchrl_vllm_sync.requests.messages import BegunAnswer, SampleReport
 
     _Step: TypeAlias = "tuple[RequestOutput, tuple[SampleReport, ...]]"
 
 logger = logging.getLogger(__name__)
 
-# The samples of one request as engine requests of their own, and their outputs together again.
-#
-# vLLM can make ``n`` samples of a request by itself. A weight update may then find some of them
-# begun
-# and others not, and could send back neither those alone, which must not start on keys of the old
-# weights, nor the whole request, which would lose tokens.
-
+# Finished outputs of a batch are sent back together, at most this much later than they finished.
+BATCH_LINGER_S = 0.05
+# Ids of requests given up before they arrived, of which at most this many are remembered.
+MAX_GIVEN_UP = 10_000
+# Seconds between looks at whether requests that were given up have left the engine.
+ABORT_POLL_S = 0.005
 
 T = TypeVar("T")
 
 
 def split_samples(params: SamplingParams) -> list[SamplingParams]:
-    """Returns the parameters of each sample, with seeds as vLLM gives them.
+    """Returns the parameters of each sample, with seeds as vLLM gives them (``ParentRequest``).
 
-    See ``ParentRequest`` in ``vllm/v1/engine/parallel_sampling.py``: sample ``i`` has the request's
-    seed plus ``i``.
+    vLLM can make ``n`` samples of a request by itself. A weight update may then find some of them
+    begun and others not, and could send back neither those alone, which must not start on keys of
+    the old weights, nor the whole request, which would lose tokens.
     """
     if params.n == 1:
         return [params]
@@ -103,16 +103,12 @@ async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[i
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# Going on with an answer that another replica's engine began.
-#
-# The engine core is given the tokens that were received as the end of the prompt. What vLLM's
-# ``AsyncLLM`` process keeps of the answer, its tokens, text and log-probabilities, begins with
-# them,
-# so that outputs are those of an unbroken run.
-
-
 def longer_prompt(prompt: dict[str, Any], begun: BegunAnswer) -> dict[str, Any]:
-    """Returns a vLLM ``TokensPrompt`` that ends in the tokens received."""
+    """Returns a vLLM ``TokensPrompt`` that ends in the tokens another replica's engine has sent.
+
+    What vLLM's ``AsyncLLM`` process keeps of the answer begins with them (``SampleState.resume``),
+    so that outputs are those of an unbroken run.
+    """
     return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *begun.token_ids]}
 
 
@@ -140,32 +136,25 @@ def tell_of_first_replica(output: RequestOutput, begun: BegunAnswer) -> None:
             completion.sampling_mask = None
 
 
-# Finished outputs of a batch are sent back together, at most this much later than they finished.
-BATCH_LINGER_S = 0.05
-# Ids of requests given up before they arrived, of which at most this many are remembered.
-MAX_GIVEN_UP = 10_000
-# Seconds between looks at whether requests that were given up have left the engine.
-ABORT_POLL_S = 0.005
-
-
-class RequestAnswers:
-    """Mixin of the engine actor: the side of it that takes requests.
+class Answers:
+    """The side of a replica that takes requests.
 
     Attributes:
-        replica_id: Id of the replica.
-        engine: Its engine, once it has started.
+        checker: Compares the version spans of what it answers.
     """
 
-    replica_id: str
     engine: AsyncLLM
-    _gate: AdmissionGate
-    _updates: WeightUpdates
+    _updates: Updates
 
-    def _begin_answers(self) -> None:
-        """Sets up what belongs to requests alone."""
+    def __init__(self, replica_id: str, gate: AdmissionGate) -> None:
+        self.replica_id, self._gate = replica_id, gate
+        self.checker = SpanChecker(replica_id)
         self._given_up: dict[str, None] = {}
         self._restarts = 0
-        self._checker = SpanChecker(self.replica_id)
+
+    def begin(self, engine: AsyncLLM, updates: Updates) -> None:
+        """Answers with ``engine`` from now on; until then the gate refuses every request."""
+        self.engine, self._updates = engine, updates
 
     async def run_batch(
         self, requests: list[EngineRequest], *, want_prompt: bool
@@ -218,7 +207,7 @@ class RequestAnswers:
                 async for step in self._outputs(request):
                     last = step
                     if on_step is not None and not step[0].finished:
-                        on_step(self._result(request, *step, want_prompt=want_prompt))
+                        on_step(self._result(request, *step, want_prompt))
         except (Exception, asyncio.CancelledError) as failure:  # noqa: BLE001  a result, too
             return self._failure(request, failure)
         finally:
@@ -226,7 +215,7 @@ class RequestAnswers:
         if last is None:
             nothing = GenerationError(request.request_id, "the engine returned nothing")
             return self._failure(request, nothing)
-        return self._result(request, *last, want_prompt=want_prompt)
+        return self._result(request, *last, want_prompt)
 
     async def _outputs(self, request: EngineRequest) -> AsyncGenerator[_Step]:
         """Yields outputs as vLLM does, each with a report of every sample that it holds."""
@@ -288,7 +277,7 @@ class RequestAnswers:
                         if begun is not None:
                             tell_of_first_replica(output, begun)
                         assert running.sample is not None, "vLLM registers it before any output"
-                        yield output, running.sample.report(output.outputs[0], self._checker)
+                        yield output, running.sample.report(output.outputs[0], self.checker)
                     else:
                         return
             finally:
@@ -304,7 +293,6 @@ class RequestAnswers:
         request: EngineRequest,
         output: RequestOutput,
         samples: tuple[SampleReport, ...],
-        *,
         want_prompt: bool,
     ) -> EngineResult:
         return EngineResult(

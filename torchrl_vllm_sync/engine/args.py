@@ -197,6 +197,19 @@ def engine_environment(
     return wanted | {name: os.environ[name] for name in wanted if name in os.environ}
 
 
+def payload_of(request: Any, field: str) -> Any:
+    """Returns the plain payload of one of vLLM's transfer requests, which may be plain itself."""
+    if isinstance(request, dict):
+        return request.get(field, request)
+    if isinstance(request, list):
+        return request
+    if dataclasses.is_dataclass(request) and hasattr(request, field):
+        return getattr(request, field)
+    raise UnsupportedArgumentError(
+        f"expected vLLM's request or a mapping with {field}, got {type(request).__name__}"
+    )
+
+
 def _checked_extension(given: str | None) -> str:
     if not given:
         return WORKER_EXTENSION

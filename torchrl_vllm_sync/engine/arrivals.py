@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import sys
@@ -14,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from torchrl_vllm_sync.engine.updates import Watchdog, path_of, raise_failures
 from torchrl_vllm_sync.errors import (
     SilentEngineError,
     SnapshotError,
-    StaleVersionError,
     SyncError,
     TransferError,
     WeightMismatchError,
@@ -31,9 +30,7 @@ from torchrl_vllm_sync.weights.transport import LoadReport
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.v1.engine import PauseMode
-
-    from torchrl_vllm_sync.engine.updates import WeightUpdates
+    from torchrl_vllm_sync.engine.updates import Updates
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
 
@@ -46,31 +43,35 @@ STAGED_POLL_S = 0.005
 LAST_WORDS_S = 5.0
 # Seconds for a worker to leave its group.
 LEAVE_TIMEOUT_S = 10.0
+# Seconds for one call of a copy from a peer.
+COPY_TIMEOUT_S = 60.0
+# An offer of which nothing is taken for so long has no taker, and must not keep updates out.
+OFFER_TIMEOUT_S = 15.0
 
 
 class BroadcastLoads:
     """Takes part in a trainer's broadcasts."""
 
-    def __init__(self, updates: WeightUpdates) -> None:
+    def __init__(self, updates: Updates) -> None:
         self._updates = updates
 
     async def join(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
         """Has every worker join the trainer's group."""
         async with self._updates.exclusive(timeout_s):
             limits = {"timeout_s": timeout_s, "deadline": time.monotonic() + timeout_s}
-            await self._call("sync_join", init_info | limits, timeout_s=timeout_s + LAST_WORDS_S)
+            await self._updates.ask_workers(
+                "sync_join", init_info | limits, timeout_s=timeout_s + LAST_WORDS_S, what="joining"
+            )
 
     async def prepare(
         self, metadata: list[list[Any]], bucket_bytes: int, *, timeout_s: float
     ) -> dict[str, Any]:
         """Tells every worker what all coming pushes consist of."""
         async with self._updates.exclusive(timeout_s):
-            answers = await self._call("sync_prepare", metadata, bucket_bytes, timeout_s=timeout_s)
-        return {
-            "path": " and ".join(sorted({one["path"] for one in answers})),
-            "path_reason": next((one["path_reason"] for one in answers if one["path_reason"]), ""),
-            "direct": all(one["direct"] for one in answers),
-        }
+            answers = await self._updates.ask_workers(
+                "sync_prepare", metadata, bucket_bytes, timeout_s=timeout_s, what="preparing"
+            )
+        return {**path_of(answers), "direct": all(one["direct"] for one in answers)}
 
     async def receive(
         self,
@@ -82,49 +83,33 @@ class BroadcastLoads:
         direct: bool = False,
         num_passes: int = 1,
         staged: bool = False,
-        mode: PauseMode = "keep",
-        clear_cache: bool = False,
         timeout_s: float,
+        **options: Any,
     ) -> LoadReport:
-        """Receives one version."""
+        """Receives one version; ``options`` say how the engine is paused."""
         deadline = time.perf_counter() + timeout_s
-        updates = self._updates
+        updates, phases = self._updates, dict[str, float]()
+
+        async def load(left: float) -> list[dict[str, Any]]:
+            if staged:
+                return await updates.call_workers("sync_install_staged", timeout_s=left)
+            push = push_id, digest, direct, num_passes, left
+            return await updates.call_workers("sync_receive", *push, timeout_s=left + LAST_WORDS_S)
+
         async with updates.exclusive(timeout_s):
-            if version < updates.version:
-                raise StaleVersionError(
-                    f"version must be at least {updates.version}, which replica "
-                    f"{updates.replica_id} holds, got {version}"
-                )
-            updates.refuse_foreign(version, run_id)
-            stage_s = ready_s = 0.0
+            updates.refuse_stale(version, run_id)
             if staged:
                 begin = time.monotonic()
-                ready_s = await self._stage(push_id, digest, direct, timeout_s) - begin
-                stage_s = time.monotonic() - begin
-
-            async def load(timeout_s: float) -> list[dict[str, Any]]:
-                if staged:
-                    return await updates.call_workers("sync_install_staged", timeout_s=timeout_s)
-                return await updates.call_workers(
-                    "sync_receive",
-                    push_id,
-                    digest,
-                    direct,
-                    num_passes,
-                    timeout_s,
-                    timeout_s=timeout_s + LAST_WORDS_S,
-                )
-
-            report = await updates.apply(
+                began_at = await self._stage(push_id, digest, direct, timeout_s)
+                phases = {"stage_s": time.monotonic() - begin, "ready_s": began_at - begin}
+            return await updates.apply(
                 load,
                 version=version,
                 run_id=run_id,
-                mode=mode,
-                clear_cache=clear_cache,
                 timeout_s=deadline - time.perf_counter(),
-                stage_s=stage_s,
+                **phases,
+                **options,
             )
-            return dataclasses.replace(report, ready_s=ready_s)
 
     async def leave(self) -> None:
         """Has every worker leave the group; workers whose engine is dead have left it."""
@@ -133,47 +118,20 @@ class BroadcastLoads:
 
     async def _stage(self, push_id: int, digest: str, direct: bool, timeout_s: float) -> float:
         """Receives into spare memory; returns when it began, by ``time.monotonic()``."""
-        deadline = time.perf_counter() + timeout_s
-        await self._call("sync_stage", push_id, digest, direct, timeout_s, timeout_s=timeout_s)
-        while True:
-            left = deadline - time.perf_counter()
-            if left <= 0:
-                raise TransferError(f"staging took longer than {timeout_s:g} s")
-            answers = await self._updates.call_workers("sync_staged", timeout_s=left)
+        updates, deadline = self._updates, time.perf_counter() + timeout_s
+        push = push_id, digest, direct, timeout_s
+        await updates.ask_workers("sync_stage", *push, timeout_s=timeout_s, what="preparing")
+        while (left := deadline - time.perf_counter()) > 0:
+            answers = await updates.call_workers("sync_staged", timeout_s=left)
             if all(answers):
-                _raise_errors(answers)
+                raise_failures(updates.replica_id, answers)
                 return min(one["began_at"] for one in answers)
             await asyncio.sleep(STAGED_POLL_S)
-
-    async def _call(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:
-        answers = await self._updates.call_workers(
-            method, *args, timeout_s=timeout_s, what="preparing"
-        )
-        _raise_errors(answers)
-        return answers
-
-
-def _raise_errors(answers: list[dict[str, Any]]) -> None:
-    """Raises for the workers that failed."""
-    failures = [
-        f"worker {rank}: {answer['error'].partition(chr(10))[0]}"
-        for rank, answer in enumerate(answers)
-        if answer["error"]
-    ]
-    if failures:
-        raise SyncError("; ".join(failures))
-
-
-# One replica's weights given to another of the same service, and taken from one.
-
-
-CALL_TIMEOUT_S = 60.0
-# An offer of which nothing is taken for so long has no taker, and must not keep updates out.
-IDLE_TIMEOUT_S = 15.0
+        raise TransferError(f"staging took longer than {timeout_s:g} s")
 
 
 class PeerLoads:
-    """Gives this engine's weights to another replica, or takes another's.
+    """Gives this engine's weights to another replica of its service, or takes another's.
 
     Giving: :meth:`offer`, then :meth:`give` for each chunk and :meth:`checksums`, from the replica
     that takes; then :meth:`withdraw`. The engine goes on generating meanwhile; updates wait, so
@@ -181,11 +139,11 @@ class PeerLoads:
     at the next chunk when an update waits: that is newer.
     """
 
-    def __init__(self, updates: WeightUpdates) -> None:
+    def __init__(self, updates: Updates) -> None:
         self._updates = updates
         self._token = ""
         self._offered: contextlib.AsyncExitStack | None = None
-        self._expiry: asyncio.TimerHandle | None = None
+        self._watchdog = Watchdog(lambda: self.withdraw(self._token))
 
     async def offer(self, *, timeout_s: float) -> dict[str, Any]:
         """Keeps updates out and says what there is to take."""
@@ -197,7 +155,7 @@ class PeerLoads:
             token = uuid.uuid4().hex
             answers = await self._ask("sync_peer_open", token, True)
             self._token, self._offered = token, stack.pop_all()
-        self._stand(token)
+        self._watchdog.start(OFFER_TIMEOUT_S)
         return {
             "actor": ray.get_runtime_context().current_actor,
             "token": token,
@@ -213,7 +171,7 @@ class PeerLoads:
         if self._updates.num_waiting:
             await self.withdraw(token)
             raise TransferError("an update came in between, which brings newer weights")
-        self._stand(token)
+        self._watchdog.start(OFFER_TIMEOUT_S)
         return [one["source"] for one in await self._ask("sync_peer_give", index, by_value)]
 
     async def checksums(self, token: str) -> list[dict[str, int]]:
@@ -226,8 +184,7 @@ class PeerLoads:
         if token != self._token or self._offered is None:
             return
         offered, self._offered, self._token = self._offered, None, ""
-        if self._expiry is not None:
-            self._expiry.cancel()
+        self._watchdog.stop()
         try:
             await self._ask("sync_peer_close")
         finally:
@@ -235,34 +192,28 @@ class PeerLoads:
 
     async def take(self, offer: dict[str, Any], *, timeout_s: float) -> LoadReport:
         """Takes the weights that another replica offers, unless it holds them by now."""
-        updates = self._updates
-        deadline = time.monotonic() + timeout_s
+        updates, deadline = self._updates, time.monotonic() + timeout_s
+        version, run_id = offer["version"], offer["run_id"]
         async with updates.exclusive(timeout_s):
-            if updates.whole and updates.version > offer["version"]:
-                raise StaleVersionError(
-                    f"version must be at least {updates.version}, which replica "
-                    f"{updates.replica_id} holds, got {offer['version']}"
-                )
-            offered = offer["version"], offer["run_id"]
-            if updates.whole and (updates.version, updates.run_id) == offered:
-                return LoadReport(version=updates.version, loaded=False)
+            if updates.whole:
+                updates.refuse_older(version)
+                if (updates.version, updates.run_id) == (version, run_id):
+                    return LoadReport(version=version, loaded=False)
             try:
                 own = await self._ask("sync_peer_open", offer["token"], False)
                 if [a["layout"] for a in own] != [a["layout"] for a in offer["workers"]]:
                     raise TransferError("the two replicas' tensors are not alike")
                 return await updates.apply(
                     lambda _: self._copy(offer, deadline),
-                    version=offer["version"],
-                    run_id=offer["run_id"],
-                    mode="keep",
-                    clear_cache=False,
+                    version=version,
+                    run_id=run_id,
                     timeout_s=deadline - time.monotonic(),
                 )
             finally:
                 await self._ask("sync_peer_close")
 
     async def _copy(self, offer: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-        """Takes every chunk and compares; returns what ``WeightUpdates.apply`` asks for."""
+        """Takes every chunk and compares; returns what ``Updates.apply`` asks for."""
         actor, token = offer["actor"], offer["token"]
         by_value = offer["node_id"] != this_node()
         for index in range(max(one["num_chunks"] for one in offer["workers"])):
@@ -273,7 +224,6 @@ class PeerLoads:
         return [
             {
                 "error": "" if one["checksums"] == wanted else "the copy differs from the peer",
-                "untouched": False,
                 "num_tensors": len(wanted),
                 "attempts": 1,
                 "path": "peer",
@@ -282,29 +232,15 @@ class PeerLoads:
             for one, wanted in zip(answers, theirs, strict=True)
         ]
 
-    def _stand(self, token: str) -> None:
-        """Has an offer stand for a while from now on."""
-        if self._expiry is not None:
-            self._expiry.cancel()
-        self._expiry = asyncio.get_running_loop().call_later(
-            IDLE_TIMEOUT_S, lambda: asyncio.ensure_future(self.withdraw(token))
-        )
-
     def _require(self, token: str) -> None:
         if token != self._token or self._offered is None:
             raise TransferError("the offer does not stand any more")
 
     async def _ask(
-        self, method: str, *args: Any, deadline: float | None = None
+        self, method: str, *args: Any, deadline: float = float("inf")
     ) -> list[dict[str, Any]]:
-        left_s = CALL_TIMEOUT_S if deadline is None else max(deadline - time.monotonic(), 1e-3)
-        answers = await self._updates.call_workers(
-            method, *args, timeout_s=min(left_s, CALL_TIMEOUT_S), what="copying"
-        )
-        for rank, answer in enumerate(answers):
-            if answer["error"]:
-                raise SyncError(f"worker {rank}: {answer['error'].partition(chr(10))[0]}")
-        return answers
+        left_s = min(max(deadline - time.monotonic(), 1e-3), COPY_TIMEOUT_S)
+        return await self._updates.ask_workers(method, *args, timeout_s=left_s, what="copying")
 
 
 async def _within(call: Any, deadline: float) -> Any:
@@ -315,14 +251,11 @@ async def _within(call: Any, deadline: float) -> Any:
         raise SilentEngineError("the giving replica did not answer in time") from None
 
 
-# Versions stored in a snapshot directory, loaded into one engine: when told, or on its own.
-
-
 class SnapshotLoads:
     """Applies stored versions to one engine, each at most once."""
 
     def __init__(
-        self, updates: WeightUpdates, service_name: str, expected: Callable[[], list[ParamMeta]]
+        self, updates: Updates, service_name: str, expected: Callable[[], list[ParamMeta]]
     ) -> None:
         self._updates = updates
         self._expected = functools.cache(expected)
@@ -332,7 +265,6 @@ class SnapshotLoads:
         self._reader_id = f"{service_name}-{updates.replica_id}"
         self._source: dict[str, Any] | None = None
 
-    @property
     def source(self) -> dict[str, Any] | None:
         """``directory``, ``run_id`` and ``version`` of what the engine loaded last.
 
@@ -349,9 +281,8 @@ class SnapshotLoads:
         at_least: int,
         verify: bool = True,
         compare: bool = False,
-        mode: PauseMode = "keep",
-        clear_cache: bool = False,
         timeout_s: float,
+        **options: Any,
     ) -> LoadReport:
         """Loads the newest version stored in ``directory``, unless the engine holds it already."""
         updates = self._updates
@@ -375,16 +306,15 @@ class SnapshotLoads:
                     await asyncio.to_thread(self._check_fits, snapshot)
                 if verified >= deadline:
                     raise SyncError(f"reading {directory} took longer than {timeout_s:g} s")
+                run = snapshot.manifest.run_id
                 report = await updates.apply(
-                    lambda timeout_s: self._load_in_workers(reader, snapshot, reading, timeout_s),
+                    lambda left: self._load_in_workers(reader, snapshot, reading, left),
                     version=snapshot.version,
-                    run_id=snapshot.manifest.run_id,
-                    mode=mode,
-                    clear_cache=clear_cache,
+                    run_id=run,
                     timeout_s=deadline - verified,
                     verify_s=verified - begin,
+                    **options,
                 )
-                run = snapshot.manifest.run_id
                 self._source = {"directory": directory, "run_id": run, "version": report.version}
                 return report
             finally:
@@ -466,30 +396,26 @@ class SnapshotLoads:
 
         A version that cannot be loaded is tried again at each interval.
         """
-        self.stop_following()
-        self._follower = asyncio.create_task(
-            self._follow(directory, run_id, interval_s, timeout_s, verify)
+        self.stop()
+        load = functools.partial(
+            self.load, directory, run_id, at_least=0, verify=verify, timeout_s=timeout_s
         )
+        reader = self._reader(directory, run_id, verify=verify)
+        self._follower = asyncio.create_task(self._follow(reader, load, interval_s))
 
     async def _follow(
-        self, directory: str, run_id: str | None, interval_s: float, timeout_s: float, verify: bool
+        self, reader: SnapshotReader, load: Callable[[], Any], interval_s: float
     ) -> None:
-        reader = self._reader(directory, run_id, verify=verify)
-        complaint = ""
-        updates = self._updates
+        updates, complaint = self._updates, ""
         while not updates.is_over:
             now = ""
             try:
                 manifest = await asyncio.to_thread(reader.current)
-                if manifest is None:
-                    pass
-                elif manifest.version > updates.version or not updates.whole:
+                if manifest and (manifest.version > updates.version or not updates.whole):
                     # Shielded, so that whoever stops this leaves no load half done.
-                    self._load = asyncio.ensure_future(
-                        self.load(directory, run_id, at_least=0, verify=verify, timeout_s=timeout_s)
-                    )
-                    await asyncio.shield(self._load)
-                elif manifest.version < updates.version:
+                    self._load = under_way = asyncio.ensure_future(load())
+                    await asyncio.shield(under_way)
+                elif manifest and manifest.version < updates.version:
                     now = (
                         f"version {manifest.version} is older than the replica's {updates.version}"
                     )
@@ -497,13 +423,18 @@ class SnapshotLoads:
                 now = str(error)
             if now and now != complaint:
                 logger.warning(
-                    "replica %s cannot follow %s: %s", updates.replica_id, directory, now
+                    "replica %s cannot follow %s: %s", updates.replica_id, reader.directory, now
                 )
             complaint = now
             await asyncio.sleep(interval_s)
 
-    def stop_following(self) -> None:
-        """Ends :meth:`follow`; a load under way goes on, see ``WeightUpdates.settled``."""
+    def stop(self) -> None:
+        """Ends :meth:`follow`; a load under way goes on."""
         if self._follower is not None:
             self._follower.cancel()
             self._follower = None
+
+    async def stop_following(self) -> None:
+        """Ends :meth:`follow`; a load under way is finished first."""
+        self.stop()
+        await self._updates.settled()

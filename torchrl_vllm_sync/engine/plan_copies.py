@@ -7,6 +7,7 @@ views for each bucket, and a bucket is loaded by a few ``torch._foreach_copy_``.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -172,24 +173,11 @@ class LoadPlan:
         self._metadata = {meta.name: meta for meta in metadata}
         written = {copy.name for copy in self.copies}
         self.skipped = [name for name in self._metadata if name not in written]
+        self._lacks_constants = True
+        self._bound: list[BoundBucket] = []
+        self._bound_to: tuple[int, ...] = ()
 
-    @property
-    def num_target_bytes(self) -> int:
-        """Bytes of the model that one load writes."""
-        return sum(copy.target.nbytes for copy in self.copies)
-
-    def storage_order(self) -> list[str]:
-        """Names of all tensors, ordered so that what is adjacent in the model is sent adjacent.
-
-        A push in this order takes the fewest copies; any other order is as correct.
-        """
-        storages: dict[int, int] = {}
-        places: dict[str, tuple[int, int]] = {}
-        for copy in self.copies:
-            storage = storages.setdefault(storage_key(copy.target), len(storages))
-            places.setdefault(copy.name, (storage, int(copy.target.storage_offset())))
-        return sorted(places, key=places.__getitem__) + self.skipped
-
+    @functools.cached_property
     def whole_targets(self) -> list[torch.Tensor] | None:
         """Where each checkpoint tensor lands, if every one lands whole, unchanged and in one piece.
 
@@ -209,9 +197,21 @@ class LoadPlan:
 
     @torch.no_grad()
     def fill_constants(self) -> None:
-        """Writes the constants into a model that was never loaded; a load must follow."""
-        for fill in self.fills:
-            fill.target.fill_(fill.value)
+        """Sets what loaders set and no push holds, such as padding; a load must follow.
+
+        A model that was launched with dummy weights has never had it. Does nothing the second time.
+        """
+        if self._lacks_constants:
+            for fill in self.fills:
+                fill.target.fill_(fill.value)
+            self._lacks_constants = False
+
+    def bound(self, layout: BucketLayout, buckets: Sequence[torch.Tensor]) -> list[BoundBucket]:
+        """What :meth:`bind` returns, worked out once for the same buffers of the same layout."""
+        pointers = tuple(buffer.data_ptr() for buffer in buckets)
+        if self._bound_to != pointers:
+            self._bound, self._bound_to = self.bind(layout, buckets), pointers
+        return self._bound
 
     def bind(self, layout: BucketLayout, buckets: Sequence[torch.Tensor]) -> list[BoundBucket]:
         """Builds every view that loading the buckets of ``layout`` needs.

@@ -44,15 +44,17 @@ from torchrl_vllm_sync.weights.broadcast.group import (
 from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json, metadata_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
-    from torchrl_vllm_sync.engine.plan_copies import BoundBucket, LoadPlan
+    from torchrl_vllm_sync.engine.plan_copies import LoadPlan
 
 
-# What vLLM's calls carry to the receiver of the ``broadcast`` transport.
+# Seconds between looks at staged weights that are arriving: each look takes the interpreter from
+# the thread that launches the engine's kernels.
+ARRIVAL_POLL_S = 1e-3
 
 
 @dataclass
@@ -102,41 +104,6 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
 
-# How a push gets into a worker's model: by the load plan, or by vLLM's layerwise reload.
-
-
-class PlannedLoad:
-    """A load plan, ready for both ways of receiving.
-
-    Attributes:
-        plan: As given.
-        whole_targets: Where each tensor is received straight into; ``None`` if buckets are needed.
-    """
-
-    def __init__(self, plan: LoadPlan) -> None:
-        self.plan = plan
-        self.whole_targets = plan.whole_targets()
-        self._lacks_constants = True
-        self._bound: list[BoundBucket] = []
-        self._bound_to: tuple[int, ...] = ()
-
-    def buckets(self, layout: BucketLayout, buffers: Sequence[torch.Tensor]) -> list[BoundBucket]:
-        """Returns the copies out of each bucket; worked out once for the same buffers."""
-        pointers = tuple(buffer.data_ptr() for buffer in buffers)
-        if self._bound_to != pointers:
-            self._bound, self._bound_to = self.plan.bind(layout, buffers), pointers
-        return self._bound
-
-    def fill_constants(self) -> None:
-        """Sets what loaders set and no push holds, such as padding; does nothing the second time.
-
-        A model that was launched with dummy weights has never had it.
-        """
-        if self._lacks_constants:
-            self.plan.fill_constants()
-            self._lacks_constants = False
-
-
 def why_not_a_plan(vllm_config: VllmConfig) -> str:
     """Says what of an engine's configuration rules a load plan out; empty if nothing does.
 
@@ -157,22 +124,19 @@ def why_not_a_plan(vllm_config: VllmConfig) -> str:
 
 def choose_plan(
     model: torch.nn.Module, vllm_config: VllmConfig, metadata: Sequence[ParamMeta]
-) -> tuple[PlannedLoad | None, str]:
+) -> tuple[LoadPlan | None, str]:
     """Records a load plan for ``model``, or says why there is none."""
     if reason := why_not_a_plan(vllm_config):
         return None, reason
     try:
         with set_current_vllm_config(vllm_config):
-            return PlannedLoad(record_load_plan(model, metadata)), ""
+            return record_load_plan(model, metadata), ""
     except PlanNotPossibleError as error:
         return None, str(error)
 
 
-# Spare memory for a worker's weights: they arrive there while the model goes on serving.
-
-
 class StagingArea:
-    """A second set of a model's parameters.
+    """A second set of a model's parameters, where weights arrive while the model goes on serving.
 
     On a GPU it is reserved at once, when the engine is launched, so that vLLM sizes its KV cache
     for what is left. On a CPU it is taken with the first plan: engines there reload layer by layer
@@ -180,19 +144,16 @@ class StagingArea:
 
     Attributes:
         tensors: Name and tensor of a staged push that has no plan.
+        is_full: Whether a push is complete here and not installed yet.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.is_full = False
         self._model, self._device = model, device
         self._spare: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         if device.type == "cuda":
             self._reserve()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes reserved."""
-        return sum(spare.numel() for _, spare in self._spare.values())
 
     def stand_in(self, plan: LoadPlan) -> LoadPlan:
         """Returns ``plan`` with targets in spare memory instead of in the model."""
@@ -209,7 +170,11 @@ class StagingArea:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _reserve(self) -> None:
-        storages = {storage.data_ptr(): storage for storage in _storages(self._model)}
+        storages = {
+            storage.data_ptr(): storage
+            for storage in (one.untyped_storage() for one in self._model.parameters())
+            if storage.nbytes()
+        }
         needed = sum(storage.nbytes() for storage in storages.values())
         if self._device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._device)
@@ -229,12 +194,6 @@ class StagingArea:
         )
 
 
-def _storages(model: torch.nn.Module) -> Iterator[torch.UntypedStorage]:
-    for parameter in model.parameters():
-        if parameter.numel():
-            yield parameter.untyped_storage()
-
-
 def register() -> None:
     """Makes the engine known to vLLM in this process; does nothing the second time."""
     for name in (BROADCAST_BACKEND, STAGED_BACKEND):
@@ -242,17 +201,11 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(name, BroadcastReceiver)
 
 
-# Seconds between looks at staged weights that are arriving: each look takes the interpreter from
-# the thread that launches the engine's kernels.
-ARRIVAL_POLL_S = 1e-3
-
-
 class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateInfo]):
     """One worker's end of the ``broadcast`` transport.
 
-    Lifecycle: made by vLLM when the model is loaded; :meth:`init_transfer_engine` joins the
-    trainer's group, again after each failure; then for each push ``start_weight_update``,
-    :meth:`receive_weights`, ``finish_weight_update``; :meth:`shutdown` leaves the group.
+    Made by vLLM when the model is loaded; :meth:`init_transfer_engine` joins the trainer's group,
+    again after each failure; each push is complete in itself; :meth:`shutdown` leaves the group.
 
     Attributes:
         path_reason: Why pushes do not get into the model by a load plan; empty if they do.
@@ -276,8 +229,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._group_id = 0
         self._layout: BucketLayout | None = None
         self._buffers: list[torch.Tensor] = []
-        self._planned: PlannedLoad | None = None
-        self._staged_load: PlannedLoad | None = None
+        self._planned: LoadPlan | None = None
+        self._staged_plan: LoadPlan | None = None
         self.path_reason, self._distrust = "no push was prepared yet", ""
         self._staging: StagingArea | None = None
         self.staging_refusal = ""
@@ -292,6 +245,11 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def path(self) -> str:
         """How pushes get into the model: ``"plan"`` or ``"layerwise"``."""
         return "layerwise" if self._planned is None else "plan"
+
+    @property
+    def path_taken(self) -> dict[str, str]:
+        """:attr:`path`, and why it is that."""
+        return {"path": self.path, "path_reason": self.path_reason}
 
     @property
     def takes_direct(self) -> bool:
@@ -331,15 +289,17 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def prepare(self, metadata: Sequence[ParamMeta], bucket_bytes: int) -> None:
         """Works out once where the tensors of all coming pushes go."""
         self._layout, self._buffers = BucketLayout(metadata, bucket_bytes), []
-        self._planned, self._staged_load = None, None
+        self._planned = self._staged_plan = None
         if not self._distrust:
             self._planned, self.path_reason = choose_plan(self.model, self.vllm_config, metadata)
-        if self._planned is not None and self._staging is not None:
-            self._staged_load = PlannedLoad(self._staging.stand_in(self._planned.plan))
-        if self._planned is not None and not self.takes_direct:
+        if self._planned is None:
+            return
+        if self._staging is not None:
+            self._staged_plan = self._staging.stand_in(self._planned)
+        if not self.takes_direct:
             self._buffers = make_buffers(self._layout, self.device)
-            for load in filter(None, (self._planned, self._staged_load)):
-                load.buckets(self._layout, self._buffers)
+            for plan in filter(None, (self._planned, self._staged_plan)):
+                plan.bound(self._layout, self._buffers)
 
     @property
     def digest(self) -> str:
@@ -354,11 +314,16 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
         """Receives one push into the model."""
+        deadline = self.await_weights(update_info)
+        self.receive(deadline, num_passes=update_info.num_passes, direct=update_info.direct)
+
+    def await_weights(self, update_info: BroadcastUpdateInfo) -> float:
+        """Waits until :meth:`receive` may begin; returns the deadline of the push."""
         if update_info.metadata is not None:
             self.prepare(from_json(update_info.metadata), update_info.bucket_bytes)
         deadline = time.monotonic() + update_info.timeout_s
         self.await_start(update_info.push_id, deadline)
-        self.receive(deadline, num_passes=update_info.num_passes, direct=update_info.direct)
+        return deadline
 
     def await_start(self, push_id: int, deadline: float) -> None:
         """Waits for the trainer's word to begin; until then nothing has been touched."""
@@ -368,38 +333,38 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         StartSignal(group, push_id).await_start(deadline=deadline)
 
     def receive(self, deadline: float, *, num_passes: int = 1, direct: bool = False) -> int:
-        """Receives one push into the model, once or with a check.
+        """Receives one push into the model, once or with a check; returns how many tensors.
 
         With two passes the second one goes through the layerwise reload. Unless both leave the
         same parameters behind, the plan is given up for good. The weights are right either way.
         """
-        group, layout = self._ready()
+        _, layout = self._ready()
         with self._leaving_on_failure():
             if self._planned is None:
-                self._reload(group, layout, deadline)
+                self._reload(deadline)
                 for _ in range(num_passes - 1):
-                    self._drain(group, layout, deadline)
+                    self._transfer(deadline, list)
             else:
-                self._load(self._planned, group, layout, deadline, direct=direct)
+                self._load(self._planned, deadline, direct)
                 if num_passes > 1:
-                    self._check_plan(group, layout, deadline)
+                    self._check_plan(deadline)
         return len(layout.metadata)
 
-    def stage(self, deadline: float, *, direct: bool = False) -> int:
+    def stage(self, deadline: float, *, direct: bool = False) -> None:
         """Receives one push into spare memory, while the model goes on serving."""
-        group, layout = self._ready()
+        _, layout = self._ready()
+        staging = self.require_staging()
+        staging.is_full = False
         with self._leaving_on_failure():
-            if self._staged_load is not None:
-                self._load(
-                    self._staged_load, group, layout, deadline, direct=direct, poll_s=ARRIVAL_POLL_S
-                )
+            if self._staged_plan is not None:
+                self._load(self._staged_plan, deadline, direct, ARRIVAL_POLL_S)
             else:
-                staging = self.require_staging()
-                with group.side_stream():
-                    arrivals = self._arrivals(group, layout, deadline)
+
+                def keep(arrivals: Iterator[int]) -> None:
                     staging.tensors = list(whole_tensors(layout, self._buffers, arrivals))
-                group.synchronize(deadline=deadline, watch=group.raise_if_given_up)
-        return len(layout.metadata)
+
+                self._transfer(deadline, keep)
+        staging.is_full = True
 
     def require_staging(self) -> StagingArea:
         """Returns the spare memory."""
@@ -409,7 +374,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
                 or "this engine was launched without memory for staged weights: "
                 "launch it with stage_weights=True"
             )
-        if self._staged_load is None and self.device.type != "cpu":
+        if self._staged_plan is None and self.device.type != "cpu":
             raise TransferError(
                 f"staged weights need a load plan, which this model has not: {self.path_reason}"
             )
@@ -418,13 +383,14 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def install_staged(self) -> None:
         """Puts what :meth:`stage` received into the model, which must not be serving meanwhile."""
         staging = self.require_staging()
-        if self._staged_load is not None:
-            staging.install()
-            return
-        tensors, staging.tensors = staging.tensors, []
-        if not tensors:
+        if not staging.is_full:
             raise TransferError("no weights are staged")
-        reload_model(self.model, self.vllm_config, tensors)
+        staging.is_full = False
+        if self._staged_plan is not None:
+            staging.install()
+        else:
+            tensors, staging.tensors = staging.tensors, []
+            reload_model(self.model, self.vllm_config, tensors)
 
     def shutdown(self) -> None:
         """Leaves the group; the trainer notices if it is still sending. Idempotent."""
@@ -456,66 +422,66 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             self.shutdown()
             raise TransferError(f"the transfer broke off: {error}") from error
 
-    def _arrivals(
-        self, group: BroadcastGroup, layout: BucketLayout, deadline: float
-    ) -> Iterator[int]:
+    def _transfer(
+        self, deadline: float, take: Callable[[Iterator[int]], object], poll_s: float = SPIN_S
+    ) -> None:
+        """Has ``take`` use each bucket as it arrives, and waits for the end.
+
+        If it fails this worker still takes part, so that the others' transfer ends.
+        """
+        group, layout = self._ready()
         if not self._buffers:
             self._buffers = make_buffers(layout, self.device)
-        return receive_buckets(group, layout, self._buffers, deadline=deadline)
+        arrivals = receive_buckets(group, layout, self._buffers, deadline=deadline)
+        with group.side_stream():
+            try:
+                take(arrivals)
+            finally:
+                for _ in arrivals:
+                    pass
+        self._await_end(group, deadline, poll_s)
 
-    @torch.no_grad()
-    def _load(
-        self,
-        planned: PlannedLoad,
-        group: BroadcastGroup,
-        layout: BucketLayout,
-        deadline: float,
-        *,
-        direct: bool,
-        poll_s: float = SPIN_S,
-    ) -> None:
-        planned.fill_constants()
-        if direct:
-            if planned.whole_targets is None:
-                raise TransferError("this worker cannot receive without buckets")
-            broadcast_tensors(group, planned.whole_targets, deadline=deadline)
-        else:
-            arrivals = self._arrivals(group, layout, deadline)
-            buckets = planned.buckets(layout, self._buffers)
-            with group.side_stream():
-                for index in arrivals:
-                    buckets[index].copy()
+    def _await_end(self, group: BroadcastGroup, deadline: float, poll_s: float) -> None:
         group.synchronize(deadline=deadline, watch=group.raise_if_given_up, poll_s=poll_s)
         group.follow()
 
-    def _reload(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:
-        arrivals = self._arrivals(group, layout, deadline)
-        with group.side_stream():
-            try:
-                tensors = whole_tensors(layout, self._buffers, arrivals)
-                reload_model(self.model, self.vllm_config, tensors)
-            finally:
-                # Whoever fails here still takes part, so that the others' transfer ends.
-                for _ in arrivals:
-                    pass
-        group.synchronize(deadline=deadline, watch=group.raise_if_given_up)
-        group.follow()
+    @torch.no_grad()
+    def _load(self, plan: LoadPlan, deadline: float, direct: bool, poll_s: float = SPIN_S) -> None:
+        plan.fill_constants()
+        if direct:
+            group, _ = self._ready()
+            if plan.whole_targets is None:
+                raise TransferError("this worker cannot receive without buckets")
+            broadcast_tensors(group, plan.whole_targets, deadline=deadline)
+            self._await_end(group, deadline, poll_s)
+            return
+        _, layout = self._ready()
 
-    def _drain(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:
-        with group.side_stream():
-            for _ in self._arrivals(group, layout, deadline):
-                pass
-        group.synchronize(deadline=deadline, watch=group.raise_if_given_up)
+        def copy(arrivals: Iterator[int]) -> None:
+            buckets = plan.bound(layout, self._buffers)
+            for index in arrivals:
+                buckets[index].copy()
 
-    def _check_plan(self, group: BroadcastGroup, layout: BucketLayout, deadline: float) -> None:
+        self._transfer(deadline, copy, poll_s)
+
+    def _reload(self, deadline: float) -> None:
+        _, layout = self._ready()
+
+        def reload(arrivals: Iterator[int]) -> None:
+            tensors = whole_tensors(layout, self._buffers, arrivals)
+            reload_model(self.model, self.vllm_config, tensors)
+
+        self._transfer(deadline, reload)
+
+    def _check_plan(self, deadline: float) -> None:
         """Compares what the plan left behind with what the layerwise reload does."""
         by_plan = checksum(self.model.named_parameters())
-        self._reload(group, layout, deadline)
+        self._reload(deadline)
         by_reload = checksum(self.model.named_parameters())
         if self.takes_direct:
             self._buffers = []  # until the next check
         if wrong := [name for name in by_reload if by_plan.get(name) != by_reload[name]]:
-            self._planned = self._staged_load = None
+            self._planned = self._staged_plan = None
             self._distrust = self.path_reason = (
                 f"the plan left other values than a reload in {len(wrong)} parameters: "
                 + ", ".join(wrong[:3])

@@ -90,16 +90,21 @@ class AnswerSoFar:
 
         self._request = request
         self._only_new = request.sampling_params.output_kind is RequestOutputKind.DELTA
-        self._heard: list[EngineResult] = []
+        self._received: list[EngineResult] = []
 
     def add(self, result: EngineResult) -> None:
         """Takes note of what is yielded next."""
         if not self._only_new:
-            self._heard.clear()
-        self._heard.append(result)
+            self._received.clear()
+        self._received.append(result)
 
     @property
-    def verdict(self) -> str:
+    def is_whole(self) -> bool:
+        """Whether the last output has all tokens, not only those of a step or of one sample."""
+        return self._request.sampling_params.n == 1 and not self._only_new
+
+    @property
+    def final_reason(self) -> str:
         """Why no other replica can take the request up; empty if one can."""
         if not self._only_new or not self._num_tokens():
             return ""
@@ -114,7 +119,7 @@ class AnswerSoFar:
     def follow_up(self, request: EngineRequest) -> EngineRequest:
         """Returns what to ask the next replica for."""
         if not self._num_tokens() or self._obstacles():
-            self._heard.clear()
+            self._received.clear()
             return request
         return dataclasses.replace(request, begun=self._begun())
 
@@ -126,13 +131,13 @@ class AnswerSoFar:
         return unsound
 
     def _num_tokens(self) -> int:
-        outputs = (one.output for one in self._heard if one.output is not None)
+        outputs = (one.output for one in self._received if one.output is not None)
         return sum(len(one.answers[0]) for one in outputs)
 
     def _begun(self) -> BegunAnswer:
         outputs = [
             unpack_output(one.output, prompt_token_ids=())
-            for one in self._heard
+            for one in self._received
             if one.output is not None
         ]
         parts = [output.outputs[0] for output in outputs]
@@ -141,7 +146,7 @@ class AnswerSoFar:
         if logprobs is not None:
             for part in parts[1:]:
                 logprobs.extend(part.logprobs or ())
-        last = self._heard[-1].samples[0]
+        last = self._received[-1].samples[0]
         prompt_logprobs: Any = outputs[-1].prompt_logprobs
         if self._only_new and prompt_logprobs is not None:
             prompt_logprobs = []
@@ -160,7 +165,7 @@ class AnswerSoFar:
         """Where each version began, over all parts."""
         starts: list[tuple[int, int]] = []
         length = 0
-        for result in self._heard:
+        for result in self._received:
             if result.output is None:
                 continue
             starts += [(one.version, length + one.start) for one in result.samples[0].spans]

@@ -1,26 +1,26 @@
-"""The ledger of every replica's load: what this process counted, beside what engines reported."""
+"""The ledger of every replica's traffic: what this process counted, beside the engines' reports."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import sys
 import threading
 import time
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     UnsupportedArgumentError,
     VersionNotReachedError,
 )
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.replica import EngineCounters, EngineReport, ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-
-    from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus
 
 
 # Tokens per second of an engine, from what its last few reports had counted.
@@ -32,29 +32,17 @@ WINDOW_S = 2.0
 _SHORTEST_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """An engine's counters, and when they came.
-
-    Attributes:
-        at: Time by the ledger's clock, in seconds.
-        counters: What it had done by then.
-    """
+class Counted(NamedTuple):
+    """An engine's counters, and the time by the ledger's clock when they came."""
 
     at: float
     counters: EngineCounters
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRates:
-    """How fast an engine is; each is ``None`` if it is unknown.
+class TokenRates(NamedTuple):
+    """How fast an engine is; each is ``None`` if it is unknown."""
 
-    Attributes:
-        prompt_tokens_per_s: Tokens of prompts whose prefill ended, cached ones included.
-        generated_tokens_per_s: Tokens sampled.
-    """
-
-    prompt_tokens_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None  # of prompts whose prefill ended, cached ones included
     generated_tokens_per_s: float | None = None
 
 
@@ -77,7 +65,7 @@ def count(
 
 
 def token_rates(counted: Sequence[Counted]) -> TokenRates:
-    """Returns the rates between the first and the last of ``counted``."""
+    """The rates between the first and the last of ``counted``."""
     if not counted or (passed_s := counted[-1].at - counted[0].at) < _SHORTEST_S:
         return TokenRates()
     first, last = counted[0].counters, counted[-1].counters
@@ -87,11 +75,18 @@ def token_rates(counted: Sequence[Counted]) -> TokenRates:
     )
 
 
-# What is known of one replica's load.
+# What is known of one replica's traffic.
 
 
 MAX_KV_USAGE = 0.9
 """Replicas whose KV cache would be fuller than this get nothing while others would not be."""
+NOT_REPORTED = EngineReport(replica_id="", state=ReplicaState.STARTING)
+"""What is known before the first report: nothing."""
+
+
+def _reported(name: str) -> Any:
+    """An attribute that is one of the last report's."""
+    return property(attrgetter(f"report.{name}"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,54 +102,54 @@ class LoadSnapshot:
         in_flight: Samples that this process reserved and has not released; exact. A request for
             one sample is one of them.
         held_tokens: Tokens, of prompts and expected of answers, of these samples.
-        num_elsewhere: Samples of other processes, estimated when the last report came: those in the
-            engine beyond the ones that this process had in flight. None until reported.
+        report: What its engine last said of itself, whole; the attributes below are read from it.
         num_unfinished: Samples inside the engine, from every process; None until reported.
         num_running: Samples in the engine's running batch; None until reported.
         num_waiting: Samples queued in the engine; None until reported.
         kv_cache_usage: Share of KV-cache blocks in use, 0 to 1; None until reported.
         weight_version: Policy version it serves with; None before the first push or report.
+        membership_epoch: Changes of the service's membership that it had been told of.
+        counters: What the engine has done since it started; None until reported.
+        last_push: The last push that the replica was told of; None before one.
         measured_at: Time of the last report, by the ledger's clock; None before it.
+        num_elsewhere: Samples of other processes, estimated when the last report came: those in the
+            engine beyond the ones that this process had in flight. None until reported.
         held_when_measured: ``held_tokens`` at the time of the last report.
         kv_cache_tokens: Tokens for which its KV cache has room; None if unknown.
         block_size: Tokens in a block of its KV cache; None if unknown.
-        membership_epoch: Changes of the service's membership that it had been told of.
         reason: Why it is ``STALE`` or ``FAILED``; empty otherwise.
         away_since: Time, by the ledger's clock, since which it is ``FAILED`` only because its actor
             cannot be reached and may be back; None otherwise.
         counted: The engine's counters of the last few seconds' reports, oldest first.
-        last_push: The last push that the replica was told of; None before one.
     """
 
     replica_id: str
     state: ReplicaState
     in_flight: int = 0
     held_tokens: int = 0
-    num_elsewhere: int | None = None
-    num_unfinished: int | None = None
-    num_running: int | None = None
-    num_waiting: int | None = None
-    kv_cache_usage: float | None = None
-    weight_version: int | None = None
+    report: EngineReport = NOT_REPORTED
     measured_at: float | None = None
+    num_elsewhere: int | None = None
     held_when_measured: int = 0
     kv_cache_tokens: int | None = None
     block_size: int | None = None
-    membership_epoch: int = 0
     reason: str = ""
     away_since: float | None = None
     counted: tuple[Counted, ...] = ()
-    last_push: PushStatus | None = None
 
-    @property
-    def counters(self) -> EngineCounters | None:
-        """What the engine has done since it started, as of its last report; None until reported."""
-        return self.counted[-1].counters if self.counted else None
+    num_unfinished = _reported("num_unfinished")
+    num_running = _reported("num_running")
+    num_waiting = _reported("num_waiting")
+    kv_cache_usage = _reported("kv_cache_usage")
+    weight_version = _reported("weight_version")
+    membership_epoch = _reported("membership_epoch")
+    counters = _reported("counters")
+    last_push = _reported("last_push")
 
     @property
     def cache_version(self) -> int:
         """Version that its cache is of; as long as none is known, that of the first weights."""
-        return self.weight_version or 0
+        return self.report.weight_version or 0
 
     def hold(self, num_samples: int, tokens: int) -> None:
         """Counts samples, and the tokens that they hold, as in flight; only its ledger does so.
@@ -203,13 +198,11 @@ class LoadSnapshot:
         Returns:
             Share of the KV cache, 0 to 1 or more; None if unknown.
         """
-        reserved = 0.0
-        if self.kv_cache_usage is not None and self.is_fresh(now, max_age_s):
-            if self.kv_cache_tokens:
-                since = self.held_tokens - self.held_when_measured
-                reserved = max(0, since) / self.kv_cache_tokens
-            return self.kv_cache_usage + reserved
-        return self.held_tokens / self.kv_cache_tokens if self.kv_cache_tokens else None
+        room = self.kv_cache_tokens
+        if self.report.kv_cache_usage is not None and self.is_fresh(now, max_age_s):
+            since = max(0, self.held_tokens - self.held_when_measured)
+            return self.report.kv_cache_usage + (since / room if room else 0.0)
+        return self.held_tokens / room if room else None
 
     def has_room(self, tokens: int, now: float, max_age_s: float) -> bool:
         """Whether the KV cache would be at most 90 % full with so many tokens more.
@@ -222,7 +215,7 @@ class LoadSnapshot:
             max_age_s: Older reports count as unknown.
         """
         room = self.kv_cache_tokens
-        if self.kv_cache_usage is None:  # the usual case, without a report: quick
+        if self.report.kv_cache_usage is None:  # the usual case, without a report: quick
             return room is None or self.held_tokens + tokens <= MAX_KV_USAGE * room
         usage = self.predicted_usage(now, max_age_s)
         if usage is not None and room:
@@ -276,43 +269,41 @@ def describe_replicas(snapshots: Sequence[LoadSnapshot], exclude: Collection[str
     )
 
 
-_Number = TypeVar("_Number", int, float)
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Replicas among which a request can be placed.
+    """Replicas among which a request can be placed; strategies must not reorder them."""
 
-    Attributes:
-        snapshots: The ledger's own, in its order. A tuple, as strategies are handed it and must
-            not reorder it.
-        indices: Position of each among all replicas.
-        positions: Position of each among the candidates, by replica id.
-    """
+    snapshots: tuple[LoadSnapshot, ...]  # the ledger's own, in its order
+    indices: list[int]  # position of each among all replicas
+    positions: dict[str, int]  # position of each among the candidates, by replica id
 
-    snapshots: tuple[LoadSnapshot, ...]
-    indices: list[int]
-    positions: dict[str, int]
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, LoadSnapshot]]) -> Candidates:
+        """Makes candidates of replicas and their positions among all."""
+        kept = list(pairs)
+        return cls(
+            tuple(one for _, one in kept),
+            [index for index, _ in kept],
+            {one.replica_id: at for at, (_, one) in enumerate(kept)},
+        )
 
     def only(self, keep: Callable[[LoadSnapshot], bool]) -> Candidates:
         """Those for which ``keep`` is true."""
         pairs = zip(self.indices, self.snapshots, strict=True)
-        return candidates_of((index, one) for index, one in pairs if keep(one))
+        return Candidates.of(pair for pair in pairs if keep(pair[1]))
 
 
-def candidates_of(pairs: Iterable[tuple[int, LoadSnapshot]]) -> Candidates:
-    """Makes candidates of replicas and their positions among all."""
-    kept = list(pairs)
-    return Candidates(
-        tuple(one for _, one in kept),
-        [index for index, _ in kept],
-        {one.replica_id: at for at, (_, one) in enumerate(kept)},
-    )
-
-
-def _figure(reported: _Number | None) -> _Number | None:
-    """What an engine reported, unless it can be no count and no share."""
-    return reported if reported is not None and 0 <= reported <= sys.maxsize else None
+def _plausible(report: EngineReport) -> EngineReport:
+    """A report in which figures that can be no count and no share are unknown."""
+    odd: dict[str, Any] = {}
+    for name in ("num_unfinished", "num_running", "num_waiting", "kv_cache_usage"):
+        given = getattr(report, name)
+        if given is not None and not 0 <= given <= sys.maxsize:
+            odd[name] = None
+    return dataclasses.replace(report, **odd) if odd else report
 
 
 def _below(floor: int) -> str:
@@ -343,11 +334,8 @@ class LoadTracker:
         [0, 1]
         >>> tracker.release("1")
 
-    Attributes:
-        lock: Guards the ledger.
-        clock: As given.
-        newest_version: Newest policy version that a replica ever reported, one that is dead or gone
-            now too; 0 before the first.
+    ``newest_version`` is the newest that a replica ever reported, one that is dead or gone now too;
+    0 before the first.
     """
 
     def __init__(
@@ -405,7 +393,7 @@ class LoadTracker:
         ``lock`` must be held, also while they are used. The same object until one of them changes.
         """
         if self._candidates is None:
-            self._candidates = candidates_of(
+            self._candidates = Candidates.of(
                 (index, one)
                 for index, one in enumerate(self._snapshots.values())
                 if one.state.admits_requests
@@ -443,6 +431,21 @@ class LoadTracker:
             with self.lock:
                 del self._watchers[key]
                 self._num_urgent -= urgent
+
+    def wait_until(self, test: Callable[[], _Result | None], timeout_s: float) -> _Result | None:
+        """Returns the first result of ``test`` that is not None, or None when the time is over.
+
+        It is called whenever a replica changes, and at least once a second.
+        """
+        deadline, changed = time.monotonic() + timeout_s, threading.Event()
+        with self.watched(changed.set):
+            while True:
+                changed.clear()
+                result = test()
+                left_s = deadline - time.monotonic()
+                if result is not None or left_s <= 0:
+                    return result
+                changed.wait(min(left_s, 1.0))  # a shutdown tells nobody
 
     def add(self, replica_id: str, state: ReplicaState = ReplicaState.STARTING) -> None:
         """Tracks one more replica, at the end of the order."""
@@ -554,20 +557,13 @@ class LoadTracker:
             if not outdated and not stays_failed:
                 known.state, known.reason = self._fenced(report)
                 known.away_since = None
-            known.num_unfinished = _figure(report.num_unfinished)
-            known.num_running = _figure(report.num_running)
-            known.num_waiting = _figure(report.num_waiting)
-            known.kv_cache_usage = _figure(report.kv_cache_usage)
-            known.weight_version = report.weight_version
-            self.newest_version = max(self.newest_version, report.weight_version or 0)
-            known.membership_epoch = report.membership_epoch
-            known.measured_at = now
+            known.report = report = _plausible(report)
+            known.measured_at, known.held_when_measured = now, known.held_tokens
             known.counted = count(known.counted, report.counters, now)
-            known.last_push = report.last_push
-            known.held_when_measured = known.held_tokens
-            inside = known.num_unfinished
-            if inside is None and known.num_running is not None and known.num_waiting is not None:
-                inside = known.num_running + known.num_waiting
+            self.newest_version = max(self.newest_version, report.weight_version or 0)
+            inside = report.num_unfinished
+            if inside is None and report.num_running is not None and report.num_waiting is not None:
+                inside = report.num_running + report.num_waiting
             if inside is not None:
                 inside = max(0, inside - max(known.in_flight, in_flight_then or 0))
             known.num_elsewhere = inside
@@ -639,20 +635,12 @@ class LoadTracker:
         return self._tracked(replica_id) if removed is None else removed
 
     def __getstate__(self) -> dict[str, Any]:
+        kept = ("replica_id", "state", "reason", "block_size", "kv_cache_tokens")
         with self.lock:
-            facts = [
-                (s.replica_id, s.state, s.reason, s.block_size, s.kv_cache_tokens)
-                for s in self._snapshots.values()
-            ]
-        return {"replicas": facts}
+            known = self._snapshots.values()
+            return {"replicas": [{name: getattr(one, name) for name in kept} for one in known]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__([])
-        for replica_id, replica_state, reason, block_size, kv_cache_tokens in state["replicas"]:
-            self._snapshots[replica_id] = LoadSnapshot(
-                replica_id=replica_id,
-                state=replica_state,
-                reason=reason,
-                block_size=block_size,
-                kv_cache_tokens=kv_cache_tokens,
-            )
+        for one in state["replicas"]:
+            self._snapshots[one["replica_id"]] = LoadSnapshot(**one)

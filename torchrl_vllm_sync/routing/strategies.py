@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.prefix_index import PromptChain
 
 
-# The part of a prompt that strategies look at.
-
-
 _FLAT = (list, tuple, str, np.ndarray)
 
 
@@ -58,9 +55,6 @@ def routing_prompt(prompt: object) -> tuple[str | Sequence[int] | None, str | No
     ):
         raise InvalidPromptError(f"token ids must be integers, got {type(prompt[0]).__name__}")
     return prompt, salt  # pyright: ignore[reportReturnType] - an integer array is a sequence of ids
-
-
-# What routing may know of a request.
 
 
 @dataclass(slots=True)
@@ -372,9 +366,6 @@ def strategy_factory(name: str) -> StrategyFactory:
     if not isinstance(name, str) or name not in _FACTORIES:
         raise UnknownStrategyError(f"strategy must be one of {', '.join(_FACTORIES)}, got {name!r}")
     return _FACTORIES[name]
-
-
-# Several strategies in fallback order: the first that can tell decides.
 
 
 class StrategyChain:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ray.exceptions import RayError
 
@@ -86,8 +87,7 @@ class QueueLengthScaling:
         self.min_replicas, self.max_replicas = min_replicas, max_replicas
         self.long_queue, self.idle_load = long_queue, idle_load
         self.patience_s, self.drain_timeout_s = patience_s, drain_timeout_s
-        self._long_since: float | None = None
-        self._idle_since: float | None = None
+        self._long_since = self._idle_since = math.inf
 
     def __call__(self, snapshots: Sequence[LoadSnapshot], now: float) -> int:
         """Returns the number of replicas wanted; see :class:`ScalingPolicy`."""
@@ -102,22 +102,21 @@ class QueueLengthScaling:
         )
         is_long = is_settled and queued > self.long_queue * len(serving)
         is_idle = is_settled and inside <= self.idle_load * (len(serving) - 1)
-        self._long_since = _since(self._long_since, now) if is_long else None
-        self._idle_since = _since(self._idle_since, now) if is_idle else None
-        if self._lasted(self._long_since, now) and num < self.max_replicas:
-            self._long_since = None
+        self._long_since = min(self._long_since, now) if is_long else math.inf
+        self._idle_since = min(self._idle_since, now) if is_idle else math.inf
+        if now - self._long_since >= self.patience_s and num < self.max_replicas:
+            self._long_since = math.inf
             return num + 1
-        if self._lasted(self._idle_since, now) and num > self.min_replicas:
-            self._idle_since = None
+        if now - self._idle_since >= self.patience_s and num > self.min_replicas:
+            self._idle_since = math.inf
             return num - 1
         return num
 
-    def _lasted(self, since: float | None, now: float) -> bool:
-        return since is not None and now - since >= self.patience_s
 
-
-def _since(before: float | None, now: float) -> float:
-    return now if before is None else before
+def idlest(snapshots: Sequence[LoadSnapshot]) -> list[str]:
+    """Returns the ids of replicas in the order in which they should leave."""
+    order = sorted(snapshots, key=lambda one: (one.state.admits_requests, one.in_flight))
+    return [one.replica_id for one in order]
 
 
 RETURN_S = 70.0
@@ -136,26 +135,6 @@ INTERVAL_S = 0.5
 SCALING_INTERVAL_S = 1.0
 JOIN_TIMEOUT_S = 5.0
 SCALING = "scaling"
-
-
-class Supervised(Protocol):
-    """What a supervisor needs of a service's replicas; see ``Fleet``."""
-
-    def add(self, num_replicas: int) -> list[str]:
-        """Starts new replicas and waits until they have joined."""
-        ...
-
-    def remove(self, replica_ids: Sequence[str], *, drain_timeout_s: float) -> None:
-        """Lets replicas finish what they have, and ends them."""
-        ...
-
-    def restart(self, replica_id: str) -> None:
-        """Ends what is left of a replica, starts it anew and waits until it has joined."""
-        ...
-
-    def catch_up(self, replica_ids: Sequence[str]) -> dict[str, str]:
-        """Brings replicas to the committed version; returns the reasons of those that are not."""
-        ...
 
 
 class RestartBudget:
@@ -208,7 +187,7 @@ class Supervisor:
 
     def __init__(
         self,
-        fleet: Supervised,
+        fleet: Any,
         load: LoadTracker,
         *,
         max_restarts: int,
@@ -280,16 +259,15 @@ class Supervisor:
                     self._give_up(one)
             elif one.state is ReplicaState.STALE:
                 if self._catch_ups.is_due(name, now):
-                    self._begin(name, self._catch_ups, lambda name=name: self._bring_along(name))
+                    self._begin(
+                        name, self._catch_ups, lambda name=name: self._fleet.catch_up([name])
+                    )
             elif one.state is ReplicaState.SERVING:
                 self._catch_ups.refund(name)
                 self._given_up.discard(name)
         if self._scaling is not None and now >= self._scaled_at + SCALING_INTERVAL_S:
             self._scaled_at = now
             self._scale(self._scaling, snapshots, now)
-
-    def _bring_along(self, replica_id: str) -> None:
-        self._fleet.catch_up([replica_id])
 
     def _give_up(self, one: LoadSnapshot) -> None:
         if one.replica_id not in self._given_up:
@@ -319,8 +297,7 @@ class Supervisor:
         if wanted > len(there):
             self._begin(SCALING, self._scalings, lambda: self._fleet.add(wanted - len(there)))
         else:
-            idlest = sorted(there, key=lambda one: (one.state.admits_requests, one.in_flight))
-            leaving = [one.replica_id for one in idlest[: len(there) - wanted]]
+            leaving = idlest(there)[: len(there) - wanted]
             self._begin(
                 SCALING,
                 self._scalings,

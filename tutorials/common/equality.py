@@ -1,4 +1,4 @@
-"""Compares tokens with what they should be, tells the first difference, and records the run."""
+"""Compares tokens with what they should be, records the run, and says PASS or FAIL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.record import Recorder, RecordError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torchrl_vllm_sync import AsyncVLLM
+    from torchrl_vllm_sync import AsyncVLLM, PushReport
 
 
 def random_prompts(num_prompts: int, seed: int) -> list[list[int]]:
@@ -91,27 +91,47 @@ def _at(tokens: Sequence[int], place: int) -> str:
     return str(tokens[place]) if place < len(tokens) else "the end"
 
 
-def write_record(
+def milliseconds(report: PushReport) -> dict[str, float]:
+    """A push's phases on the trainer's side and the first engine's, and the whole."""
+    engine = {f"engine: {name}": one for name, one in report.replicas[0].phases.items()}
+    seconds = {name: one for name, one in (report.phases | engine).items() if name.endswith("_s")}
+    return {
+        name.removesuffix("_s"): 1e3 * one
+        for name, one in (seconds | {"push_s": report.seconds}).items()
+    }
+
+
+def show_kinds(answers: Sequence[Sequence[int]]) -> None:
+    """Prints how many different tokens were compared: few would prove little."""
+    print(f"The compared tokens are of {len({one for some in answers for one in some})} kinds")
+
+
+def conclude(
     name: str,
     case: str,
     comparisons: Mapping[str, Comparison],
-    phases: Mapping[str, Mapping[str, float]],
+    reports: Mapping[str, PushReport],
+    claimed: str,
     *,
     smoke: bool,
-) -> str:
-    """Writes a run down as benchmarks do.
+    failure: str = "",
+) -> bool:
+    """Writes a run down as benchmarks do, and prints PASS or FAIL.
 
     Args:
         name: Name of the record.
         case: What was run.
         comparisons: What was compared, by the system's or the setting's name.
-        phases: Milliseconds by phase of each of those; may be empty.
-        smoke: Write it to a temporary directory.
+        reports: The push of each of those that had one.
+        claimed: Which of them PASS is about.
+        smoke: Write the record to a temporary directory.
+        failure: What else is wrong.
 
     Returns:
-        Where it lies, or why there is none.
+        Whether it is PASS.
     """
     recorder = Recorder(name)
+    phases = {system: milliseconds(report) for system, report in reports.items()}
     for system, compared in comparisons.items():
         recorder.add(
             case=case,
@@ -122,9 +142,18 @@ def write_record(
             prompts=compared.total,
             first_difference=compared.first,
         )
-        for phase, milliseconds in phases.get(system, {}).items():
-            recorder.add(case=case, system=system, metric=phase, unit="ms", samples=[milliseconds])
+        for phase, spent in phases.get(system, {}).items():
+            recorder.add(case=case, system=system, metric=phase, unit="ms", samples=[spent])
+    for system, report in reports.items():
+        print(f"{system}, by {report.transport}:")
+        print("  " + ", ".join(f"{phase} {one:.1f} ms" for phase, one in phases[system].items()))
     try:
-        return str(recorder.write(smoke=smoke))
+        print(f"Record: {recorder.write(smoke=smoke)}")
     except RecordError as error:
-        return f"none: {error}"
+        print(f"Record: none: {error}")
+    if failure := comparisons[claimed].first or failure:
+        print(f"FAIL {failure}")
+        return False
+    fraction, push_ms = comparisons[claimed].fraction, phases[claimed]["push"]
+    print(f"PASS tokens_equal {fraction:.3f} push_ms {push_ms:.1f}")
+    return True

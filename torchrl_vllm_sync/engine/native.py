@@ -1,0 +1,464 @@
+"""vLLM's own weight-transfer, pause and sleep calls on one engine, under vLLM's names.
+
+Beyond vLLM each has a time limit, comes in turn or is refused, and an update pauses the engine if
+nobody has. Plain mappings are taken beside vLLM's request classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms import current_platform
+
+from torchrl_vllm_sync.engine.args import payload_of
+from torchrl_vllm_sync.engine.updates import (
+    RESUME_TIMEOUT_S,
+    SHORT_TIMEOUT_S,
+    Pause,
+    Updates,
+    Watchdog,
+    raise_failures,
+)
+from torchrl_vllm_sync.errors import (
+    SyncError,
+    TransferError,
+    TransferNotReadyError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+)
+from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.versions import MAX_VERSION
+from torchrl_vllm_sync.weights.transport import check_mode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from torchrl_vllm_sync.engine.gate import AdmissionGate
+    from torchrl_vllm_sync.engine.updates import LoadReport
+    from torchrl_vllm_sync.weights.transport import PauseMode
+
+logger = logging.getLogger(__name__)
+
+# Seconds that a call has unless it says otherwise.
+DEFAULT_TIMEOUT_S = 300.0
+# Seconds without a call after which whoever drives an update is taken to be gone.
+IDLE_TIMEOUT_S = 300.0
+SLEEP_LEVELS = (0, 1, 2)
+MEMORY_TAGS = frozenset({"weights", "kv_cache"})
+# Run that versions belong to which vLLM's own calls brought.
+NATIVE_RUN = "vLLM's own calls"
+# What workers' own failures are raised as; one that did not answer in time is a plain SyncError.
+WORKERS_ANSWERED = (TransferError, TransferNotReadyError, WeightMismatchError)
+
+
+@dataclass(slots=True)
+class _OpenUpdate:
+    """An update that is driven call by call, and what it has taken.
+
+    ``version`` and ``run_id`` are known from the start of one that comes in chunks, which must have
+    ended after ``limit_s``; to any other the limit applies from call to call.
+    """
+
+    limit_s: float
+    version: int | None = None
+    run_id: str = NATIVE_RUN
+    pause: Pause = field(default_factory=Pause)
+    stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    is_busy: bool = False
+    num_tensors: int = 0
+    deadline: float = math.inf
+
+    def left_s(self) -> float:
+        """Seconds for which nobody need call."""
+        return min(self.limit_s, max(self.deadline - time.monotonic(), 0.0))
+
+
+class NativeCalls:
+    """Drives the updates of one engine from outside.
+
+    An update: :meth:`start_weight_update`, :meth:`update_weights` any number of times,
+    :meth:`finish_weight_update`; or the same in chunks. A failure ends it, and so does silence.
+    While it is open pushes wait, the engine is paused, and requests wait at the gate.
+    """
+
+    def __init__(self, updates: Updates, engine: AsyncLLM, gate: AdmissionGate) -> None:
+        self._updates, self._engine, self._gate = updates, engine, gate
+        self._open: _OpenUpdate | None = None
+        self._watchdog = Watchdog(self._give_up_silent)
+
+    def _refuse_open(self, what: str) -> None:
+        if self._open is not None:
+            raise TransferNotReadyError(
+                f"{what} has to wait: a weight update is open on replica "
+                f"{self._updates.replica_id}; finish_weight_update, or "
+                "shutdown_weight_transfer_engine, ends it"
+            )
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, what: str, timeout_s: float = SHORT_TIMEOUT_S) -> AsyncIterator[None]:
+        """Keeps other updates out; refused, and not kept waiting, while an update is open."""
+        self._refuse_open(what)
+        async with self._updates.exclusive(timeout_s):
+            yield
+
+    # ---------------------------------------------------------------- pauses of the engine's user
+
+    async def pause_generation(
+        self,
+        *,
+        mode: PauseMode = "abort",
+        clear_cache: bool = True,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Pauses until :meth:`resume_generation`; vLLM's defaults end requests and drop caches."""
+        check_mode(mode)
+        async with self._turn("pause_generation", timeout_s):
+            call = self._engine.pause_generation(mode=mode, clear_cache=clear_cache)
+            await self._hold("pausing", call, timeout_s)
+
+    async def resume_generation(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Ends :meth:`pause_generation`; does nothing to an engine that is not paused."""
+        async with self._turn("resume_generation", timeout_s):
+            if self._updates.asleep:
+                raise TransferNotReadyError(
+                    f"replica {self._updates.replica_id} is asleep: wake_up, not "
+                    "resume_generation, ends it"
+                )
+            await self._let_go()
+
+    async def is_paused(self) -> bool:
+        """Returns whether vLLM's scheduler is paused; waits while a transfer blocks the engine."""
+        return await self._updates.ask("asking", self._engine.is_paused(), SHORT_TIMEOUT_S)
+
+    async def sleep(
+        self, level: int = 1, mode: PauseMode = "abort", *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Puts the engine to sleep; new requests wait at the gate until :meth:`wake_up`."""
+        check_mode(mode)
+        if level not in SLEEP_LEVELS:
+            raise UnsupportedArgumentError(f"level must be one of {SLEEP_LEVELS}, got {level!r}")
+        able = current_platform.is_cpu() or self._engine.vllm_config.model_config.enable_sleep_mode
+        if level > 0 and not able:
+            raise UnsupportedArgumentError(
+                f"sleep(level={level}) needs enable_sleep_mode=True at launch"
+            )
+        async with self._turn("sleep", timeout_s):
+            await self._hold("falling asleep", self._engine.sleep(level, mode), timeout_s)
+            if level > 0:
+                self._updates.asleep = MEMORY_TAGS
+            if level > 1:
+                self._updates.whole = False
+
+    async def wake_up(
+        self, tags: list[str] | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> bool:
+        """Wakes the engine, or the memory that ``tags`` name; fully awake it takes requests.
+
+        After ``sleep(level=2)``: ``wake_up(["weights"])``, an update, ``wake_up(["kv_cache"])``.
+        """
+        wanted = MEMORY_TAGS if tags is None else frozenset(tags)
+        if unknown := sorted(wanted - MEMORY_TAGS - {"scheduling"}):
+            raise UnsupportedArgumentError(
+                f"tags must be among {sorted(MEMORY_TAGS)} and 'scheduling', got {unknown}"
+            )
+        async with self._turn("wake_up", timeout_s):
+            left = self._updates.asleep - wanted
+            if not left and not self._updates.whole:
+                raise TransferNotReadyError(
+                    f"replica {self._updates.replica_id} has no weights to serve with: "
+                    "wake_up(['weights']), then an update, then wake_up(['kv_cache'])"
+                )
+            await self._updates.ask("waking up", self._engine.wake_up(tags), timeout_s)
+            self._updates.asleep = left
+            if not left:
+                await self._let_go()
+        return not left
+
+    async def _hold(self, what: str, call: Awaitable[None], timeout_s: float) -> None:
+        """Keeps the engine from stepping by ``call``; undone if that fails."""
+        before = self._updates.held
+        if self._gate.state is ReplicaState.SERVING:
+            self._updates.set_state(ReplicaState.UPDATING)
+        self._updates.held = True
+        try:
+            await self._updates.ask(what, call, timeout_s)
+        except BaseException:
+            self._updates.held = before
+            if self._updates.whole:
+                await self._updates.resume()
+            raise
+
+    async def _let_go(self) -> None:
+        """Ends what :meth:`_hold` began."""
+        if not self._updates.whole:
+            raise self._gate.refusal()
+        self._updates.held = False
+        await self._updates.resume()
+
+    # ---------------------------------------------------------------- the transfer engine
+
+    async def init_weight_transfer_engine(
+        self, request: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Initialises every worker's transfer engine; for most, all wait for the trainer in it."""
+        info = payload_of(request, "init_info")
+        async with self._turn("init_weight_transfer_engine", timeout_s):
+            await self._updates.ask_workers(
+                "native_init", info, timeout_s=timeout_s, what="initialising"
+            )
+
+    async def use_transfer_engine(self, backend: str | None = None) -> None:
+        """Has every worker use another transfer engine; ``None`` takes that of the launch."""
+        async with self._turn("use_transfer_engine"):
+            await self._updates.ask_workers("native_use", backend, what="changing")
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Leaves the trainer's group; an open update is given up first, see :meth:`_abandon`."""
+        if self._open is not None:
+            await self._abandon()
+        async with self._updates.exclusive(SHORT_TIMEOUT_S):
+            await self._updates.ask_workers("native_shutdown", what="leaving")
+
+    async def expect_native(self, version: int, run_id: str) -> None:
+        """Says whether :meth:`receive_native` could begin, so that no collective waits in vain."""
+        async with self._turn("a push"):
+            self._updates.require_weights()
+            await self._check_native(version, run_id)
+
+    async def receive_native(
+        self,
+        update_info: dict[str, Any],
+        *,
+        version: int,
+        run_id: str,
+        timeout_s: float,
+        **options: Any,
+    ) -> LoadReport:
+        """Receives a whole version through the transfer engine, in one go."""
+        async with self._turn("a push", timeout_s):
+            await self._check_native(version, run_id)
+            return await self._updates.apply(
+                lambda left: self._updates.call_workers("native_load", update_info, timeout_s=left),
+                version=version,
+                run_id=run_id,
+                timeout_s=timeout_s,
+                **options,
+            )
+
+    async def _check_native(self, version: int, run_id: str) -> None:
+        self._updates.refuse_stale(version, run_id)
+        await self._updates.ask_workers("native_check", what="checking")
+
+    # ---------------------------------------------------------------- an open update
+
+    async def start_weight_update(
+        self, *, timeout_s: float = DEFAULT_TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S
+    ) -> None:
+        """Begins an update: other updates are kept out, and the engine is paused if it is not.
+
+        Requests in flight freeze and go on when the update has ended; those without a token yet
+        start again then, under the new weights.
+        """
+        if not 0 < idle_timeout_s < math.inf:
+            raise UnsupportedArgumentError(
+                f"idle_timeout_s must be a finite number greater than 0, got {idle_timeout_s}"
+            )
+        await self._begin(_OpenUpdate(idle_timeout_s), "keep", False, timeout_s)
+
+    async def update_weights(self, request: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Receives one part of the update, or all of it."""
+        updates, info = self._updates, payload_of(request, "update_info")
+        async with self._step("update_weights"):
+            was_whole, updates.whole = updates.whole, False
+            answers = await updates.call_workers(
+                "native_update", info, timeout_s=timeout_s, what="receiving"
+            )
+            updates.whole = was_whole and all(one["untouched"] for one in answers)
+            raise_failures(updates.replica_id, answers)
+
+    async def finish_weight_update(
+        self, weight_version: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Ends the update: the engine goes on, unless its user had paused it before."""
+        self._require_idle("finish_weight_update")
+        label = None if weight_version is None else str(weight_version)
+        version = self._version_of(label)  # one that is refused leaves the update open
+        async with self._step("finish_weight_update") as update:
+            self._updates.whole = False
+            await self._updates.ask_workers("native_finish", timeout_s=timeout_s, what="finishing")
+            self._updates.apart = False
+            await self._updates.commit(update.pause, version, label, update.run_id)
+        await self._end(update, None)
+
+    async def update_weights_native(
+        self, request: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """TorchRL's name for start, update and finish in one call."""
+        await self.start_weight_update(timeout_s=timeout_s)
+        await self.update_weights(request, timeout_s=timeout_s)
+        await self.finish_weight_update(timeout_s=timeout_s)
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Names weights that are in place already; vLLM's Ray client calls it after an update.
+
+        Requests in flight freeze meanwhile, so that each of their tokens has one version.
+        """
+        async with self._turn("update_weight_version"):
+            label = str(new_version)
+            version = self._version_of(label)
+            is_serving = self._updates.whole and self._gate.state.admits_requests
+            async with (
+                self._updates.paused("keep", clear_cache=False, timeout_s=SHORT_TIMEOUT_S)
+                if is_serving
+                else contextlib.nullcontext()
+            ):
+                await self._updates.label(label)
+                self._gate.switch(version)
+
+    def _version_of(self, label: str | None) -> int:
+        """The policy version that a label stands for, if it is an integer."""
+        try:
+            version = self._updates.version if label is None else int(label)
+        except ValueError:
+            return self._updates.version
+        self._updates.refuse_older(version, "weight_version")
+        if version > MAX_VERSION:
+            raise UnsupportedArgumentError(
+                f"weight_version must be at most {MAX_VERSION}, or no integer, got {label}"
+            )
+        return version
+
+    async def begin_chunks(
+        self, version: int, run_id: str, mode: PauseMode, clear_cache: bool, timeout_s: float
+    ) -> None:
+        """Begins a version that comes in parts; the sender has ``timeout_s`` for all of them."""
+        self._updates.refuse_stale(version, run_id)
+        await self._begin(_OpenUpdate(timeout_s, version, run_id), mode, clear_cache, timeout_s)
+
+    async def receive_chunk(self, update_info: dict[str, Any], timeout_s: float) -> None:
+        """Receives a part of a version."""
+        update = self._require_chunks()
+        await self.update_weights(update_info, timeout_s=timeout_s)
+        update.num_tensors += len(update_info["names"])
+
+    async def finish_chunks(self) -> LoadReport:
+        """Ends a version that came in parts."""
+        update = self._require_chunks()
+        version = update.version or 0
+        await self.finish_weight_update(str(version), timeout_s=RESUME_TIMEOUT_S)
+        return update.pause.report(
+            version,
+            {},
+            num_tensors=update.num_tensors,
+            attempts=1,
+            path="layerwise",
+            path_reason="vLLM's own transfer engines always take it",
+        )
+
+    async def give_up_chunks(self, run_id: str) -> None:
+        """Ends what run ``run_id`` has begun; the replica is stale if a part of it had come."""
+        if self._open is not None and self._open.run_id == run_id:
+            await self._abandon()
+
+    def _require_chunks(self) -> _OpenUpdate:
+        if self._open is None or self._open.version is None:
+            raise TransferNotReadyError("no version was begun, or its time was up")
+        return self._open
+
+    async def _begin(
+        self, update: _OpenUpdate, mode: PauseMode, clear_cache: bool, timeout_s: float
+    ) -> None:
+        self._refuse_open("start_weight_update")
+        self._open = update
+        async with self._step("start_weight_update"):
+            await update.stack.enter_async_context(self._updates.exclusive(timeout_s))
+            self._updates.require_weights()
+            await self._updates.ask_workers("native_check", what="checking")
+            update.pause = await update.stack.enter_async_context(
+                self._updates.paused(mode, clear_cache, timeout_s)
+            )
+            self._updates.apart = True
+            await self._updates.ask_workers("native_start", timeout_s=timeout_s, what="starting")
+            if update.version is not None:
+                update.deadline = time.monotonic() + update.limit_s
+
+    def _require_idle(self, what: str) -> _OpenUpdate:
+        """Returns the open update, or refuses ``what``."""
+        if self._open is None:
+            raise TransferNotReadyError(
+                f"{what}: no weight update is open on replica {self._updates.replica_id}: "
+                "start_weight_update comes first"
+            )
+        if self._open.is_busy:
+            raise TransferNotReadyError(
+                f"{what} has to wait: another call of the weight update on replica "
+                f"{self._updates.replica_id} is under way"
+            )
+        return self._open
+
+    @contextlib.asynccontextmanager
+    async def _step(self, what: str) -> AsyncIterator[_OpenUpdate]:
+        """One call of the open update: a second one meanwhile is refused, a failure ends it."""
+        update = self._require_idle(what)
+        update.is_busy = True
+        self._watchdog.stop()
+        try:
+            yield update
+        except BaseException as error:
+            await self._fail(update, error)
+            raise
+        finally:
+            update.is_busy = False
+            if self._open is update:
+                self._watchdog.start(update.left_s())
+
+    async def _fail(self, update: _OpenUpdate, error: BaseException) -> None:
+        """After a failure: puts the model together, then gives back what the update had taken.
+
+        Workers that did not answer are busy still: the next update finds the model apart.
+        """
+        if self._open is not update:  # it has ended
+            return
+        have_answered = isinstance(error, WORKERS_ANSWERED) and not self._engine.errored
+        try:
+            if self._updates.apart and have_answered:
+                await self._updates.put_together()
+        finally:
+            await self._end(update, error)
+
+    async def _abandon(self, reason: str = "") -> None:
+        """Gives the open update up; a replica that had received part of it is stale then."""
+        async with self._step("giving up") as update:
+            try:
+                await self._updates.put_together()
+            finally:
+                given_up = SyncError("an update was given up half-way" + reason)
+                await self._end(update, None if self._updates.whole else given_up)
+
+    async def _give_up_silent(self) -> None:
+        update = self._open
+        if update is None:
+            return
+        reason = f"no call came for {update.limit_s:g} s"
+        if update.version is not None:
+            reason = f"version {update.version} did not arrive within {update.limit_s:g} s"
+        logger.warning(
+            "replica %s: a weight update is given up: %s", self._updates.replica_id, reason
+        )
+        await self._abandon(f": {reason}")
+
+    async def _end(self, update: _OpenUpdate, error: BaseException | None) -> None:
+        """Resumes, or leaves the replica stale after ``error``, and lets other updates in."""
+        self._open = None
+        self._watchdog.stop()
+        if error is None:
+            await update.stack.aclose()
+        else:
+            await update.stack.__aexit__(type(error), error, error.__traceback__)
