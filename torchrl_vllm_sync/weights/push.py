@@ -64,7 +64,7 @@ class VersionHooks:
     """The hooks of one service in this process; a pickled copy has none."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._hooks: list[Callable[[PushReport], object]] = []
         self._listeners: list[Callable[[int], object]] = []
 
@@ -78,21 +78,19 @@ class VersionHooks:
         with self._lock:
             if hook in self._hooks:
                 raise UnsupportedArgumentError(f"hook is registered already: {hook!r}")
-        return self._add(self._hooks, hook)
+            return self._add(self._hooks, hook)
 
     def listen(self, listener: Callable[[int], object]) -> Callable[[], None]:
         """Adds a function that :meth:`moved` calls; returns one that takes it away."""
         return self._add(self._listeners, listener)
 
     def _add(self, known: list[Any], one: Callable[..., object]) -> Callable[[], None]:
+        def remove() -> None:
+            with self._lock, contextlib.suppress(ValueError):  # it is gone already
+                known.remove(one)
+
         with self._lock:
             known.append(one)
-
-        def remove() -> None:
-            with self._lock:
-                if one in known:
-                    known.remove(one)
-
         return remove
 
     def moved(self, version: int) -> None:
@@ -126,43 +124,43 @@ PROBE_TIMEOUT_S = 10.0
 LEAST_S = 1.0
 
 
-def catch_up_from_snapshot(
-    client: ReplicaClient,
-    replica_ids: Collection[str],
-    givers: Sequence[str],
-    version: int,
-    deadline: Deadline,
+def load_snapshot(
+    client: ReplicaClient, replica_ids: Collection[str], stored: Any, version: int, limit_s: float
 ) -> dict[str, Any]:
-    """Has replicas load the snapshot that others loaded, whichever process stored it."""
-    calls = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
-    answers = calls.answers(deadline.min(PROBE_TIMEOUT_S).left_s).values()
-    source = next((one for one in answers if isinstance(one, dict)), None)
-    if source is None:
-        return {}
-    left_s = max(deadline.left_s, LEAST_S)
+    """Has replicas load a snapshot, stored by whichever process."""
     return client.start_calls(
         "load_snapshot",
-        dict.fromkeys(replica_ids, (source["directory"], source["run_id"])),
+        dict.fromkeys(replica_ids, (stored["directory"], stored["run_id"])),
         at_least=version,
-        timeout_s=left_s,
-    ).answers(left_s + GRACE_S)
+        timeout_s=limit_s,
+    ).answers(limit_s + GRACE_S)
 
 
-def catch_up_from_peer(
+def catch_up_from_others(
     client: ReplicaClient,
     replica_ids: Collection[str],
     givers: Sequence[str],
     version: int,
     deadline: Deadline,
 ) -> dict[str, Any]:
-    """Has replicas copy the weights of one that serves, which goes on serving.
+    """Has replicas load the snapshot that others loaded, or else copy the weights of one of them.
 
-    Pushes to the giving replica wait for a chunk at most. A replica that is silent gets nothing.
+    That one goes on serving, and pushes to it wait for a chunk at most. A replica that is silent
+    gets nothing.
     """
-    probes = client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
     answers: dict[str, Any] = {}
-    answers |= failed(probes.answers(deadline.min(PROBE_TIMEOUT_S).left_s))
-    left = [one for one in replica_ids if one not in answers]
+    sources = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
+    told = sources.answers(deadline.min(PROBE_TIMEOUT_S).left_s).values()
+    if stored := next((one for one in told if isinstance(one, dict)), None):
+        limit_s = max(deadline.left_s, LEAST_S)
+        answers = load_snapshot(client, replica_ids, stored, version, limit_s)
+        replica_ids = failed(answers)
+        if not replica_ids:
+            return answers
+    probes = client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
+    silent = failed(probes.answers(deadline.min(PROBE_TIMEOUT_S).left_s))
+    answers |= silent
+    left = [one for one in replica_ids if one not in silent]
     reason: BaseException = RuntimeError(f"no replica is there that serves version {version}")
     for giver in givers if left else ():
         left_s = max(deadline.left_s, LEAST_S)
@@ -181,7 +179,7 @@ def catch_up_from_peer(
             withdrawal = client.start_calls("withdraw_weights", {giver: (offer["token"],)})
             withdrawal.answers(GRACE_S)
         break
-    return dict.fromkeys(left, reason) | answers
+    return answers | dict.fromkeys(left, reason)
 
 
 # How long a push may take when nobody says: a multiple of what pushes like it have taken.
@@ -213,15 +211,6 @@ class PushDeadlines:
     30 s and three times the median of the last few, as a watchdog that neither ends slow pushes nor
     lets a wedged peer hold the others for long. Before there is a measurement, and where requests
     in flight are waited for, 300 s at least: how long those take says nothing of the next.
-
-    Example:
-        >>> deadlines = PushDeadlines()
-        >>> kind = PushKind(transport="memmap", num_bytes=8, mode="keep", clear_cache=False)
-        >>> deadlines.timeout_s(kind)
-        300.0
-        >>> deadlines.record(kind, 2.0)
-        >>> deadlines.timeout_s(kind)
-        36.0
     """
 
     def __init__(self) -> None:
@@ -651,15 +640,14 @@ class WeightPusher:
                 is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
                 self._keep(content, reports, chosen, transport)
                 failures = errors_of(reports)
-                if reached_some(reports):
-                    self._hold_back_late(reports, chosen, transport.run_id)
+                self._keep_out(reports, chosen, transport.run_id)
                 missed = failures.keys() & awaited.keys()
                 if not missed and all(one.loaded for one in reports if not one.error):
                     self._deadlines.record(kind, seconds)
                 news, self._missed = missed - self._missed, missed
                 if not failures:
                     break
-                self._settle(reports, chosen, transport.run_id)
+                ledger.is_current = False  # the next push asks anew what the replicas hold
                 if news:  # somebody may well send this again
                     with times.measure("compare_s"):
                         content.summed(given)
@@ -723,31 +711,24 @@ class WeightPusher:
         self._take_stock()
         return self._ledger.newest >= version
 
-    def _hold_back_late(self, reports: list[LoadReport], version: int, run_id: str) -> None:
-        """Keeps out replicas that joined while ``version`` was on its way to the others only.
+    def _keep_out(self, reports: list[LoadReport], version: int, run_id: str) -> None:
+        """Has replicas take no requests until they hold what others have: ``version``.
 
-        While this process pushes none joins here, but in the process that supervises the service.
+        That is those that were left behind, and those that joined while it was on its way. While
+        this process pushes none joins here, but in the process that supervises the service. If
+        nobody reached ``version``, the replicas that are whole go on serving what they hold.
         """
-        late = self._client.standings().keys() - {one.replica_id for one in reports}
-        if late:
-            self._client.note_left_behind(version, late)
-            self._hold_back(late, version, run_id)  # pushes need not wait for that
-
-    def _settle(self, reports: list[LoadReport], version: int, run_id: str) -> None:
-        """After a push that left replicas behind: those take no requests until repaired.
-
-        If nobody reached ``version``, the replicas that are whole go on serving what they hold.
-        """
-        if reached_some(reports):
-            self._client.note_left_behind(version, errors_of(reports))
-            everyone, silent = self._client.standings().keys(), self._members.silent.keys()
-            self._hold_back(everyone & silent, version, run_id)  # which it reads when it wakes
-            awake = self._hold_back(everyone - silent, version, run_id)
+        everyone, errors = self._client.standings().keys(), errors_of(reports)
+        behind = everyone - {one.replica_id for one in reports} | errors.keys()
+        if not behind or not reached_some(reports):
+            return
+        self._client.note_left_behind(version, behind)
+        told, silent = everyone if errors else behind, self._members.silent.keys()
+        stamp = version, run_id
+        self._client.start_calls("hold_back", dict.fromkeys(told & silent, stamp))  # when it wakes
+        awake = self._client.start_calls("hold_back", dict.fromkeys(told - silent, stamp))
+        if errors:  # pushes need not wait for those that have just joined
             awake.answers(HOLD_BACK_TIMEOUT_S)
-        self._ledger.is_current = False  # the next push asks anew what the replicas hold
-
-    def _hold_back(self, replicas: Collection[str], version: int, run_id: str) -> PendingCalls:
-        return self._client.start_calls("hold_back", dict.fromkeys(replicas, (version, run_id)))
 
     def _take_stock(self) -> None:
         """Asks the replicas what they hold: before the first push, and after one that failed."""
@@ -780,18 +761,15 @@ class WeightPusher:
             if version == 0:
                 return {}
             transport, answers = self.transport, {}
+            left, givers = replica_ids, [n for n, held in served.items() if held == version]
             is_stored = version == self._ledger.reached == transport.last_version
             if isinstance(transport, MemmapTransport) and is_stored:
-                left_s = max(deadline.left_s, LEAST_S)
-                answers = transport.catch_up(self._client, replica_ids, version, timeout_s=left_s)
-            left = failed(answers) if answers else replica_ids
-            givers = [name for name, held in served.items() if held == version]
+                own = {"directory": str(transport.directory), "run_id": transport.run_id}
+                limit_s = max(deadline.left_s, LEAST_S)
+                answers = load_snapshot(self._client, left, own, version, limit_s)
+                left = failed(answers)
             if left and (givers or not answers):  # such as on a node that the store is not on
-                loaded = catch_up_from_snapshot(self._client, left, givers, version, deadline)
-                answers |= loaded
-                left = failed(loaded) if loaded else left
-                if left:
-                    answers |= catch_up_from_peer(self._client, left, givers, version, deadline)
+                answers |= catch_up_from_others(self._client, left, givers, version, deadline)
             failures = failed(answers)
             self._members.forget_silence(answers.keys() - failures.keys())
             self._ledger.is_current = False
