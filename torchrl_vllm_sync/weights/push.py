@@ -238,20 +238,16 @@ class VersionLedger:
 
     A version is committed once every replica holds it, or, if pushes are not strict, once one does:
     the others take no requests until they hold it too. A push that fails commits nothing.
-
-    Attributes:
-        committed: Newest version that was committed; 0 is what engines launch with.
-        reached: Newest version that a replica took from this process.
-        attempted: Newest version that this process began to send.
-        seen: Newest version that any replica was at, one that is stale now too.
-        held: What each replica last acknowledged; ``None`` after a failed update.
-        is_current: Whether nobody need be asked what the replicas hold.
     """
 
     def __init__(self) -> None:
-        self.committed = self.reached = self.attempted = self.seen = 0
+        self.committed = 0  # newest version that was; 0 is what engines launch with
+        self.reached = 0  # newest version that a replica took from this process
+        self.attempted = 0  # newest version that this process began to send
+        self.seen = 0  # newest version that any replica was at, one that is stale now too
+        # What each replica last acknowledged; ``None`` after a failed update.
         self.held: dict[str, int | None] = {}
-        self.is_current = False
+        self.is_current = False  # whether nobody need be asked what the replicas hold
         self._run: tuple[int, str | None] = 0, None
 
     @property
@@ -619,21 +615,15 @@ class WeightPusher:
             awaited = awaited_replicas(self._client.standings())
             for last_try in (version is not None, True):
                 chosen = ledger.next_version(version, transport.last_version)
+                alike: dict[str, Any] = {"clear_cache": options.clear_cache, "mode": options.mode}
                 kind = PushKind(
                     transport=self.transport.name,
                     num_bytes=num_bytes,
-                    mode=options.mode,
-                    clear_cache=options.clear_cache,
                     members=frozenset(awaited.items()),
+                    **alike,
                 )
                 limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
-                push = Push(
-                    source=source,
-                    version=chosen,
-                    timeout_s=limit_s,
-                    clear_cache=options.clear_cache,
-                    mode=options.mode,
-                )
+                push = Push(source=source, version=chosen, timeout_s=limit_s, **alike)
                 content, start = Content(given), time.perf_counter()
                 reports = deliver(transport, self._members, push)
                 seconds = time.perf_counter() - start
