@@ -318,7 +318,7 @@ class WeightPusher:
         self._missed: set[str] = set()
         self._sender, self._number = uuid.uuid4().hex, 0
         self._deadlines = PushDeadlines()
-        self._transport: WeightTransport | None = None
+        self._transport: WeightTransport = AutoTransport()
         self._lock = threading.RLock()
 
     @property
@@ -360,14 +360,8 @@ class WeightPusher:
     @property
     def transport(self) -> WeightTransport:
         """The transport that pushes use: what was chosen for the first one, unless it was told."""
-        transport = self._used()
-        chosen = transport.chosen if isinstance(transport, AutoTransport) else None
-        return chosen or transport
-
-    def _used(self) -> WeightTransport:
-        if self._transport is None:
-            self._transport = AutoTransport()
-        return self._transport
+        used = self._transport
+        return (used.chosen or used) if isinstance(used, AutoTransport) else used
 
     def use(self, transport: WeightTransport) -> None:
         """Makes ``transport`` the one that pushes use; closes the one before."""
@@ -380,12 +374,12 @@ class WeightPusher:
     def open(self) -> None:
         """Opens the transport; does nothing when it is open."""
         with contextlib.ExitStack() as ending, self._lock, self._turn(ending) as turn:
-            self._open(turn, self._used())
+            self._open(turn, self._transport)
 
     def step_aside(self) -> None:
         """Closes a transport that meets the engines in a group, which others are about to use."""
         with self._lock:
-            if self._transport is not None and not isinstance(self.transport, MemmapTransport):
+            if not isinstance(self.transport, MemmapTransport):
                 self._transport.close()
 
     def look_again(self) -> None:
@@ -396,8 +390,7 @@ class WeightPusher:
     def close(self) -> None:
         """Closes the transport; idempotent."""
         with self._lock:
-            if self._transport is not None:
-                self._transport.close()
+            self._transport.close()
 
     def push(
         self,
@@ -444,7 +437,7 @@ class WeightPusher:
         ending: contextlib.ExitStack,
     ) -> tuple[PushReport, bool]:
         """Sends once, or twice if another process was quicker; says whether that is news."""
-        times, transport, ledger = PhaseTimes(), self._used(), self._ledger
+        times, transport, ledger = PhaseTimes(), self._transport, self._ledger
         strict = bool(options.strict)
         with contextlib.ExitStack() as stack:
             with times.measure("open_s"):
