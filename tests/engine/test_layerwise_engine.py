@@ -44,7 +44,9 @@ def state(service):
 
 def next_version(service):
     """One more than replicas hold: what is called past the service it learns only later."""
-    (found,) = {one.weight_version for one in service.replicas.call_replicas("report").values()}
+    (found,) = {
+        report.weight_version for report in service.replicas.call_replicas("report").values()
+    }
     return found + 1
 
 

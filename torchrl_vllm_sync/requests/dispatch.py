@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 # What a request whose version came at the last moment gets all the same, in seconds.
 LEAST_TIMEOUT_S = 0.001
-# Whoever refuses in these states says so in the ledger, and is a candidate again when that is over.
+# The ledger knows when one of these states is over, and the replica is a candidate again.
 _PASSING = (ReplicaState.STARTING, ReplicaState.UPDATING, ReplicaState.DRAINING, ReplicaState.STALE)
 # Engines end a request at its time limit. A replica silent for this much longer has hung.
 GRACE_S = 10.0
@@ -72,7 +72,9 @@ class PendingRequest:
     losses: list[Loss] = field(default_factory=list)
     has_waited: bool = False  # for a replica, which counts against its time limit
     has_ended: bool = False
-    place: Reservation | None = None
+    place: Reservation | None = None  # this and the next two are the latest attempt's
+    actor: Any = None
+    abort_id: str = ""
 
     @property
     def left_s(self) -> float:
@@ -92,38 +94,39 @@ class PendingRequest:
             return f"and its time limit of {self.request.timeout_s:g} s is over"
         return "" if self.so_far is None else self.so_far.final_reason
 
-    def next_request(self) -> EngineRequest:
-        """The request as it is sent next: with what is left of its time limit, and to be done."""
+    def send(self, actor: Any) -> EngineRequest:
+        """The request for an actor: with what is left of its time limit, and of its answer."""
         request = self.request
         if self.has_waited or self.losses:
             timeout_s = max(self.left_s, LEAST_TIMEOUT_S)
             request = dataclasses.replace(request, timeout_s=timeout_s, attempt=len(self.losses))
+        self.actor, self.abort_id = actor, request.abort_id
         return request if self.so_far is None else self.so_far.follow_up(request)
 
-    def lose(self, loss: Loss) -> None:
+    def lose(self, error: ReplicaUnavailableError) -> None:
         """Notes that a replica lost or refused the request, and gives its place back."""
         assert self.place is not None, "it was sent, so it has a place"
         self.place.release()
-        self.losses.append(loss)
+        self.losses.append(Loss(error, self.actor, self.abort_id))
+        self.actor, self.abort_id = None, ""
 
-    def note(self, result: EngineResult) -> bool:
-        """Notes an answer or a step of one; gives the place back, and says so, if it is the end."""
+    def note(self, result: EngineResult) -> None:
+        """Notes an answer or a step of one; gives the place back if it is the end."""
         if self.so_far is not None:
             self.so_far.add(result)
         self.has_ended = result.error is not None or result.finished
         if self.has_ended:
             assert self.place is not None, "it was sent, so it has a place"
-            # Who places the next requests is told what is in the cache, under the oldest version.
+            # For placing what goes on from it: what is in the cache, under the oldest version.
             is_whole = result.output is not None and (self.so_far is None or self.so_far.is_whole)
             answers = result.output.answers if result.output is not None and is_whole else []
             begun = [one.spans[0].version for one in result.samples if one.spans]
             self.place.release(answers, min(begun, default=None))
-        return self.has_ended
 
     def end(self, error: Exception) -> EngineResult:
         """The result that says why there is no answer."""
         self.has_ended = True
-        return EngineResult(request_id=self.request.request_id, replica_id="", error=error)
+        return _unanswered(self.request.request_id, error)
 
     def end_lost(self, why: str) -> EngineResult:
         """The result of a request that no replica takes up any more."""
@@ -278,105 +281,91 @@ class Dispatcher:
     async def _call(
         self, replica_id: str, share: Sequence[PendingRequest]
     ) -> AsyncGenerator[EngineResult]:
-        """Yields what one replica answers to its share, giving places back as requests end.
+        """Yields what one replica answers to its share.
 
         What it loses is noted in the requests, for another to have; those that may have no other
         attempt end here.
         """
-        inside = {one.request.request_id: one for one in share}
-        abort_ids: dict[str, str] = {}
-        lost: list[PendingRequest] = []
-        actor: Any = None
-        limit_s = 0.0
-
-        def sent() -> list[str]:
-            return [abort_id for name, abort_id in abort_ids.items() if name in inside]
-
-        def lose(request_id: str, error: ReplicaUnavailableError) -> None:
-            lost.append(inside.pop(request_id))
-            lost[-1].lose(Loss(error, actor, abort_ids.get(request_id, "")))
-
-        def lose_all(error: ReplicaUnavailableError, *, may_return: bool) -> None:
-            if may_return and sent():  # it is told, should it come back, and not waited for
-                actor.abort.remote(sent())
-            for request_id in list(inside):
-                lose(request_id, error)
-
-        def fail_all(error: Callable[[EngineRequest], Exception]) -> list[EngineResult]:
-            return [one.end(error(one.request)) for one in inside.values()]
-
-        failures: list[EngineResult] = []
-        try:
-            try:
-                replica = _find(self._replicas(), replica_id)
-                if replica is None:
-                    raise _gone(replica_id)
-                actor = replica.actor
-                await self._end_former(actor, share)
-                asked = [one.next_request() for one in share]
-                abort_ids |= {one.request_id: one.abort_id for one in asked}
-                limit_s = max(request.timeout_s for request in asked) + GRACE_S
-                is_stream = share[0].so_far is not None
-                answers = self._answers(replica, asked, limit_s, is_stream=is_stream)
-                async with contextlib.aclosing(answers):
-                    async for result in answers:
-                        if isinstance(result.error, ReplicaUnavailableError):
-                            self._mark(result.error, actor)
-                            lose(result.request_id, result.error)
-                        else:
-                            if inside[result.request_id].note(result):
-                                del inside[result.request_id]
-                            yield self._completed(result)
-                        if not inside:
-                            break
-            except ReplicaUnavailableError as error:
-                if actor is None:
-                    self._mark(error, None)
-                lose_all(error, may_return=actor is not None)
-            except RayError as error:
-                found = loss(replica_id, error)
-                if found is not None:
-                    self._mark(found, actor)
-                    lose_all(found, may_return=found.may_return)
-                reason = f"replica {replica_id}: {error}"
-                failures = fail_all(lambda request: GenerationError(request.request_id, reason))
-            except TimeoutError:
-                reason = f"it was silent for {limit_s:g} s"
-                silent = ReplicaUnavailableError(replica_id, ReplicaState.FAILED, reason)
-                self._mark(silent, actor)
-                failures = fail_all(
-                    lambda request: GenerationTimeoutError(
-                        f"request {request.request_id}: replica {replica_id} did not answer "
-                        f"within {limit_s:g} s"
-                    )
-                )
-            for result in failures:
-                yield result
-            for one in lost:
-                if why := one.final_reason:
-                    yield one.end_lost(why)
-        finally:
-            if left := sent():
-                await asyncio.shield(self._abort(actor, left))
+        pending = {one.request.request_id: one for one in share}
+        async with contextlib.aclosing(self._answers(replica_id, share)) as answers:
+            async for result in answers:
+                one = pending[result.request_id]
+                if not isinstance(result.error, ReplicaUnavailableError):
+                    one.note(result)
+                    yield self._completed(result)
+                else:
+                    one.lose(result.error)
+                    if why := one.final_reason:
+                        yield one.end_lost(why)
 
     async def _answers(
-        self, replica: Replica, asked: list[EngineRequest], limit_s: float, *, is_stream: bool
+        self, replica_id: str, share: Sequence[PendingRequest]
     ) -> AsyncGenerator[EngineResult]:
-        """Yields what an engine actor answers, as long as there is hope for more."""
-        watch, end = ReplicaWatch(self._replicas, self._load, replica), time.monotonic() + limit_s
-        if is_stream:
-            refs = replica.actor.stream.options(num_returns="streaming").remote(asked[0])
-        else:
-            method = replica.actor.run_batch.options(num_returns="streaming")
-            refs = method.remote(asked, want_prompt=False)
-        refs = aiter(refs)
-        while True:
-            # A stream may be read slowly, and each step in a task of its own: the limit is on
-            # silence there.
-            async with watch.limited(limit_s if is_stream else end - time.monotonic()):
-                answer = await (await anext(refs))
-            for result in [answer] if is_stream else answer:
-                yield result
+        """Yields one replica's answers; what it leaves unanswered is answered by an error."""
+        replica = _find(self._replicas(), replica_id)
+        if replica is None:
+            self._mark(_gone(replica_id), None)
+            for one in share:
+                yield _unanswered(one.request.request_id, _gone(replica_id))
+            return
+        actor = replica.actor
+        await self._end_former(actor, share)
+        asked = [one.send(actor) for one in share]
+        left = {one.request_id: one.abort_id for one in asked}
+        limit_s = max(one.timeout_s for one in asked) + GRACE_S
+        end, watch = time.monotonic() + limit_s, ReplicaWatch(self._replicas, self._load, replica)
+        is_stream = share[0].so_far is not None
+        lost: ReplicaUnavailableError | None = None
+        may_return, reason = False, ""
+
+        def failure(name: str) -> Exception:
+            if reason:
+                return GenerationError(name, reason)
+            return GenerationTimeoutError(
+                f"request {name}: replica {replica_id} did not answer within {limit_s:g} s"
+            )
+
+        try:
+            try:
+                if is_stream:
+                    refs = actor.stream.options(num_returns="streaming").remote(asked[0])
+                else:
+                    run_batch = actor.run_batch.options(num_returns="streaming")
+                    refs = run_batch.remote(asked, want_prompt=False)
+                refs = aiter(refs)
+                while left:
+                    # A stream may be read slowly, and each step in a task of its own: the limit is
+                    # on silence there.
+                    async with watch.limited(limit_s if is_stream else end - time.monotonic()):
+                        answer = await (await anext(refs))
+                    for result in [answer] if is_stream else answer:
+                        if result.error is not None or result.finished:
+                            del left[result.request_id]
+                        if isinstance(result.error, ReplicaUnavailableError):
+                            self._mark(result.error, actor)
+                        yield result
+            except ReplicaUnavailableError as error:
+                lost, may_return = error, True
+            except RayError as error:
+                reason = f"replica {replica_id}: {error}"
+                lost = loss(replica_id, error)
+                if lost is not None:
+                    self._mark(lost, actor)
+                    may_return = lost.may_return
+            except TimeoutError:
+                silence = f"it was silent for {limit_s:g} s"
+                silent = ReplicaUnavailableError(replica_id, ReplicaState.FAILED, silence)
+                self._mark(silent, actor)
+            names = list(left)
+            if lost is not None:
+                if may_return and left:  # not waited for: it is out of reach
+                    actor.abort.remote(list(left.values()))
+                left.clear()
+            for name in names:
+                yield _unanswered(name, lost or failure(name))
+        finally:
+            if left:
+                await asyncio.shield(self._abort(actor, list(left.values())))
 
     @contextlib.asynccontextmanager
     async def _reserved(
@@ -492,6 +481,10 @@ class Dispatcher:
 def _find(replicas: Iterable[Replica], replica_id: str) -> Replica | None:
     """A replica, or ``None`` if it was removed or the service shut down."""
     return next((one for one in replicas if one.replica_id == replica_id), None)
+
+
+def _unanswered(request_id: str, error: Exception) -> EngineResult:
+    return EngineResult(request_id=request_id, replica_id="", error=error)
 
 
 def _gone(replica_id: str) -> ReplicaUnavailableError:

@@ -164,7 +164,6 @@ class LoadBalancer:
         names = [strategy] if isinstance(strategy, str) else strategy
         if not isinstance(names, Collection) or not names:
             raise UnsupportedArgumentError(f"strategy must name at least one, got {strategy!r}")
-        self.strategies = list(names)
         check_integer("prefix_length", prefix_length, 1)
         check_number("overload_threshold", overload_threshold, 1)
         check_number("monitor_interval_s", monitor_interval_s, 0)
@@ -173,6 +172,7 @@ class LoadBalancer:
             raise UnsupportedArgumentError(
                 f"monitor_interval_s must be greater than 0, got {monitor_interval_s}"
             )
+        self.strategies = list(names)
         self.strategy = self.strategies[0]
         self._factories = {name: strategy_factory(name) for name in self.strategies}
         self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
@@ -231,11 +231,10 @@ class LoadBalancer:
             InvalidPromptError: The prompt is empty or of a wrong type.
             NoReplicaAvailableError: No replica can take a request.
         """
-        request = RoutingRequest(context=request_context)
-        request.prompt, request.salt = routing_prompt(prompt)
-        tracker = self._ready()
-        with tracker.lock:
-            candidates, position = self._choose(tracker, request, (), 0)
+        seen, salt = routing_prompt(prompt)
+        request = RoutingRequest(seen, request_context, salt=salt)
+        with self._ready().lock:
+            candidates, position = self._choose(request, (), 0)
             return candidates.indices[position]
 
     def reserve(
@@ -274,11 +273,10 @@ class LoadBalancer:
             session_id = as_key("session_id", session_id)
         if group_id is not None:
             group_id = as_key("group_id", group_id)
-        request = RoutingRequest(None, context, session_id, group_id)
-        request.prompt, request.salt = routing_prompt(prompt)
-        tracker = self._ready()
-        with tracker.lock:
-            return self._reserve(tracker, request, exclude, min_version)
+        seen, salt = routing_prompt(prompt)
+        request = RoutingRequest(seen, context, session_id, group_id, salt)
+        with self._ready().lock:
+            return self._reserve(request, exclude, min_version)
 
     def reserve_batch(
         self,
@@ -334,15 +332,13 @@ class LoadBalancer:
             for request, params in zip(requests, sampling_params, strict=True):
                 request.num_samples, request.max_tokens = _sampled_as(params)
         num_coming = sum(request.num_samples for request in requests)
-        tracker = self._ready()
         reservations: list[Reservation] = []
-        with tracker.lock, ExitStack() as undo:
+        with self._ready().lock, ExitStack() as undo:
             for request in requests:
                 request.num_coming = num_coming
-                reservation = self._reserve(tracker, request, exclude, min_version)
                 num_coming -= request.num_samples
-                undo.callback(reservation.release)
-                reservations.append(reservation)
+                place = undo.enter_context(self._reserve(request, exclude, min_version))
+                reservations.append(place)
             undo.pop_all()
         return reservations
 
@@ -374,7 +370,7 @@ class LoadBalancer:
         tracker = self._ready()
         with tracker.lock:
             snapshots, now = tracker.snapshots(), tracker.clock()
-            round_robin_index = self._placer.chain.turn(snapshots)
+            round_robin_index = self._placer.turn(snapshots)
         return {
             "strategies": list(self.strategies),
             "primary_strategy": self.strategy,
@@ -424,34 +420,26 @@ class LoadBalancer:
         return [Replica(str(index), actor) for index, actor in enumerate(self._actors)]
 
     def _choose(
-        self,
-        tracker: LoadTracker,
-        request: RoutingRequest,
-        exclude: Collection[str],
-        min_version: int,
+        self, request: RoutingRequest, exclude: Collection[str], min_version: int
     ) -> tuple[Candidates, int]:
         """Candidates for a request, and which of them to use. The ledger must be locked."""
-        candidates = tracker.candidates()
+        candidates = self.load.candidates()
         self._placer.sync(candidates)
         if exclude or min_version or not candidates.snapshots:
             if isinstance(exclude, str):
                 raise UnsupportedArgumentError(f"exclude must be several ids, got {exclude!r}")
             check_version("min_version", min_version)
-            candidates = tracker.candidates_for(exclude, min_version)
+            candidates = self.load.candidates_for(exclude, min_version)
         return candidates, self._placer.choose(request, candidates)
 
     def _reserve(
-        self,
-        tracker: LoadTracker,
-        request: RoutingRequest,
-        exclude: Collection[str],
-        min_version: int,
+        self, request: RoutingRequest, exclude: Collection[str], min_version: int
     ) -> Reservation:
-        candidates, position = self._choose(tracker, request, exclude, min_version)
+        candidates, position = self._choose(request, exclude, min_version)
         snapshot, index = candidates.snapshots[position], candidates.indices[position]
         tokens = self._placer.place(request, snapshot, candidates)
         snapshot.hold(request.num_samples, tokens)
-        return Reservation(tracker, self._placer, request, snapshot, index, tokens)
+        return Reservation(self.load, self._placer, request, snapshot, index, tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_placer", "_monitor")}
@@ -465,7 +453,7 @@ class LoadBalancer:
 
 
 def _sampled_as(params: Any) -> tuple[int, int | None]:
-    """How many samples are asked for, and their length at most: such as the ledger can count."""
+    """How many samples are asked for, and their length at most, as the ledger can count them."""
     n, max_tokens = params.n, params.max_tokens
     if not isinstance(n, int) or n < 1 or not (max_tokens is None or max_tokens >= 0):
         raise UnsupportedArgumentError(

@@ -162,7 +162,7 @@ class LoadSnapshot:
         self.held_tokens += tokens
 
     def is_fresh(self, now: float, max_age_s: float) -> bool:
-        """Whether the last report is at most ``max_age_s`` older than ``now``, by the clock.
+        """Whether the last report is at most ``max_age_s`` older than ``now``; else it is unknown.
 
         Args:
             now: Time by the ledger's clock.
@@ -175,28 +175,19 @@ class LoadSnapshot:
 
         Those counted here, which is exact, and those of other processes as of the last report, as
         long as that is fresh: so the error is what other processes sent or got back since then.
-
-        Args:
-            now: Time by the ledger's clock.
-            max_age_s: Older reports count as unknown.
+        Arguments are those of :meth:`is_fresh`.
         """
         if self.num_elsewhere and self.is_fresh(now, max_age_s):
             return self.in_flight + self.num_elsewhere
         return self.in_flight
 
     def predicted_usage(self, now: float, max_age_s: float) -> float | None:
-        """Share of the KV cache that its requests use, or will; above 1 if they will have to wait.
+        """Returns the share of the KV cache that its requests use, or will; above 1 they must wait.
 
         The engine's own figure while it is fresh, and what this process has reserved since.
         Otherwise all that this process has reserved. Blocks that requests share count once in the
-        first and several times in the second. None if neither is known.
-
-        Args:
-            now: Time by the ledger's clock.
-            max_age_s: Older reports count as unknown.
-
-        Returns:
-            Share of the KV cache, 0 to 1 or more; None if unknown.
+        first and several times in the second. None if neither is known. Arguments are those of
+        :meth:`is_fresh`.
         """
         room = self.kv_cache_tokens
         if self.report.kv_cache_usage is not None and self.is_fresh(now, max_age_s):
@@ -503,7 +494,6 @@ class LoadTracker:
             del self._snapshots[replica_id]
             self._marked_at.pop(replica_id, None)
             self._floors.pop(replica_id, None)
-            self._candidates = None
             if snapshot.in_flight:
                 self._removed[replica_id] = snapshot
             self._announce()
@@ -534,40 +524,41 @@ class LoadTracker:
         asked_at: float | None = None,
         in_flight_then: int | None = None,
     ) -> None:
-        """Takes over what an engine said of itself.
+        """Notes what an engine said of itself; what a replica says that is not tracked is dropped.
 
         The figures are always taken; one that cannot be, such as NaN or a number below 0, counts as
-        unknown. The state is not, if the report was asked for before the last
-        ``mark``; and a replica marked ``FAILED`` leaves that state only by a report of ``SERVING``
-        or ``STALE``, unless it was only out of reach: then it is back with whatever it reports. One
-        that says it serves counts as ``STALE`` below its :meth:`set_floor`.
-        A report of a replica that is not tracked (any more) is dropped.
+        unknown. The state is not, if the report was asked for before the last ``mark``; and a
+        replica marked ``FAILED`` leaves that state only by a report of ``SERVING`` or ``STALE``,
+        unless it was only out of reach: then it is back with whatever it reports. One that says it
+        serves counts as ``STALE`` below its :meth:`set_floor`.
         """
         now = self.clock()
         with self.lock:
-            known = self._snapshots.get(report.replica_id)
-            if known is None:
+            if report.replica_id not in self._snapshots:
                 return
-            before = known.state, known.weight_version
-            asked_at = now if asked_at is None else asked_at
-            outdated = asked_at < self._marked_at.get(report.replica_id, asked_at)
-            alive = report.state in (ReplicaState.SERVING, ReplicaState.STALE)
-            is_away = known.away_since is not None
-            stays_failed = known.state is ReplicaState.FAILED and not alive and not is_away
-            if not outdated and not stays_failed:
-                known.state, known.reason = self._fenced(report)
-                known.away_since = None
-            known.report = report = _plausible(report)
-            known.measured_at, known.held_when_measured = now, known.held_tokens
-            known.counted = count(known.counted, report.counters, now)
-            self.newest_version = max(self.newest_version, report.weight_version or 0)
-            inside = report.num_unfinished
-            if inside is None and report.num_running is not None and report.num_waiting is not None:
-                inside = report.num_running + report.num_waiting
-            if inside is not None:
-                inside = max(0, inside - max(known.in_flight, in_flight_then or 0))
-            known.num_elsewhere = inside
-            self._changed(known, before)
+            with self._changing(report.replica_id) as known:
+                asked_at = now if asked_at is None else asked_at
+                outdated = asked_at < self._marked_at.get(report.replica_id, asked_at)
+                alive = report.state in (ReplicaState.SERVING, ReplicaState.STALE)
+                is_away = known.away_since is not None
+                stays_failed = known.state is ReplicaState.FAILED and not alive and not is_away
+                if not outdated and not stays_failed:
+                    known.state, known.reason = self._fenced(report)
+                    known.away_since = None
+                known.report = report = _plausible(report)
+                known.measured_at, known.held_when_measured = now, known.held_tokens
+                known.counted = count(known.counted, report.counters, now)
+                self.newest_version = max(self.newest_version, report.weight_version or 0)
+                inside = report.num_unfinished
+                if (
+                    inside is None
+                    and report.num_running is not None
+                    and report.num_waiting is not None
+                ):
+                    inside = report.num_running + report.num_waiting
+                if inside is not None:
+                    inside = max(0, inside - max(known.in_flight, in_flight_then or 0))
+                known.num_elsewhere = inside
 
     def mark(
         self, replica_id: str, state: ReplicaState, reason: str = "", *, may_return: bool = False
@@ -577,18 +568,15 @@ class LoadTracker:
         One that was ``CLOSED`` before its actor died has not failed, and stays so. Nor has one that
         failed otherwise become one that may return.
         """
-        with self.lock:
-            known = self._tracked(replica_id)
+        with self._changing(replica_id) as known:
             if known.state is ReplicaState.CLOSED and state is ReplicaState.FAILED:
                 return
-            before = known.state, known.weight_version
             if not may_return:
                 known.away_since = None
             elif known.state is not ReplicaState.FAILED:
                 known.away_since = self.clock()
             known.state, known.reason = state, reason
             self._marked_at[replica_id] = self.clock()
-            self._changed(known, before)
 
     def set_floor(self, replica_id: str, version: int) -> None:
         """Keeps requests from a replica until it reports ``version`` or a later one.
@@ -596,13 +584,10 @@ class LoadTracker:
         Whatever it says of itself meanwhile: one that was silent when others went on does not know
         yet that it is behind.
         """
-        with self.lock:
-            known = self._tracked(replica_id)
+        with self._changing(replica_id) as known:
             floor = self._floors[replica_id] = max(version, self._floors.get(replica_id, 0))
-            before = known.state, known.weight_version
             if known.state.admits_requests:
                 known.state, known.reason = ReplicaState.STALE, _below(floor)
-            self._changed(known, before)
 
     def _fenced(self, report: EngineReport) -> tuple[ReplicaState, str]:
         """Returns the state that counts, and why; a floor that was reached is forgotten."""
@@ -613,9 +598,15 @@ class LoadTracker:
             return ReplicaState.STALE, _below(floor)
         return report.state, report.reason
 
-    def _changed(self, known: LoadSnapshot, before: tuple[ReplicaState, int | None]) -> None:
-        if (known.state, known.weight_version) != before:
-            self._announce()
+    @contextlib.contextmanager
+    def _changing(self, replica_id: str) -> Iterator[LoadSnapshot]:
+        """A record to change with the ledger locked; a new state or version is announced."""
+        with self.lock:
+            known = self._tracked(replica_id)
+            before = known.state, known.weight_version
+            yield known
+            if (known.state, known.weight_version) != before:
+                self._announce()
 
     def _announce(self) -> None:
         self._candidates = None

@@ -11,7 +11,12 @@ import numpy as np
 from torchrl_vllm_sync.checks import check_integer, shown
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.routing.prefix_index import index_block_tokens
-from torchrl_vllm_sync.routing.strategies import StrategyChain, loads_of, not_overloaded
+from torchrl_vllm_sync.routing.strategies import (
+    LeastRequests,
+    RoundRobin,
+    loads_of,
+    not_overloaded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -129,7 +134,8 @@ class RequestPlacer:
         max_sessions: int,
     ) -> None:
         self._settings, self._index = settings, settings.index
-        self.chain = StrategyChain(factories, settings)
+        self._strategies = {name: factory(settings) for name, factory in factories.items()}
+        self._last_resort = LeastRequests(settings)
         self.sessions, self.groups = KeyLedger(max_sessions), KeyLedger(max_sessions)
         # Mean tokens of an answer, the latest weighing most.
         self.mean_output: float | None = None
@@ -163,7 +169,30 @@ class RequestPlacer:
             position = self._with_group(request, candidates)
             if position is not None:
                 return position
-        return self.chain.choose(request, candidates.snapshots)
+        return self._by_strategies(request, candidates.snapshots)
+
+    def _by_strategies(self, request: RoutingRequest, choices: Sequence[LoadSnapshot]) -> int:
+        """Asks the strategies in order; where none can tell, the fewest requests decide."""
+        for name, strategy in self._strategies.items():
+            position = strategy.choose(request, choices)
+            if position is None:
+                continue
+            is_integer = isinstance(position, (int, np.integer)) and not isinstance(position, bool)
+            if not is_integer or not 0 <= position < len(choices):
+                raise IndexError(
+                    f"strategy {name!r} must choose one of {len(choices)} positions, "
+                    f"got {position!r}"
+                )
+            return int(position)
+        return self._last_resort.choose(request, choices)
+
+    def turn(self, snapshots: Sequence[LoadSnapshot]) -> int:
+        """Position among all replicas whose turn is next; 0 if none, or without ``round-robin``."""
+        admitting = [at for at, one in enumerate(snapshots) if one.state.admits_requests]
+        for strategy in self._strategies.values():
+            if isinstance(strategy, RoundRobin) and admitting:
+                return admitting[strategy.peek([snapshots[at] for at in admitting])]
+        return 0
 
     def place(self, request: RoutingRequest, snapshot: LoadSnapshot, candidates: Candidates) -> int:
         """Notes that a request goes to a replica; returns the tokens that it will hold there."""
@@ -232,7 +261,7 @@ class RequestPlacer:
         roomy = [at for at, one in enumerate(snapshots) if one.has_room(tokens, now, max_age_s)]
         if not roomy:
             return position
-        return roomy[self.chain.choose(request, [snapshots[at] for at in roomy])]
+        return roomy[self._by_strategies(request, [snapshots[at] for at in roomy])]
 
     def _with_group(self, request: RoutingRequest, candidates: Candidates) -> int | None:
         """Position of the replica that has the request's group; None if there is none."""

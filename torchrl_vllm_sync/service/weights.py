@@ -126,14 +126,14 @@ class Weights:
         transport: WeightTransport | None = None,
         **options: Any,
     ) -> PushReport:
-        """Brings every replica to new weights; ``options`` are those of ``WeightPusher.push``."""
+        """Brings every replica to new weights; ``options`` are those of ``PushOptions``."""
         self._replicas.require()
         if transport is not None:
             self.pusher.use(transport)
         return self.pusher.push(weights, version=version, on_end=self._end_push, **options)
 
     def _end_push(self, pushed: PushStatus | None) -> None:
-        """Tells those who watch, and the replicas, what became of a push."""
+        """Tells whoever watches, and the replicas, what became of a push."""
         if pushed is not None:
             self.log.end_push(pushed)
         if self._replicas.membership is not None:
