@@ -64,9 +64,6 @@ if TYPE_CHECKING:
     )
 
 
-# Functions that are called once for each newly committed policy version.
-
-
 class VersionHooks:
     """The hooks of one service in this process; a pickled copy has none."""
 
@@ -120,9 +117,6 @@ class VersionHooks:
                 failures.append(failure)
         if failures:
             raise failures[0]
-
-
-# Single replicas brought to the version of another: from its snapshot, or by its weights.
 
 
 # Seconds within which a replica must show that all of it is alive before another gives it anything.
@@ -189,9 +183,6 @@ def catch_up_from_others(
     return answers | dict.fromkeys(left, reason)
 
 
-# Turns: of all trainers, in whatever process, one pushes at a time.
-
-
 STOCK_TIMEOUT_S = 30.0
 HOLD_BACK_TIMEOUT_S = 5.0
 # A push that is under way has time limits of its own; this is for one that ignores them.
@@ -203,7 +194,7 @@ SIGN_OF_LIFE_S = 5.0
 
 
 class Turn:
-    """Keeps pushes of other trainers out, or is kept out by one.
+    """Keeps pushes of other trainers out, in whatever process, or is kept out by one.
 
     All trainers ask the same replica first, so that one of two that begin at once goes on. The
     others are told too, for when that one dies; they answer while the weights are being looked at.
@@ -374,7 +365,8 @@ class WeightPusher:
     def open(self) -> None:
         """Opens the transport; does nothing when it is open."""
         with contextlib.ExitStack() as ending, self._lock, self._turn(ending) as turn:
-            self._open(turn, self._transport)
+            self._ledger.is_current &= turn.confirm()
+            self._open(self._transport)
 
     def step_aside(self) -> None:
         """Closes a transport that meets the engines in a group, which others are about to use."""
@@ -445,7 +437,8 @@ class WeightPusher:
                 turn = stack.enter_context(self._turn(ending))
                 source = fit_to_model(given, self._expected())
                 self._check_repeat(given, version)
-                self._open(turn, transport, source)
+                ledger.is_current &= turn.confirm()  # another trainer may have pushed since
+                self._open(transport, source)
                 self._take_stock()
             num_bytes = sum(meta.num_bytes for meta in source.metadata())
             awaited = awaited_replicas(self._client.standings())
@@ -479,7 +472,7 @@ class WeightPusher:
                         content.summed(given)
                 if last_try or not self._was_overtaken(reports, chosen):
                     break
-                self._open(turn, transport, source)
+                self._open(transport, source)
         if not commits(reports, strict=strict):
             raise WeightSyncError(chosen, failures)
         now = time.perf_counter()
@@ -497,12 +490,8 @@ class WeightPusher:
         )
         return report, is_news
 
-    def _open(
-        self, turn: Turn, transport: WeightTransport, source: WeightSource | None = None
-    ) -> None:
-        """Opens the transport for those who are there, when they agree that this trainer pushes."""
-        if not turn.confirm():
-            self._ledger.is_current = False  # another trainer may have pushed since
+    def _open(self, transport: WeightTransport, source: WeightSource | None = None) -> None:
+        """Opens the transport for those who are there."""
         self._members.choose(self._members.silent if transport.is_collective else None)
         transport.open(self._members, source)
 
