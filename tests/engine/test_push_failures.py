@@ -221,12 +221,12 @@ def test_another_runs_version_of_the_same_number_is_not_served(faulty, trained):
 
 def test_a_damaged_snapshot_is_not_loaded(faulty, trained, tmp_path):
     class Damaging(MemmapTransport):
-        def _load(self, *args, **kwargs):
+        def _publish(self, *args):
+            super()._publish(*args)
             for path in self.directory.rglob(DATA_FILE):
                 with path.open("r+b") as file:
                     file.seek(path.stat().st_size // 3)
                     file.write(b"\xff" * 64)
-            return super()._load(*args, **kwargs)
 
     version = faulty.weight_version
     other = perturbed(load_tiny_model(faulty.engine_args.model), seed=11)

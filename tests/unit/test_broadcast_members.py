@@ -25,7 +25,7 @@ def test_a_group_that_stands_does_without_those_who_are_absent_now_and_no_others
     client.known["1"] = Standing(state=ReplicaState.FAILED)
     transport = BroadcastTransport(device="cpu")
     group = transport._group = standing_group("cpu")
-    transport._crew = {"0": ""}
+    transport._joined = {"0": ""}
     members = members_of(client)
     transport.open(members)
     assert transport._group is group
@@ -39,7 +39,7 @@ def test_weights_that_are_elsewhere_have_a_new_group_formed(device, again):
     source.views = lambda: [("a", torch.ones(2, device="meta"))]
     client = DescribingClient(TransferError("too busy"))
     transport = BroadcastTransport()
-    transport._group, transport._crew = standing_group(device), {"0": ""}
+    transport._group, transport._joined = standing_group(device), {"0": ""}
     if again:
         with pytest.raises(TransferError, match="too busy"):
             transport.open(members_of(client), source)

@@ -460,7 +460,7 @@ def test_who_was_silent_and_has_caught_up_can_give_to_others(
         replicas.held |= dict.fromkeys(replica_ids, version)
         return {name: {} for name in replica_ids}
 
-    monkeypatch.setattr("torchrl_vllm_sync.weights.push.catch_up_from_snapshot", catch_up)
+    monkeypatch.setattr("torchrl_vllm_sync.weights.push.catch_up_from_others", catch_up)
     transport.failing = transport.silent = {"b"}
     push(pusher, strict=False)
     assert pusher.catch_up(["b"], 1.0) == {}
@@ -474,16 +474,18 @@ def test_who_cannot_read_the_store_gets_the_weights_from_another(
     """Such as one that was restarted on another node."""
     asked = []
 
-    def from_store(client, replica_ids, version, *, timeout_s):
+    def from_store(client, replica_ids, stored, version, limit_s):
+        assert stored == {"directory": "store", "run_id": "run"}
         return {name: OSError("no such directory") for name in replica_ids}
 
     def from_others(client, replica_ids, givers, version, deadline):
         asked.append((list(replica_ids), list(givers), version))
         return {name: {} for name in replica_ids}
 
+    transport.directory = "store"
     monkeypatch.setattr("torchrl_vllm_sync.weights.push.MemmapTransport", type(transport))
-    monkeypatch.setattr(transport, "catch_up", from_store, raising=False)
-    monkeypatch.setattr("torchrl_vllm_sync.weights.push.catch_up_from_snapshot", from_others)
+    monkeypatch.setattr("torchrl_vllm_sync.weights.push.load_snapshot", from_store)
+    monkeypatch.setattr("torchrl_vllm_sync.weights.push.catch_up_from_others", from_others)
     push(pusher)
     transport.last_version = 1
     assert pusher.catch_up(["b"], 1.0) == {}

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from torchrl_vllm_sync.weights.push import FIRST_TIMEOUT_S, PushDeadlines, PushKind
+from torchrl_vllm_sync.weights.history import FIRST_TIMEOUT_S, PushDeadlines, PushKind
 
 KIND = PushKind(transport="memmap", num_bytes=8, mode="keep", clear_cache=False)
 

@@ -18,7 +18,7 @@ from torchrl_vllm_sync.observe.status import (
 from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus
 from torchrl_vllm_sync.routing.ledger import LoadTracker, token_rates
 from torchrl_vllm_sync.service.weights import Weights
-from torchrl_vllm_sync.weights.push import failed_push, finished_push
+from torchrl_vllm_sync.weights.history import failed_push, finished_push
 
 SERVING, STALE, FAILED = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.FAILED
 STARTING = ReplicaState.STARTING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torchrl.collectors.weight_update import WeightUpdaterBase
@@ -10,10 +11,10 @@ from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.rl.collectors import CollectorVersions
 from torchrl_vllm_sync.weights.auto import TRANSPORTS
-from torchrl_vllm_sync.weights.push import FIRST_TIMEOUT_S
+from torchrl_vllm_sync.weights.history import FIRST_TIMEOUT_S
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
 from torchrl_vllm_sync.weights.source import as_weight_source
-from torchrl_vllm_sync.weights.transport import MOST_ATTEMPTS, PushReport, check_mode
+from torchrl_vllm_sync.weights.transport import MOST_ATTEMPTS, PushOptions, PushReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +63,8 @@ class WeightUpdater:
             service does.
 
     Raises:
-        UnsupportedArgumentError: No transport of that name, or no such ``mode``.
+        UnsupportedArgumentError: No transport of that name, no such ``mode``, or ``timeout_s`` or
+            ``strict`` is no such value.
     """
 
     def __init__(
@@ -82,14 +84,13 @@ class WeightUpdater:
                     f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}"
                 )
             transport = TRANSPORTS[transport]()
-        check_mode(mode)
         self.service: AsyncVLLM | LocalLLM | None = as_service(service)
         self.source = source
         self.last_report: PushReport | None = None
         self._transport = transport
-        self._timeout_s, self._clear_cache = timeout_s, clear_cache
-        self._mode: PauseMode = mode
-        self._strict = strict
+        self._options = PushOptions(
+            timeout_s=timeout_s, clear_cache=clear_cache, mode=mode, strict=strict
+        )
         self._is_disconnected = False
         self._versions = CollectorVersions()
         self._post_hooks: list[Callable[[], Any]] = []
@@ -135,13 +136,7 @@ class WeightUpdater:
             self._versions.announce(report.version)
         else:  # whose listener tells the collectors
             report = self.service.push_weights(
-                weights,
-                version=version,
-                transport=self._transport,
-                timeout_s=self._timeout_s,
-                clear_cache=self._clear_cache,
-                mode=self._mode,
-                strict=self._strict,
+                weights, version=version, transport=self._transport, **asdict(self._options)
             )
         self.last_report = report
         for hook in list(self._post_hooks):
@@ -164,8 +159,8 @@ class WeightUpdater:
                 "service may be None only on the ranks of a sharded model that do not push it; "
                 "the first of its ranks must have the service"
             )
-        limit_s = FIRST_TIMEOUT_S if self._timeout_s is None else self._timeout_s
-        if self._timeout_s is None and self.last_report is not None:
+        limit_s = self._options.timeout_s or FIRST_TIMEOUT_S
+        if self._options.timeout_s is None and self.last_report is not None:
             limit_s = max(limit_s, SLOWER * self.last_report.seconds)
         return source.participate(PushReport, timeout_s=MOST_ATTEMPTS * limit_s + FOLLOW_GRACE_S)
 

@@ -137,8 +137,7 @@ class Weights:
         if pushed is not None:
             self.log.end_push(pushed)
         if self._replicas.membership is not None:
-            left_behind = pushed.left_behind if pushed else ()
-            self._replicas.learn(doubtful=left_behind, pushed=pushed)
+            self._replicas.learn(doubtful=pushed.left_behind if pushed else (), pushed=pushed)
 
     def learn_versions(self) -> None:
         """Asks the replicas what they hold, after something other than a push brought them there.

@@ -73,13 +73,7 @@ class AutoTransport:
         """
         place = self._place if source is None else place_of(source)
         if place is not None and (self._chosen is None or place != self._place):
-            engines = {
-                name: Place(
-                    node_id=one.node_id, device_type=one.device_type, device_uuids=one.device_uuids
-                )
-                for name, one in members.describe().items()
-            }
-            chosen = TRANSPORTS[choose_transport(place, engines)]()
+            chosen = TRANSPORTS[choose_transport(place, members.describe())]()
             self.close()
             self._chosen, self._place, self.name = chosen, place, chosen.name
         if self._chosen is not None:

@@ -64,7 +64,7 @@ class IPCTransport:
         self.run_id = uuid.uuid4().hex
         self._client: ReplicaClient | None = None
         self._device = torch.device("cpu")
-        self._crew: dict[str, str] = {}
+        self._joined: dict[str, str] = {}
         self._fields: dict[str, dict[str, Any]] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -83,7 +83,7 @@ class IPCTransport:
             UnsupportedArgumentError: An engine is not on the trainer's GPU, or not on it alone.
         """
         home = home_device(source, "cuda")
-        is_open = self._client is not None and members.incarnations == self._crew
+        is_open = self._client is not None and members.incarnations == self._joined
         if is_open and home in (None, self._device):
             return
         alive = members.describe()
@@ -99,7 +99,7 @@ class IPCTransport:
         inits = members.client.start_calls("init_weight_transfer_engine", infos)
         raise_exceptions(inits.answers(SHORT_TIMEOUT_S))
         self._fields = {name: {"packed": True} if name in old else {} for name in alive}
-        self._client, self._crew = members.client, dict(members.incarnations)
+        self._client, self._joined = members.client, dict(members.incarnations)
 
     def _device_for(
         self, home: torch.device | None, engines: Mapping[str, EngineDescription]

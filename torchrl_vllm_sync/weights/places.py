@@ -15,28 +15,20 @@ from torchrl_vllm_sync.weights.source import StableSource
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.weights.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one side keeps its weights.
+    """Where one side keeps its weights."""
 
-    Attributes:
-        node_id: The machine, see :func:`this_node`; empty if unknown, which is like no other.
-        device_type: ``"cpu"`` or ``"cuda"``; anything else is a mixture.
-        device_uuids: The GPUs, by :func:`device_uuid`; empty on a CPU, or if unknown.
-    """
-
-    node_id: str
-    device_type: str
-    device_uuids: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"on {self.device_type} of node {self.node_id or 'unknown'}"
+    node_id: str  # see :func:`this_node`; empty if unknown, which is like no other
+    device_type: str  # ``"cpu"`` or ``"cuda"``; anything else is a mixture
+    device_uuids: tuple[str, ...] = ()  # see :func:`device_uuid`; empty on a CPU, or if unknown
 
 
-def choose_transport(trainer: Place, engines: Mapping[str, Place]) -> str:
+def choose_transport(trainer: Place, engines: Mapping[str, Place | EngineDescription]) -> str:
     """Names the transport that moves weights from ``trainer`` to all ``engines``.
 
     In this order: ``ipc`` if each engine is on the trainer's GPU and on no other; ``broadcast`` if
@@ -66,11 +58,16 @@ def choose_transport(trainer: Place, engines: Mapping[str, Place]) -> str:
         return "memmap"
     if all(one.device_type == "cpu" for one in everybody):
         return "broadcast"
-    where = "; ".join(f"replica {name} {place}" for name, place in engines.items())
+    where = "; ".join(f"replica {name} {_named(place)}" for name, place in engines.items())
     raise UnsupportedArgumentError(
-        f"no transport reaches every replica on its own: the trainer's weights are {trainer}, "
+        f"no transport reaches every replica on its own: the trainer's weights are "
+        f"{_named(trainer)}, "
         f"{where}: name one, such as MemmapTransport(directory) in a shared file system"
     )
+
+
+def _named(place: Place | EngineDescription) -> str:
+    return f"on {place.device_type} of node {place.node_id or 'unknown'}"
 
 
 def this_node() -> str:
@@ -86,11 +83,8 @@ def device_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-# Where the trainer's weights are, and from which of its devices a transport sends them.
-#
-# The current CUDA device says little: it is each thread's own, and a trainer that keeps its model
-# on
-# ``cuda:1`` need never have made that the current one.
+# From which of the trainer's devices a transport sends. The current CUDA device says little: it is
+# each thread's own, and whoever keeps a model on ``cuda:1`` need never have made that the current.
 
 
 def devices_of(source: WeightSource) -> set[torch.device]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import threading
 import time
 import uuid
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.checks import Deadline
@@ -24,6 +22,16 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.replica import EngineReport, PushStatus, ReplicaState
 from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.auto import AutoTransport
+from torchrl_vllm_sync.weights.history import (
+    PushDeadlines,
+    PushKind,
+    VersionLedger,
+    commits,
+    errors_of,
+    failed_push,
+    finished_push,
+    reached_some,
+)
 from torchrl_vllm_sync.weights.sharded import leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
@@ -44,27 +52,23 @@ from torchrl_vllm_sync.weights.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import (
         LoadReport,
-        PauseMode,
         PendingCalls,
         ReplicaClient,
         WeightTransport,
     )
 
 
-# Functions that are called once for each newly committed policy version.
-
-
 class VersionHooks:
     """The hooks of one service in this process; a pickled copy has none."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._hooks: list[Callable[[PushReport], object]] = []
         self._listeners: list[Callable[[int], object]] = []
 
@@ -78,21 +82,19 @@ class VersionHooks:
         with self._lock:
             if hook in self._hooks:
                 raise UnsupportedArgumentError(f"hook is registered already: {hook!r}")
-        return self._add(self._hooks, hook)
+            return self._add(self._hooks, hook)
 
     def listen(self, listener: Callable[[int], object]) -> Callable[[], None]:
         """Adds a function that :meth:`moved` calls; returns one that takes it away."""
         return self._add(self._listeners, listener)
 
     def _add(self, known: list[Any], one: Callable[..., object]) -> Callable[[], None]:
+        def remove() -> None:
+            with self._lock, contextlib.suppress(ValueError):  # it is gone already
+                known.remove(one)
+
         with self._lock:
             known.append(one)
-
-        def remove() -> None:
-            with self._lock:
-                if one in known:
-                    known.remove(one)
-
         return remove
 
     def moved(self, version: int) -> None:
@@ -117,52 +119,49 @@ class VersionHooks:
             raise failures[0]
 
 
-# Single replicas brought to the version of another: from its snapshot, or by its weights.
-
-
 # Seconds within which a replica must show that all of it is alive before another gives it anything.
 PROBE_TIMEOUT_S = 10.0
 # What a step of a catch-up gets at least, however late it begins.
 LEAST_S = 1.0
 
 
-def catch_up_from_snapshot(
-    client: ReplicaClient,
-    replica_ids: Collection[str],
-    givers: Sequence[str],
-    version: int,
-    deadline: Deadline,
+def load_snapshot(
+    client: ReplicaClient, replica_ids: Collection[str], stored: Any, version: int, limit_s: float
 ) -> dict[str, Any]:
-    """Has replicas load the snapshot that others loaded, whichever process stored it."""
-    calls = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
-    answers = calls.answers(deadline.min(PROBE_TIMEOUT_S).left_s).values()
-    source = next((one for one in answers if isinstance(one, dict)), None)
-    if source is None:
-        return {}
-    left_s = max(deadline.left_s, LEAST_S)
+    """Has replicas load a snapshot, stored by whichever process."""
     return client.start_calls(
         "load_snapshot",
-        dict.fromkeys(replica_ids, (source["directory"], source["run_id"])),
+        dict.fromkeys(replica_ids, (stored["directory"], stored["run_id"])),
         at_least=version,
-        timeout_s=left_s,
-    ).answers(left_s + GRACE_S)
+        timeout_s=limit_s,
+    ).answers(limit_s + GRACE_S)
 
 
-def catch_up_from_peer(
+def catch_up_from_others(
     client: ReplicaClient,
     replica_ids: Collection[str],
     givers: Sequence[str],
     version: int,
     deadline: Deadline,
 ) -> dict[str, Any]:
-    """Has replicas copy the weights of one that serves, which goes on serving.
+    """Has replicas load the snapshot that others loaded, or else copy the weights of one of them.
 
-    Pushes to the giving replica wait for a chunk at most. A replica that is silent gets nothing.
+    That one goes on serving, and pushes to it wait for a chunk at most. A replica that is silent
+    gets nothing.
     """
-    probes = client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
     answers: dict[str, Any] = {}
-    answers |= failed(probes.answers(deadline.min(PROBE_TIMEOUT_S).left_s))
-    left = [one for one in replica_ids if one not in answers]
+    sources = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
+    told = sources.answers(deadline.min(PROBE_TIMEOUT_S).left_s).values()
+    if stored := next((one for one in told if isinstance(one, dict)), None):
+        limit_s = max(deadline.left_s, LEAST_S)
+        answers = load_snapshot(client, replica_ids, stored, version, limit_s)
+        replica_ids = failed(answers)
+        if not replica_ids:
+            return answers
+    probes = client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
+    silent = failed(probes.answers(deadline.min(PROBE_TIMEOUT_S).left_s))
+    answers |= silent
+    left = [one for one in replica_ids if one not in silent]
     reason: BaseException = RuntimeError(f"no replica is there that serves version {version}")
     for giver in givers if left else ():
         left_s = max(deadline.left_s, LEAST_S)
@@ -181,187 +180,7 @@ def catch_up_from_peer(
             withdrawal = client.start_calls("withdraw_weights", {giver: (offer["token"],)})
             withdrawal.answers(GRACE_S)
         break
-    return dict.fromkeys(left, reason) | answers
-
-
-# How long a push may take when nobody says: a multiple of what pushes like it have taken.
-
-
-FIRST_TIMEOUT_S = 300.0
-"""Seconds for a push of a kind that was not measured yet: groups form, plans are made."""
-SLACK_S = 30.0
-MULTIPLE = 3.0
-NUM_SAMPLES = 9
-MOST_KINDS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushKind:
-    """What pushes must have in common for one to tell how long another takes."""
-
-    transport: str
-    num_bytes: int
-    mode: PauseMode
-    clear_cache: bool
-    # Replicas and their incarnations: after a change groups are formed anew.
-    members: frozenset[tuple[str, str]] = frozenset()
-
-
-class PushDeadlines:
-    """Time limits of pushes, from the times of those that went well.
-
-    30 s and three times the median of the last few, as a watchdog that neither ends slow pushes nor
-    lets a wedged peer hold the others for long. Before there is a measurement, and where requests
-    in flight are waited for, 300 s at least: how long those take says nothing of the next.
-
-    Example:
-        >>> deadlines = PushDeadlines()
-        >>> kind = PushKind(transport="memmap", num_bytes=8, mode="keep", clear_cache=False)
-        >>> deadlines.timeout_s(kind)
-        300.0
-        >>> deadlines.record(kind, 2.0)
-        >>> deadlines.timeout_s(kind)
-        36.0
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[PushKind, deque[float]] = {}
-
-    def record(self, kind: PushKind, seconds: float) -> None:
-        """Notes how long a push took that every replica acknowledged."""
-        taken = self._seconds.pop(kind, None) or deque(maxlen=NUM_SAMPLES)
-        taken.append(seconds)
-        self._seconds[kind] = taken
-        while len(self._seconds) > MOST_KINDS:
-            del self._seconds[next(iter(self._seconds))]
-
-    def timeout_s(self, kind: PushKind) -> float:
-        """Returns the seconds after which a replica that is silent in such a push has failed."""
-        taken = self._seconds.get(kind)
-        if not taken:
-            return FIRST_TIMEOUT_S
-        measured = SLACK_S + MULTIPLE * statistics.median(taken)
-        return max(measured, FIRST_TIMEOUT_S) if kind.mode == "wait" else measured
-
-
-class VersionLedger:
-    """Which versions this trainer knows of: what each replica holds, and which one is committed.
-
-    A version is committed once every replica holds it, or, if pushes are not strict, once one does:
-    the others take no requests until they hold it too. A push that fails commits nothing.
-
-    Attributes:
-        committed: Newest version that was committed; 0 is what engines launch with.
-        reached: Newest version that a replica took from this process.
-        attempted: Newest version that this process began to send.
-        seen: Newest version that any replica was at, one that is stale now too.
-        held: What each replica last acknowledged; ``None`` after a failed update.
-        is_current: Whether nobody need be asked what the replicas hold.
-    """
-
-    def __init__(self) -> None:
-        self.committed = self.reached = self.attempted = self.seen = 0
-        self.held: dict[str, int | None] = {}
-        self.is_current = False
-        self._run: tuple[int, str | None] = 0, None
-
-    @property
-    def newest(self) -> int:
-        """Newest version that any replica acknowledged."""
-        return max([self.committed, self.seen, *filter(None, self.held.values())])
-
-    @property
-    def run_id(self) -> str | None:
-        """Run that the committed version belongs to; ``None`` if nobody here knows."""
-        version, run_id = self._run
-        return run_id if version == self.committed else None
-
-    def take_stock(self, answers: Mapping[str, Any]) -> None:
-        """Takes over what the replicas report of themselves."""
-        reports = {n: one for n, one in answers.items() if isinstance(one, EngineReport)}
-        whole = {n for n, one in reports.items() if one.state.admits_requests}
-        self.held = {n: reports[n].weight_version if n in whole else None for n in answers}
-        self.seen = max([0, *(one.weight_version or 0 for one in reports.values())])
-        versions = [-1 if one is None else one for one in self.held.values()]
-        self.committed = max(self.committed, min(versions, default=0))
-        self.is_current = True
-
-    def next_version(self, wanted: int | None, stored: int) -> int:
-        """Returns the version to send, by default one that nobody has seen."""
-        if wanted is None:
-            # A version that failed everywhere may be stored already: its number is used up.
-            wanted = max(self.newest, self.attempted, stored) + 1
-        elif wanted < max(self.newest, 1):
-            raise StaleVersionError(f"version must be at least {max(self.newest, 1)}, got {wanted}")
-        self.attempted = max(self.attempted, wanted)
-        return wanted
-
-    def record(self, reports: list[LoadReport], version: int, run_id: str, *, strict: bool) -> bool:
-        """Notes each replica's answer; returns whether that commits ``version``, as news."""
-        self.held |= {one.replica_id: one.version for one in reports}
-        is_news = commits(reports, strict=strict) and version > self.committed
-        if is_news:
-            self.committed = version
-        if self.committed == version:
-            self._run = version, run_id
-        if reached_some(reports):
-            self.reached = max(self.reached, version)
-        return is_news
-
-
-def reached_some(reports: list[LoadReport]) -> bool:
-    """Whether at least one replica reached the version of a push."""
-    return not reports or not all(one.error for one in reports)
-
-
-def commits(reports: list[LoadReport], *, strict: bool) -> bool:
-    """Whether a version counts as committed: on all replicas that count, or at least on one."""
-    is_complete = not any(one.error and one.is_expected for one in reports)
-    return reached_some(reports) and (is_complete or not strict)
-
-
-def errors_of(reports: list[LoadReport]) -> dict[str, str]:
-    """Returns the id of each replica that did not reach the version, to the reason."""
-    return {one.replica_id: one.error for one in reports if one.error}
-
-
-# How pushes look to other processes.
-
-
-def finished_push(report: PushReport, ended_at: float) -> PushStatus:
-    """Makes the status of a push that was committed."""
-    return PushStatus(
-        ended_at=ended_at,
-        seconds=report.seconds,
-        version=report.version,
-        transport=report.transport,
-        num_bytes=report.num_bytes,
-        phases=_seconds(report.phases),
-        replicas={one.replica_id: _seconds(one.phases) for one in report.replicas if not one.error},
-        left_behind=dict(report.left_behind),
-    )
-
-
-def failed_push(
-    error: Exception, version: int | None, seconds: float, ended_at: float
-) -> PushStatus:
-    """Makes the status of a push that raised."""
-    is_sent = isinstance(error, WeightSyncError)
-    return PushStatus(
-        ended_at=ended_at,
-        seconds=seconds,
-        version=error.version if is_sent else version,
-        left_behind=dict(error.failures) if is_sent else {},
-        error=reason_of(error),
-    )
-
-
-def _seconds(phases: Mapping[str, float]) -> dict[str, float]:
-    """The phases that are seconds, without the unit in their names; the others are counts."""
-    return {name.removesuffix("_s"): value for name, value in phases.items() if name.endswith("_s")}
-
-
-# Turns: of all trainers, in whatever process, one pushes at a time.
+    return answers | dict.fromkeys(left, reason)
 
 
 STOCK_TIMEOUT_S = 30.0
@@ -375,7 +194,7 @@ SIGN_OF_LIFE_S = 5.0
 
 
 class Turn:
-    """Keeps pushes of other trainers out, or is kept out by one.
+    """Keeps pushes of other trainers out, in whatever process, or is kept out by one.
 
     All trainers ask the same replica first, so that one of two that begin at once goes on. The
     others are told too, for when that one dies; they answer while the weights are being looked at.
@@ -490,7 +309,7 @@ class WeightPusher:
         self._missed: set[str] = set()
         self._sender, self._number = uuid.uuid4().hex, 0
         self._deadlines = PushDeadlines()
-        self._transport: WeightTransport | None = None
+        self._transport: WeightTransport = AutoTransport()
         self._lock = threading.RLock()
 
     @property
@@ -532,14 +351,8 @@ class WeightPusher:
     @property
     def transport(self) -> WeightTransport:
         """The transport that pushes use: what was chosen for the first one, unless it was told."""
-        transport = self._used()
-        chosen = transport.chosen if isinstance(transport, AutoTransport) else None
-        return chosen or transport
-
-    def _used(self) -> WeightTransport:
-        if self._transport is None:
-            self._transport = AutoTransport()
-        return self._transport
+        used = self._transport
+        return (used.chosen or used) if isinstance(used, AutoTransport) else used
 
     def use(self, transport: WeightTransport) -> None:
         """Makes ``transport`` the one that pushes use; closes the one before."""
@@ -552,12 +365,13 @@ class WeightPusher:
     def open(self) -> None:
         """Opens the transport; does nothing when it is open."""
         with contextlib.ExitStack() as ending, self._lock, self._turn(ending) as turn:
-            self._open(turn, self._used())
+            self._ledger.is_current &= turn.confirm()
+            self._open(self._transport)
 
     def step_aside(self) -> None:
         """Closes a transport that meets the engines in a group, which others are about to use."""
         with self._lock:
-            if self._transport is not None and not isinstance(self.transport, MemmapTransport):
+            if not isinstance(self.transport, MemmapTransport):
                 self._transport.close()
 
     def look_again(self) -> None:
@@ -568,8 +382,7 @@ class WeightPusher:
     def close(self) -> None:
         """Closes the transport; idempotent."""
         with self._lock:
-            if self._transport is not None:
-                self._transport.close()
+            self._transport.close()
 
     def push(
         self,
@@ -616,7 +429,7 @@ class WeightPusher:
         ending: contextlib.ExitStack,
     ) -> tuple[PushReport, bool]:
         """Sends once, or twice if another process was quicker; says whether that is news."""
-        times, transport, ledger = PhaseTimes(), self._used(), self._ledger
+        times, transport, ledger = PhaseTimes(), self._transport, self._ledger
         strict = bool(options.strict)
         with contextlib.ExitStack() as stack:
             with times.measure("open_s"):
@@ -624,48 +437,42 @@ class WeightPusher:
                 turn = stack.enter_context(self._turn(ending))
                 source = fit_to_model(given, self._expected())
                 self._check_repeat(given, version)
-                self._open(turn, transport, source)
+                ledger.is_current &= turn.confirm()  # another trainer may have pushed since
+                self._open(transport, source)
                 self._take_stock()
             num_bytes = sum(meta.num_bytes for meta in source.metadata())
             awaited = awaited_replicas(self._client.standings())
             for last_try in (version is not None, True):
                 chosen = ledger.next_version(version, transport.last_version)
+                alike: dict[str, Any] = {"clear_cache": options.clear_cache, "mode": options.mode}
                 kind = PushKind(
                     transport=self.transport.name,
                     num_bytes=num_bytes,
-                    mode=options.mode,
-                    clear_cache=options.clear_cache,
                     members=frozenset(awaited.items()),
+                    **alike,
                 )
                 limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
-                push = Push(
-                    source=source,
-                    version=chosen,
-                    timeout_s=limit_s,
-                    clear_cache=options.clear_cache,
-                    mode=options.mode,
-                )
+                push = Push(source=source, version=chosen, timeout_s=limit_s, **alike)
                 content, start = Content(given), time.perf_counter()
                 reports = deliver(transport, self._members, push)
                 seconds = time.perf_counter() - start
                 is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
                 self._keep(content, reports, chosen, transport)
                 failures = errors_of(reports)
-                if reached_some(reports):
-                    self._hold_back_late(reports, chosen, transport.run_id)
+                self._keep_out(reports, chosen, transport.run_id)
                 missed = failures.keys() & awaited.keys()
                 if not missed and all(one.loaded for one in reports if not one.error):
                     self._deadlines.record(kind, seconds)
                 news, self._missed = missed - self._missed, missed
                 if not failures:
                     break
-                self._settle(reports, chosen, transport.run_id)
+                ledger.is_current = False  # the next push asks anew what the replicas hold
                 if news:  # somebody may well send this again
                     with times.measure("compare_s"):
                         content.summed(given)
                 if last_try or not self._was_overtaken(reports, chosen):
                     break
-                self._open(turn, transport, source)
+                self._open(transport, source)
         if not commits(reports, strict=strict):
             raise WeightSyncError(chosen, failures)
         now = time.perf_counter()
@@ -683,12 +490,8 @@ class WeightPusher:
         )
         return report, is_news
 
-    def _open(
-        self, turn: Turn, transport: WeightTransport, source: WeightSource | None = None
-    ) -> None:
-        """Opens the transport for those who are there, when they agree that this trainer pushes."""
-        if not turn.confirm():
-            self._ledger.is_current = False  # another trainer may have pushed since
+    def _open(self, transport: WeightTransport, source: WeightSource | None = None) -> None:
+        """Opens the transport for those who are there."""
         self._members.choose(self._members.silent if transport.is_collective else None)
         transport.open(self._members, source)
 
@@ -723,31 +526,24 @@ class WeightPusher:
         self._take_stock()
         return self._ledger.newest >= version
 
-    def _hold_back_late(self, reports: list[LoadReport], version: int, run_id: str) -> None:
-        """Keeps out replicas that joined while ``version`` was on its way to the others only.
+    def _keep_out(self, reports: list[LoadReport], version: int, run_id: str) -> None:
+        """Has replicas take no requests until they hold what others have: ``version``.
 
-        While this process pushes none joins here, but in the process that supervises the service.
+        That is those that were left behind, and those that joined while it was on its way. While
+        this process pushes none joins here, but in the process that supervises the service. If
+        nobody reached ``version``, the replicas that are whole go on serving what they hold.
         """
-        late = self._client.standings().keys() - {one.replica_id for one in reports}
-        if late:
-            self._client.note_left_behind(version, late)
-            self._hold_back(late, version, run_id)  # pushes need not wait for that
-
-    def _settle(self, reports: list[LoadReport], version: int, run_id: str) -> None:
-        """After a push that left replicas behind: those take no requests until repaired.
-
-        If nobody reached ``version``, the replicas that are whole go on serving what they hold.
-        """
-        if reached_some(reports):
-            self._client.note_left_behind(version, errors_of(reports))
-            everyone, silent = self._client.standings().keys(), self._members.silent.keys()
-            self._hold_back(everyone & silent, version, run_id)  # which it reads when it wakes
-            awake = self._hold_back(everyone - silent, version, run_id)
+        everyone, errors = self._client.standings().keys(), errors_of(reports)
+        behind = everyone - {one.replica_id for one in reports} | errors.keys()
+        if not behind or not reached_some(reports):
+            return
+        self._client.note_left_behind(version, behind)
+        told, silent = everyone if errors else behind, self._members.silent.keys()
+        stamp = version, run_id
+        self._client.start_calls("hold_back", dict.fromkeys(told & silent, stamp))  # when it wakes
+        awake = self._client.start_calls("hold_back", dict.fromkeys(told - silent, stamp))
+        if errors:  # pushes need not wait for those that have just joined
             awake.answers(HOLD_BACK_TIMEOUT_S)
-        self._ledger.is_current = False  # the next push asks anew what the replicas hold
-
-    def _hold_back(self, replicas: Collection[str], version: int, run_id: str) -> PendingCalls:
-        return self._client.start_calls("hold_back", dict.fromkeys(replicas, (version, run_id)))
 
     def _take_stock(self) -> None:
         """Asks the replicas what they hold: before the first push, and after one that failed."""
@@ -780,18 +576,15 @@ class WeightPusher:
             if version == 0:
                 return {}
             transport, answers = self.transport, {}
+            left, givers = replica_ids, [n for n, held in served.items() if held == version]
             is_stored = version == self._ledger.reached == transport.last_version
             if isinstance(transport, MemmapTransport) and is_stored:
-                left_s = max(deadline.left_s, LEAST_S)
-                answers = transport.catch_up(self._client, replica_ids, version, timeout_s=left_s)
-            left = failed(answers) if answers else replica_ids
-            givers = [name for name, held in served.items() if held == version]
+                own = {"directory": str(transport.directory), "run_id": transport.run_id}
+                limit_s = max(deadline.left_s, LEAST_S)
+                answers = load_snapshot(self._client, left, own, version, limit_s)
+                left = failed(answers)
             if left and (givers or not answers):  # such as on a node that the store is not on
-                loaded = catch_up_from_snapshot(self._client, left, givers, version, deadline)
-                answers |= loaded
-                left = failed(loaded) if loaded else left
-                if left:
-                    answers |= catch_up_from_peer(self._client, left, givers, version, deadline)
+                answers |= catch_up_from_others(self._client, left, givers, version, deadline)
             failures = failed(answers)
             self._members.forget_silence(answers.keys() - failures.keys())
             self._ledger.is_current = False

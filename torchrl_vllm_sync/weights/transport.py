@@ -60,25 +60,14 @@ class PushOptions:
 
 
 class PhaseTimes:
-    """Notes the phases of one push as its transport measures them; a later note replaces one.
-
-    Example:
-        >>> times = PhaseTimes()
-        >>> with times.measure("join_s"):
-        ...     time.sleep(0.001)
-        >>> 0.001 < times.seconds["join_s"] < 1.0
-        True
-
-    Attributes:
-        seconds: Seconds of wall clock by phase; and counts, by names that do not end in ``_s``.
-        starts: When each phase began, in seconds of this process's ``time.perf_counter()``. A phase
-            that is the sum of many pieces has no start.
-        broke_off: When the last attempt broke off, by the same clock; ``None`` if none did.
-    """
+    """Notes the phases of one push as they are measured; a later note replaces one."""
 
     def __init__(self) -> None:
+        # Seconds of wall clock by phase; and counts, by names that do not end in ``_s``.
         self.seconds: dict[str, float] = {}
+        # When each phase began, by ``time.perf_counter()``; not of sums of many pieces.
         self.starts: dict[str, float] = {}
+        # When the last attempt broke off, if one did.
         self.broke_off: float | None = None
 
     def note(self, phase: str, begin: float, end: float | None = None) -> None:
@@ -98,20 +87,11 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """One version on its way: what a transport sends, within which time, and where it notes phases.
+    """One version on its way: what a transport sends, and how; see :class:`PushOptions`."""
 
-    Attributes:
-        source: Complete and fitting the engines' model.
-        version: Policy version of these tensors.
-        timeout_s: Seconds after which a silent replica counts as failed.
-        clear_cache: Recompute keys and values of requests in flight.
-        mode: What becomes of requests in flight.
-        times: The phases.
-    """
-
-    source: WeightSource
+    source: WeightSource  # complete, and fitting the engines' model
     version: int
-    timeout_s: float
+    timeout_s: float  # after which a silent replica counts as failed
     clear_cache: bool = False
     mode: PauseMode = "keep"
     times: PhaseTimes = field(default_factory=PhaseTimes)
@@ -271,17 +251,11 @@ _NOT_AWAITED = (ReplicaState.FAILED, ReplicaState.CLOSED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What the service knows of a replica before a push, without asking it.
-
-    Attributes:
-        state: Its state.
-        reason: Why it is in that state; may be empty.
-        incarnation: Tells its actor from one that had its id before.
-    """
+    """What the service knows of a replica before a push, without asking it."""
 
     state: ReplicaState
-    reason: str = ""
-    incarnation: str = ""
+    reason: str = ""  # why it is in that state
+    incarnation: str = ""  # tells its actor from one that had its id before
 
     @property
     def absence(self) -> str:
@@ -365,16 +339,13 @@ class Members:
     Lifecycle: :meth:`choose` before each attempt; the transport drops whom it cannot begin with.
     Who is silent is remembered until it answers, is dead or was replaced, so that a wedged replica
     delays only the push that it was wedged in.
-
-    Attributes:
-        client: Reaches them.
-        incarnations: Id of each replica that the push goes to, to its actor's incarnation.
-        missing: Id of each other replica, to the reason.
     """
 
     def __init__(self, client: ReplicaClient) -> None:
         self.client = client
+        # Id of each replica that the push goes to, to its actor's incarnation.
         self.incarnations: dict[str, str] = {}
+        # Id of each other replica, to the reason.
         self.missing: dict[str, str] = {}
         self._silences: dict[str, _Silence] = {}
 

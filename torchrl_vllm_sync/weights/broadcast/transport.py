@@ -114,9 +114,8 @@ class BroadcastTransport:
         self.run_id = uuid.uuid4().hex
         self._group: BroadcastGroup | None = None
         self._last_device: torch.device | None = None
-        # Id of each replica in the group to its incarnation, and to the ranks of its workers.
-        self._crew: dict[str, str] = {}
-        self._ranks: dict[str, tuple[int, ...]] = {}
+        # Id of each replica in the group to its incarnation.
+        self._joined: dict[str, str] = {}
         self._push_id = 0
         self._announced: str | None = None
         self._metadata: list[ParamMeta] = []
@@ -159,7 +158,7 @@ class BroadcastTransport:
 
     def _stands(self, group: BroadcastGroup, members: Members, source: WeightSource | None) -> bool:
         """Whether the group can be used from here and consists of these members."""
-        if not group.is_connected or group.was_left or self._crew != members.incarnations:
+        if not group.is_connected or group.was_left or self._joined != members.incarnations:
             return False
         home = None if self._given_device else home_device(source, group.device.type)
         return home in (None, group.device)
@@ -189,11 +188,12 @@ class BroadcastTransport:
         self, members: Members, described: Mapping[str, EngineDescription], device: torch.device
     ) -> bool:
         """Forms a group with the members, or drops those that kept it from being formed."""
-        self._crew = dict(members.incarnations)
-        self._ranks, world_size = {}, 1
-        for name in self._crew:
+        self._joined = dict(members.incarnations)
+        ranks: dict[str, range] = {}
+        world_size = 1
+        for name in self._joined:
             first, world_size = world_size, world_size + described[name].num_workers
-            self._ranks[name] = tuple(range(first, world_size))
+            ranks[name] = range(first, world_size)
         address, port = members.client.rendezvous
         limit_s = self._join_timeout_s
         group = BroadcastGroup.host(
@@ -214,7 +214,7 @@ class BroadcastTransport:
         }
         calls = members.client.start_calls(
             "join_broadcast",
-            {name: ({**info, "rank_offset": ranks[0]},) for name, ranks in self._ranks.items()},
+            {name: ({**info, "rank_offset": own[0]},) for name, own in ranks.items()},
             timeout_s=limit_s,
         )
         try:
@@ -222,17 +222,17 @@ class BroadcastTransport:
             raise_exceptions(calls.answers(limit_s + GRACE_S))
         except TransferError as error:
             absent = set(group.absent())
-            late = {name for name, ranks in self._ranks.items() if absent.intersection(ranks)}
-            # Whoever said why is to blame, and only then whoever was silent.
-            culprits = set(calls.failures()) or late
+            late = {name for name, own in ranks.items() if absent.intersection(own)}
+            # Those that said why kept it from being formed, and only then those that were silent.
+            failing = set(calls.failures()) or late
             group.close()  # which ends the others' waiting
             answers = calls.answers(GRACE_S)
             members.note_silent(answers)
-            culprits = culprits or {n for n, one in answers.items() if is_lost(one)}
-            if not culprits or culprits == self._crew.keys():
+            failing = failing or {n for n, one in answers.items() if is_lost(one)}
+            if not failing or failing == self._joined.keys():
                 raise
             reasons = calls.failures()
-            members.drop({name: reasons.get(name, error) for name in culprits})
+            members.drop({name: reasons.get(name, error) for name in failing})
             return False
         except BaseException:
             group.close()
@@ -394,7 +394,7 @@ class BroadcastTransport:
 
     def _to_check(self) -> set[tuple[str, str, str]]:
         """The engines of the group, each with what it is sent."""
-        return {(self._digest, *one) for one in self._crew.items()}
+        return {(self._digest, *one) for one in self._joined.items()}
 
     def _num_passes(self) -> int:
         """How often to send everything: the second time is a check of load plans."""

@@ -20,11 +20,9 @@ from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import GRACE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from torchrl_vllm_sync.weights.snapshots.records import LayoutName
     from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import Members, PhaseTimes, Push, ReplicaClient
+    from torchrl_vllm_sync.weights.transport import Members, PhaseTimes, Push
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -144,14 +142,16 @@ class MemmapTransport:
         """
         self._publish(push.source, push.version, push.times)
         with push.times.measure("acknowledge_s"):
-            return self._load(
-                members.client,
-                members.incarnations,
-                push.version,
-                push.timeout_s,
+            return members.start(
+                "load_snapshot",
+                str(self.directory),
+                self.run_id,
+                at_least=push.version,
+                verify=self._verify,
+                timeout_s=push.timeout_s,
                 clear_cache=push.clear_cache,
                 mode=push.mode,
-            )
+            ).answers(push.timeout_s + GRACE_S)
 
     def _publish(self, source: WeightSource, version: int, times: PhaseTimes) -> None:
         writer, metadata = self._open_writer(), source.metadata()
@@ -174,44 +174,6 @@ class MemmapTransport:
                     self._sent = version
         times.seconds |= {f"{name}_s": value for name, value in report.phases.items()}
         times.starts |= {f"{name}_s": value for name, value in report.phase_starts.items()}
-
-    def catch_up(
-        self, client: ReplicaClient, replica_ids: Collection[str], version: int, *, timeout_s: float
-    ) -> dict[str, Any]:
-        """Has single replicas load the version stored last, whatever they are thought to be doing.
-
-        Args:
-            client: The replicas.
-            replica_ids: Those that load.
-            version: Version that must be stored.
-            timeout_s: Seconds after which a silent replica counts as failed.
-
-        Returns:
-            Replica id to its answer, or to the exception that came instead.
-
-        Raises:
-            SnapshotError: The transport is not open, or another version is stored.
-        """
-        if version != self.last_version:
-            raise SnapshotError(f"version {self.last_version} is stored, and not {version}")
-        return self._load(client, replica_ids, version, timeout_s, clear_cache=False, mode="keep")
-
-    def _load(
-        self,
-        client: ReplicaClient,
-        replica_ids: Collection[str],
-        version: int,
-        timeout_s: float,
-        **options: Any,
-    ) -> dict[str, Any]:
-        return client.start_calls(
-            "load_snapshot",
-            dict.fromkeys(replica_ids, (str(self.directory), self.run_id)),
-            at_least=version,
-            verify=self._verify,
-            timeout_s=timeout_s,
-            **options,
-        ).answers(timeout_s + GRACE_S)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process opens its own.
