@@ -146,7 +146,12 @@ class LoadSnapshot:
         return self.report.weight_version or 0
 
     def hold(self, num_samples: int, tokens: int) -> None:
-        """Counts samples and their tokens as in flight, or no longer; only its ledger does so."""
+        """Counts samples as in flight, or as no longer; only its ledger does so.
+
+        Args:
+            num_samples: How many more; negative for those that have ended.
+            tokens: What they hold.
+        """
         self.in_flight += num_samples
         self.held_tokens += tokens
 
@@ -187,8 +192,11 @@ class LoadSnapshot:
     def has_room(self, tokens: int, now: float, max_age_s: float) -> bool:
         """Whether the KV cache would be at most 90 % full with so many tokens more.
 
-        One of which nothing is known counts as having room. Other arguments are those of
+        One of which nothing is known has room. Arguments beside ``tokens`` are those of
         :meth:`is_fresh`.
+
+        Args:
+            tokens: Tokens more.
         """
         room = self.kv_cache_tokens
         if self.report.kv_cache_usage is None:  # the usual case, without a report: quick
@@ -199,7 +207,11 @@ class LoadSnapshot:
         return usage is None or usage <= MAX_KV_USAGE
 
     def as_stats(self, now: float | None = None) -> dict[str, Any]:
-        """Returns what is known, under the names that TorchRL's statistics of a balancer have."""
+        """Returns what is known, under the names that TorchRL's statistics of a balancer have.
+
+        Args:
+            now: Time by the ledger's clock; None means ``time.monotonic()``.
+        """
         now = time.monotonic() if now is None else now
         return {
             "replica_id": self.replica_id,
@@ -215,7 +227,11 @@ class LoadSnapshot:
         }
 
     def reaches(self, version: int) -> bool:
-        """Whether the replica is known to hold ``version`` or a later one."""
+        """Whether the replica is known to hold ``version`` or a later one.
+
+        Args:
+            version: Policy version.
+        """
         return self.weight_version is not None and self.weight_version >= version
 
     def describe(self) -> str:
