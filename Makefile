@@ -27,7 +27,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
-DOCS_TESTS := $(wildcard tests/docs tests/unit/test_examples.py tests/unit/test_reference.py)
 TEST_LOGS := build/tests
 ENGINE_TESTS := tests/engine tests/ray tests/chaos tests/gpu
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
@@ -102,7 +101,7 @@ format: $(STAMP)  ## Fix what ruff can fix
 bench-smoke: $(STAMP)  ## Run every benchmark for a few seconds, and the tests of benchmarks
 	@for file in $(BENCHMARKS); do name=$${file%.py}; \
 	    echo "== $$file --smoke"; $(BIN)/python -m "$${name//\//.}" --smoke; done
-	$(if $(wildcard benchmarks/tests),$(BIN)/python -m pytest -q benchmarks/tests)
+	$(BIN)/python -m pytest -q benchmarks/tests
 
 bench-table: $(STAMP)  ## Print the table of all recorded results
 	@$(BIN)/python -m benchmarks.record benchmarks/results/*.json
@@ -123,7 +122,7 @@ tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
 docs: $(STAMP)  ## Build the reference into tutorials/output/reference, and run the tests of prose
 	$(BIN)/python -m sphinx -W --keep-going -n -q -E -b html \
 	    -d tutorials/output/.doctrees tutorials/reference tutorials/output/reference
-	$(BIN)/python -m pytest -q $(DOCS_TESTS)
+	$(BIN)/python -m pytest -q tests/docs
 	@echo "Built tutorials/output/reference/index.html"
 
 public-api: $(STAMP)  ## Regenerate tests/public_api.txt

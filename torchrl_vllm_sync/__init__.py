@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
     from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
     from torchrl_vllm_sync.weights.source import as_weight_source
-    from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome, WeightTransport
+    from torchrl_vllm_sync.weights.transport import LoadReport, PushReport, WeightTransport
 
     __version__: str
 
@@ -57,6 +57,7 @@ __all__ = [
     "GenerationStatistics",
     "IPCTransport",
     "LoadBalancer",
+    "LoadReport",
     "MemmapTransport",
     "MetricsExporter",
     "ParamMeta",
@@ -64,7 +65,6 @@ __all__ = [
     "PushStatus",
     "QueueLengthScaling",
     "RayReplayBuffer",
-    "ReplicaOutcome",
     "ReplicaState",
     "ReplicaStatus",
     "RoutingRequest",
@@ -99,50 +99,36 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncVLLM": "torchrl_vllm_sync.service.service",
-    "AutoTransport": "torchrl_vllm_sync.weights.auto",
-    "BroadcastTransport": "torchrl_vllm_sync.weights.broadcast.transport",
-    "Dashboard": "torchrl_vllm_sync.observe.page",
-    "GenerationStatistics": "torchrl_vllm_sync.rl.statistics",
-    "IPCTransport": "torchrl_vllm_sync.weights.ipc",
-    "LoadBalancer": "torchrl_vllm_sync.routing.balancer",
-    "MemmapTransport": "torchrl_vllm_sync.weights.snapshots.transport",
-    "MetricsExporter": "torchrl_vllm_sync.observe.metrics",
-    "ParamMeta": "torchrl_vllm_sync.weights.metadata",
-    "PushReport": "torchrl_vllm_sync.weights.transport",
-    "PushStatus": "torchrl_vllm_sync.replica",
-    "QueueLengthScaling": "torchrl_vllm_sync.service.supervisor",
-    "RayReplayBuffer": "torchrl_vllm_sync.rl.collectors",
-    "ReplicaOutcome": "torchrl_vllm_sync.weights.transport",
-    "ReplicaState": "torchrl_vllm_sync.replica",
-    "ReplicaStatus": "torchrl_vllm_sync.observe.status",
-    "RoutingRequest": "torchrl_vllm_sync.routing.strategies",
-    "RoutingStrategy": "torchrl_vllm_sync.routing.strategies",
-    "ServiceStatus": "torchrl_vllm_sync.observe.status",
-    "SnapshotReader": "torchrl_vllm_sync.weights.snapshots.reader",
-    "SnapshotWriter": "torchrl_vllm_sync.weights.snapshots.writer",
-    "StalenessFilter": "torchrl_vllm_sync.rl.staleness",
-    "StalenessWeight": "torchrl_vllm_sync.rl.staleness",
-    "StrategySettings": "torchrl_vllm_sync.routing.strategies",
-    "VLLMDoubleBufferSyncScheme": "torchrl_vllm_sync.rl.schemes",
-    "VLLMWeightSyncScheme": "torchrl_vllm_sync.rl.schemes",
-    "VersionSpan": "torchrl_vllm_sync.versions",
-    "VersionStamp": "torchrl_vllm_sync.rl.staleness",
-    "WeightSyncScheme": "torchrl_vllm_sync.rl.schemes",
-    "WeightTransport": "torchrl_vllm_sync.weights.transport",
-    "WeightUpdater": "torchrl_vllm_sync.rl.updater",
-    "as_weight_source": "torchrl_vllm_sync.weights.source",
-    "attach": "torchrl_vllm_sync.service.service",
-    "expand_spans": "torchrl_vllm_sync.versions",
-    "known_strategies": "torchrl_vllm_sync.routing.strategies",
-    "log_pushes": "torchrl_vllm_sync.rl.statistics",
-    "log_rollouts": "torchrl_vllm_sync.rl.statistics",
-    "make_async_vllm_engine": "torchrl_vllm_sync.service.service",
-    "max_version": "torchrl_vllm_sync.versions",
-    "min_version": "torchrl_vllm_sync.versions",
-    "register_strategy": "torchrl_vllm_sync.routing.strategies",
-    "save_timeline": "torchrl_vllm_sync.observe.timeline",
-    "vLLMWrapper": "torchrl_vllm_sync.rl.policy",
+    name: f"torchrl_vllm_sync.{module}"
+    for module, names in {
+        "observe.metrics": "MetricsExporter",
+        "observe.page": "Dashboard",
+        "observe.status": "ReplicaStatus ServiceStatus",
+        "observe.timeline": "save_timeline",
+        "replica": "PushStatus ReplicaState",
+        "rl.collectors": "RayReplayBuffer",
+        "rl.policy": "vLLMWrapper",
+        "rl.schemes": "VLLMDoubleBufferSyncScheme VLLMWeightSyncScheme WeightSyncScheme",
+        "rl.staleness": "StalenessFilter StalenessWeight VersionStamp",
+        "rl.statistics": "GenerationStatistics log_pushes log_rollouts",
+        "rl.updater": "WeightUpdater",
+        "routing.balancer": "LoadBalancer",
+        "routing.strategies": "RoutingRequest RoutingStrategy StrategySettings known_strategies "
+        "register_strategy",
+        "service.service": "AsyncVLLM attach make_async_vllm_engine",
+        "service.supervisor": "QueueLengthScaling",
+        "versions": "VersionSpan expand_spans max_version min_version",
+        "weights.auto": "AutoTransport",
+        "weights.broadcast.transport": "BroadcastTransport",
+        "weights.ipc": "IPCTransport",
+        "weights.metadata": "ParamMeta",
+        "weights.snapshots.reader": "SnapshotReader",
+        "weights.snapshots.transport": "MemmapTransport",
+        "weights.snapshots.writer": "SnapshotWriter",
+        "weights.source": "as_weight_source",
+        "weights.transport": "LoadReport PushReport WeightTransport",
+    }.items()
+    for name in names.split()
 }
 
 

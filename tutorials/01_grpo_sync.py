@@ -48,42 +48,27 @@ in bfloat16. GSM8K also needs ``pip install datasets``.
 # progress bar.
 
 # %%
-import argparse
-import contextlib
-import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from common.quiet import keep_quiet  # sets what the libraries below read
+import common.quiet  # noqa: F401  sets what the libraries below read
 
 # isort: split
 import torch
+from common import results
 from common.engines import make_policy, started
-from common.results import (
-    draw_reward,
-    drive,
-    picture,
-    reward_problems,
-    shown,
-    table,
-    verdict,
-    write_csv,
-)
+from common.results import shown
 from common.settings import ESS_TOLERANCE, PRESETS, finish_dataset, make_parser
 from common.task import make_env, prompts
 from common.training import Learner
-from tensordict import TensorDictBase, set_list_to_stack
+from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm.grpo import MCAdvantage
-from tqdm import tqdm
 
-from torchrl_vllm_sync import AsyncVLLM, WeightUpdater, errors
+from torchrl_vllm_sync import WeightUpdater, errors
 
 set_list_to_stack(True).set()  # TorchRL's chat environments ask for it before any is made
 
@@ -98,7 +83,7 @@ set_list_to_stack(True).set()  # TorchRL's chat environments ask for it before a
 SMOKE_STEPS = 6
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv=None):
     """Reads the command line; what is not given comes from the dataset's preset."""
     parser = make_parser(__doc__.splitlines()[0], output="01_grpo_sync", smoke_steps=SMOKE_STEPS)
     parser.add_argument("--dataset", choices=sorted(PRESETS), default="low-ids")
@@ -125,7 +110,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 #
 # The sampling parameters say "sample from the model as it is": GRPO weighs each token by how likely
 # trainer and engine say it is, and that is only the same distribution at temperature 1 and with no
-# token cut off. All that is in `common/engines.py`: `make_service` and `make_policy`.
+# token cut off. All that is in `common/engines.py`: `started` and `make_policy`.
 #
 # ## How to tell that a push has worked
 #
@@ -168,12 +153,8 @@ class BadRowsError(RuntimeError):
     """Sampled rows that must not be trained on."""
 
 
-def check_rows(rows: TensorDictBase, *, version: int, expected_rows: int) -> None:
-    """Refuses rows that are missing, of another version, or cut off by an engine.
-
-    Raises:
-        BadRowsError: They are.
-    """
+def check_rows(rows, *, version, expected_rows):
+    """Refuses rows that are missing, of another version, or cut off by an engine."""
     if len(rows) != expected_rows:
         raise BadRowsError(f"{len(rows)} rows instead of {expected_rows}")
     versions = sorted(set(rows["policy_version"].flatten().tolist()))
@@ -193,18 +174,8 @@ def check_rows(rows: TensorDictBase, *, version: int, expected_rows: int) -> Non
 
 
 # %%
-def train(
-    args: argparse.Namespace,
-    service: AsyncVLLM,
-    tokenizer: Any,
-    checkpoint: str,
-) -> Iterator[Step]:
-    """Runs the loop and yields each step.
-
-    Raises:
-        BadRowsError: The data of a step are not what they must be.
-        errors.SyncError: An engine failed.
-    """
+def train(args, service, tokenizer, checkpoint):
+    """Runs the loop and yields each step."""
     learner = Learner(args, tokenizer, checkpoint)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(args.batch_size),
@@ -222,9 +193,7 @@ def train(
         track_policy_version=True,
     )
     start = time.perf_counter()
-    with contextlib.ExitStack() as cleanup:
-        cleanup.callback(collector.shutdown)
-        bar = cleanup.enter_context(tqdm(total=args.steps, desc="GRPO", unit="step"))
+    try:
         sampling = iter(collector)
         version = 0  # what engines launch with: the weights that the trainer begins with
         for step in range(args.steps):
@@ -256,13 +225,10 @@ def train(
                 push_ms=1e3 * report.seconds,
                 seconds=time.perf_counter() - start,
             )
-            bar.set_postfix_str(
-                f"reward {done.reward:.3f}, version {report.version}, push {done.push_ms:.0f} ms",
-                refresh=False,
-            )
-            bar.update()
             version = report.version
             yield done
+    finally:
+        collector.shutdown()
 
 
 # %% [markdown]
@@ -272,54 +238,29 @@ def train(
 
 
 # %%
-def plot(steps: list[Step], args: argparse.Namespace, path: Path) -> None:
-    """Draws reward, ESS and push time over the steps."""
-    at = [one.step for one in steps]
+def save(steps, args):
+    """Writes picture, table and figures to the output directory, and prints the table."""
+    args.output.mkdir(parents=True, exist_ok=True)
     title = (
         f"GRPO, {args.model} model, {args.replicas} replicas, "
         f"{args.group_size} answers to each of {args.groups} prompts"
     )
-    with picture(path, 3, title=title, figsize=(7, 7), sharex=True, height_ratios=[3, 2, 2]) as (
-        reward,
-        ess,
-        push,
-    ):
-        draw_reward(reward, [one.reward for one in steps], args.reward_target)
-        ess.plot(at, [one.ess for one in steps], color="tab:green", label="fresh rows")
-        ess.plot(
-            at,
-            [one.ess_without_push for one in steps],
-            color="tab:red",
-            linestyle="--",
-            linewidth=1,
-            label="the next step's, had the push been missed",
-        )
-        ess.set_ylabel("effective sample size")
-        ess.legend(frameon=False)
-        times = [one.push_ms for one in steps]
-        push.bar(at, times, color="tab:orange", width=0.8)
-        push.axhline(statistics.median(times), color="black", linewidth=1)
-        push.set_ylabel("push, ms (line: median)")
-        push.margins(x=0.02)
-        push.set_xlabel("step")
+    missed = "the next step's, had the push been missed"
+    panels = {
+        "effective sample size": {"ess": "fresh rows", "ess_without_push": missed},
+        "push, ms": {"push_ms": ""},
+    }
+    results.curves(args.output / "curve.png", title, steps, args.reward_target, panels)
+    results.write(args.output, results.table(steps), curve=steps)
 
 
-def save(steps: list[Step], args: argparse.Namespace) -> None:
-    """Writes picture, table and figures to the output directory, and prints the table."""
-    args.output.mkdir(parents=True, exist_ok=True)
-    plot(steps, args, args.output / "curve.png")
-    text = table(steps)
-    (args.output / "table.txt").write_text(text + "\n")
-    write_csv(args.output / "curve.csv", steps)
-    print(text)
-    print(f"Written to {args.output}: curve.png, curve.csv, table.txt")
-
-
-def shortcomings(steps: list[Step], args: argparse.Namespace) -> list[str]:
+def shortcomings(steps, args):
     """Returns which of the claims at the top of this file the steps do not bear out."""
     ess, floor = min(one.ess for one in steps), 1 - ESS_TOLERANCE[args.dtype]
     found = [] if ess >= floor else [f"effective sample size {ess:.4f}, below {floor:g}"]
-    return found + reward_problems(args, steps[0].reward, steps[-1].reward, args.reward_target)
+    return found + results.reward_problems(
+        args, steps[0].reward, steps[-1].reward, args.reward_target
+    )
 
 
 # %% [markdown]
@@ -331,32 +272,24 @@ def shortcomings(steps: list[Step], args: argparse.Namespace) -> list[str]:
 
 
 # %%
-def main(argv: list[str] | None = None) -> int:
-    """Runs the tutorial.
-
-    Returns:
-        The exit status: 0 if all claims hold.
-    """
+def main(argv=None):
+    """Runs the tutorial; the exit status is 0 if all claims hold."""
     args = parse_args(argv)
-    keep_quiet()
-    torch.manual_seed(args.seed)
 
-    steps: list[Step] = []
     problems: list[str] = []
     with started(args, "01_grpo_sync") as (service, tokenizer, checkpoint):
         training = train(args, service, tokenizer, checkpoint)
-        drive(training, steps, problems, BadRowsError, errors.SyncError)
-    if steps:
-        save(steps, args)
-        problems += shortcomings(steps, args)
-    first, last = (steps[0].reward, steps[-1].reward) if steps else (math.nan, math.nan)
-    ess = min((one.ess for one in steps), default=math.nan)
-    push_ms = statistics.median([one.push_ms for one in steps] or [math.nan])
-    seconds = steps[-1].seconds if steps else 0.0
-    return verdict(
+        steps = results.drive(training, args, problems, BadRowsError, errors.SyncError)
+    if not steps:
+        return results.verdict(problems, "no step was finished")
+    save(steps, args)
+    problems += shortcomings(steps, args)
+    push_ms = statistics.median(one.push_ms for one in steps)
+    return results.verdict(
         problems,
-        f"reward {first:.3f} -> {last:.3f} ess {ess:.3f} push_ms {push_ms:.1f} "
-        f"seconds {seconds:.1f}",
+        f"reward {steps[0].reward:.3f} -> {steps[-1].reward:.3f} "
+        f"ess {min(one.ess for one in steps):.3f} push_ms {push_ms:.1f} "
+        f"seconds {steps[-1].seconds:.1f}",
     )
 
 

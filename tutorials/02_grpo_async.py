@@ -47,7 +47,6 @@ On GPUs each replica has one GPU to itself and the trainer has the last one. GSM
 # 2. Rows that are too old all the same are dropped, or count less.
 
 # %%
-import argparse
 import asyncio
 import contextlib
 import csv
@@ -57,28 +56,18 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from common.quiet import keep_quiet  # sets what the libraries below read
+import common.quiet  # noqa: F401  sets what the libraries below read
 
 # isort: split
 import ray
 import torch
+from common import results
 from common.engines import make_policy, started
-from common.results import (
-    draw_reward,
-    drive,
-    picture,
-    reward_problems,
-    shown,
-    table,
-    verdict,
-    write_csv,
-)
+from common.results import shown
 from common.settings import ESS_TOLERANCE, PRESETS, finish_dataset, make_parser
 from common.task import make_env, prompts
 from common.training import Learner
@@ -88,10 +77,8 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.collectors.llm import RayLLMCollector
 from torchrl.data import ConsumingSampler, LazyStackStorage
 from torchrl.objectives.llm.grpo import MCAdvantage
-from tqdm import tqdm
 
 from torchrl_vllm_sync import (
-    AsyncVLLM,
     GenerationStatistics,
     RayReplayBuffer,
     StalenessFilter,
@@ -99,7 +86,6 @@ from torchrl_vllm_sync import (
     VersionStamp,
     WeightUpdater,
     errors,
-    vLLMWrapper,
 )
 
 set_list_to_stack(True).set()  # TorchRL's chat environments ask for it before any is made
@@ -109,7 +95,7 @@ WAIT_S = 300.0  # nobody waits longer for anybody
 LOOK_S = 5.0  # how often the trainer looks after collectors while it waits
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv=None):
     """Reads the command line; what is not given comes from the dataset's preset."""
     parser = make_parser(__doc__.splitlines()[0], output="02_grpo_async", smoke_steps=SMOKE_STEPS)
     parser.add_argument("--dataset", choices=sorted(PRESETS), default="low-ids")
@@ -157,26 +143,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 class Turns:
     """Hands out prompts in order, and says when their turn is."""
 
-    def __init__(
-        self, source: Callable[[], Iterator[dict[str, Any]]], groups: int, ahead: int
-    ) -> None:
+    def __init__(self, source, groups, ahead):
         self.source, self.groups, self.ahead = source(), groups, ahead
         self.taken = self.finished = 0
         self.changed = asyncio.Condition()
 
-    async def take(self) -> list[dict[str, Any]]:
+    async def take(self):
         """Returns the prompts of the next turn, each with its number in the data set."""
         first = self.taken * self.groups
         self.taken += 1
         items = itertools.islice(self.source, self.groups)
         return [item | {"group": [first + i]} for i, item in enumerate(items)]
 
-    async def wait(self, turn: int) -> None:
+    async def wait(self, turn):
         """Returns when ``turn`` may begin."""
         async with self.changed:
             await self.changed.wait_for(lambda: turn <= self.finished + self.ahead)
 
-    async def finish(self, turns: float) -> None:
+    async def finish(self, turns):
         """Notes how many turns the trainer has finished, all told."""
         async with self.changed:
             self.finished = turns
@@ -186,10 +170,10 @@ class Turns:
 class Dataloader:
     """What a collector's environment reads: the prompts of one turn after the other."""
 
-    def __init__(self, turns: Any) -> None:
+    def __init__(self, turns):
         self.turns = turns
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self):
         while True:
             yield from ray.get(self.turns.take.remote(), timeout=WAIT_S)
 
@@ -201,12 +185,12 @@ class InTurn(TensorDictModuleBase):
     seconds of ``time.time()``, all of the batch's shape.
     """
 
-    def __init__(self, policy: vLLMWrapper, turns: Any, groups: int, collector: int) -> None:
+    def __init__(self, policy, turns, groups, collector):
         super().__init__()
         self.policy, self.turns, self.groups, self.collector = policy, turns, groups, collector
         self.in_keys, self.out_keys = policy.in_keys, policy.out_keys
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(self, tensordict):
         """Waits, and samples."""
         turn = int(tensordict["group"].min()) // self.groups
         ray.get(self.turns.wait.remote(turn), timeout=WAIT_S)
@@ -241,7 +225,7 @@ IN_ACTORS = {
 }
 
 
-def make_buffer(args: argparse.Namespace) -> RayReplayBuffer:
+def make_buffer(args):
     """Starts the buffer: room for whatever generation may be ahead."""
     return RayReplayBuffer(
         storage=partial(LazyStackStorage, (args.ahead + 2 * args.collectors + 2) * args.batch_size),
@@ -251,13 +235,7 @@ def make_buffer(args: argparse.Namespace) -> RayReplayBuffer:
     )
 
 
-def make_collectors(
-    args: argparse.Namespace,
-    service: AsyncVLLM,
-    tokenizer: Any,
-    buffer: RayReplayBuffer,
-    turns: Any,
-) -> list[RayLLMCollector]:
+def make_collectors(args, service, tokenizer, buffer, turns):
     """Starts the collectors' actors, which do not collect yet."""
     policy = make_policy(args, service, tokenizer)
     return [
@@ -279,38 +257,19 @@ class CollectorStoppedError(RuntimeError):
 
 
 class Intake:
-    """Takes rows out of the buffer as they come, and drops those that are too old.
+    """Takes rows out of the buffer as they come, and drops those that are too old."""
 
-    Attributes:
-        taken: Rows taken so far, dropped ones included.
-    """
+    def __init__(self, buffer, collectors, fresh, finished):
+        self.buffer, self.collectors = buffer, collectors
+        self.fresh, self.finished = fresh, finished
+        self.taken = 0  # rows, dropped ones included
 
-    def __init__(
-        self,
-        buffer: RayReplayBuffer,
-        collectors: list[RayLLMCollector],
-        fresh: Callable[[TensorDictBase], TensorDictBase],
-        finished: Callable[[int], None],
-    ) -> None:
-        self.buffer, self.collectors, self.fresh, self.finished = (
-            buffer,
-            collectors,
-            fresh,
-            finished,
-        )
-        self.taken = 0
-
-    def take(self, number: int) -> TensorDictBase:
-        """Returns ``number`` rows, fresh by what the trainer's version is now.
-
-        Whatever is in the buffer is taken, so that rows which are dropped make room at once.
-
-        Raises:
-            CollectorStoppedError: A collector has stopped, or nothing came for ``WAIT_S``.
-        """
+    def take(self, number):
+        """Returns ``number`` rows, fresh by what the trainer's version is now."""
         rows: list[TensorDictBase] = []
         looked = waited = time.monotonic()
         while len(rows) < number:
+            # Whatever is there is taken, so that rows which are dropped make room at once.
             there = min(len(self.buffer), number - len(rows))
             now = time.monotonic()
             if there:
@@ -373,7 +332,7 @@ class Span(NamedTuple):
 class Run:
     """What happened: steps, spans for the timeline, and what the claims are checked against."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps: list[Step] = []
         self.spans: set[Span] = set()
         self.answers: Counter[int] = Counter()  # rows trained, by the number of their prompt
@@ -382,19 +341,8 @@ class Run:
         self.summary: dict[str, float | None] = {}
 
 
-def train(
-    args: argparse.Namespace,
-    service: AsyncVLLM,
-    tokenizer: Any,
-    checkpoint: str,
-    run: Run,
-) -> Iterator[Step]:
-    """Runs the loop, notes it in ``run``, and yields each step.
-
-    Raises:
-        CollectorStoppedError: No more rows come.
-        errors.SyncError: An engine failed.
-    """
+def train(args, service, tokenizer, checkpoint, run):
+    """Runs the loop, notes it in ``run``, and yields each step."""
     turns = Turns.remote(partial(prompts, args.dataset, args.seed), args.groups, args.ahead)
     buffer = make_buffer(args)
     collectors = make_collectors(args, service, tokenizer, buffer, turns)
@@ -423,7 +371,6 @@ def train(
         zero, start = time.time(), time.perf_counter()
         for collector in collectors:
             collector.start()
-        bar = cleanup.enter_context(tqdm(total=args.steps, desc="GRPO", unit="step"))
         for step in range(args.steps):
             begin = time.perf_counter()
             rows = intake.take(args.batch_size)
@@ -461,18 +408,12 @@ def train(
                 Span("push", trained - start, pushed - start),
                 *sampling_spans(rows, zero),
             }
-            bar.set_postfix_str(
-                f"reward {done.reward:.3f}, {done.staleness:.1f} versions old, "
-                f"{done.dropped} dropped",
-                refresh=False,
-            )
-            bar.update()
             yield done
         run.num_dropped, run.num_taken = stale.num_dropped, intake.taken
         run.summary = measure.summary()
 
 
-def sampling_spans(rows: TensorDictBase, zero: float) -> set[Span]:
+def sampling_spans(rows, zero):
     """Returns which collectors sampled the rows, and when."""
     noted = [rows["sampling", name].tolist() for name in ("collector", "began", "ended")]
     return {
@@ -481,7 +422,7 @@ def sampling_spans(rows: TensorDictBase, zero: float) -> set[Span]:
     }
 
 
-def end(collectors: list[RayLLMCollector], turns: Any, buffer: RayReplayBuffer, run: Run) -> None:
+def end(collectors, turns, buffer, run):
     """Lets the collectors finish what they are at, ends them, and counts what is left over."""
     with contextlib.suppress(RayError):  # what has died already needs no end
         ends = [one._collector.async_shutdown.remote(timeout=30) for one in collectors]
@@ -498,40 +439,14 @@ def end(collectors: list[RayLLMCollector], turns: Any, buffer: RayReplayBuffer, 
 
 
 # %%
-def plot_curves(run: Run, args: argparse.Namespace, path: Path) -> None:
-    """Draws reward, staleness and rows dropped over the steps."""
-    steps = run.steps
-    at = [one.step for one in steps]
-    title = (
-        f"Asynchronous GRPO, {args.model} model, {args.replicas} replicas, "
-        f"{args.collectors} collectors, staleness {args.staleness}, ahead {args.ahead}"
-    )
-    with picture(path, 3, title=title, figsize=(7, 7), sharex=True, height_ratios=[3, 2, 1]) as (
-        reward,
-        age,
-        drops,
-    ):
-        draw_reward(reward, [one.reward for one in steps], args.reward_target)
-        age.plot(at, [one.staleness for one in steps], color="tab:green", label="mean")
-        oldest = [one.max_staleness for one in steps]
-        age.plot(at, oldest, color="tab:green", linestyle="--", linewidth=1, label="oldest")
-        age.axhline(args.staleness, color="tab:red", linestyle=":", linewidth=1, label="bound")
-        age.set_ylabel("sample age, versions")
-        age.set_ylim(-0.1, max(args.staleness, *oldest) + 0.5)
-        age.legend(frameon=False)
-        drops.step(at, [one.dropped for one in steps], where="post", color="tab:red")
-        drops.set_ylabel("rows dropped")
-        drops.set_xlabel("step")
-
-
-def plot_timeline(run: Run, args: argparse.Namespace, path: Path) -> None:
+def plot_timeline(run, args, path):
     """Draws who worked when, in the middle third of the run or ten seconds of it."""
     total = run.steps[-1].seconds
     width = min(10.0, total / 3)
     left = (total - width) / 2
     workers = [*(f"collector {i}" for i in range(args.collectors)), "training", "push"]
     colours = ["tab:blue"] * args.collectors + ["tab:orange", "tab:red"]
-    with picture(path, figsize=(8, 0.5 * len(workers) + 1.4)) as axes:
+    with results.picture(path, figsize=(8, 0.5 * len(workers) + 1.4)) as axes:
         for row, (worker, colour) in enumerate(zip(workers, colours, strict=True)):
             bars = [
                 (one.began, one.ended - one.began)
@@ -548,32 +463,34 @@ def plot_timeline(run: Run, args: argparse.Namespace, path: Path) -> None:
         axes.set_xlabel("seconds; thin lines: all replicas hold the new version")
 
 
-def save(run: Run, args: argparse.Namespace) -> None:
+def save(run, args):
     """Writes pictures, table and figures to the output directory, and prints the table."""
     args.output.mkdir(parents=True, exist_ok=True)
-    plot_curves(run, args, args.output / "curve.png")
+    title = (
+        f"Asynchronous GRPO, {args.model} model, {args.replicas} replicas, "
+        f"{args.collectors} collectors, staleness {args.staleness}, ahead {args.ahead}"
+    )
+    ages = {"staleness": "mean", "max_staleness": "oldest", args.staleness: "bound"}
+    panels = {"sample age, versions": ages, "rows dropped": {"dropped": ""}}
+    results.curves(args.output / "curve.png", title, run.steps, args.reward_target, panels)
     plot_timeline(run, args, args.output / "timeline.png")
-    text = table(run.steps)
-    (args.output / "table.txt").write_text(text + "\n")
-    write_csv(args.output / "curve.csv", run.steps)
     with (args.output / "timeline.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(Span._fields)
         rows.writerows(sorted(run.spans, key=lambda one: one.began))
-    print(text)
-    means = ", ".join(
-        f"{name} {value:.3g}" for name, value in run.summary.items() if value is not None
-    )
-    print(f"Means over all rows trained: {means}")
-    print(f"Written to {args.output}: curve.png, timeline.png, curve.csv, timeline.csv, table.txt")
+    means = ", ".join(f"{name} {one:.3g}" for name, one in run.summary.items() if one is not None)
+    text = f"{results.table(run.steps)}\nMeans over all rows trained: {means}"
+    results.write(args.output, text, curve=run.steps)
 
 
-def shortcomings(run: Run, args: argparse.Namespace) -> list[str]:
+def shortcomings(run, args):
     """Returns which of the claims at the top of this file the run does not bear out."""
-    return unaccounted(run, args) + reward_problems(args, *ends_of(run.steps), args.reward_target)
+    return unaccounted(run, args) + results.reward_problems(
+        args, *ends_of(run.steps), args.reward_target
+    )
 
 
-def unaccounted(run: Run, args: argparse.Namespace) -> list[str]:
+def unaccounted(run, args):
     """Returns what is wrong with the rows: their number, their age, their order."""
     steps, found = run.steps, []
     trained = len(steps) * args.batch_size
@@ -596,7 +513,7 @@ def unaccounted(run: Run, args: argparse.Namespace) -> list[str]:
     return found
 
 
-def unlike_the_synchronous_program(run: Run, args: argparse.Namespace) -> list[str]:
+def unlike_the_synchronous_program(run, args):
     """Returns in what the run differs from one whose collector waits for each push."""
     found = []
     source = prompts(args.dataset, args.seed)
@@ -615,7 +532,7 @@ def unlike_the_synchronous_program(run: Run, args: argparse.Namespace) -> list[s
     return found
 
 
-def ends_of(steps: list[Step]) -> tuple[float, float]:
+def ends_of(steps):
     """Returns the first step's reward and the mean of the last five."""
     return steps[0].reward, statistics.fmean(one.reward for one in steps[-5:])
 
@@ -625,31 +542,24 @@ def ends_of(steps: list[Step]) -> tuple[float, float]:
 
 
 # %%
-def main(argv: list[str] | None = None) -> int:
-    """Runs the tutorial.
-
-    Returns:
-        The exit status: 0 if all claims hold.
-    """
+def main(argv=None):
+    """Runs the tutorial; the exit status is 0 if all claims hold."""
     args = parse_args(argv)
-    keep_quiet()
-    torch.manual_seed(args.seed)
 
     run, problems = Run(), []
     with started(args, "02_grpo_async") as (service, tokenizer, checkpoint):
         training = train(args, service, tokenizer, checkpoint, run)
-        drive(training, [], problems, CollectorStoppedError, RayError, errors.SyncError)
-    first = last = age = math.nan
-    if run.steps:
-        save(run, args)
-        problems += shortcomings(run, args)
-        first, last = ends_of(run.steps)
-        age = statistics.fmean(one.staleness for one in run.steps)
-    seconds = run.steps[-1].seconds if run.steps else 0.0
-    return verdict(
+        results.drive(training, args, problems, CollectorStoppedError, RayError, errors.SyncError)
+    if not run.steps:
+        return results.verdict(problems, "no step was finished")
+    save(run, args)
+    problems += shortcomings(run, args)
+    first, last = ends_of(run.steps)
+    age = statistics.fmean(one.staleness for one in run.steps)
+    return results.verdict(
         problems,
         f"reward {first:.3f} -> {last:.3f} staleness {age:.2f} dropped {run.num_dropped} "
-        f"seconds {seconds:.1f}",
+        f"seconds {run.steps[-1].seconds:.1f}",
     )
 
 

@@ -35,23 +35,18 @@ github.com/vllm-project/vllm, ``examples/rl/rlhf_async_new_apis.py``.
 #   are computed anew, and that they are not if they are kept.
 
 # %%
-import argparse
 import asyncio
 import contextlib
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import common.quiet  # noqa: F401  sets what the libraries below read
 
 # isort: split
-import torch
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
 from common.engines import ray_running, scenario, small_service
 from common.equality import Comparison, conclude, greedy, random_prompts, show_kinds
 from common.settings import finish_push, make_push_parser
-
-from torchrl_vllm_sync import AsyncVLLM, PushReport
 
 # %% [markdown]
 # ## Settings
@@ -68,7 +63,7 @@ TOKENS_AFTER = 100  # of each answer after the switch
 SMOKE_TOKENS_AFTER = 40
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv=None):
     """Reads the command line and finds the devices."""
     parser = make_push_parser(__doc__.splitlines()[0], SHAPES)
     parser.add_argument("--model", help="checkpoint that the engine starts with, instead")
@@ -102,14 +97,7 @@ class Answer:
     after: list[int]  # tokens that the new weights sampled
 
 
-async def follow(
-    service: AsyncVLLM,
-    prompt: list[int],
-    *,
-    version: int,
-    num_after: int,
-    has_begun: asyncio.Event,
-) -> Answer:
+async def follow(service, prompt, *, version, num_after, has_begun):
     """Streams one answer until it has ``num_after`` tokens of ``version``."""
     most = service.engine_args.max_model_len - len(prompt)
     stream = service.astream(prompt, greedy(most))
@@ -124,14 +112,7 @@ async def follow(
     raise RuntimeError(f"an answer ended after {most} tokens, before it had enough of the new ones")
 
 
-async def update_in_flight(
-    service: AsyncVLLM,
-    model: torch.nn.Module,
-    prompts: list[list[int]],
-    *,
-    clear_cache: bool,
-    num_after: int,
-) -> tuple[list[Answer], PushReport]:
+async def update_in_flight(service, model, prompts, *, clear_cache, num_after):
     """Starts all answers, and pushes as soon as one of them has begun."""
     version = service.weight_version + 1
     has_begun = asyncio.Event()
@@ -157,7 +138,7 @@ async def update_in_flight(
 
 
 # %%
-def continuations(service: AsyncVLLM, answers: list[Answer]) -> list[list[int]]:
+def continuations(service, answers):
     """What the engine says behind each answer's first part."""
     outputs = service.generate(
         [one.prompt + one.before for one in answers],
@@ -180,7 +161,7 @@ def continuations(service: AsyncVLLM, answers: list[Answer]) -> list[list[int]]:
 SETTINGS = {"cache cleared": True, "cache kept": False}
 
 
-def show(answers: list[Answer], expected: list[list[int]]) -> None:
+def show(answers, expected):
     """Prints what was sampled before and after the switch, and whether the latter is right."""
     for number, (one, right) in enumerate(zip(answers, expected, strict=True)):
         before = " ".join(map(str, one.before[-4:]))
@@ -192,7 +173,7 @@ def show(answers: list[Answer], expected: list[list[int]]) -> None:
         )
 
 
-def run(args: argparse.Namespace, directory: Path) -> bool:
+def run(args, directory):
     """Everything in order; returns whether all was as it should be."""
     old, new = args.model, args.trained
     if old is None:
@@ -212,11 +193,7 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
             print(f"{setting}: {args.prompts} answers, and a push into them", flush=True)
             answers[setting], reports[setting] = asyncio.run(
                 update_in_flight(
-                    service,
-                    trained,
-                    prompts,
-                    clear_cache=clear_cache,
-                    num_after=args.tokens_after,
+                    service, trained, prompts, clear_cache=clear_cache, num_after=args.tokens_after
                 )
             )
     print("Starting an engine with the new weights", flush=True)
@@ -236,7 +213,7 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv=None):
     """Runs the tutorial; what was started is ended, also on Ctrl-C."""
     args = parse_args(argv)
     with scenario("in-flight", ray_running(args.engine_gpus)) as directory:

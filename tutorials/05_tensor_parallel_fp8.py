@@ -38,10 +38,7 @@ github.com/vllm-project/vllm, ``examples/rl/rlhf_nccl.py``.
 # The CPU has no fp8; there the tiny engine is quantised to int8 instead, on two processes.
 
 # %%
-import argparse
 import sys
-from pathlib import Path
-from typing import Any
 
 import common.quiet  # noqa: F401  sets what the libraries below read
 
@@ -52,8 +49,6 @@ from common.engines import SHARED_GPU_UTILIZATION, ray_running, scenario, small_
 from common.equality import Comparison, conclude, greedy_answers, random_prompts, show_kinds
 from common.settings import finish_push, make_push_parser
 
-from torchrl_vllm_sync import AsyncVLLM
-
 # %% [markdown]
 # ## Settings
 
@@ -61,7 +56,7 @@ from torchrl_vllm_sync import AsyncVLLM
 TENSOR_PARALLEL = 2
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv=None):
     """Reads the command line and finds the devices."""
     parser = make_push_parser(__doc__.splitlines()[0], SHAPES)
     parser.add_argument("--model", help="checkpoint of the trainer, instead")
@@ -89,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # %%
-def make_service(args: argparse.Namespace, checkpoint: str | Path, **engine: Any) -> AsyncVLLM:
+def make_service(args, checkpoint, **engine):
     """Starts one engine; leaving the service's ``with`` block ends it."""
     if args.shared:
         engine["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
@@ -107,7 +102,7 @@ def make_service(args: argparse.Namespace, checkpoint: str | Path, **engine: Any
 
 
 # %%
-def run(args: argparse.Namespace, directory: Path) -> bool:
+def run(args, directory):
     """Everything in order; returns whether all was as it should be."""
     checkpoint = args.model or make_checkpoint(
         args.shape, directory, seed=args.seed, dtype=args.dtype, device=args.device
@@ -146,7 +141,7 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv=None):
     """Runs the tutorial; what was started is ended, also on Ctrl-C."""
     args = parse_args(argv)
     with scenario("tensor-parallel", ray_running(args.engine_gpus)) as directory:

@@ -36,12 +36,10 @@ github.com/vllm-project/vllm, ``examples/rl/rlhf_nccl_fsdp_ep.py``.
 # The CPU build of vLLM runs expert parallelism with one worker only; the tiny engine has that.
 
 # %%
-import argparse
 import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,9 +57,9 @@ from common.settings import finish_push, make_push_parser
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from torchrl_vllm_sync import AsyncVLLM, WeightUpdater
+from torchrl_vllm_sync import WeightUpdater
 
 # %% [markdown]
 # ## Settings
@@ -74,7 +72,7 @@ END_TIMEOUT_S = 90.0  # for ranks and engines that are told to end
 JOIN_TIMEOUT = timedelta(minutes=10)  # for a rank that waits while the first one starts engines
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv=None):
     """Reads the command line and finds the devices."""
     parser = make_push_parser(__doc__.splitlines()[0], MOE_SHAPES, "tiny-moe")
     args = parser.parse_args(argv)
@@ -96,7 +94,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # %%
-def make_model(args: argparse.Namespace, checkpoint: Path, device: torch.device) -> PreTrainedModel:
+def make_model(args, checkpoint, device):
     """Returns this rank's part of a random model."""
     config = AutoConfig.from_pretrained(checkpoint)
     with torch.device("meta"):
@@ -113,12 +111,12 @@ def make_model(args: argparse.Namespace, checkpoint: Path, device: torch.device)
     return model
 
 
-def wait_for_all() -> None:
+def wait_for_all():
     """Returns when every rank is here. A tensor on the CPU, since waiting would occupy GPUs."""
     dist.all_reduce(torch.zeros(1))
 
 
-def train_step(model: PreTrainedModel, device: torch.device, seed: int) -> float:
+def train_step(model, device, seed):
     """One step on tokens that differ from rank to rank; returns the loss."""
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
     ids = torch.randint(5, 500, (1, 64), generator=generator).to(device)
@@ -131,7 +129,7 @@ def train_step(model: PreTrainedModel, device: torch.device, seed: int) -> float
     return loss.item()
 
 
-def save(model: PreTrainedModel, checkpoint: Path) -> None:
+def save(model, checkpoint):
     """Writes the whole model to the checkpoint's directory; every rank takes part."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     whole = get_model_state_dict(model, options=options)
@@ -149,7 +147,7 @@ def save(model: PreTrainedModel, checkpoint: Path) -> None:
 
 
 # %%
-def make_service(args: argparse.Namespace, checkpoint: Path, **engine: Any) -> AsyncVLLM:
+def make_service(args, checkpoint, **engine):
     """Starts one engine; leaving the service's ``with`` block ends it."""
     if args.shared:
         engine["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
@@ -170,9 +168,7 @@ def make_service(args: argparse.Namespace, checkpoint: Path, **engine: Any) -> A
 
 # %%
 @contextlib.contextmanager
-def first_rank_service(
-    args: argparse.Namespace, checkpoint: Path, **engine: Any
-) -> Iterator[AsyncVLLM | None]:
+def first_rank_service(args, checkpoint, **engine):
     """Starts an engine on the first rank; the others get ``None`` when it is there."""
     if dist.get_rank():
         wait_for_all()
@@ -183,20 +179,20 @@ def first_rank_service(
         yield service
 
 
-def ask(args: argparse.Namespace, service: AsyncVLLM | None) -> list[list[int]]:
+def ask(args, service):
     """The engine's answers, on the first rank."""
     if service is None:
         return []
     return greedy_answers(service, random_prompts(args.prompts, args.seed), args.num_tokens)
 
 
-def say(step: str) -> None:
+def say(step):
     """Tells of a step, once for all ranks."""
     if dist.get_rank() == 0:
         print(step, flush=True)
 
 
-def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool:
+def run(args, directory, device):
     """Everything in order, on every rank; returns whether all was as it should be."""
     first = dist.get_rank() == 0
     checkpoint = directory / args.shape
@@ -247,7 +243,7 @@ def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool
 
 
 # %%
-def as_rank(args: argparse.Namespace, directory: Path) -> int:
+def as_rank(args, directory):
     """One rank of the trainer; the first one has the engine."""
     keep_quiet()
     rank = int(os.environ["LOCAL_RANK"])
@@ -266,7 +262,7 @@ def as_rank(args: argparse.Namespace, directory: Path) -> int:
         return 0 if run(args, directory, device) else 1
 
 
-def start_ranks(args: argparse.Namespace, directory: Path) -> int:
+def start_ranks(args, directory):
     """Runs this file once for each rank, and returns how that ended."""
     torchrun = [
         "-m", "torch.distributed.run", "--standalone", f"--log-dir={directory / 'ranks'}",
@@ -290,7 +286,7 @@ def start_ranks(args: argparse.Namespace, directory: Path) -> int:
         raise
 
 
-def main() -> int:
+def main():
     """Runs the tutorial; what was started is ended, also on Ctrl-C.
 
     Ray and the directory belong to the process that starts the ranks: ``torchrun`` ends each rank

@@ -30,11 +30,8 @@ answer of every replica is that of an engine which loaded the trainer's checkpoi
 # network interface, if NCCL finds the wrong one.
 
 # %%
-import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import common.quiet  # noqa: F401  sets what the libraries below read
 
@@ -46,7 +43,7 @@ from common.equality import Comparison, conclude, greedy_answers, random_prompts
 from common.settings import finish_push, make_push_parser
 from ray.cluster_utils import Cluster
 
-from torchrl_vllm_sync import AsyncVLLM, BroadcastTransport
+from torchrl_vllm_sync import BroadcastTransport
 
 # %% [markdown]
 # ## Settings
@@ -55,7 +52,7 @@ from torchrl_vllm_sync import AsyncVLLM, BroadcastTransport
 CPU_REPLICAS = 2
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv=None):
     """Reads the command line and finds the devices."""
     parser = make_push_parser(__doc__.splitlines()[0], SHAPES)
     parser.add_argument("--address", help="of a Ray cluster with replicas' GPUs on other nodes")
@@ -78,7 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 # %%
 @contextlib.contextmanager
-def nodes(args: argparse.Namespace) -> Iterator[None]:
+def nodes(args):
     """Joins the cluster, or starts one of two nodes on this machine and ends it."""
     with contextlib.ExitStack() as cleanup:
         end_on_sigterm()
@@ -93,7 +90,7 @@ def nodes(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-def places(service: AsyncVLLM) -> dict[str, str]:
+def places(service):
     """Ray's id of the node of each replica."""
     found = service.replicas.call_replicas("describe")
     return {name: one.processes.node_id for name, one in found.items()}
@@ -106,7 +103,7 @@ def places(service: AsyncVLLM) -> dict[str, str]:
 
 
 # %%
-def run(args: argparse.Namespace, directory: Path) -> bool:
+def run(args, directory):
     """Everything in order; returns whether all was as it should be."""
     old, new = (
         make_checkpoint(args.shape, directory, seed=seed, dtype=args.dtype, device=args.device)
@@ -156,7 +153,7 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv=None):
     """Runs the tutorial; what was started is ended, also on Ctrl-C."""
     args = parse_args(argv)
     with scenario("two-nodes", nodes(args)) as directory:

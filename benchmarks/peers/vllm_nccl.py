@@ -11,15 +11,18 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
 
+from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.errors import (
     ServiceClosedError,
     SyncError,
+    TransferError,
     UnsupportedArgumentError,
     WeightMismatchError,
 )
@@ -28,15 +31,7 @@ from torchrl_vllm_sync.weights.broadcast.group import free_port
 from torchrl_vllm_sync.weights.metadata import dtype_name
 from torchrl_vllm_sync.weights.places import current_device, home_device
 from torchrl_vllm_sync.weights.source import StableSource
-from torchrl_vllm_sync.weights.transport import (
-    PhaseTimes,
-    ReplicaOutcome,
-    SendOutcome,
-    awaited_replicas,
-    describe_replicas,
-    raise_exceptions,
-    watched,
-)
+from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +39,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import PauseMode, PendingCalls, ReplicaClient
+    from torchrl_vllm_sync.weights.transport import Members, PendingCalls, Push, ReplicaClient
 
 DEFAULT_BUFFER_BYTES = 2**30
 # From this release on the packing is agreed upon once, with the group; before, at each update.
@@ -52,10 +47,10 @@ _FIRST_WITH_PACKING_AT_INIT = Version("0.28")
 # Before it the receiver does not order its buffers' streams: with two of them, memory of one pack
 # can be reused while another stream still reads it.
 _FIRST_WITH_ORDERED_STREAMS = Version("0.33")
-# A replica keeps to the time limit itself. One silent for this much longer has hung.
-GRACE_S = 10.0
 SHORT_TIMEOUT_S = 30.0
 JOIN_TIMEOUT_S = 60.0
+# Seconds between looks at the replicas.
+WATCH_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +149,8 @@ class VLLMNCCLTransport:
     """
 
     name = "vllm-nccl"
+    is_collective = False
+    last_version = 0  # it stores none
 
     def __init__(
         self,
@@ -172,23 +169,15 @@ class VLLMNCCLTransport:
         self._forget()
 
     def _forget(self) -> None:
-        self._run_id = uuid.uuid4().hex
-        self._last_version = 0
+        self.run_id = uuid.uuid4().hex
         self._client: ReplicaClient | None = None
         self._group: Any = None
         self._device = torch.device("cuda")
         self._packing = Packing(self._buffer_bytes, 1)
         self._vllm_version = ""
         self._awaited: dict[str, str] = {}
-        self._members: list[str] = []
-        self._missing: dict[str, str] = {}
 
-    @property
-    def last_version(self) -> int:
-        """Newest version sent by this transport; 0 before the first."""
-        return self._last_version
-
-    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
+    def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Forms the group with the workers of all replicas that are alive; nothing if it stands.
 
         Raises:
@@ -196,20 +185,20 @@ class VLLMNCCLTransport:
             UnsupportedArgumentError: The trainer or an engine is not on a CUDA device, or the
                 engines run different versions of vLLM.
         """
-        awaited = awaited_replicas(client.standings())
+        client, awaited = members.client, dict(members.incarnations)
         if self._group is not None:
             home = None if self._given_device else home_device(source, "cuda")
             if awaited == self._awaited and home in (None, self._device):
                 return
             self._leave()
         self._awaited = awaited
-        alive, self._missing = describe_replicas(client)
+        alive = members.describe()
         self._vllm_version = _one_version(alive)
         self._device = self._device_for(source, {one.device_type for one in alive.values()})
         self._packing = Packing.for_version(
             self._vllm_version, self._buffer_bytes, self._num_buffers
         )
-        self._client, self._members = client, list(alive)
+        self._client = client
         raise_exceptions(
             client.start_calls("use_transfer_engine", dict.fromkeys(alive, ("nccl",))).answers(
                 SHORT_TIMEOUT_S
@@ -239,75 +228,48 @@ class VLLMNCCLTransport:
             self._leave()
             raise
 
-    def send(
-        self,
-        client: ReplicaClient,
-        source: WeightSource,
-        version: int,
-        *,
-        timeout_s: float,
-        clear_cache: bool,
-        mode: PauseMode = "keep",
-    ) -> SendOutcome:
-        """Broadcasts ``source`` as ``version``, also to replicas that hold the version already.
+    def send(self, members: Members, push: Push) -> dict[str, Any]:
+        """Broadcasts one version, also to replicas that hold it already.
 
         Raises:
-            TransferError: No group could be formed. Nothing was sent.
-            UnsupportedArgumentError: See :meth:`open`. Nothing was sent.
             WeightMismatchError: A tensor is not on the transport's device. Nothing was sent.
         """
-        begin = time.perf_counter()
-        deadline = time.monotonic() + timeout_s
-        self.open(client, source)
+        begin, times, source = time.perf_counter(), push.times, push.source
+        deadline = time.monotonic() + push.timeout_s
         if isinstance(source, StableSource):
             for name, tensor in source.views() or ():
                 check_device(name, tensor, self._device)
-        metadata = source.metadata()
-        joined = time.perf_counter()
-        times = PhaseTimes()
-        times.note("join_s", begin, joined)
-        everyone = dict.fromkeys(self._members, (version, self._run_id))
-        answers = client.start_calls("expect_native", everyone).answers(SHORT_TIMEOUT_S)
-        if not any(isinstance(one, BaseException) for one in answers.values()):
-            info = update_info(self._vllm_version, self._packing, metadata)
-            torch.cuda.current_stream(self._device).synchronize()  # the sender has other streams
-            ready = time.perf_counter()
-            calls = client.start_calls(
-                "receive_native",
-                dict.fromkeys(self._members, (info,)),
-                version=version,
-                run_id=self._run_id,
-                mode=mode,
-                clear_cache=clear_cache,
-                timeout_s=timeout_s,
-            )
-            failure = self._transfer(source, calls, deadline)
-            sent = time.perf_counter()
-            left = GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
-            answers = calls.answers(left)
-            times.note("prepare_s", joined, ready)
-            times.note("send_s", ready, sent)
-            times.note("acknowledge_s", sent)
-            if failure is not None:  # silence follows from it
-                answers = {
-                    name: failure if isinstance(one, TimeoutError | dict) else one
-                    for name, one in answers.items()
-                }
-            failed = any(isinstance(one, BaseException) for one in answers.values())
-            if failure is not None or failed:
-                self._leave()
-            else:
-                self._last_version = max(self._last_version, version)
-        outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]
-        for name, why in self._missing.items():
-            outcomes.append(ReplicaOutcome(replica_id=name, version=None, error=why))
-        return SendOutcome(
-            num_bytes=sum(meta.num_bytes for meta in metadata),
-            phases=times.seconds,
-            phase_starts=times.starts,
-            replicas=outcomes,
-            run_id=self._run_id,
+        everyone = dict.fromkeys(members.incarnations, (push.version, self.run_id))
+        answers = members.client.start_calls("expect_native", everyone).answers(SHORT_TIMEOUT_S)
+        if failed(answers):
+            return answers
+        info = update_info(self._vllm_version, self._packing, source.metadata())
+        torch.cuda.current_stream(self._device).synchronize()  # the sender has other streams
+        ready = time.perf_counter()
+        calls = members.start(
+            "receive_native",
+            info,
+            version=push.version,
+            run_id=self.run_id,
+            mode=push.mode,
+            clear_cache=push.clear_cache,
+            timeout_s=push.timeout_s,
         )
+        failure = self._transfer(source, calls, deadline)
+        sent = time.perf_counter()
+        left = GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
+        answers = calls.answers(left)
+        times.note("prepare_s", begin, ready)
+        times.note("send_s", ready, sent)
+        times.note("acknowledge_s", sent)
+        if failure is not None:  # silence follows from it
+            answers = {
+                name: failure if isinstance(one, TimeoutError | dict) else one
+                for name, one in answers.items()
+            }
+        if failed(answers):
+            self._leave()
+        return answers
 
     def close(self) -> None:
         """Leaves the group, and has the workers use the engine of their launch. Idempotent."""
@@ -378,6 +340,24 @@ class VLLMNCCLTransport:
         group, self._group = self._group, None
         if group is not None:
             group.destroy()
+
+
+def watched(what: str, call: Callable[[], Any], pending: PendingCalls, deadline: float) -> Any:
+    """Makes ``call`` in a thread and waits for it, but not for ever.
+
+    The thread is left behind when this raises early; ending what it does is the caller's.
+    """
+    ended = in_thread(what, call)
+    while wait([ended], timeout=WATCH_S).not_done:
+        raise_exceptions(pending.failures())
+        if time.monotonic() > deadline:
+            raise TransferError(f"{what} did not end in time")
+    try:
+        return ended.result()
+    except SyncError:
+        raise
+    except Exception as error:
+        raise TransferError(f"{what} broke off: {type(error).__name__}: {error}") from error
 
 
 def _one_version(engines: Mapping[str, EngineDescription]) -> str:

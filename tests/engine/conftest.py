@@ -89,7 +89,7 @@ class SharedServices:
             if dead:
                 self._say(f" restarting what tests have killed: replicas {dead}")
                 with ThreadPoolExecutor() as pool:
-                    list(pool.map(service._fleet.restart, dead))
+                    list(pool.map(service.fleet.restart, dead))
             service.use_transport(MemmapTransport())
             service.create_load_balancer()
             service.push_weights(load_tiny_model(service.engine_args.model))

@@ -33,12 +33,11 @@ class FaultyWorker(SyncWorkerExtension):
     """A worker whose loads misbehave as a plan says, which ``sync_plan`` sets.
 
     ``fail_at``: raise before this tensor, in as many loads as ``times``. ``zero``: the name of a
-    tensor that arrives as zeros. ``die``: end the
-    process before the first tensor. ``signal`` and ``at``: send this process a signal, ``kill``
-    or ``stop``, before tensor ``at``. ``touch``: make this file before tensor ``at`` and sleep
-    until it is gone; an ``at`` of ``"end"`` is behind the last tensor, one of ``"repack"`` where
-    the weights are in place and what is computed from them is not. ``rank``: only the worker of
-    this rank in its replica misbehaves.
+    tensor that arrives as zeros. ``die``: end the process before the first tensor. ``signal``
+    and ``at``: send this process a signal, ``kill`` or ``stop``, before tensor ``at``. ``touch``:
+    make this file before tensor ``at`` and sleep until it is gone; an ``at`` of ``"end"`` is behind
+    the last tensor, one of ``"repack"`` where the weights are in place and what is computed from
+    them is not. ``rank``: only the worker of this rank in its replica misbehaves.
 
     Of broadcasts alone: ``unready``: raise before the trainer is told that this worker is ready.
     ``linger_s``: sleep instead, there.

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 
 from tests.engine.checks import assert_holds, perturbed
 from tests.engine.layerwise_engine import BACKEND
-from torchrl_vllm_sync import ReplicaOutcome
+from torchrl_vllm_sync import LoadReport
 from torchrl_vllm_sync.errors import StaleVersionError, TransferError, TransferNotReadyError
 from torchrl_vllm_sync.testing import load_tiny_model
 
@@ -44,7 +44,9 @@ def state(service):
 
 def next_version(service):
     """One more than replicas hold: what is called past the service it learns only later."""
-    (found,) = {one.weight_version for one in service.replicas.call_replicas("report").values()}
+    (found,) = {
+        report.weight_version for report in service.replicas.call_replicas("report").values()
+    }
     return found + 1
 
 
@@ -82,7 +84,7 @@ def test_a_push_in_parts_reports_as_others_do(layerwise, model):
     for part in parts(perturbed(model, seed=310)):
         call(layerwise, "receive_chunk", part, 30.0)
     answer = call(layerwise, "finish_chunks")
-    outcome = ReplicaOutcome.of("0", answer)
+    outcome = LoadReport(**answer)
     assert (outcome.version, outcome.path, outcome.phases["num_tensors"]) == (
         version,
         "layerwise",

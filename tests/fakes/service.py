@@ -1,6 +1,7 @@
 """Services without engines: members that nobody started, and calls that tests answer."""
 
 from types import SimpleNamespace
+from typing import Any
 
 from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.replica import EngineDescription, Member, Replica
@@ -46,8 +47,9 @@ def replicas_of(members=(), *, load=None, launched=True, **settings):
 def service_of(replicas, *, log=None, committed=0):
     """A service of these replicas, as much of it as reading it needs."""
     service = object.__new__(AsyncVLLM)
-    service.replicas, service.weights = replicas, Weights(replicas)
-    service.weights.pusher = SimpleNamespace(committed=committed)
+    weights: Any = Weights(replicas)
+    weights.pusher = SimpleNamespace(committed=committed)
+    service.replicas, service.weights = replicas, weights
     if log is not None:
         service.weights.log = log
     service._dashboards, service._exporter = [], None

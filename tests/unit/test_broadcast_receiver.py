@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from tests.fakes.engine import BareUpdates
+from tests.fakes.weights import send
 from tests.unit.vllm_models import VllmModels, make_checkpoint, metadata_of, single_process_group
 from torchrl_vllm_sync import BroadcastTransport, ReplicaState
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.arrivals import BroadcastLoads
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
+from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Standing
@@ -128,14 +130,7 @@ class World:
             model.load_weights(weights)
 
     def push(self, transport, checkpoint, version=1):
-        transport.open(self.client)
-        return transport.send(
-            self.client,
-            MappingSource(checkpoint),
-            version,
-            timeout_s=20,
-            clear_cache=False,
-        )
+        return send(transport, self.client, MappingSource(checkpoint), version)
 
     def assert_holds(self, checkpoint):
         reference = self.models.build(fill=0.0)
@@ -223,8 +218,7 @@ def test_strided_and_cast_tensors_go_through_buckets(world, transports):
         def metadata(self):
             return here.metadata
 
-    transport.open(here.client)
-    outcome = transport.send(here.client, Cast(given), 1, timeout_s=20, clear_cache=False)
+    outcome = send(transport, here.client, Cast(given), 1)
     assert only(outcome).error == ""
     here.assert_holds(checkpoint)
     assert transport.num_buffer_bytes > 0
@@ -303,9 +297,7 @@ def test_two_tensor_parallel_workers_get_their_slices(tmp_path, monkeypatch, tra
     transport = transports(verify="never")
     for version in (1, 2):
         checkpoint = ranks[0].checkpoint(start=version * 500)
-        transport.open(client)
-        source = MappingSource(checkpoint)
-        outcome = transport.send(client, source, version, timeout_s=20, clear_cache=False)
+        outcome = send(transport, client, MappingSource(checkpoint), version)
         assert only(outcome).path == "plan"
         for one in ranks:
             one.assert_holds(checkpoint)
@@ -331,6 +323,121 @@ def test_an_unannounced_push_touches_nothing(world, transports):
     here.assert_holds(here.checkpoint())
     assert only(here.push(transports(verify="never"), here.checkpoint(start=900), 2)).error == ""
     here.assert_holds(here.checkpoint(start=900))
+
+
+@pytest.mark.parametrize("by_plan", [True, False])
+def test_staged_weights_are_installed_once(world, transports, by_plan):
+    here = world("qwen3", stage=True)
+    here.receiver._distrust = "" if by_plan else "a check has failed"
+    checkpoint = here.checkpoint()
+    one = only(here.push(transports(staged=True), checkpoint, 1))
+    assert (one.error, one.path) == ("", "plan" if by_plan else "layerwise")
+    here.assert_holds(checkpoint)
+    assert "no weights are staged" in here.worker.sync_install_staged()["error"]
+
+
+def test_a_plan_found_wrong_is_not_used_for_staged_weights_either(world, transports):
+    here = world("qwen3", stage=True)
+    transport = transports(verify="always")
+    here.push(transport, here.checkpoint(), 1)
+    targets = here.receiver._planned.whole_targets
+    targets[0] = targets[0].roll(1)  # a copy: what arrives there is lost
+    assert only(here.push(transport, here.checkpoint(start=700), 2)).path == "layerwise"
+    here.receiver.device = torch.device("cuda")  # where staging takes a plan
+    with pytest.raises(TransferError, match=r"need a load plan, .*: the plan left other values"):
+        here.receiver.require_staging()
+
+
+def test_larger_buckets_get_buffers_of_their_own(world, transports):
+    here = world("qwen3")
+    here.receiver._distrust = "a check has failed"
+    for version, bucket_bytes in enumerate((4096, 1 << 16), start=1):
+        here.receiver.prepare(here.metadata, bucket_bytes)
+        assert here.receiver._buffers == []  # those before are too small
+        checkpoint = here.checkpoint(start=version)
+        one = only(here.push(transports(bucket_bytes=bucket_bytes), checkpoint, version))
+        assert (one.error, one.path) == ("", "layerwise")
+        here.assert_holds(checkpoint)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_load_ends_when_its_transfer_has_ended(world, transports, monkeypatch, direct):
+    """On a GPU everything is only queued; here the order in which it is shows."""
+    from torchrl_vllm_sync.engine import receiver
+    from torchrl_vllm_sync.engine.plan_copies import BoundBucket
+
+    here, order = world("qwen3"), []
+    transport = transports(verify="never")
+    checkpoint = here.checkpoint()
+    if not direct:  # strided tensors go through buckets
+        checkpoint = {
+            name: one.t().contiguous().t() if one.dim() == 2 else one
+            for name, one in checkpoint.items()
+        }
+    here.push(transport, checkpoint, 1)
+
+    def noting(word, call):
+        def noted(*args, **kwargs):
+            call(*args, **kwargs)
+            order.append(word)
+
+        return noted
+
+    monkeypatch.setattr(receiver, "broadcast_tensors", noting("direct", receiver.broadcast_tensors))
+    monkeypatch.setattr(BoundBucket, "copy", noting("bucket", BoundBucket.copy))
+    group = here.receiver._group
+    monkeypatch.setattr(group, "synchronize", noting("end", group.synchronize), raising=False)
+    assert only(here.push(transport, checkpoint, 2)).error == ""
+    *loads, end = order
+    assert (set(loads), end) == ({"direct" if direct else "bucket"}, "end")
+    here.assert_holds(checkpoint)
+
+
+def test_a_worker_leaves_a_group_that_broke(world, transports, monkeypatch):
+    from torchrl_vllm_sync.engine import receiver
+
+    here = world("qwen3")
+    here.push(transports(verify="never"), here.checkpoint(), 1)
+
+    def breaks(*args, **kwargs):
+        raise RuntimeError("the communicator failed")
+
+    monkeypatch.setattr(receiver, "broadcast_tensors", breaks)
+    deadline = time.monotonic() + 5
+    with pytest.raises(TransferError, match="the transfer broke off: the communicator failed"):
+        here.receiver.receive(deadline, direct=True)
+    with pytest.raises(TransferError, match="or left it after a failure"):
+        here.receiver.receive(deadline, direct=True)
+
+
+def test_a_push_of_another_group_is_not_taken_part_in(world, transports):
+    here = world("qwen3")
+    checkpoint = here.checkpoint()
+    here.push(transports(verify="never"), checkpoint, 1)
+    foreign = (here.receiver._group_id + 1) << PUSH_ID_BITS | 1
+    answer = here.worker.sync_receive(foreign, here.receiver.digest, True, 1, 5.0)
+    assert "another trainer has brought this worker into a group of its own" in answer["error"]
+    assert answer["untouched"]
+    here.assert_holds(checkpoint)
+
+
+def test_a_late_worker_waits_as_long_as_the_others_wait_for_it(world, monkeypatch):
+    from torchrl_vllm_sync.engine.receiver import BroadcastGroup, BroadcastInitInfo
+
+    here, waited = world("qwen3"), []
+
+    def join(*args, timeout_s):
+        waited.append(timeout_s)
+        raise TransferError("nobody is there")
+
+    monkeypatch.setattr(BroadcastGroup, "join", join)
+    for rest, why in ((9.0, "nobody is there"), (-1.0, "came too late to the rendezvous")):
+        deadline = time.monotonic() + rest
+        info = BroadcastInitInfo("127.0.0.1", 1, 1, 2, timeout_s=60.0, deadline=deadline)
+        with pytest.raises(TransferError, match=why):
+            here.receiver.init_transfer_engine(info)
+    assert len(waited) == 1
+    assert waited[0] <= 9.0
 
 
 def test_a_worker_without_a_group_says_so(world):

@@ -199,6 +199,29 @@ def test_recording_works_in_inference_mode():
     assert torch.equal(model.w.flatten(), numbered(w=(48,))["w"])
 
 
+def test_neighbours_in_a_bucket_are_merged_within_one_parameter_only():
+    """What is next in the bucket has the next offset, in another parameter."""
+    places = {"a": ("v", 0), "b": ("w", 4), "c": ("w", 0), "d": ("v", 4)}
+
+    def load(model, name, tensor):
+        parameter, start = places[name]
+        getattr(model, parameter).data[start : start + 4].copy_(tensor)
+
+    checkpoint = numbered(a=(4,), b=(4,), c=(4,), d=(4,))
+    _, num_copies = agrees(load, checkpoint, 4096, v=(8,), w=(8,))
+    assert num_copies == 4
+
+
+def test_neighbours_of_different_dtypes_are_not_merged():
+    def load(model, name, tensor):
+        start = {"narrow": 0, "wide": 4}[name]
+        model.w.data[start : start + 4].copy_(tensor)
+
+    metas = [ParamMeta("narrow", torch.bfloat16, (4,)), ParamMeta("wide", torch.float32, (4,))]
+    _, num_copies = agrees(load, make_checkpoint(metas), 4096, w=(8,))
+    assert num_copies == 2
+
+
 def test_constants_may_come_before_a_copy_but_not_after():
     def before(model, name, tensor):
         model.w.data.zero_()

@@ -24,7 +24,7 @@ from torchrl_vllm_sync.engine.health import EngineHealth
 from torchrl_vllm_sync.engine.native import NativeCalls
 from torchrl_vllm_sync.engine.processes import own_processes
 from torchrl_vllm_sync.engine.reload import check_can_be_filled, checkpoint_metadata
-from torchrl_vllm_sync.engine.updates import LoadReport, Updates
+from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import LaunchError, SyncError, TransferError
 from torchrl_vllm_sync.replica import (
     UNRESPONSIVE_AFTER_S,
@@ -34,6 +34,7 @@ from torchrl_vllm_sync.replica import (
 )
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import this_node
+from torchrl_vllm_sync.weights.transport import LoadReport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -85,11 +86,9 @@ class EngineActor:
         replica_id: str,
         engine_args: AsyncEngineArgs,
         environment: dict[str, str],
-        service_name: str = "alone",
         unresponsive_after_s: float = UNRESPONSIVE_AFTER_S,
     ) -> None:
         self.replica_id = replica_id
-        self._service_name = service_name
         self._engine_args = engine_args
         self._environment = environment
         self._unresponsive_after_s = unresponsive_after_s
@@ -127,7 +126,7 @@ class EngineActor:
                 await asyncio.to_thread(self.engine.shutdown)
                 raise TransferError(refusal)
         internals.watch_samples(self.engine, self._gate.register)
-        self._take_weights(self._service_name)
+        self._take_weights()
         if not self._joins_later:
             self._gate.set(ReplicaState.SERVING)
         self._health.start()
@@ -135,12 +134,12 @@ class EngineActor:
         self._device_uuids = tuple(uuid for uuid in found if uuid)
         return self.describe()
 
-    def _take_weights(self, service_name: str) -> None:
+    def _take_weights(self) -> None:
         """Makes what brings weights to the engine, and what tells whether it is alive."""
         self._updates = updates = Updates(self.engine, self._gate)
         self._answers.begin(self.engine, updates)
         self._native = NativeCalls(updates, self.engine, self._gate)
-        self._snapshots = SnapshotLoads(updates, service_name, self._model_metadata)
+        self._snapshots = SnapshotLoads(updates, self._model_metadata)
         self._broadcasts = BroadcastLoads(updates)
         self._peers = PeerLoads(updates)
         self._health = EngineHealth(

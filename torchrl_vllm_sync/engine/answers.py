@@ -137,11 +137,7 @@ def tell_of_first_replica(output: RequestOutput, begun: BegunAnswer) -> None:
 
 
 class Answers:
-    """The side of a replica that takes requests.
-
-    Attributes:
-        checker: Compares the version spans of what it answers.
-    """
+    """The side of a replica that takes requests."""
 
     engine: AsyncLLM
     _updates: Updates

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
 # Registered with vLLM by the worker extension, in our engines only.
 BROADCAST_BACKEND = "torchrl_broadcast"
 STAGED_BACKEND = "torchrl_broadcast_staged"

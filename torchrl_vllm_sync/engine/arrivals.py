@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from torchrl_vllm_sync.engine.updates import LoadReport, Watchdog, path_of, raise_failures
+from torchrl_vllm_sync.engine.updates import Watchdog, path_of, raise_failures
 from torchrl_vllm_sync.errors import (
     SilentEngineError,
     SnapshotError,
@@ -25,6 +25,7 @@ from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import this_node
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
+from torchrl_vllm_sync.weights.transport import LoadReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -253,22 +254,16 @@ async def _within(call: Any, deadline: float) -> Any:
 class SnapshotLoads:
     """Applies stored versions to one engine, each at most once."""
 
-    def __init__(
-        self, updates: Updates, service_name: str, expected: Callable[[], list[ParamMeta]]
-    ) -> None:
+    def __init__(self, updates: Updates, expected: Callable[[], list[ParamMeta]]) -> None:
         self._updates = updates
         self._expected = functools.cache(expected)
         self._follower: asyncio.Task[None] | None = None
         self._load: asyncio.Future[LoadReport] | None = None
         self._readers: dict[tuple[str, str | None, bool], SnapshotReader] = {}
-        self._reader_id = f"{service_name}-{updates.replica_id}"
         self._source: dict[str, Any] | None = None
 
     def source(self) -> dict[str, Any] | None:
-        """``directory``, ``run_id`` and ``version`` of what the engine loaded last.
-
-        ``None`` if its weights came another way since.
-        """
+        """What the engine loaded last; ``None`` if its weights came another way since."""
         source = self._source
         return source if source and source["version"] == self._updates.version else None
 
@@ -367,7 +362,6 @@ class SnapshotLoads:
             to_json(snapshot.metadata),
             snapshot.manifest.trailer_checksum,
             timeout_s=timeout_s,
-            heartbeat=snapshot.heartbeat,
         )
         if not any(answer["error"] for answer in answers):
             await asyncio.to_thread(reading.close)
@@ -377,9 +371,7 @@ class SnapshotLoads:
         """Returns the reader of one directory; readers keep mappings from load to load."""
         key = (directory, run_id, verify)
         if key not in self._readers:
-            self._readers[key] = SnapshotReader(
-                directory, reader_id=self._reader_id, run_id=run_id, verify=verify
-            )
+            self._readers[key] = SnapshotReader(directory, run_id=run_id, verify=verify)
         return self._readers[key]
 
     def follow(

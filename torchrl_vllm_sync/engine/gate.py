@@ -25,15 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Version spans of each sample inside one engine: counted here, and checked against vLLM's own.
-
 
 class SampleVersions:
-    """Which versions sampled one sample, counted at each switch.
-
-    Attributes:
-        state: What vLLM knows of the sample.
-    """
+    """Which versions sampled one sample, counted at each switch."""
 
     __slots__ = ("_begun", "_delivered", "_starts", "state")
 
@@ -65,32 +59,23 @@ class SampleVersions:
         if completion.finish_reason is not None:
             labelled = internals.label_spans(completion)
             spans = checker.agreed(self.state.engine_id, spans, labelled, end)
-        if self._begun is not None:
-            # Seconds of decoding are unknown, since some were lost on the way.
-            return SampleReport(
-                spans=slice_spans(spans, start, end),
-                num_cached_tokens=self._begun.num_cached_tokens,
-                queue_s=self._begun.queue_s,
-                prefill_s=self._begun.prefill_s,
-            )
+        first = self._begun or self.state
         return SampleReport(
             spans=slice_spans(spans, start, end),
-            num_cached_tokens=self.state.num_cached_tokens,
-            queue_s=self.state.queue_s,
-            prefill_s=self.state.prefill_s,
-            decode_s=self.state.decode_s,
+            num_cached_tokens=first.num_cached_tokens,
+            queue_s=first.queue_s,
+            prefill_s=first.prefill_s,
+            # Unknown where another replica began: some seconds were lost on the way.
+            decode_s=None if self._begun else self.state.decode_s,
         )
 
 
 class SpanChecker:
-    """Compares counted spans with those that vLLM reports itself.
+    """Compares counted spans with those that vLLM reports itself, and counts disagreements.
 
     vLLM counts in the process that samples, so that its spans are the ones that are given out where
-    the two disagree; that is logged as an error and counted. Spans with a label that is no policy
-    version, such as a user gives to ``finish_weight_update``, cannot be compared.
-
-    Attributes:
-        num_disagreements: Samples on which the two disagreed.
+    the two disagree. Spans with a label that is no policy version, such as a user gives to
+    ``finish_weight_update``, cannot be compared.
     """
 
     def __init__(self, replica_id: str) -> None:
@@ -134,21 +119,13 @@ def versions_of_labels(
 
 @dataclass(slots=True)
 class RunningRequest:
-    """One sample of a request that is inside the engine.
+    """One sample of a request that is inside the engine."""
 
-    Attributes:
-        engine_id: Id under which the engine knows it; a new one after each restart.
-        task: The task that is cancelled when the replica stops to serve.
-        sample: Its versions; ``None`` until vLLM has registered it.
-        restart: Set when an update sends it back to the gate before its first token.
-        request: The request that it belongs to, where an answer that has begun is gone on with.
-    """
-
-    engine_id: str
-    task: asyncio.Task[object] | None
-    sample: SampleVersions | None = None
-    restart: bool = False
-    request: EngineRequest | None = None
+    engine_id: str  # a new one after each restart
+    task: asyncio.Task[object] | None  # cancelled when the replica stops to serve
+    sample: SampleVersions | None = None  # None until vLLM has registered it
+    restart: bool = False  # an update sends it back to the gate before its first token
+    request: EngineRequest | None = None  # where an answer that has begun is gone on with
 
     @property
     def has_begun(self) -> bool:
@@ -162,14 +139,8 @@ class AdmissionGate:
 
     Requests pass while the state is ``SERVING``, wait while it is ``UPDATING``, and are refused
     with a typed error in every other state, those already waiting included. Those inside go on
-    while the state is ``DRAINING``, up to their end.
-
-    Attributes:
-        replica_id: Named in every refusal.
-        state: Current state.
-        reason: Why the replica is stale or failed.
-        version: Policy version that the engine serves with; 0 is what it was launched with.
-        running: Samples inside the engine, by engine id.
+    while the state is ``DRAINING``, up to their end. ``running`` are the samples inside the engine,
+    by engine id; ``reason`` says why the replica is stale or failed.
     """
 
     replica_id: str
@@ -202,11 +173,6 @@ class AdmissionGate:
         return f"holds version {self.version} and is {self.state}"
 
     @property
-    def refuses(self) -> bool:
-        """Whether requests, waiting ones included, are turned away."""
-        return not self.state.admits_requests
-
-    @property
     def has_ended_requests(self) -> bool:
         """Whether the requests inside were ended when the replica came into its present state."""
         return self.state in (ReplicaState.STALE, ReplicaState.FAILED, ReplicaState.CLOSED)
@@ -223,19 +189,15 @@ class AdmissionGate:
         request.sample = SampleVersions(state, self.version, begun)
 
     def switch(self, version: int) -> None:
-        """Notes that ``version`` samples from now on, behind the tokens that the requests have.
-
-        The engine is paused, and its outputs have settled.
-        """
+        """Notes that ``version`` samples from now on: the engine is paused, its outputs settled."""
         self.version = version
         for request in self.running.values():
             if request.sample is not None:
                 request.sample.switch(version)
 
     async def enter(self, min_version: int = 0) -> None:
-        """Waits until the replica serves, and with ``min_version`` or later. The caller bounds
-        it."""
+        """Waits until the replica serves, with ``min_version`` or later; the caller bounds it."""
         while self.state is not ReplicaState.SERVING or self.version < min_version:
-            if self.refuses:
+            if not self.state.admits_requests:
                 raise self.refusal()
             await self._changed.wait()

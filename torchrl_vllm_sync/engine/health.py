@@ -31,21 +31,14 @@ class EngineHealth:
     """Asks one engine for a sign of life again and again, and marks its replica when none comes.
 
     The question goes to every worker of every data-parallel engine, through the loop in which an
-    engine core steps. So it stays without an answer when the core is stopped or stuck, when one of
-    its workers is, or when a step does not end; a core that is busy answers after its step. What
-    it leaves out is a scheduler that steps and gives some request nothing to do: that looks like
-    waiting, and the request's own time limit ends it.
+    engine core steps. So it stays without an answer when the core or a worker is stopped or stuck,
+    or when a step does not end. A scheduler that gives some request nothing to do looks like
+    waiting: the request's own time limit ends it.
 
-    Noticed, and the replica marked ``FAILED``:
-
-    * a dead engine core, or a dead worker, which ends its core: within a second of vLLM's noticing;
-    * a silent one: within ``unresponsive_after_s``, a quarter of that but at most 5 s, and 1 s.
-
-    ``FAILED`` is final. Requests inside are ended at once, and an engine that wakes up later finds
-    them aborted: nothing tells what it holds.
-
-    Calls that block an engine by design do not count: weight updates, pauses and sleep, which have
-    limits of their own (``is_updating``), and what happens within :meth:`blocking`.
+    The replica is marked ``FAILED``, for good, within a second of vLLM's noticing a dead core or
+    worker, and within ``unresponsive_after_s``, a quarter of that but at most 5 s, and 1 s of one
+    that falls silent. Calls that block an engine by design do not count: updates, pauses and sleep,
+    which have limits of their own (``is_updating``), and what happens within :meth:`blocking`.
     """
 
     def __init__(

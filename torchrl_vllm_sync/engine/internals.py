@@ -59,26 +59,19 @@ def installed_vllm() -> Version:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The scheduler's figures after one step.
+    """The scheduler's figures after one step."""
 
-    Attributes:
-        num_running: Requests in the running batch.
-        num_waiting: Requests queued.
-        kv_cache_usage: Share of KV-cache blocks in use, 0 to 1.
-        measured_at: ``time.monotonic()`` of the step, seconds.
-    """
-
-    num_running: int
+    num_running: int  # requests in the running batch
     num_waiting: int
-    kv_cache_usage: float
-    measured_at: float
+    kv_cache_usage: float  # share of blocks in use, 0 to 1
+    measured_at: float  # time.monotonic() of the step
 
 
 class StatsRecorder(StatLoggerBase):
     """A vLLM stat logger that keeps the newest figures of each data-parallel engine.
 
-    vLLM calls ``record`` in the ``AsyncLLM`` process at each output batch, so reading ``latest``
-    and ``counters`` costs no RPC (``vllm/v1/metrics/loggers.py``, unstable by its own docstring).
+    vLLM calls ``record`` in the ``AsyncLLM`` process at each output batch, so that reading costs no
+    RPC (``vllm/v1/metrics/loggers.py``, unstable by its own docstring).
     """
 
     def __init__(self) -> None:
@@ -190,10 +183,6 @@ class SampleState:
     Reads a ``RequestState`` (``vllm/v1/engine/output_processor.py``), which stays readable when the
     sample has finished. Times are vLLM's own, of the engine core's monotonic clock, as differences
     in seconds; ``None`` where vLLM has not noted one of the two ends.
-
-    Attributes:
-        engine_id: Id under which the request was given to vLLM.
-        index: Position of the sample among those of its request.
     """
 
     __slots__ = ("_processor", "_request", "_state", "engine_id", "index")
@@ -223,20 +212,10 @@ class SampleState:
         """Tokens of the prompt that came from the prefix cache; ``None`` before its prefill."""
         return None if self._state.is_prefilling else self._state.num_cached_tokens
 
-    @property
-    def queue_s(self) -> float | None:
-        """Seconds from vLLM's queue to the first batch that it was part of."""
-        return self._between("queued_ts", "scheduled_ts")
-
-    @property
-    def prefill_s(self) -> float | None:
-        """Seconds from that batch to the first token."""
-        return self._between("scheduled_ts", "first_token_ts")
-
-    @property
-    def decode_s(self) -> float | None:
-        """Seconds from the first token to the newest."""
-        return self._between("first_token_ts", "last_token_ts")
+    # From vLLM's queue to the first batch, from there to the first token, and on to the newest.
+    queue_s = property(lambda self: self._between("queued_ts", "scheduled_ts"))
+    prefill_s = property(lambda self: self._between("scheduled_ts", "first_token_ts"))
+    decode_s = property(lambda self: self._between("first_token_ts", "last_token_ts"))
 
     def resume(self, begun: BegunAnswer, params: SamplingParams) -> None:
         """Has the answer begin with what another replica sent, which ends the prompt until now.

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 
-# What a loader does to a model: copies of slices and constants, or more than a plan can hold.
+SHOWN = 5
+# What is not dense is kept as intervals of 16 bytes each; only a loader that scatters single
+# elements of a large tensor needs more.
+MAX_INTERVALS = 2**24
+aten = torch.ops.aten
+# Share their input's storage although their schemas do not say so.
+_VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default})
+_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
+_MOVES = frozenset({aten._to_copy.default, aten.clone.default})
 
 
 class PlanNotPossibleError(SyncError, RuntimeError):
@@ -35,31 +43,18 @@ class PlanNotPossibleError(SyncError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedCopy:
-    """One slice of a checkpoint tensor and the place it is loaded to.
+    """One slice of a checkpoint tensor and the place it is loaded to."""
 
-    Attributes:
-        name: Checkpoint tensor.
-        offset: Element offset of the slice in the full, contiguous checkpoint tensor.
-        shape: Shape of the slice.
-        stride: Strides of the slice in elements; 0 where one element fills several.
-        target: View into a parameter or buffer of the model, of the same shape.
-    """
-
-    name: str
-    offset: int
+    name: str  # of the checkpoint tensor
+    offset: int  # in elements of the full, contiguous checkpoint tensor
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    target: torch.Tensor
+    stride: tuple[int, ...]  # in elements; 0 where one element fills several
+    target: torch.Tensor  # a view into a parameter or buffer of the model, of the same shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedFill:
-    """Elements that the loader sets to a constant, such as the padding of a vocabulary.
-
-    Attributes:
-        target: View into a parameter or buffer of the model.
-        value: The constant.
-    """
+    """Elements of the model that the loader sets to a constant, as a vocabulary's padding."""
 
     target: torch.Tensor
     value: float
@@ -68,15 +63,6 @@ class PlannedFill:
 def storage_key(tensor: torch.Tensor) -> int:
     """Identifies the memory that ``tensor`` is a view of, as long as something keeps it alive."""
     return tensor.untyped_storage()._cdata
-
-
-# Whether planned writes cover a model: every element of every parameter exactly once.
-
-
-SHOWN = 5
-# What is not dense is kept as intervals of 16 bytes each; only a loader that scatters single
-# elements of a large tensor needs more.
-MAX_INTERVALS = 2**24
 
 
 def check_coverage(model: torch.nn.Module, writes: Sequence[PlannedCopy | PlannedFill]) -> None:
@@ -170,23 +156,19 @@ def _size(bounds: np.ndarray) -> int:
     return int(ends[0] - starts[0] + np.maximum(ends[1:] - begins, 0).sum())
 
 
-aten = torch.ops.aten
-
-
 def record_writes(
     model: torch.nn.Module, metadata: Sequence[ParamMeta]
 ) -> list[PlannedCopy | PlannedFill]:
-    """Runs the loader of ``model`` over stand-ins and returns what it would write, in order.
-
-    Arguments and errors are those of ``load_plan.record_load_plan``.
-    """
+    """Runs the loader of ``model`` over stand-ins and returns what it would write, in order."""
     if len({meta.name for meta in metadata}) < len(metadata):
         raise ValueError("metadata must name each tensor once")
-    names = _named_tensors(model)
-    for name, tensor in names.items():
-        if tensor.is_meta:
+    names: dict[int, str] = {}
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        if tensor.is_meta and tensor.numel():
             raise PlanNotPossibleError(f"{name} holds no data yet")
-    recorder = _Recorder({storage_key(tensor): name for name, tensor in names.items()}, metadata)
+        if tensor.numel():
+            names[storage_key(tensor)] = name
+    recorder = _Recorder(names, metadata)
     state = _ModelState(model)
     try:
         # In inference mode a dispatch mode sees composite operations, which may be views or not.
@@ -204,14 +186,6 @@ def record_writes(
         raise PlanNotPossibleError(f"the loader replaces {', '.join(changed[:5])}")
     check_coverage(model, recorder.writes)
     return recorder.writes
-
-
-def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for name, tensor in [*model.named_buffers(), *model.named_parameters()]
-        if tensor.numel()
-    }
 
 
 class _ModelState:
@@ -237,19 +211,16 @@ class _ModelState:
                 (module._buffers, buffers),
                 (now_plain, plain),
             ]:
-                differing = [
-                    name
-                    for name in now.keys() | before.keys()
-                    if now.get(name) is not before.get(name)
-                ]
+                names = now.keys() | before.keys()
+                differing = [name for name in names if now.get(name) is not before.get(name)]
                 changed += [f"{prefix}.{name}".removeprefix(".") for name in differing]
-                if differing and now is not now_plain:
+                if now is now_plain:
+                    for name in differing:
+                        module.__dict__.pop(name, None)
+                    module.__dict__.update(plain)
+                elif differing:
                     now.clear()
                     now.update(before)
-            for name in now_plain:
-                if now_plain[name] is not plain.get(name):
-                    del module.__dict__[name]
-            module.__dict__.update(plain)
         for name, (tensor, data) in self._data.items():
             if not _same_memory(tensor, data):
                 changed.append(name)
@@ -275,17 +246,12 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every write into the model and keeps it from happening.
-
-    Attributes:
-        writes: Copies and constants in their order.
-        current: Checkpoint tensor that the loader took last.
-    """
+    """Notes every write into the model, in order, and keeps it from happening."""
 
     def __init__(self, model_names: dict[int, str], metadata: Sequence[ParamMeta]) -> None:
         super().__init__()
         self.writes: list[PlannedCopy | PlannedFill] = []
-        self.current = "the first tensor"
+        self.current = "the first tensor"  # that the loader took last
         self._model_names = model_names
         self._stand_ins = [
             (meta, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in metadata
@@ -327,7 +293,8 @@ class _Recorder(TorchDispatchMode):
                 value = 0.0 if func is aten.zero_.default else float(args[1])
                 self.writes.append(PlannedFill(_plain_view(args[0]), value))
             return args[0]
-        if func in _MOVES and self._source(args[0]) and kwargs.get("dtype") in _same_as(args[0]):
+        is_same = kwargs.get("dtype") in (None, args[0].dtype) if func in _MOVES else False
+        if is_same and self._source(args[0]):
             return aten.alias.default(args[0])
         return self._other(func, args, kwargs)
 
@@ -394,12 +361,6 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-# Share their input's storage although their schemas do not say so.
-_VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default})
-_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
-_MOVES = frozenset({aten._to_copy.default, aten.clone.default})
-
-
 def _written_arguments(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
@@ -410,11 +371,6 @@ def _written_arguments(
         for one in func._schema.arguments
         if one.name in given and one.alias_info is not None and one.alias_info.is_write
     ]
-
-
-def _same_as(tensor: torch.Tensor) -> tuple[torch.dtype | None, ...]:
-    """Values of a ``dtype`` argument that leave ``tensor`` as it is."""
-    return (None, tensor.dtype)
 
 
 def _plain_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ views for each bucket, and a bucket is loaded by a few ``torch._foreach_copy_``.
 from __future__ import annotations
 
 import functools
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -29,22 +30,13 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, Piece
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
-
-# The geometry of strided copies: fewest dimensions, and cuts at the borders of buckets.
-
-
 Dim = tuple[int, int, int]
 """One dimension of a copy: its size, and its strides in the source and in the target."""
 
 
 class Region(NamedTuple):
-    """A copy between two strided arrays, in elements.
-
-    Attributes:
-        source: Where it begins on the source's side.
-        target: Where it begins on the target's side.
-        dims: Size and both strides of each dimension, outermost first.
-    """
+    """A copy between two strided arrays, in elements: where it begins on both sides, and its
+    dimensions, outermost first."""
 
     source: int
     target: int
@@ -71,10 +63,7 @@ def is_flat(dims: tuple[Dim, ...]) -> bool:
 
 def num_elements(dims: tuple[Dim, ...]) -> int:
     """Elements that a copy moves."""
-    count = 1
-    for size, _, _ in dims:
-        count *= size
-    return count
+    return math.prod(size for size, _, _ in dims)
 
 
 def cut_at(
@@ -125,11 +114,8 @@ def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> L
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundBucket:
-    """The copies that load one received bucket.
-
-    Attributes:
-        groups: ``(targets, sources)``, of one pair of dtypes each.
-    """
+    """The copies that load one received bucket: groups of targets and sources, of one pair of
+    dtypes each."""
 
     groups: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...]
 
@@ -168,8 +154,7 @@ class LoadPlan:
         copies: Iterable[PlannedCopy],
         fills: Iterable[PlannedFill] = (),
     ) -> None:
-        self.copies = list(copies)
-        self.fills = list(fills)
+        self.copies, self.fills = list(copies), list(fills)
         self._metadata = {meta.name: meta for meta in metadata}
         written = {copy.name for copy in self.copies}
         self.skipped = [name for name in self._metadata if name not in written]
@@ -221,28 +206,25 @@ class LoadPlan:
         if not buckets:
             raise ValueError("buckets must hold at least one buffer")
         pieces = self._pieces(layout)
-        views = _TargetViews()
         loads: list[list[_Load]] = [[] for _ in layout.buckets]
         for copy in self.copies:
             if copy.name not in pieces:
                 raise PlanNotPossibleError(f"no bucket holds {copy.name}, which the model loads")
-            starts, numbers, parts = pieces[copy.name]
-            storage = views.add(copy.target)
-            stride = copy.target.stride()
-            dims = coalesced(zip(copy.shape, copy.stride, stride, strict=True))
+            numbers, parts = pieces[copy.name]
+            starts = [part.first_element for part in parts]
+            dims = coalesced(zip(copy.shape, copy.stride, copy.target.stride(), strict=True))
             region = Region(copy.offset, int(copy.target.storage_offset()), dims)
-            source_dtype = self._metadata[copy.name].dtype
-            kind = _Kind(source_dtype, copy.target.dtype, storage)
+            dtype = self._metadata[copy.name].dtype
             for position, cut in cut_at(region, starts, parts):
                 begin = parts[position].byte_offset
-                begin += (cut.source - starts[position]) * source_dtype.itemsize
-                loads[numbers[position]].append(_Load(begin, kind, cut.target, cut.dims))
-        bound: list[BoundBucket] = []
-        for number, one in enumerate(layout.buckets):
-            slot = buckets[number % len(buckets)]
-            _check_slot(slot, one.num_bytes)
-            bound.append(_bound(_merge(loads[number]), slot, views))
-        return bound
+                begin += (cut.source - starts[position]) * dtype.itemsize
+                loads[numbers[position]].append(
+                    _Load(begin, dtype, copy.target, cut.target, cut.dims)
+                )
+        return [
+            _bound(_merge(loads[number]), buckets[number % len(buckets)], one.num_bytes)
+            for number, one in enumerate(layout.buckets)
+        ]
 
     def redirected(self, place: Callable[[torch.Tensor], torch.Tensor]) -> LoadPlan:
         """The same plan with other targets."""
@@ -252,9 +234,9 @@ class LoadPlan:
             [replace(fill, target=place(fill.target)) for fill in self.fills],
         )
 
-    def _pieces(self, layout: BucketLayout) -> dict[str, tuple[list[int], list[int], list[Piece]]]:
-        """For each tensor, the first elements, buckets and pieces of its parts, in order."""
-        found: dict[str, tuple[list[int], list[int], list[Piece]]] = {}
+    def _pieces(self, layout: BucketLayout) -> dict[str, tuple[list[int], list[Piece]]]:
+        """For each tensor, the buckets and pieces of its parts, in order."""
+        found: dict[str, tuple[list[int], list[Piece]]] = {}
         for number, bucket in enumerate(layout.buckets):
             for piece in bucket.pieces:
                 meta = self._metadata.get(piece.name)
@@ -263,104 +245,64 @@ class LoadPlan:
                         f"{piece.name} was planned as {meta.dtype} {list(meta.shape)}, but arrives "
                         f"as {piece.meta.dtype} {list(piece.meta.shape)}"
                     )
-                starts, numbers, pieces = found.setdefault(piece.name, ([], [], []))
-                starts.append(piece.first_element)
+                numbers, pieces = found.setdefault(piece.name, ([], []))
                 numbers.append(number)
                 pieces.append(piece)
         return found
 
 
-class _Kind(NamedTuple):
-    """What two copies must share to be merged."""
-
-    source_dtype: torch.dtype
-    target_dtype: torch.dtype
-    storage: int
-
-
 class _Load(NamedTuple):
-    """A copy out of one bucket: ``begin`` in bytes of the bucket, ``target`` in elements."""
+    """A copy out of one bucket: from byte ``begin`` to element ``offset`` of a target's storage."""
 
     begin: int
-    kind: _Kind
-    target: int
+    dtype: torch.dtype
+    target: torch.Tensor
+    offset: int
     dims: tuple[Dim, ...]
+
+    def is_followed_by(self, other: _Load) -> bool:
+        """Whether ``other`` goes on where this one ends, in the bucket and in one storage."""
+        count = num_elements(self.dims)
+        return (
+            is_flat(self.dims)
+            and is_flat(other.dims)
+            and (self.dtype, self.target.dtype) == (other.dtype, other.target.dtype)
+            and self.begin + count * self.dtype.itemsize == other.begin
+            and self.offset + count == other.offset
+            and storage_key(self.target) == storage_key(other.target)
+        )
 
 
 def _merge(loads: list[_Load]) -> list[_Load]:
     """Joins flat loads that are neighbours in the bucket and in their target's storage."""
     merged: list[_Load] = []
     for load in sorted(loads, key=lambda one: one.begin):
-        if merged and is_flat(load.dims) and is_flat(merged[-1].dims):
-            last = merged[-1]
-            count = num_elements(last.dims)
-            if (
-                last.kind == load.kind
-                and last.begin + count * load.kind.source_dtype.itemsize == load.begin
-                and last.target + count == load.target
-            ):
-                dims = ((count + num_elements(load.dims), 1, 1),)
-                merged[-1] = _Load(last.begin, last.kind, last.target, dims)
-                continue
-        merged.append(load)
+        if merged and merged[-1].is_followed_by(load):
+            count = num_elements(merged[-1].dims) + num_elements(load.dims)
+            merged[-1] = merged[-1]._replace(dims=((count, 1, 1),))
+        else:
+            merged.append(load)
     return merged
 
 
-class _TargetViews:
-    """Views into the storages of a model, whatever class their parameters are of."""
-
-    def __init__(self) -> None:
-        self._storages: dict[int, torch.Tensor] = {}
-        self._flat: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-
-    def add(self, tensor: torch.Tensor) -> int:
-        """A key for the storage of ``tensor``."""
-        key = storage_key(tensor)
-        self._storages.setdefault(key, tensor)
-        return key
-
-    def device(self, key: int) -> torch.device:
-        return self._storages[key].device
-
-    def view(self, load: _Load) -> torch.Tensor:
-        """The target of ``load``."""
-        kind = load.kind
-        flat = self._flat.get((kind.storage, kind.target_dtype))
-        if flat is None:
-            storage = self._storages[kind.storage].untyped_storage()
-            count = storage.nbytes() // kind.target_dtype.itemsize
-            flat = torch.empty(0, dtype=kind.target_dtype, device=storage.device)
-            flat.set_(storage, 0, (count,), (1,))
-            self._flat[kind.storage, kind.target_dtype] = flat
-        shape = tuple(size for size, _, _ in load.dims)
-        return flat.as_strided(shape, tuple(stride for _, _, stride in load.dims), load.target)
-
-
-def _bound(loads: Iterable[_Load], slot: torch.Tensor, views: _TargetViews) -> BoundBucket:
-    typed: dict[torch.dtype, torch.Tensor] = {}
-    groups: defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
-    groups = defaultdict(lambda: ([], []))
-    for begin, kind, target, dims in loads:
-        dtype = kind.source_dtype
-        if dtype not in typed:
-            typed[dtype] = slot[: slot.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        source = typed[dtype].as_strided(
-            tuple(size for size, _, _ in dims),
-            tuple(stride for _, stride, _ in dims),
-            typed[dtype].storage_offset() + begin // dtype.itemsize,
-        )
-        # Only lists of one pair of dtypes and dense tensors take the fused kernel.
-        key = (dtype, kind.target_dtype, views.device(kind.storage), is_flat(dims))
-        targets, sources = groups[key]
-        targets.append(views.view(_Load(begin, kind, target, dims)))
-        sources.append(source)
-    return BoundBucket(tuple(groups.values()))
-
-
-def _check_slot(slot: torch.Tensor, num_bytes: int) -> None:
+def _bound(loads: Iterable[_Load], slot: torch.Tensor, num_bytes: int) -> BoundBucket:
+    """Makes the views of one bucket's loads out of its buffer."""
     if slot.dtype != torch.uint8 or slot.ndim != 1 or not slot.is_contiguous():
         raise ValueError(
             f"a buffer must be a contiguous 1-D uint8 tensor, got {slot.dtype} {list(slot.shape)}"
         )
     if slot.numel() < num_bytes:
         raise ValueError(f"a buffer must hold {num_bytes} bytes, got {slot.numel()}")
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    groups: defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
+    groups = defaultdict(lambda: ([], []))
+    for begin, dtype, target, offset, dims in loads:
+        if dtype not in typed:
+            typed[dtype] = slot[: slot.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        shape = tuple(size for size, _, _ in dims)
+        start = typed[dtype].storage_offset() + begin // dtype.itemsize
+        # Only lists of one pair of dtypes and dense tensors take the fused kernel.
+        targets, sources = groups[dtype, target.dtype, target.device, is_flat(dims)]
+        targets.append(target.as_strided(shape, tuple(one for _, _, one in dims), offset))
+        sources.append(typed[dtype].as_strided(shape, tuple(one for _, one, _ in dims), start))
+    return BoundBucket(tuple(groups.values()))

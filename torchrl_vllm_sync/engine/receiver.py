@@ -59,49 +59,30 @@ ARRIVAL_POLL_S = 1e-3
 
 @dataclass
 class BroadcastInitInfo(WeightTransferInitInfo):
-    """How a worker joins the group; the words are those of vLLM's own NCCL engine.
+    """How a worker joins the group; the words are those of vLLM's own NCCL engine."""
 
-    Attributes:
-        master_address: The trainer's address.
-        master_port: Port of its store.
-        rank_offset: Rank of the replica's first worker, at least 1.
-        world_size: The trainer and the workers of all replicas.
-        timeout_s: Seconds within which everybody must have come.
-        interface: Network interface; ``None`` takes the one that reaches the trainer.
-        group_id: Tells the group's pushes from those of other groups.
-        deadline: ``time.monotonic()`` of this host at which nobody waits for the worker any more;
-            a call that an engine comes to later, because it was stopped, is not begun.
-    """
-
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    timeout_s: float = 60.0
-    interface: str | None = None
-    group_id: int = 0
+    master_address: str  # of the trainer
+    master_port: int  # of its store
+    rank_offset: int  # rank of the replica's first worker, at least 1
+    world_size: int  # the trainer and the workers of all replicas
+    timeout_s: float = 60.0  # within which everybody must have come
+    interface: str | None = None  # None takes the one that reaches the trainer
+    group_id: int = 0  # tells the group's pushes from those of other groups
+    # time.monotonic() of this host at which nobody waits for the worker any more; a call that an
+    # engine comes to later, because it was stopped, is not begun.
     deadline: float | None = None
 
 
 @dataclass
 class BroadcastUpdateInfo(WeightTransferUpdateInfo):
-    """One push.
+    """One push."""
 
-    Attributes:
-        push_id: Number of the push, which begins with the group's.
-        timeout_s: Seconds for all of it.
-        num_passes: How often the trainer sends everything; the second time is a check.
-        direct: Whether the first pass comes without buckets.
-        metadata: ``ParamMeta`` in JSON form; ``None`` for the same as last time.
-        bucket_bytes: Size of the buckets; read together with ``metadata``.
-    """
-
-    push_id: int
-    timeout_s: float = 300.0
-    num_passes: int = 1
-    direct: bool = False
-    metadata: list[list[Any]] | None = None
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    push_id: int  # begins with the group's
+    timeout_s: float = 300.0  # for all of it
+    num_passes: int = 1  # how often the trainer sends everything; the second time is a check
+    direct: bool = False  # whether the first pass comes without buckets
+    metadata: list[list[Any]] | None = None  # ParamMeta in JSON form; None: the same as last time
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES  # read together with metadata
 
 
 def why_not_a_plan(vllm_config: VllmConfig) -> str:
@@ -140,11 +121,7 @@ class StagingArea:
 
     On a GPU it is reserved at once, when the engine is launched, so that vLLM sizes its KV cache
     for what is left. On a CPU it is taken with the first plan: engines there reload layer by layer
-    and keep whole tensors in :attr:`tensors` instead.
-
-    Attributes:
-        tensors: Name and tensor of a staged push that has no plan.
-        is_full: Whether a push is complete here and not installed yet.
+    and keep whole ``tensors`` instead. It ``is_full`` from a push's end until that is installed.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -206,11 +183,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     Made by vLLM when the model is loaded; :meth:`init_transfer_engine` joins the trainer's group,
     again after each failure; each push is complete in itself; :meth:`shutdown` leaves the group.
-
-    Attributes:
-        path_reason: Why pushes do not get into the model by a load plan; empty if they do.
-        staging_refusal: Why the memory for staged weights could not be reserved; empty if it was,
-            or if it was not asked for.
+    ``path_reason`` says why pushes do not get into the model by a load plan, ``staging_refusal``
+    why the memory for staged weights could not be reserved.
     """
 
     init_info_cls = BroadcastInitInfo
@@ -277,12 +251,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             init_info.world_size,
             init_info.interface,
         )
-        group = BroadcastGroup.join(
-            rendezvous,
-            init_info.rank_offset + self.rank_in_replica,
-            self.device,
-            timeout_s=timeout_s,
-        )
+        rank = init_info.rank_offset + self.rank_in_replica
+        group = BroadcastGroup.join(rendezvous, rank, self.device, timeout_s=timeout_s)
         group.connect(timeout_s=max(deadline - time.monotonic(), 1.0))
         self._group, self._group_id = group, init_info.group_id
 

@@ -32,10 +32,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 
-# Which tensors a complete push to a model holds, and which models pushes cannot fill.
-
-
-# Its weights are quantised by the loader that reads files, not by the layers they are loaded into.
+# Their weights are quantised by the loader that reads files, not by the layers they go into.
 _QUANTISED_BY_LOADER = ("bitsandbytes", "gguf")
 
 
@@ -85,15 +82,6 @@ def checkpoint_metadata(model_config: ModelConfig) -> list[ParamMeta]:
     ]
 
 
-# Checksums of parameters, computed where they are: equal bytes give equal numbers on any device.
-#
-# A tensor's bytes are read as little-endian words of 64 bits, padded with zeros. Each word is
-# mixed
-# with its position and the results are added up, so that a swapped or moved value shows.
-# Arithmetic
-# wraps around at 64 bits, so the sum depends neither on its order nor on the device.
-
-
 # 32 MiB at a time; with the temporaries of a step about 160 MiB.
 CHUNK_WORDS = 2**22
 WORD_BYTES = 8
@@ -106,9 +94,9 @@ _STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 def checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Checksums of named tensors, a guard against misplaced or stale weights, not forged ones.
 
-    Example:
-        >>> checksum([("w", torch.zeros(3))]) == checksum([("w", torch.zeros(3, device="cuda"))])
-        True
+    Computed where the tensors are. Their bytes are read as little-endian words of 64 bits, padded
+    with zeros; each word is mixed with its position and the results are added up, so that a swapped
+    or moved value shows. Arithmetic wraps around, so that all devices come to the same number.
     """
     return {name: tensor_checksum(tensor) for name, tensor in parameters}
 
@@ -255,13 +243,9 @@ def repack_cpu(model: torch.nn.Module) -> None:
     if not current_platform.is_cpu():
         return
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        method: Any = getattr(module, "quant_method", None)
+        experts: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if type(experts).__name__.endswith("CPUUnquantizedExperts"):
-            _process(experts, module)
+            experts.process_weights_after_loading(module)
         elif isinstance(module, ParallelLMHead):
-            _process(method, module)
-
-
-def _process(method: Any, module: torch.nn.Module) -> None:
-    method.process_weights_after_loading(module)
+            method.process_weights_after_loading(module)

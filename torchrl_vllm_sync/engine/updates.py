@@ -22,6 +22,7 @@ from torchrl_vllm_sync.errors import (
     TransferNotReadyError,
 )
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.weights.transport import LoadReport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -40,8 +41,6 @@ SHORT_TIMEOUT_S = 30.0
 SEND_BACK_TIMEOUT_S = 10.0
 # Seconds within which a paused engine must answer the call to resume.
 RESUME_TIMEOUT_S = 30.0
-# Seconds between signs of life to whoever waits for a load under way.
-HEARTBEAT_S = 5.0
 # Seconds between looks at whether an engine core that owes an answer is still alive.
 POLL_S = 0.5
 # What a replica adds to the reason when a load broke off that had begun to write.
@@ -51,49 +50,6 @@ PUSH_SILENCE_S = 30.0
 # The same where its push has left the weights in pieces: a stopped trainer must not keep them so.
 # One sign in 5 s may be half as late again.
 TORN_SILENCE_S = 7.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """How one replica came to hold a version. Times are seconds of wall clock.
-
-    Attributes:
-        version: Policy version the replica now holds.
-        loaded: Whether anything was loaded; ``False`` when it held the version already.
-        verify_s: Reading and checking the stored tensors, while generation goes on.
-        stage_s: Receiving into spare memory, while generation goes on.
-        ready_s: Of ``stage_s``, until the trainer's word to begin.
-        pause_s: From the request to pause until no step is running.
-        load_s: Loading into the model, the slowest worker.
-        resume_s: Labelling and resuming.
-        num_tensors: Tensors loaded by each worker.
-        whole_pause_s: All of the pause: ``pause_s``, ``load_s`` and ``resume_s``.
-        num_kept: Samples of requests that went on with the tokens and keys they had.
-        num_restarted: Those without a token yet, which began again under the new weights.
-        attempts: Loads it took, the most of any worker.
-        path: How the weights got into the model: ``plan`` for copies straight into place,
-            ``layerwise`` for vLLM's reload.
-        path_reason: Why it was not the plan; empty when it was, or when it was not asked for.
-        began_at: When the first of these phases began, in seconds of Unix time; ``None`` if nothing
-            was loaded.
-    """
-
-    version: int
-    loaded: bool
-    verify_s: float = 0.0
-    stage_s: float = 0.0
-    ready_s: float = 0.0
-    pause_s: float = 0.0
-    load_s: float = 0.0
-    resume_s: float = 0.0
-    whole_pause_s: float = 0.0
-    num_tensors: int = 0
-    num_kept: int = 0
-    num_restarted: int = 0
-    attempts: int = 0
-    path: str = ""
-    path_reason: str = ""
-    began_at: float | None = None
 
 
 def raise_failures(replica_id: str, answers: list[dict[str, Any]]) -> None:
@@ -165,7 +121,7 @@ class Pause:
     num_kept: int = 0
 
     def report(self, version: int, phases: dict[str, float], **load: Any) -> LoadReport:
-        """Returns what became of the update, which has just ended after ``phases``."""
+        """Returns what became of the update that has just ended; ``phases`` came before it."""
         done, now = time.perf_counter(), time.time()
         before = phases.get("verify_s", 0.0) + phases.get("stage_s", 0.0)
         return LoadReport(
@@ -331,11 +287,10 @@ class Updates:
         *args: Any,
         timeout_s: float,
         what: str = "loading",
-        heartbeat: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Calls a method of every worker and returns their answers; see :meth:`ask`."""
         call = internals.call_workers(self._engine, method, args)
-        return await self.ask(what, call, timeout_s, heartbeat=heartbeat)
+        return await self.ask(what, call, timeout_s)
 
     async def ask_workers(
         self, method: str, *args: Any, timeout_s: float = SHORT_TIMEOUT_S, what: str
@@ -354,22 +309,15 @@ class Updates:
         what: str,
         call: Awaitable[Any],
         timeout_s: float,
-        *,
-        heartbeat: Callable[[], None] | None = None,
     ) -> Any:
         """Awaits the engine's answer, and notices if its core dies: vLLM answers no call then."""
         answer = asyncio.ensure_future(call)
-        beaten = time.perf_counter()
-        deadline = beaten + timeout_s
+        deadline = time.perf_counter() + timeout_s
         try:
             while not (await asyncio.wait({answer}, timeout=min(POLL_S, timeout_s)))[0]:
                 self._require_alive()
-                now = time.perf_counter()
-                if now >= deadline:
+                if time.perf_counter() >= deadline:
                     raise SilentEngineError(f"{what} took longer than {timeout_s:.3g} s")
-                if heartbeat is not None and now - beaten > HEARTBEAT_S:
-                    heartbeat()
-                    beaten = now
         finally:
             answer.cancel()
         try:
@@ -426,9 +374,8 @@ class Updates:
     ) -> AsyncIterator[Pause]:
         """Freezes the engine, and on every way out leaves it whole and serving, or out of service.
 
-        Requests in flight outlive a failure before the load began; a failure after that leaves
-        weights nobody knows, so the requests are ended and the engine stays paused. A replica that
-        has not joined yet does not begin to serve by an update that failed.
+        Requests in flight outlive a failure before the load began; after that nobody knows the
+        weights, so the requests are ended and the engine stays paused.
         """
         before, pause = self._gate.state, Pause()
         self.set_state(ReplicaState.UPDATING)

@@ -271,9 +271,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815  the base class's name
 
-    def _send_json(self, told: Callable[[], dict[str, Any]]) -> None:
+    def _send_json(self, made: Callable[[], dict[str, Any]]) -> None:
         try:
-            code, body = 200, json.dumps(told(), allow_nan=False)
+            code, body = 200, json.dumps(made(), allow_nan=False)
         except Exception as error:  # noqa: BLE001  the page says what it is
             name = "" if isinstance(error, SyncError) else f"{type(error).__name__}: "
             code, body = 503, json.dumps({"error": f"{name}{error}"})

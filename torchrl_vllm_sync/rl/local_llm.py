@@ -187,9 +187,7 @@ class _LocalReplica(EngineActor):
 
     def __init__(self, llm: LLM) -> None:
         engine: Any = llm.llm_engine
-        super().__init__(
-            replica_id=REPLICA_ID, engine_args=engine, environment={}, service_name="local"
-        )
+        super().__init__(replica_id=REPLICA_ID, engine_args=engine, environment={})
         self.engine: Any = _AsyncFace(llm)
         self._gate: Any = _FollowedRequests(REPLICA_ID)
         self._llm_engine = engine
@@ -198,7 +196,7 @@ class _LocalReplica(EngineActor):
         """Begins to take pushes; the engine runs already."""
         internals.watch_samples(self.engine, self._gate.register)
         self._stamp_outputs()
-        self._take_weights(f"llm-{os.getpid()}")
+        self._take_weights()
         self._gate.set(ReplicaState.SERVING)
         found = await internals.call_workers(self.engine, "native_device_uuid", ())
         self._device_uuids = tuple(uuid for uuid in found if uuid)

@@ -286,14 +286,10 @@ class VLLMWeightReceiver:
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
         """Returns whether a push has been committed since the last poll that returned true."""
-        if isinstance(self.service, AsyncVLLM):
-            try:
-                version = self.service.wait_for_version(self._seen + 1, timeout_s=timeout)
-            except VersionNotReachedError:
-                return False
-        elif (version := self.service.weight_version) <= self._seen:
-            return False  # an LLM of this process: nobody pushes while this waits
-        self._moved(version)
+        try:
+            self._moved(self.service.weights.wait_for_version(self._seen + 1, timeout))
+        except VersionNotReachedError:
+            return False
         return True
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> PushReport:
@@ -340,9 +336,8 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
             clear_cache=self._scheme.push_options["clear_cache"],
             mode=self._scheme.push_options["mode"],
         )
-        if isinstance(self.service, AsyncVLLM):
-            self.service.weights.learn_versions()
-        failures = {name: one for name, one in answers.items() if isinstance(one, BaseException)}
+        self.service.weights.learn_versions()
+        failures = answers.failures
         reports = [one for one in answers.values() if isinstance(one, dict)]
         if failures:
             error = next(iter(failures.values()))

@@ -374,7 +374,7 @@ class VersionStamp(PolicyVersion):
                 f"version must be something to follow, or None to count, got {source}"
             )
         self._source: Callable[[], int] | None = source
-        self._heard = 0
+        self._announced = 0
         super().__init__(version_type=int)
 
     @property
@@ -382,7 +382,7 @@ class VersionStamp(PolicyVersion):
         """The newest version."""
         if self._source is None:
             return int(super().version)
-        return max(int(self._source()), self._heard)
+        return max(int(self._source()), self._announced)
 
     @version.setter
     def version(self, value: str | int) -> None:
@@ -396,7 +396,7 @@ class VersionStamp(PolicyVersion):
         if self._source is None:
             self._current_version = value
         else:
-            self._heard = max(value, self._heard)
+            self._announced = max(value, self._announced)
 
     def _increment_version(self, init: bool = False) -> int:
         """Counts on, or notes in ``version_history`` what the source says now."""

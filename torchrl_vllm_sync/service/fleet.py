@@ -178,7 +178,7 @@ class Fleet:
                 for one in members:  # pushes wait for it from now on, requests do not go there yet
                     self._load.renew(one.replica_id, ReplicaState.STALE)
                     self._replicas.describe(one)
-                self.share_card()
+                self.share_membership()
         except BaseException:
             close_members(members, timeout_s=0.0)
             raise
@@ -281,7 +281,7 @@ class Fleet:
                     if membership.find(one.replica_id) is not None
                 ]
                 self._load.follow([one.replica_id for one in membership.members])
-                self.share_card()
+                self.share_membership()
         except SyncError:
             if self.is_open:
                 self._call(members, "undrain")
@@ -323,10 +323,10 @@ class Fleet:
 
     # ---------------------------------------------------------------- calling
 
-    def share_card(self) -> Answers:
+    def share_membership(self) -> Answers:
         """Has every replica know who the members are, for processes that attach or ask."""
-        card = self._replicas.card()
-        return self._replicas.call_replicas("keep_card", card, deadline_s=CALL_TIMEOUT_S)
+        state = self._replicas.shared_state()
+        return self._replicas.call_replicas("keep_card", state, deadline_s=CALL_TIMEOUT_S)
 
     def _learn(self, replica_ids: Sequence[str]) -> None:
         self._replicas.learn(replica_ids, timeout_s=CALL_TIMEOUT_S)

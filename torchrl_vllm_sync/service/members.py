@@ -30,15 +30,10 @@ DEFAULT_REQUEST_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaResources:
-    """What one replica claims.
+    """What one replica claims of its node."""
 
-    Attributes:
-        num_gpus: GPUs, one for each worker: tensor x pipeline x data parallel size.
-        num_cpus: CPUs; 0 claims none, which leaves them to collectors on a small machine.
-    """
-
-    num_gpus: int
-    num_cpus: float
+    num_gpus: int  # one for each worker: tensor x pipeline x data parallel size
+    num_cpus: float  # 0 claims none, which leaves them to collectors on a small machine
 
     def bundle(self) -> dict[str, float]:
         """Returns the placement-group bundle of one replica, without zero entries."""
@@ -48,34 +43,19 @@ class ReplicaResources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
-    """What a service is launched with; beside the members this is all that copies of it need.
+    """What a service is launched with; beside the members this is all that copies of it need."""
 
-    Attributes:
-        name: Unique on the cluster.
-        engine_args: Prepared engine arguments.
-        resources: What each replica claims.
-        environment: Environment variables of the replicas' processes.
-        actor_class: ``EngineActor`` or a subclass, decorated by ``ray.remote`` or not; ``None`` for
-            the former.
-        detached: Whether replicas outlive the process that starts them.
-        request_timeout_s: Time limit of requests that name none.
-        unresponsive_after_s: Seconds of silence after which an engine has failed.
-        max_restarts: How often within an hour a replica is started anew.
-        balancing: Arguments of the load balancer.
-        rendezvous: Where the trainer is reached, once that was named or asked for.
-    """
-
-    name: str
-    engine_args: AsyncEngineArgs
-    resources: ReplicaResources = ReplicaResources(0, 0)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    actor_class: Any = None
-    detached: bool = False
+    name: str  # unique on the cluster
+    engine_args: AsyncEngineArgs  # prepared
+    resources: ReplicaResources = ReplicaResources(0, 0)  # of each replica
+    environment: Mapping[str, str] = field(default_factory=dict)  # of its processes
+    actor_class: Any = None  # decorated by ``ray.remote`` or not; ``None`` for ``EngineActor``
+    detached: bool = False  # whether replicas outlive the process that starts them
     request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
     unresponsive_after_s: float = UNRESPONSIVE_AFTER_S
-    max_restarts: int = 0
-    balancing: Mapping[str, Any] = field(default_factory=dict)
-    rendezvous: tuple[str, int | None] | None = None
+    max_restarts: int = 0  # of each replica within an hour
+    balancing: Mapping[str, Any] = field(default_factory=dict)  # arguments of the balancer
+    rendezvous: tuple[str, int | None] | None = None  # once that was named or asked for
 
 
 class Membership:
@@ -91,12 +71,7 @@ class Membership:
         self._lock = threading.Lock()
         self._members = {one.replica_id: one for one in members}
         self._next_id = 1 + max(map(int, self._members), default=-1) if next_id is None else next_id
-        self._epoch = epoch
-
-    @property
-    def epoch(self) -> int:
-        """Number of changes since the service was launched; tells whose knowledge is newer."""
-        return self._epoch
+        self.epoch = epoch  # changes since the launch, which tell whose knowledge is newer
 
     @property
     def members(self) -> list[Member]:
@@ -125,29 +100,29 @@ class Membership:
         with self._lock:
             self._members[member.replica_id] = member
             self._next_id = max(self._next_id, 1 + int(member.replica_id))
-            self._epoch += 1
+            self.epoch += 1
 
     def suspend(self, replica_id: str) -> Member:
         """Says that a member may not be called until another is put in its place."""
         with self._lock:
             member = self._members[replica_id]
             self._members[replica_id] = dataclasses.replace(member, joined=False)
-            self._epoch += 1
+            self.epoch += 1
             return member
 
     def remove(self, replica_id: str) -> Member:
         """Takes a member out, and returns it."""
         with self._lock:
             member = self._members.pop(replica_id)
-            self._epoch += 1
+            self.epoch += 1
             return member
 
     def follow(self, newer: Membership) -> None:
         """Takes over what another process knows."""
-        members, next_id, epoch = newer.members, newer._next_id, newer._epoch
+        members, next_id, epoch = newer.members, newer._next_id, newer.epoch
         with self._lock:
             self._members = {one.replica_id: one for one in members}
-            self._next_id, self._epoch = next_id, epoch
+            self._next_id, self.epoch = next_id, epoch
 
     def with_actors(self, actors: Mapping[str, Any] | None) -> Membership:
         """Returns a copy that is as new: of the members with these actors, or without any actor.
@@ -161,10 +136,10 @@ class Membership:
             for one in self.members
             if actors is None or one.replica_id in actors
         ]
-        return Membership(members, next_id=self._next_id, epoch=self._epoch)
+        return Membership(members, next_id=self._next_id, epoch=self.epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"members": self.members, "next_id": self._next_id, "epoch": self._epoch}
+        return {"members": self.members, "next_id": self._next_id, "epoch": self.epoch}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -238,16 +213,16 @@ def find_service(
             f"no service named {service_name!r} runs on the Ray cluster at {address}; RAY_ADDRESS "
             "names another, of which this machine may have several"
         )
-    card = _newest_card([actor.card.remote() for actor in actors.values()], timeout_s)
-    if card is None:
+    state = _newest_state([actor.card.remote() for actor in actors.values()], timeout_s)
+    if state is None:
         raise ServiceClosedError(
             f"no replica of service {service_name!r} answered within {timeout_s:g} s"
         )
-    return card["settings"], card["membership"].with_actors(actors)
+    return state["settings"], state["membership"].with_actors(actors)
 
 
-def _newest_card(refs: list[Any], timeout_s: float) -> dict[str, Any] | None:
-    """Returns the card that knows most, of those that come within a moment of the first.
+def _newest_state(refs: list[Any], timeout_s: float) -> dict[str, Any] | None:
+    """Returns the state that is newest, of those that come within a moment of the first.
 
     Replicas that are about to join have none.
     """
@@ -258,11 +233,11 @@ def _newest_card(refs: list[Any], timeout_s: float) -> dict[str, Any] | None:
         if not ready:
             break
         try:
-            card = ray.get(ready[0])
+            state = ray.get(ready[0])
         except RayError as error:
             logger.warning("a replica is dead, or cannot say who is in its service: %s", error)
             continue
-        if card and (best is None or card["membership"].epoch > best["membership"].epoch):
-            best = card
+        if state and (best is None or state["membership"].epoch > best["membership"].epoch):
+            best = state
             deadline = min(deadline, time.monotonic() + 1.0)
     return best

@@ -110,15 +110,8 @@ class Replicas(Sequence[Replica]):
     """The replicas of a service in the order of their joining; none unless it is launched.
 
     It is the ``ReplicaClient`` through which transports reach the engines. Membership changes of
-    other processes reach this one through the replicas: each keeps a card with the membership, and
+    other processes reach this one through the replicas: each keeps the newest membership, and
     its reports say how new that is.
-
-    Attributes:
-        settings: Of the service; :meth:`meeting_point` and a new balancer replace them.
-        membership: Who they are; ``None`` unless the service is launched.
-        load: This process's ledger of requests in flight and of the engines' reports.
-        is_copy: Whether another process launched the service: its states are asked for once.
-        follows: Whether other processes may change the membership.
     """
 
     def __init__(
@@ -128,8 +121,10 @@ class Replicas(Sequence[Replica]):
         *,
         is_copy: bool = False,
     ) -> None:
-        self.settings, self.membership = settings, membership
-        self.is_copy, self.follows = is_copy, is_copy or settings.detached
+        self.settings = settings  # replaced by :meth:`meeting_point` and by a new balancer
+        self.membership = membership  # ``None`` unless the service is launched
+        self.is_copy = is_copy  # of a service that another process launched
+        self.follows = is_copy or settings.detached  # others may change the membership
         self._has_asked, self._looked_at, self._following = False, 0.0, threading.Lock()
         self.load = LoadTracker([one.replica_id for one in self], state=ReplicaState.SERVING)
         for one in self.members:
@@ -190,7 +185,7 @@ class Replicas(Sequence[Replica]):
             )
         return self.membership
 
-    def card(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         """What a process needs to attach, and an actor may keep: without actor handles."""
         return {"settings": self.settings, "membership": self.require().with_actors(None)}
 

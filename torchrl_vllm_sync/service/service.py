@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import ray
 from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
 
-from torchrl_vllm_sync.checks import check_integer
+from torchrl_vllm_sync.checks import check_integer, check_number
 from torchrl_vllm_sync.engine.args import (
     engine_environment,
     make_engine_args,
@@ -72,15 +72,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 300.0
 _CONSTRUCTOR_KEYWORDS = (
-    "actor_class",
-    "num_cpus_per_replica",
-    "name",
-    "detached",
-    "stage_weights",
-    "request_timeout_s",
-    "unresponsive_after_s",
-    "max_restarts",
-    "scaling",
+    *("actor_class", "name", "detached", "stage_weights", "max_restarts", "scaling"),
+    *("num_cpus_per_replica", "request_timeout_s", "unresponsive_after_s"),
 )
 
 
@@ -162,12 +155,8 @@ class AsyncVLLM(RLvLLMEngine):
         scaling: ScalingPolicy | None = None,
     ) -> None:
         check_integer("max_restarts", max_restarts, 0)
-        for setting, value, least in (
-            ("num_replicas", num_replicas, 1),
-            ("num_cpus_per_replica", num_cpus_per_replica, 0),
-        ):
-            if value < least:
-                raise UnsupportedArgumentError(f"{setting} must be at least {least}, got {value}")
+        check_number("num_replicas", num_replicas, 1)
+        check_number("num_cpus_per_replica", num_cpus_per_replica, 0)
         if not request_timeout_s > 0:
             raise UnsupportedArgumentError(
                 f"request_timeout_s must be greater than 0, got {request_timeout_s}"
@@ -220,11 +209,8 @@ class AsyncVLLM(RLvLLMEngine):
         self._native = NativeCalls(self.replicas, self.weights)
         balancer = LoadBalancer(self, **settings.balancing) if self.replicas else None
         self.requests = Requests(self.replicas, balancer, self.fleet.recovers)
-        self._monitor = LoadMonitor(
-            self.load,
-            self.replicas.to_ask,
-            unresponsive_after_s=settings.unresponsive_after_s,
-        )
+        limit_s = settings.unresponsive_after_s
+        self._monitor = LoadMonitor(self.load, self.replicas.to_ask, unresponsive_after_s=limit_s)
         self._dashboards: list[Dashboard] = []
         self._exporter: MetricsExporter | None = None
         if self.replicas:
@@ -338,7 +324,7 @@ class AsyncVLLM(RLvLLMEngine):
         ids = [str(index) for index in range(self._num_wanted)]
         self._set_up(settings, Membership(launch_replicas(settings, ids)))
         try:
-            self.fleet.share_card().raise_failures()
+            self.fleet.share_membership().raise_failures()
         except BaseException:
             self.shutdown()
             raise

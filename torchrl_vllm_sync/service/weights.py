@@ -7,14 +7,13 @@ engines drive (``vllm/distributed/weight_transfer/base.py``, 0.26 to 0.32).
 from __future__ import annotations
 
 import math
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchrl_vllm_sync.engine.args import num_workers, payload_of
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionNotReachedError
-from torchrl_vllm_sync.observe.status import StatusLog, failed_push, finished_push
+from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.weights.metadata import from_json
 from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
@@ -127,27 +126,19 @@ class Weights:
         transport: WeightTransport | None = None,
         **options: Any,
     ) -> PushReport:
-        """Brings every replica to new weights; ``options`` are those of ``WeightPusher.push``."""
+        """Brings every replica to new weights; ``options`` are those of ``PushOptions``."""
         self._replicas.require()
         if transport is not None:
             self.pusher.use(transport)
-        reports: list[PushReport] = []
-        pushed: PushStatus | None = None
-        begin = time.perf_counter()
-        options = {"timeout_s": None, "clear_cache": False, **options}
-        try:
-            return self.pusher.push(weights, version=version, on_report=reports.append, **options)
-        except Exception as error:
-            pushed = failed_push(error, version, time.perf_counter() - begin, time.time())
-            raise
-        finally:
-            if reports:  # committed, even if a hook has failed
-                pushed = finished_push(reports[0], time.time())
-            if pushed is not None:
-                self.log.end_push(pushed)
-            if self._replicas.membership is not None:
-                left_behind = pushed.left_behind if pushed else ()
-                self._replicas.learn(doubtful=left_behind, pushed=pushed)
+        return self.pusher.push(weights, version=version, on_end=self._end_push, **options)
+
+    def _end_push(self, pushed: PushStatus | None) -> None:
+        """Tells whoever watches, and the replicas, what became of a push."""
+        if pushed is not None:
+            self.log.end_push(pushed)
+        if self._replicas.membership is not None:
+            left_behind = pushed.left_behind if pushed else ()
+            self._replicas.learn(doubtful=left_behind, pushed=pushed)
 
     def learn_versions(self) -> None:
         """Asks the replicas what they hold, after something other than a push brought them there.

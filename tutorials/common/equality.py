@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,27 +33,18 @@ def greedy(num_tokens: int) -> Any:
 def greedy_answers(
     service: AsyncVLLM, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """The likeliest continuation of each prompt, ``num_tokens`` long.
-
-    ``options`` has more arguments of ``AsyncVLLM.generate``.
-    """
+    """The likeliest continuation of each prompt; ``options`` are ``AsyncVLLM.generate``'s."""
     outputs = service.generate(list(prompts), greedy(num_tokens), use_tqdm=False, **options)
     return [list(one.outputs[0].token_ids) for one in outputs]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of comparing the answers to several prompts.
+    """What became of comparing the answers to several prompts."""
 
-    Attributes:
-        equal: Prompts whose tokens were all as expected.
-        total: Prompts compared.
-        first: The first difference in words; empty if there is none.
-    """
-
-    equal: int
+    equal: int  # prompts whose tokens were all as expected
     total: int
-    first: str
+    first: str  # the first difference in words; empty if there is none
 
     @property
     def fraction(self) -> float:
@@ -61,11 +53,7 @@ class Comparison:
 
     @classmethod
     def of(cls, got: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> Comparison:
-        """Compares token by token.
-
-        Raises:
-            ValueError: There is nothing to compare, or not as many answers as expected.
-        """
+        """Compares token by token."""
         if not got or not all(got):
             raise ValueError("there are no tokens to compare")
         pairs = enumerate(zip(got, expected, strict=True))
@@ -76,19 +64,10 @@ class Comparison:
 
 def _difference(number: int, got: list[int], expected: list[int]) -> str:
     """The first difference in words; empty if there is none."""
-    if got == expected:
-        return ""
-    place = next(
-        (place for place, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
-        min(len(got), len(expected)),
-    )
-    return (
-        f"prompt {number}, position {place}: expected {_at(expected, place)}, got {_at(got, place)}"
-    )
-
-
-def _at(tokens: Sequence[int], place: int) -> str:
-    return str(tokens[place]) if place < len(tokens) else "the end"
+    for place, (one, right) in enumerate(itertools.zip_longest(got, expected, fillvalue="the end")):
+        if one != right:
+            return f"prompt {number}, position {place}: expected {right}, got {one}"
+    return ""
 
 
 def milliseconds(report: PushReport) -> dict[str, float]:
@@ -116,19 +95,9 @@ def conclude(
     smoke: bool,
     failure: str = "",
 ) -> bool:
-    """Writes a run down as benchmarks do, and prints PASS or FAIL.
+    """Writes a run down as benchmarks do, and prints PASS or FAIL of the comparison ``claimed``.
 
-    Args:
-        name: Name of the record.
-        case: What was run.
-        comparisons: What was compared, by the system's or the setting's name.
-        reports: The push of each of those that had one.
-        claimed: Which of them PASS is about.
-        smoke: Write the record to a temporary directory.
-        failure: What else is wrong.
-
-    Returns:
-        Whether it is PASS.
+    Comparisons, and the pushes of those that had one, are by the name of a system or setting.
     """
     recorder = Recorder(name)
     phases = {system: milliseconds(report) for system, report in reports.items()}

@@ -8,13 +8,15 @@ from dataclasses import asdict, field, fields
 from typing import TYPE_CHECKING, Any
 
 from matplotlib import pyplot as plt
+from tqdm import tqdm
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+COLORS = ("tab:green", "tab:orange", "tab:red")
 REWARD_SLACK = 0.1  # how much lower than it began the reward may be after a smoke run
 
 
@@ -36,12 +38,16 @@ def table(steps: Sequence[Any]) -> str:
     return "\n".join(map(" ".join, zip(*columns, strict=True)))
 
 
-def write_csv(path: Path, rows: Sequence[Any]) -> None:
-    """Writes dataclasses of one kind, a row each."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [one.name for one in fields(rows[0])])
-        writer.writeheader()
-        writer.writerows(asdict(one) for one in rows)
+def write(directory: Path, text: str, **rows: Sequence[Any]) -> None:
+    """Writes ``table.txt``, and a CSV file of each kind of dataclass; prints the text."""
+    (directory / "table.txt").write_text(text + "\n")
+    for name, some in rows.items():
+        with (directory / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, [one.name for one in fields(some[0])])
+            writer.writeheader()
+            writer.writerows(asdict(one) for one in some)
+    print(text)
+    print(f"Written to {directory}: {', '.join(sorted(one.name for one in directory.iterdir()))}")
 
 
 @contextlib.contextmanager
@@ -57,28 +63,55 @@ def picture(
         plt.close(figure)
 
 
-def draw_reward(axis: Any, rewards: Sequence[float], target: float | None) -> None:
-    """Draws the mean reward of each step, and what it must reach for PASS if it must."""
-    axis.set_ylabel("mean reward")
-    if target is not None:
-        axis.set_ylim(0, 1.02)
-        axis.axhline(target, color="grey", linestyle=":", linewidth=1)
-        axis.annotate(
-            f"PASS above {target}", (0, target), (0, -10), color="grey", textcoords="offset points"
-        )
-    axis.plot(range(len(rewards)), rewards, color="tab:blue")
+def curves(
+    path: Path, title: str, steps: Sequence[Any], target: float | None, panels: dict[str, Any]
+) -> None:
+    """Draws the reward over the steps, what it must exceed for PASS if it must, and other panels.
+
+    A panel is a label and the names of its lines: figures by their name in a step, or constants.
+    """
+    with picture(path, 1 + len(panels), title=title, figsize=(7, 7), sharex=True) as (first, *rest):
+        first.set_ylabel("mean reward")
+        first.plot([one.reward for one in steps], color="tab:blue")
+        if target is not None:
+            first.set_ylim(0, 1.02)
+            first.axhline(target, color="grey", linestyle=":", linewidth=1)
+            first.annotate(
+                f"PASS above {target}",
+                (0, target),
+                (0, -10),
+                color="grey",
+                textcoords="offset points",
+            )
+        for axis, (label, lines) in zip(rest, panels.items(), strict=True):
+            axis.set_ylabel(label)
+            for at, (what, name) in enumerate(lines.items()):
+                if isinstance(what, str):
+                    axis.plot([getattr(one, what) for one in steps], label=name, color=COLORS[at])
+                else:
+                    axis.axhline(what, label=name, color="tab:red", linestyle=":", linewidth=1)
+            if len(lines) > 1:
+                axis.legend(frameon=False)
+        (rest or [first])[-1].set_xlabel("step")
 
 
 def drive(
-    training: Generator[Any], steps: list[Any], problems: list[str], *failures: type[Exception]
-) -> None:
-    """Runs a training loop and keeps its steps; a failure ends it and is a problem."""
+    training: Iterator[Any],
+    args: argparse.Namespace,
+    problems: list[str],
+    *failures: type[Exception],
+) -> list[Any]:
+    """Runs a training loop to its end and returns its steps; a failure ends it, as a problem."""
+    steps: list[Any] = []
     try:
-        with contextlib.closing(training):
+        with contextlib.closing(training), tqdm(total=args.steps, desc="GRPO", unit="step") as bar:
             for step in training:
-                steps.append(step)  # noqa: PERF402  those before a failure are kept
+                steps.append(step)
+                bar.set_postfix_str(f"reward {step.reward:.3f}", refresh=False)
+                bar.update()
     except failures as error:
         problems.append(f"step {len(steps)}: {type(error).__name__}: {error}")
+    return steps
 
 
 def reward_problems(

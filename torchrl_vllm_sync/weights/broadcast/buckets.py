@@ -304,24 +304,9 @@ class StreamingPacker:
     """Packs tensors as a source yields them: merged adapters, gathered shards."""
 
     def __init__(self, layout: BucketLayout, source: WeightSource, device: torch.device) -> None:
-        self._layout, self._device = layout, device
-        self._items = self._checked(iter(source))
+        self._layout = layout
+        self._items = checked(source, layout.metadata, device)
         self._index, self._tensor = -1, torch.empty(0)
-
-    def _checked(
-        self, items: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for meta in self._layout.metadata:
-            name, tensor = next(items, ("nothing", torch.empty(0)))
-            if name != meta.name or tuple(tensor.shape) != meta.shape:
-                raise WeightMismatchError(
-                    f"the source announced {meta.name} {list(meta.shape)} and yielded {name} "
-                    f"{list(tensor.shape)}"
-                )
-            check_device(name, tensor, self._device)
-            yield name, tensor
-        for name, _ in items:
-            raise WeightMismatchError(f"the source yielded {name}, which it had not announced")
 
     @torch.no_grad()
     def __call__(self, index: int, buffer: torch.Tensor) -> None:
@@ -337,6 +322,24 @@ class StreamingPacker:
         for _ in self._items:
             pass
         self._tensor = torch.empty(0)
+
+
+def checked(
+    source: WeightSource, metadata: Sequence[ParamMeta], device: torch.device
+) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
+    """Yields the tensors of a source, held to what it announced and to where they are sent from."""
+    items = iter(source)
+    for meta in metadata:
+        name, tensor = next(items, ("nothing", torch.empty(0)))
+        if name != meta.name or tuple(tensor.shape) != meta.shape:
+            raise WeightMismatchError(
+                f"the source announced {meta.name} {list(meta.shape)} and yielded {name} "
+                f"{list(tensor.shape)}"
+            )
+        check_device(name, tensor, device)
+        yield meta, tensor
+    for name, _ in items:
+        raise WeightMismatchError(f"the source yielded {name}, which it had not announced")
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

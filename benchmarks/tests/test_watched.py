@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from benchmarks.peers.vllm_nccl import watched
 from torchrl_vllm_sync.errors import TransferError, WeightMismatchError
-from torchrl_vllm_sync.weights.transport import watched
 
 
 class Pending:
