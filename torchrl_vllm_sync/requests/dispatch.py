@@ -167,13 +167,7 @@ class ReplicaWatch:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Learns inside what becomes of the replica."""
-        loop = asyncio.get_running_loop()
-
-        def on_change() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed under its requests
-                loop.call_soon_threadsafe(self._check)
-
-        with self._load.watched(on_change, urgent=False):
+        with self._load.watched(_from_any_thread(self._check), urgent=False):
             self._check()
             yield
 
@@ -417,12 +411,7 @@ class Dispatcher:
         It waits for one at their version, and for any while one is on its way. What died with one
         of the requests is avoided, unless it was restarted since.
         """
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-        requests = [one.request for one in pending]
-
-        def on_change() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed under its requests
-                loop.call_soon_threadsafe(changed.set)
+        changed, requests = asyncio.Event(), [one.request for one in pending]
 
         def try_once() -> list[Reservation]:
             actors = {one.replica_id: one.actor for one in self._replicas()}
@@ -440,7 +429,7 @@ class Dispatcher:
         limit_s = max(request.timeout_s for request in requests)
         for one in pending:
             one.has_waited = True
-        with self._load.watched(on_change):
+        with self._load.watched(_from_any_thread(changed.set)):
             while True:
                 changed.clear()
                 left_s = max(one.left_s for one in pending)
@@ -498,6 +487,17 @@ class Dispatcher:
         held = {one.replica_id: one.describe() for one in self._load.snapshots()} | error.held
         told = VersionNotReachedError(error.version, held, error.timeout_s)
         return dataclasses.replace(result, error=told)
+
+
+def _from_any_thread(callback: Callable[[], object]) -> Callable[[], None]:
+    """Has the running loop call something, unless it was closed under its requests."""
+    loop = asyncio.get_running_loop()
+
+    def call() -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(callback)
+
+    return call
 
 
 def _find(replicas: Iterable[Replica], replica_id: str) -> Replica | None:
