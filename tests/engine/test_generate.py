@@ -366,12 +366,12 @@ def test_one_call_a_replica_and_batch(service, monkeypatch):
             calls.append((name, self._index))
             return getattr(self._actor, name)
 
-    access = service.requests.generation._dispatcher._access
-    replicas = access._replicas()
+    dispatcher = service.requests.generation._dispatcher
+    replicas = dispatcher._replicas()
     counted = [
         type(one)(one.replica_id, Counting(one.actor, index)) for index, one in enumerate(replicas)
     ]
-    monkeypatch.setattr(access, "_replicas", lambda: counted)
+    monkeypatch.setattr(dispatcher, "_replicas", lambda: counted)
     service.generate([[i, i + 1] for i in range(5, 105)], sampling(max_tokens=1))
     assert sorted(calls) == [("run_batch", 0), ("run_batch", 1)]
 

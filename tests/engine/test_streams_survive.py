@@ -146,12 +146,12 @@ def test_what_a_stopped_replica_holds_is_run_elsewhere_and_its_late_answers_are_
     prompts, params = [[5, i] for i in range(30, 90)], sampling(max_tokens=60, ignore_eos=True)
     wanted = [token_ids(output) for output in doomed.generate(prompts, params)]
     arrived, stopped = [], []
-    dispatcher = doomed._serving()[0]._dispatcher
+    dispatcher = doomed.requests.generation._dispatcher
 
     def watch(result):
         arrived.append(result.request_id)
 
-    generation = doomed._serving()[0]
+    generation = doomed.requests.generation
     batch = generation.prepare(
         prompts, None, params, lora_request=None, timeout_s=200.0, stream=False
     )

@@ -345,16 +345,15 @@ async def test_a_replica_that_fails_while_a_wait_for_it_runs_out_breaks_nothing(
     rig = Rig(FakeActor("a"))
     watch = ReplicaWatch(lambda: rig.replicas, rig.load, rig.replicas[0])
 
-    async def wait():
-        async with watch.limited(0.01):
-            try:
-                await hang()
-            finally:
-                rig.load.mark("a", FAILED)
-                await asyncio.sleep(0.01)
+    async def hang_and_fail():
+        try:
+            await hang()
+        finally:
+            rig.load.mark("a", FAILED)
+            await asyncio.sleep(0.01)
 
-    with pytest.raises(ReplicaUnavailableError):
-        await wait()
+    with watch.active(), pytest.raises(ReplicaUnavailableError):
+        await watch.wait(hang_and_fail(), 0.01)
     assert not complaints
 
 

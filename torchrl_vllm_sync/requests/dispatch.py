@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ray.exceptions import RayError
 
@@ -26,7 +26,15 @@ from torchrl_vllm_sync.requests.continuation import AnswerSoFar
 from torchrl_vllm_sync.requests.messages import EngineResult
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        Awaitable,
+        Callable,
+        Collection,
+        Iterable,
+        Iterator,
+        Sequence,
+    )
 
     from torchrl_vllm_sync.replica import Replica
     from torchrl_vllm_sync.requests.messages import EngineRequest
@@ -37,6 +45,8 @@ if TYPE_CHECKING:
     Accept = Callable[[EngineResult], None]
 
 logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 # A replica that died, or turned stale, costs a request one attempt; the next goes elsewhere.
 MAX_ATTEMPTS = 3
@@ -138,52 +148,54 @@ class ReplicaWatch:
     """Gives up waiting for a replica that fails, leaves the service or gets another actor.
 
     A replica that is draining or stale goes on being waited for: it answers what it has, or ends it
-    by itself. ``loss`` says why it is no longer waited for.
+    by itself.
 
     Example:
         >>> watch = ReplicaWatch(lambda: replicas, load, replica)
-        >>> async with watch.limited(60.0):
-        ...     answer = await replica.actor.report.remote()
+        >>> with watch.active():
+        ...     answer = await watch.wait(replica.actor.report.remote(), 60.0)
     """
 
     def __init__(
         self, replicas: Callable[[], list[Replica]], load: LoadTracker, replica: Replica
     ) -> None:
         self._replicas, self._load, self._replica = replicas, load, replica
-        self._give_up_at: float | None = None
-        self.loss: ReplicaUnavailableError | None = None
+        self._loss: ReplicaUnavailableError | None = None  # why it is no longer waited for
+        self._give_up_at = 0.0
+        self._timer: asyncio.Timeout | None = None
 
-    @contextlib.asynccontextmanager
-    async def limited(self, limit_s: float) -> AsyncGenerator[None]:
-        """Bounds what is awaited inside."""
-        loop = asyncio.get_running_loop()
-        inside = True
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Learns inside what becomes of the replica."""
+        with self._load.watched(_from_any_thread(self._check), urgent=False):
+            self._check()
+            yield
 
-        def on_change() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed under its requests
-                loop.call_soon_threadsafe(check)
-
-        def check() -> None:
-            last = timer.when()
-            if not inside or last is None or timer.expired():
-                return
-            self.loss = self.loss or self._find_loss()
-            if self.loss is not None:
-                self._give_up_at = self._give_up_at or loop.time() + LINGER_S
-                timer.reschedule(min(last, self._give_up_at))
-
+    async def wait(self, awaitable: Awaitable[_Answer], limit_s: float) -> _Answer:
+        """Awaits an answer of the replica, for so long at most."""
         try:
-            async with asyncio.timeout(limit_s) as timer:
-                with self._load.watched(on_change, urgent=False):
-                    check()
-                    yield
+            async with asyncio.timeout(limit_s) as self._timer:
+                self._hurry()
+                return await awaitable
         except TimeoutError:
-            self.loss = self.loss or self._find_loss()
-            if self.loss is not None:
-                raise self.loss from None
+            self._check()
+            if self._loss is not None:
+                raise self._loss from None
             raise
         finally:
-            inside = False
+            self._timer = None
+
+    def _check(self) -> None:
+        if self._loss is None:
+            self._loss = self._find_loss()
+            self._give_up_at = asyncio.get_running_loop().time() + LINGER_S
+            self._hurry()
+
+    def _hurry(self) -> None:
+        timer = self._timer
+        if self._loss is not None and timer is not None and not timer.expired():
+            last = timer.when()
+            timer.reschedule(self._give_up_at if last is None else min(last, self._give_up_at))
 
     def _find_loss(self) -> ReplicaUnavailableError | None:
         name = self._replica.replica_id
@@ -325,6 +337,9 @@ class Dispatcher:
                 f"request {name}: replica {replica_id} did not answer within {limit_s:g} s"
             )
 
+        async def next_answer() -> Any:
+            return await (await anext(refs))
+
         try:
             try:
                 if is_stream:
@@ -333,17 +348,18 @@ class Dispatcher:
                     run_batch = actor.run_batch.options(num_returns="streaming")
                     refs = run_batch.remote(asked, want_prompt=False)
                 refs = aiter(refs)
-                while left:
-                    # A stream may be read slowly, and each step in a task of its own: the limit is
-                    # on silence there.
-                    async with watch.limited(limit_s if is_stream else end - time.monotonic()):
-                        answer = await (await anext(refs))
-                    for result in [answer] if is_stream else answer:
-                        if result.error is not None or result.finished:
-                            del left[result.request_id]
-                        if isinstance(result.error, ReplicaUnavailableError):
-                            self._mark(result.error, actor)
-                        yield result
+                with watch.active():
+                    while left:
+                        # A stream may be read slowly, and each step in a task of its own: there the
+                        # limit is on silence.
+                        step_s = limit_s if is_stream else end - time.monotonic()
+                        answer = await watch.wait(next_answer(), step_s)
+                        for result in [answer] if is_stream else answer:
+                            if result.error is not None or result.finished:
+                                del left[result.request_id]
+                            if isinstance(result.error, ReplicaUnavailableError):
+                                self._mark(result.error, actor)
+                            yield result
             except ReplicaUnavailableError as error:
                 lost, may_return = error, True
             except RayError as error:
@@ -395,12 +411,7 @@ class Dispatcher:
         It waits for one at their version, and for any while one is on its way. What died with one
         of the requests is avoided, unless it was restarted since.
         """
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-        requests = [one.request for one in pending]
-
-        def on_change() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed under its requests
-                loop.call_soon_threadsafe(changed.set)
+        changed, requests = asyncio.Event(), [one.request for one in pending]
 
         def try_once() -> list[Reservation]:
             actors = {one.replica_id: one.actor for one in self._replicas()}
@@ -418,7 +429,7 @@ class Dispatcher:
         limit_s = max(request.timeout_s for request in requests)
         for one in pending:
             one.has_waited = True
-        with self._load.watched(on_change):
+        with self._load.watched(_from_any_thread(changed.set)):
             while True:
                 changed.clear()
                 left_s = max(one.left_s for one in pending)
@@ -476,6 +487,17 @@ class Dispatcher:
         held = {one.replica_id: one.describe() for one in self._load.snapshots()} | error.held
         told = VersionNotReachedError(error.version, held, error.timeout_s)
         return dataclasses.replace(result, error=told)
+
+
+def _from_any_thread(callback: Callable[[], object]) -> Callable[[], None]:
+    """Has the running loop call something, unless it was closed under its requests."""
+    loop = asyncio.get_running_loop()
+
+    def call() -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(callback)
+
+    return call
 
 
 def _find(replicas: Iterable[Replica], replica_id: str) -> Replica | None:

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 
-# Tokens per second of an engine, from what its last few reports had counted.
-
-
 WINDOW_S = 2.0
 """Rates are over at least this many seconds, if the reports reach back as far."""
 # Over less than this the moments at which reports arrive count for too much.
@@ -73,9 +70,6 @@ def token_rates(counted: Sequence[Counted]) -> TokenRates:
         prompt_tokens_per_s=(last.num_prompt_tokens - first.num_prompt_tokens) / passed_s,
         generated_tokens_per_s=(last.num_generated_tokens - first.num_generated_tokens) / passed_s,
     )
-
-
-# What is known of one replica's traffic.
 
 
 MAX_KV_USAGE = 0.9
@@ -152,7 +146,7 @@ class LoadSnapshot:
         return self.report.weight_version or 0
 
     def hold(self, num_samples: int, tokens: int) -> None:
-        """Counts samples, and the tokens that they hold, as in flight; only its ledger does so.
+        """Counts samples as in flight, or as no longer; only its ledger does so.
 
         Args:
             num_samples: How many more; negative for those that have ended.
@@ -198,12 +192,11 @@ class LoadSnapshot:
     def has_room(self, tokens: int, now: float, max_age_s: float) -> bool:
         """Whether the KV cache would be at most 90 % full with so many tokens more.
 
-        One of which nothing is known counts as having room.
+        One of which nothing is known has room. Arguments beside ``tokens`` are those of
+        :meth:`is_fresh`.
 
         Args:
             tokens: Tokens more.
-            now: Time by the ledger's clock.
-            max_age_s: Older reports count as unknown.
         """
         room = self.kv_cache_tokens
         if self.report.kv_cache_usage is None:  # the usual case, without a report: quick
@@ -295,10 +288,6 @@ def _plausible(report: EngineReport) -> EngineReport:
         if given is not None and not 0 <= given <= sys.maxsize:
             odd[name] = None
     return dataclasses.replace(report, **odd) if odd else report
-
-
-def _below(floor: int) -> str:
-    return f"it did not reach version {floor}"
 
 
 def _renewed(former: LoadSnapshot, state: ReplicaState) -> LoadSnapshot:
@@ -587,7 +576,8 @@ class LoadTracker:
         with self._changing(replica_id) as known:
             floor = self._floors[replica_id] = max(version, self._floors.get(replica_id, 0))
             if known.state.admits_requests:
-                known.state, known.reason = ReplicaState.STALE, _below(floor)
+                known.state = ReplicaState.STALE
+                known.reason = f"it did not reach version {floor}"
 
     def _fenced(self, report: EngineReport) -> tuple[ReplicaState, str]:
         """Returns the state that counts, and why; a floor that was reached is forgotten."""
@@ -595,7 +585,7 @@ class LoadTracker:
         if floor is not None and (report.weight_version or 0) >= floor:
             del self._floors[report.replica_id]
         elif floor is not None and report.state.admits_requests:
-            return ReplicaState.STALE, _below(floor)
+            return ReplicaState.STALE, f"it did not reach version {floor}"
         return report.state, report.reason
 
     @contextlib.contextmanager

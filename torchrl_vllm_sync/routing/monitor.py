@@ -116,24 +116,13 @@ class LoadMonitor:
     ``timeout_s``, and meanwhile its figures just age. The thread ends by itself when Ray is shut
     down, or when the object whose bound method ``replicas`` is has gone; it keeps neither alive.
 
-    Noticed, and the replica marked ``FAILED``:
-
-    * an actor that Ray calls dead or unavailable: at the next question, so within ``interval_s``
-      of Ray's noticing;
-    * one that has not answered for ``unresponsive_after_s``: within that and twice ``interval_s``.
-      When it answers again, a report that was asked for after the mark decides what it is.
-
-    An actor that is ``STARTING`` may be silent: it builds its engine, which has a limit of its own.
-    One that was ``CLOSED`` before it ended stays so.
-    Silence counts only as long as the thread itself is awake, so that a process which was stopped
-    does not take everybody for dead.
+    Marked ``FAILED`` is an actor that Ray calls dead or unavailable, within ``interval_s`` of Ray's
+    noticing; and one that has not answered for ``unresponsive_after_s``, within that and twice
+    ``interval_s``. When it answers again, a report that was asked for after the mark decides what
+    it is. An actor that is ``STARTING`` may be silent: it builds its engine, which has a limit of
+    its own. One that was ``CLOSED`` before it ended stays so.
 
     In a forked child the thread is gone; ``start`` starts another.
-
-    Example:
-        >>> monitor = LoadMonitor(tracker, lambda: replicas)
-        >>> monitor.start()
-        >>> monitor.stop()
     """
 
     def __init__(

@@ -124,7 +124,6 @@ class RequestPlacer:
     replica died, drains, went stale or got other weights, for then it is cached nowhere.
 
     Not safe for threads; a balancer uses it with its ledger locked.
-
     """
 
     def __init__(

@@ -155,8 +155,8 @@ StrategyFactory: TypeAlias = Callable[[StrategySettings], RoutingStrategy]
 class LeastRequests:
     """Strategy ``"requests"``: the replica that holds the fewest requests.
 
-    What a replica holds is ``LoadSnapshot.load``. Ties go to any of the equals, at random, so that
-    an idle service does not send everything to its first replica.
+    What it holds is ``LoadSnapshot.load``. Ties go to any of the equals, at random, so that an idle
+    service does not send everything to its first replica.
     """
 
     def __init__(self, settings: StrategySettings) -> None:
