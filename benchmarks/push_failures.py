@@ -44,7 +44,7 @@ from torchrl_vllm_sync import AsyncVLLM, BroadcastTransport
 from torchrl_vllm_sync.errors import SyncError
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.weights.transport import SendOutcome
+    from torchrl_vllm_sync.weights.transport import Members, Push
 
 NUM_REPLICAS = 3
 VICTIM = NUM_REPLICAS - 1
@@ -60,10 +60,10 @@ class NotingTransport(BroadcastTransport):
 
     began = 0.0
 
-    def send(self, *args: Any, **kwargs: Any) -> SendOutcome:
+    def send(self, members: Members, push: Push) -> dict[str, Any]:
         """Sends."""
         self.began = time.time()
-        return super().send(*args, **kwargs)
+        return super().send(members, push)
 
 
 class FailureTrainer(Trainer):

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from ray.util import get_node_ip_address
 
+from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
 from benchmarks.token_rates import TokenLog
+from torchrl_vllm_sync import BroadcastTransport
 from torchrl_vllm_sync.testing import token_log_probs
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync import AsyncVLLM
 
-__all__ = ["Trainer", "loaded_actor", "raw_broadcast", "spawn"]
-
+TRANSPORTS = {"broadcast": BroadcastTransport, "vllm-nccl": VLLMNCCLTransport}
 RAW_PIECE_BYTES = 4 * 2**30
 RAW_TIMEOUT = timedelta(seconds=60)
 
@@ -126,8 +127,6 @@ class Trainer:
             options: Arguments of the transport.
             rounds: Pushes.
         """
-        from torchrl_vllm_sync.rl.updater import TRANSPORTS
-
         transport = self._transports.get(system)
         if transport is None:
             kind = TRANSPORTS[system.removesuffix("-staged")]

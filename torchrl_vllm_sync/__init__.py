@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
     from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
     from torchrl_vllm_sync.weights.source import as_weight_source
-    from torchrl_vllm_sync.weights.transport import PushReport, ReplicaOutcome, WeightTransport
+    from torchrl_vllm_sync.weights.transport import LoadReport, PushReport, WeightTransport
 
     __version__: str
 
@@ -57,6 +57,7 @@ __all__ = [
     "GenerationStatistics",
     "IPCTransport",
     "LoadBalancer",
+    "LoadReport",
     "MemmapTransport",
     "MetricsExporter",
     "ParamMeta",
@@ -64,7 +65,6 @@ __all__ = [
     "PushStatus",
     "QueueLengthScaling",
     "RayReplayBuffer",
-    "ReplicaOutcome",
     "ReplicaState",
     "ReplicaStatus",
     "RoutingRequest",
@@ -106,6 +106,7 @@ _HOMES = {
     "GenerationStatistics": "torchrl_vllm_sync.rl.statistics",
     "IPCTransport": "torchrl_vllm_sync.weights.ipc",
     "LoadBalancer": "torchrl_vllm_sync.routing.balancer",
+    "LoadReport": "torchrl_vllm_sync.weights.transport",
     "MemmapTransport": "torchrl_vllm_sync.weights.snapshots.transport",
     "MetricsExporter": "torchrl_vllm_sync.observe.metrics",
     "ParamMeta": "torchrl_vllm_sync.weights.metadata",
@@ -113,7 +114,6 @@ _HOMES = {
     "PushStatus": "torchrl_vllm_sync.replica",
     "QueueLengthScaling": "torchrl_vllm_sync.service.supervisor",
     "RayReplayBuffer": "torchrl_vllm_sync.rl.collectors",
-    "ReplicaOutcome": "torchrl_vllm_sync.weights.transport",
     "ReplicaState": "torchrl_vllm_sync.replica",
     "ReplicaStatus": "torchrl_vllm_sync.observe.status",
     "RoutingRequest": "torchrl_vllm_sync.routing.strategies",

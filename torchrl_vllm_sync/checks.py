@@ -1,12 +1,19 @@
-"""Checks of what callers set, and how a refused value is quoted."""
+"""Checks of what callers set, how a refused value is quoted, time limits, calls that may hang."""
 
 from __future__ import annotations
 
 import reprlib
+import threading
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def check_integer(name: str, value: object, least: int) -> None:
@@ -50,3 +57,58 @@ def shown(value: object) -> str:
     """Returns at most 60 characters for a value."""
     text = _short.repr(value)
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
+
+
+# How long something may still take.
+
+
+class Deadline:
+    """A moment by which something must have ended, ``timeout_s`` seconds from now.
+
+    Example:
+        >>> Deadline(5.0).passed
+        False
+        >>> 2.9 < Deadline(5.0).min(3.0).left_s <= 3.0
+        True
+    """
+
+    __slots__ = ("_clock", "at")
+
+    def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.at = clock() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then; 0 when it has passed."""
+        return max(self.at - self._clock(), 0.0)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the moment has come."""
+        return self._clock() >= self.at
+
+    def min(self, timeout_s: float) -> Deadline:
+        """Returns the earlier of this one and ``timeout_s`` seconds from now."""
+        return Deadline(min(timeout_s, self.at - self._clock()), clock=self._clock)
+
+    def extended(self, seconds: float) -> Deadline:
+        """Returns one so many seconds later."""
+        return Deadline(self.at - self._clock() + seconds, clock=self._clock)
+
+
+T = TypeVar("T")
+
+
+def in_thread(name: str, call: Callable[[], T]) -> Future[T]:
+    """Makes a call that may never return, in a daemon thread that can be left behind with it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

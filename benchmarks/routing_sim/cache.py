@@ -29,8 +29,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Holding", "PrefixCache", "Run"]
-
 
 class Run:
     """Blocks ``start`` to ``end`` of a prefix, all held by the same requests.

@@ -1,10 +1,8 @@
-"""What a step of an engine costs, and what fits into it: presets, each with its origin."""
+"""What a step of an engine costs, and what fits into it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-__all__ = ["PRESETS", "EngineCosts", "costs_named"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,6 @@ class EngineCosts:
         max_num_seqs: Most requests in a step; more wait.
         num_kv_blocks: KV-cache blocks that requests can hold.
         block_size: Tokens in a block.
-        origin: Where the numbers are from.
     """
 
     base_step_s: float
@@ -46,7 +43,6 @@ class EngineCosts:
     max_num_seqs: int = 256
     num_kv_blocks: int
     block_size: int = 16
-    origin: str = ""
 
     def __post_init__(self) -> None:
         """Refuses numbers that no engine has.
@@ -70,47 +66,15 @@ class EngineCosts:
             )
 
 
-PRESETS: dict[str, EngineCosts] = {
-    "fitted-8b-h200": EngineCosts(
-        base_step_s=0.0052034,
-        per_sequence_s=9.3235e-6,
-        per_context_token_s=3.19005e-8,
-        prefill_tokens_per_s=70_157.0,
-        per_prefill_context_s2=2.29418e-9,
-        num_kv_blocks=49_671,
-        block_size=16,
-        origin="fitted to benchmarks/results/routing_calibrate_8b_h200x1_2026-11-21.json: Qwen3-8B "
-        "in bfloat16 with random weights, vLLM 0.26 on one H200. Makespans of GRPO and agents on "
-        "that engine are simulated with an error of 0.2 %, median latencies of 1.1 %",
-    ),
-    "round-figures-8b-h200": EngineCosts(
-        base_step_s=0.0065,
-        prefill_tokens_per_s=28_000.0,
-        num_kv_blocks=350_000 // 64,
-        block_size=64,
-        origin="round figures for an 8B model on one H100-class GPU; not fitted to a run",
-    ),
-    "roofline-8b-h200": EngineCosts(
-        base_step_s=0.0065,
-        per_context_token_s=36 * 8 * 128 * 2 * 2 / 4.8e12,
-        prefill_tokens_per_s=28_000.0,
-        per_prefill_context_s2=4 * 36 * 32 * 128 / (0.5 * 989e12),
-        num_kv_blocks=350_000 // 16,
-        block_size=16,
-        origin="round-figures-8b-h200, and attention as arithmetic has it: Qwen3-8B's keys and "
-        "values (36 layers, 8 heads of 128, 2 bytes) read at 4.8 TB/s, 32 query heads at half "
-        "of 989 Tflop/s; not fitted to a run",
-    ),
-}
-"""Engines by name. Fitted ones say in ``origin`` which run they were fitted to."""
-
-
-def costs_named(name: str) -> EngineCosts:
-    """The preset of that name.
-
-    Raises:
-        ValueError: There is none.
-    """
-    if name not in PRESETS:
-        raise ValueError(f"costs must be one of {', '.join(PRESETS)}, got {name!r}")
-    return PRESETS[name]
+COSTS = EngineCosts(
+    base_step_s=0.0052034,
+    per_sequence_s=9.3235e-6,
+    per_context_token_s=3.19005e-8,
+    prefill_tokens_per_s=70_157.0,
+    per_prefill_context_s2=2.29418e-9,
+    num_kv_blocks=49_671,
+    block_size=16,
+)
+"""Qwen3-8B in bfloat16 with random weights, vLLM 0.26, one H200: fitted to the steps and checked by
+the makespans in ``benchmarks/results/routing_calibrate_8b_h200x1_2026-11-21.json``; the program is
+in that record's commit."""

@@ -1,28 +1,97 @@
-"""What is asked of a cluster, and what befalls it meanwhile."""
+"""What is asked of a cluster: sessions of turns, their tokens fixed in advance; and by whom.
+
+A session's whole text is one array. The prompt of each turn is a prefix of it, the turn's output
+follows, and then what a tool or a user says next; so every policy gets the same bytes, whatever it
+does, and no prompt is copied.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:
-    from benchmarks.routing_sim.workload import Session
+import numpy as np
 
-__all__ = ["Batches", "Churn", "Reports", "Routers", "Scenario", "Updates"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Routers:
-    """The processes that route, each with a policy of its own.
+class Turn:
+    """One request of a session.
 
     Attributes:
-        count: How many.
-        split: Which of them gets a request: the same for a ``session``, the same for a ``group``,
-            or a ``random`` one for each request.
+        prompt_len: Tokens of the session's text before the answer.
+        output_len: Tokens of the answer, at least 1.
+        tool_s: Seconds between the answer and the next turn.
     """
 
-    count: int = 1
-    split: Literal["session", "group", "random"] = "session"
+    prompt_len: int
+    output_len: int
+    tool_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Session:
+    """A conversation, or a single request.
+
+    Attributes:
+        session_id: Unique in a trace.
+        group_id: Shared by sessions that begin with the same prompt.
+        tokens: All prompts and outputs: int32 of shape ``(num_tokens,)``, read-only.
+        turns: Its requests, one after the other.
+        arrival_s: When it starts, if sessions start by the clock.
+    """
+
+    session_id: int
+    group_id: int
+    tokens: np.ndarray
+    turns: tuple[Turn, ...]
+    arrival_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuses turns that the text does not hold.
+
+        Raises:
+            ValueError: A turn is empty, begins before the last one ended, or leaves the text.
+        """
+        end = 0
+        for number, turn in enumerate(self.turns):
+            if turn.output_len < 1 or turn.prompt_len < max(end, 1):
+                raise ValueError(f"turn {number} of session {self.session_id} cannot be {turn}")
+            end = turn.prompt_len + turn.output_len
+        if not self.turns or end > len(self.tokens):
+            raise ValueError(
+                f"session {self.session_id} has {len(self.tokens)} tokens, its turns {end}"
+            )
+        self.tokens.setflags(write=False)
+
+
+class BlockKeys:
+    """Chained keys of full blocks: equal exactly if the blocks and all before them are.
+
+    Keys are small integers in order of appearance, kept in one table, so nothing collides and
+    nothing depends on Python's hash seed.
+
+    Args:
+        block_size: Tokens in a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._table: dict[tuple[int, bytes], int] = {}
+
+    def of(self, tokens: np.ndarray) -> Sequence[int]:
+        """Keys of the full blocks of ``tokens``."""
+        table = self._table
+        data = np.ascontiguousarray(tokens, dtype=np.int32).tobytes()
+        width = 4 * self.block_size
+        key = -1
+        keys = []
+        for start in range(0, len(data) - width + 1, width):
+            key = table.setdefault((key, data[start : start + width]), len(table))
+            keys.append(key)
+        return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,43 +125,6 @@ class Updates:
     clear: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """New weights whenever a batch of sessions is done and trained on: asynchronous RL.
-
-    Sessions belong to batches in their order. Batch ``b`` may start only when at most
-    ``max_staleness`` batches before it have not been trained on yet; so 0 is synchronous.
-
-    Attributes:
-        size: Sessions in a batch.
-        max_staleness: Bound on the versions between what samples a session and what trains on it.
-        train_s: Seconds of training, beside which engines go on.
-        pause_s: All engines then stand still for as long.
-    """
-
-    size: int
-    max_staleness: int = 1
-    train_s: float = 5.0
-    pause_s: float = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Churn:
-    """A replica that dies or joins.
-
-    Attributes:
-        at_s: When.
-        replica_id: Who.
-        joins: It joins, empty, and is announced at once; otherwise it dies with all it has.
-        detection_s: A death is known after that time. What was sent there meanwhile is lost too.
-    """
-
-    at_s: float
-    replica_id: int
-    joins: bool = False
-    detection_s: float = 1.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """One trace.
@@ -103,11 +135,9 @@ class Scenario:
         num_replicas: At the start; their ids count from 0.
         concurrency: Sessions at a time, the next starts when one ends; None: each at its arrival.
         keys: What routers see: session and group, the group alone, or nothing.
-        routers: Who routes.
+        num_routers: Processes that route, each with a policy of its own; requests go to any.
         reports: What they hear of engines; None: nothing.
         updates: Weight updates by the clock, if any.
-        batches: Weight updates by batches, if any.
-        churn: Deaths and joins.
     """
 
     name: str
@@ -115,11 +145,9 @@ class Scenario:
     num_replicas: int
     concurrency: int | None
     keys: Literal["session", "group", "none"] = "session"
-    routers: Routers = field(default_factory=Routers)
+    num_routers: int = 1
     reports: Reports | None = field(default_factory=Reports)
     updates: Updates | None = None
-    batches: Batches | None = None
-    churn: tuple[Churn, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuses what cannot be run.
@@ -135,15 +163,3 @@ class Scenario:
             raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
         if self.updates is not None and self.updates.every_s <= self.updates.pause_s:
             raise ValueError(f"every_s must be greater than pause_s, got {self.updates}")
-        if self.batches is not None and self.concurrency is None:
-            raise ValueError("batches need sessions that start one after the other, not by clock")
-        alive = set(range(self.num_replicas))
-        buried: dict[int, float] = {}
-        for event in sorted(self.churn, key=lambda event: event.at_s):
-            early = event.at_s <= buried.get(event.replica_id, -1.0)
-            if event.joins == (event.replica_id in alive) or early:
-                raise ValueError(f"{event} is not possible with replicas {sorted(alive)}")
-            alive ^= {event.replica_id}
-            buried[event.replica_id] = event.at_s + event.detection_s
-            if not alive:
-                raise ValueError(f"after {event} no replica is left")

@@ -1,31 +1,177 @@
-"""Runs one policy on one trace: sessions, routers and engines from event to event."""
+"""Runs one policy on one trace: sessions, routers and engines from event to event; and sums it up.
+
+* ``makespan``: simulated time until the last session has ended.
+* ``hit_rate``: share of prompt tokens that were in the prefix cache of the engine that was chosen.
+* ``latency_p50``, ``latency_p99``: of requests, from the turn's being ready to the whole answer.
+  ``group_p99``: of groups, from the start of the first session to the end of the last.
+* ``imbalance``, ``kv_imbalance``: the most loaded replica's requests (KV blocks) over the mean
+  one's, over time; 1 is even, the number of replicas is one replica with all of it.
+* ``preemptions``: times that a request lost its blocks and was computed again.
+* ``moved_sessions``: turns answered by another replica than the session's turn before.
+"""
 
 from __future__ import annotations
 
 import heapq
-import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.routing_sim.bound import lower_bound
-from benchmarks.routing_sim.interface import Cluster, SimRequest
-from benchmarks.routing_sim.job import Job
-from benchmarks.routing_sim.model import IDLE, Replica
-from benchmarks.routing_sim.results import Tally
-from benchmarks.routing_sim.workload import BlockKeys
+from benchmarks.routing_sim.engine import IDLE, Job, Replica
+from benchmarks.routing_sim.policies import Cluster, SimRequest
+from benchmarks.routing_sim.scenario import BlockKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterable
 
     from benchmarks.routing_sim.costs import EngineCosts
-    from benchmarks.routing_sim.interface import EngineFigures, Policy, PolicyFactory
-    from benchmarks.routing_sim.results import RunResult
-    from benchmarks.routing_sim.scenario import Churn, Scenario
-    from benchmarks.routing_sim.workload import Session
+    from benchmarks.routing_sim.policies import EngineFigures, Policy, PolicyFactory
+    from benchmarks.routing_sim.scenario import Scenario, Session, Turn
 
-__all__ = ["Prepared", "simulate"]
+UNITS = {
+    "makespan": "s",
+    "hit_rate": "fraction",
+    "latency_p50": "s",
+    "latency_p99": "s",
+    "group_p99": "s",
+    "imbalance": "ratio",
+    "kv_imbalance": "ratio",
+    "preemptions": "requests",
+    "moved_sessions": "turns",
+}
+"""Unit of each number of a run, in the order of reports."""
+
+
+class LoadIntegral:
+    """Sums the most loaded replica's load over time, and the mean one's."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._most = 0.0
+        self._mean = 0.0
+
+    def advance(self, now: float, loads: Collection[float]) -> None:
+        """The replicas' loads have been these since the last call."""
+        span = now - self._since
+        if span > 0:
+            self._most += span * max(loads)
+            self._mean += span * sum(loads) / len(loads)
+            self._since = now
+
+    @property
+    def ratio(self) -> float:
+        """Time-averaged load of whoever had the most, over the time-averaged mean load; 1 is even.
+
+        Both are averaged before they are divided, so a nearly idle cluster weighs little.
+        """
+        return self._most / self._mean if self._mean else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunResult:
+    """One policy on one trace.
+
+    Attributes:
+        metrics: By the names of :data:`UNITS`.
+        replicas: Who answered each request: int32, by request id.
+        finished_s: When: float64, by request id.
+        output_tokens: Tokens answered in all.
+        num_steps: Steps of all engines.
+    """
+
+    metrics: dict[str, float]
+    replicas: np.ndarray
+    finished_s: np.ndarray
+    output_tokens: int
+    num_steps: int
+
+
+class Tally:
+    """Counts what happens in a run, and sums it up.
+
+    Args:
+        replica_ids: Replicas at the start.
+        num_requests: Requests of the trace.
+
+    Attributes:
+        in_flight: Requests of each replica that is there.
+        kv_blocks: KV-cache blocks that they hold.
+        moved: Turns on another replica than the session's turn before.
+    """
+
+    def __init__(self, replica_ids: Iterable[int], num_requests: int) -> None:
+        self.in_flight = dict.fromkeys(replica_ids, 0)
+        self.kv_blocks = dict.fromkeys(replica_ids, 0)
+        self.moved = 0
+        self._load, self._kv_load = LoadIntegral(), LoadIntegral()
+        self._latencies = np.zeros(num_requests)
+        self._finished_s = np.full(num_requests, np.nan)
+        self._served_by = np.full(num_requests, -1, np.int32)
+        self._output_tokens = self._prompt_tokens = self._hit_tokens = 0
+        self._preemptions = self._num_steps = 0
+        self._groups: dict[int, list[float]] = {}  # start of the first session, end of the last
+
+    def advance(self, now: float) -> None:
+        """Loads have been these until now; to be called before one changes."""
+        self._load.advance(now, self.in_flight.values())
+        self._kv_load.advance(now, self.kv_blocks.values())
+
+    def count(self, replica: Replica) -> None:
+        """Adds what an engine counted itself, once it has done all it will do."""
+        self._preemptions += replica.num_preemptions
+        self._num_steps += replica.num_steps
+
+    def begin_session(self, group_id: int, now: float) -> None:
+        """A session of this group starts."""
+        self._groups.setdefault(group_id, [now, now])
+
+    def end_session(self, group_id: int, now: float) -> None:
+        """A session of this group has had its last answer."""
+        self._groups[group_id][1] = now
+
+    def finish(
+        self,
+        request_id: int,
+        replica_id: int,
+        turn: Turn,
+        hit_tokens: int,
+        ready_s: float,
+        now: float,
+    ) -> None:
+        """A request has been answered; it was ready to be sent at ``ready_s``."""
+        self.in_flight[replica_id] -= 1
+        self._finished_s[request_id] = now
+        self._served_by[request_id] = replica_id
+        self._latencies[request_id] = now - ready_s
+        self._output_tokens += turn.output_len
+        self._prompt_tokens += turn.prompt_len
+        self._hit_tokens += hit_tokens
+
+    def result(self, now: float) -> RunResult:
+        """The numbers of a run that has ended."""
+        self.advance(now)
+        latency = np.percentile(self._latencies, (50, 99))
+        groups = [end - start for start, end in self._groups.values()]
+        return RunResult(
+            metrics={
+                "makespan": now,
+                "hit_rate": self._hit_tokens / self._prompt_tokens,
+                "latency_p50": float(latency[0]),
+                "latency_p99": float(latency[1]),
+                "group_p99": float(np.percentile(groups, 99)),
+                "imbalance": self._load.ratio,
+                "kv_imbalance": self._kv_load.ratio,
+                "preemptions": float(self._preemptions),
+                "moved_sessions": float(self.moved),
+            },
+            replicas=self._served_by,
+            finished_s=self._finished_s,
+            output_tokens=self._output_tokens,
+            num_steps=self._num_steps,
+        )
+
 
 _FIRST, _LAST = 0, 1  # of the events of one time: engines begin their steps after all others
 
@@ -45,7 +191,6 @@ class Prepared:
         self.keys = [keys.of(session.tokens) for session in scenario.sessions]
         self.first_request = np.cumsum([0, *(len(one.turns) for one in scenario.sessions)]).tolist()
         self.num_requests = self.first_request[-1]
-        self.bound_s = lower_bound(scenario, costs, self.keys)
 
 
 class _Running:
@@ -98,30 +243,19 @@ class _Simulation:
         self.version = 0
         self.replicas = {number: Replica(costs) for number in range(scenario.num_replicas)}
         self.cuts = dict.fromkeys(self.replicas, 0)  # which planned end of each still counts
-        self.dead: dict[int, list[_Asked]] = {}  # not known yet, with what is lost there
         cluster = Cluster(
             replica_ids=tuple(self.replicas),
             block_size=costs.block_size,
             num_kv_blocks=costs.num_kv_blocks,
-            max_num_seqs=costs.max_num_seqs,
-            prefill_tokens_per_s=costs.prefill_tokens_per_s,
         )
-        count = scenario.routers.count
+        count = scenario.num_routers
         self.policies: list[Policy] = [factory(cluster, seed + number) for number in range(count)]
-        self.known = set(self.replicas)
         generator = np.random.default_rng([seed, 1])
         self.random_routers = generator.integers(0, count, prepared.num_requests)
         self.losses = np.random.default_rng([seed, 2])
         self.unstarted = deque(range(len(scenario.sessions)))
         self.active = 0
         self.num_ended = 0
-        self.trained = 0
-        self.training = False
-        self.left_in_batch: list[int] = []
-        if (batches := scenario.batches) is not None:
-            sizes = range(0, len(scenario.sessions), batches.size)
-            total = len(scenario.sessions)
-            self.left_in_batch = [min(batches.size, total - start) for start in sizes]
         self.tally = Tally(self.replicas, prepared.num_requests)
 
     def run(self) -> RunResult:
@@ -135,8 +269,6 @@ class _Simulation:
             self._at(scenario.reports.interval_s, self._report_all)
         if scenario.updates is not None:
             self._at(scenario.updates.every_s, self._update_by_clock)
-        for event in scenario.churn:
-            self._at(event.at_s, self._join if event.joins else self._die, event)
         events = self.events
         total = len(scenario.sessions)
         while self.num_ended < total:
@@ -146,7 +278,7 @@ class _Simulation:
             call(*arguments)
         for replica in self.replicas.values():
             self.tally.count(replica)
-        return self.tally.result(self.now, self.prepared.bound_s)
+        return self.tally.result(self.now)
 
     def _at(
         self, when: float, call: Callable[..., None], *arguments: object, order: int = _FIRST
@@ -157,12 +289,8 @@ class _Simulation:
     # sessions
 
     def _start_more(self) -> None:
-        scenario = self.scenario
-        limit = len(scenario.sessions)
-        if (batches := scenario.batches) is not None:
-            limit = (self.trained + 1 + batches.max_staleness) * batches.size
-        assert scenario.concurrency is not None
-        while self.unstarted and self.active < scenario.concurrency and self.unstarted[0] < limit:
+        assert self.scenario.concurrency is not None
+        while self.unstarted and self.active < self.scenario.concurrency:
             self._start(self.unstarted[0])
 
     def _start(self, index: int) -> None:
@@ -183,13 +311,7 @@ class _Simulation:
             session_id=session.session_id if keys == "session" else -1,
             group_id=-1 if keys == "none" else session.group_id,
         )
-        split = self.scenario.routers.split
-        if split == "random":
-            router = int(self.random_routers[number])
-        else:
-            owner = session.session_id if split == "session" else session.group_id
-            router = (owner * 2654435761 >> 8) % self.scenario.routers.count
-        self._send(_Asked(request, router, running, self.now))
+        self._send(_Asked(request, int(self.random_routers[number]), running, self.now))
 
     def _end(self, running: _Running) -> None:
         session = running.session
@@ -199,9 +321,6 @@ class _Simulation:
         if self.scenario.keys == "session":
             for policy in self.policies:
                 policy.end_session(session.session_id, self.now)
-        if (batches := self.scenario.batches) is not None:
-            self.left_in_batch[running.index // batches.size] -= 1
-            self._train_next()
         if self.scenario.concurrency is not None:
             self._start_more()
 
@@ -209,18 +328,13 @@ class _Simulation:
 
     def _send(self, asked: _Asked) -> None:
         policy = self.policies[asked.router]
-        begin = time.perf_counter_ns()
         replica_id = policy.choose(asked.request, self.now)
-        self.tally.decision_ns.append(time.perf_counter_ns() - begin)
-        if replica_id not in self.known:
+        if replica_id not in self.replicas:
             raise ValueError(
                 f"{type(policy).__name__} chose replica {replica_id}, "
-                f"known are {sorted(self.known)}"
+                f"there are {sorted(self.replicas)}"
             )
         asked.replica_id = replica_id
-        if replica_id in self.dead:
-            self.dead[replica_id].append(asked)
-            return
         running = asked.running
         turn = running.session.turns[running.turn]
         keys = self.prepared.keys[running.index]
@@ -242,8 +356,8 @@ class _Simulation:
         self._at(self.replicas[replica_id].end, self._settle, replica_id, cut)
 
     def _begin(self, replica_id: int) -> None:
-        replica = self.replicas.get(replica_id)
-        if replica is None or replica.stepping:
+        replica = self.replicas[replica_id]
+        if replica.stepping:
             return
         replica.begin(self.now)
         self.tally.kv_blocks[replica_id] = replica.num_used_blocks
@@ -251,8 +365,8 @@ class _Simulation:
             self._await(replica_id)
 
     def _settle(self, replica_id: int, cut: int) -> None:
-        replica = self.replicas.get(replica_id)
-        if replica is None or cut != self.cuts[replica_id]:
+        replica = self.replicas[replica_id]
+        if cut != self.cuts[replica_id]:
             return
         self.tally.advance(self.now)
         for job in replica.settle():
@@ -289,16 +403,15 @@ class _Simulation:
         reports = self.scenario.reports
         assert reports is not None
         lost = self.losses.random((len(self.policies), len(self.replicas)))
-        alive = [number for number in self.replicas if number in self.known]
-        self._report(alive, lost < reports.loss)
+        self._report(lost < reports.loss)
         self._at(self.now + reports.interval_s, self._report_all)
 
-    def _report(self, replica_ids: Sequence[int], lost: np.ndarray) -> None:
+    def _report(self, lost: np.ndarray) -> None:
         """Every router asks these engines now, and hears of them later unless it is ``lost``."""
         reports = self.scenario.reports
         assert reports is not None
-        for column, replica_id in enumerate(replica_ids):
-            figures = self.replicas[replica_id].figures(self.now)
+        for column, (replica_id, replica) in enumerate(self.replicas.items()):
+            figures = replica.figures(self.now)
             for router, policy in enumerate(self.policies):
                 if lost[router, column]:
                     continue
@@ -311,8 +424,7 @@ class _Simulation:
     def _hear(
         self, policy: Policy, replica_id: int, figures: EngineFigures, asked_at: float
     ) -> None:
-        if replica_id in self.known:
-            policy.report(replica_id, figures, asked_at, self.now)
+        policy.report(replica_id, figures, asked_at, self.now)
 
     # weights
 
@@ -321,23 +433,6 @@ class _Simulation:
         assert updates is not None
         self._update(updates.pause_s, clear=updates.clear)
         self._at(self.now + updates.every_s, self._update_by_clock)
-
-    def _train_next(self) -> None:
-        batches = self.scenario.batches
-        assert batches is not None
-        left = self.left_in_batch
-        if not self.training and self.trained < len(left) and not left[self.trained]:
-            self.training = True
-            self._at(self.now + batches.train_s, self._trained)
-
-    def _trained(self) -> None:
-        batches = self.scenario.batches
-        assert batches is not None
-        self.training = False
-        self.trained += 1
-        self._update(batches.pause_s, clear=False)
-        self._start_more()
-        self._train_next()
 
     def _update(self, pause_s: float, *, clear: bool) -> None:
         """New weights everywhere: what is sent from now on waits for them, and routers are told."""
@@ -349,41 +444,4 @@ class _Simulation:
             if replica.stepping and replica.end != end:
                 self._await(replica_id)
         if self.scenario.reports is not None:
-            alive = [number for number in self.replicas if number in self.known]
-            self._report(alive, np.zeros((len(self.policies), len(alive)), bool))
-
-    # deaths and joins
-
-    def _die(self, event: Churn) -> None:
-        self.tally.advance(self.now)
-        replica = self.replicas.pop(event.replica_id)
-        self.tally.leave(event.replica_id, replica)
-        lost = self.dead[event.replica_id] = []
-        for job in replica.jobs():
-            assert isinstance(job.owner, _Asked)
-            lost.append(job.owner)
-        self._at(self.now + event.detection_s, self._detect, event.replica_id)
-
-    def _detect(self, replica_id: int) -> None:
-        lost = self.dead.pop(replica_id)
-        self.tally.lost += len(lost)
-        self.known.discard(replica_id)
-        for asked in lost:
-            self.policies[asked.router].finish(asked.request, replica_id, None, self.now)
-        self._tell_replicas()
-        for asked in lost:
-            self._send(asked)
-
-    def _join(self, event: Churn) -> None:
-        self.tally.advance(self.now)
-        replica_id = event.replica_id
-        replica = self.replicas[replica_id] = Replica(self.costs)
-        replica.version = self.version
-        self.cuts.setdefault(replica_id, 0)
-        self.tally.join(replica_id)
-        self.known.add(replica_id)
-        self._tell_replicas()
-
-    def _tell_replicas(self) -> None:
-        for policy in self.policies:
-            policy.set_replicas(tuple(sorted(self.known)), self.now)
+            self._report(np.zeros((len(self.policies), len(self.replicas)), bool))

@@ -2,15 +2,13 @@
 
 * ``grpo``: groups of 8 samples of one prompt, routers see the group. ``grpo-unkeyed``: they see
   the prompt alone. ``grpo-long``: answers so long that caches fill up. ``grpo-updates``: new
-  weights by the clock. ``grpo-async``: new weights whenever a quarter of the samples has been
-  trained on, and nobody more than one version ahead.
+  weights by the clock.
 * ``agents``: conversations with tools, in groups that share a task, all with one system prompt;
   routers see session and group. ``agents-unkeyed``, ``agents-updates``: as above. ``agents-open``:
-  sessions arrive by the clock, whether others have ended or not. ``agents-churn``: a replica dies,
-  one joins, and the dead one comes back.
+  sessions arrive by the clock, whether others have ended or not.
 * ``shared-prompt``: strangers behind one long system prompt, without keys.
 * ``hot-group``: half of all sessions share one prompt, and a few are very long.
-* ``routers-0ms``, ``-100ms``, ``-1000ms``: ``agents-unkeyed`` through four routers that share
+* ``routers-100ms``, ``-1000ms``: ``agents-unkeyed`` through four routers that share
   nothing and hear of engines so late. ``routers-lost``: 100 ms late, and half of it never.
 """
 
@@ -21,13 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from benchmarks.routing_sim.scenario import Batches, Churn, Reports, Routers, Scenario, Updates
-from benchmarks.routing_sim.workload import Session, Turn
+from benchmarks.routing_sim.scenario import Reports, Scenario, Session, Turn, Updates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = ["TRACES", "agents", "grpo", "hot_group", "make_trace", "open_agents", "shared_prompt"]
 
 TraceFactory: TypeAlias = "Callable[[int, bool], Scenario]"
 
@@ -289,22 +284,6 @@ def _with_updates(make: TraceFactory, every_s: float, small_every_s: float) -> T
     return factory
 
 
-def _with_churn(make: TraceFactory) -> TraceFactory:
-    """That trace while a replica dies, another joins, and the dead one comes back."""
-
-    def factory(seed: int, smoke: bool) -> Scenario:
-        scenario = make(seed, smoke)
-        scale = 0.1 if smoke else 1.0
-        churn = (
-            Churn(at_s=40.0 * scale, replica_id=1, detection_s=2.0 * scale),
-            Churn(at_s=70.0 * scale, replica_id=scenario.num_replicas, joins=True),
-            Churn(at_s=100.0 * scale, replica_id=1, joins=True),
-        )
-        return replace(scenario, name=f"{scenario.name}-churn", churn=churn)
-
-    return factory
-
-
 def _with_routers(make: TraceFactory, name: str, delay_s: float, loss: float) -> TraceFactory:
     """That trace through four routers, each request through a random one, with late reports."""
 
@@ -312,21 +291,9 @@ def _with_routers(make: TraceFactory, name: str, delay_s: float, loss: float) ->
         return replace(
             make(seed, smoke),
             name=name,
-            routers=Routers(count=4, split="random"),
+            num_routers=4,
             reports=Reports(interval_s=0.5, delay_s=delay_s, loss=loss),
         )
-
-    return factory
-
-
-def _in_batches(make: TraceFactory) -> TraceFactory:
-    """That trace as asynchronous RL: batches, at most one of them ahead of the trained weights."""
-
-    def factory(seed: int, smoke: bool) -> Scenario:
-        scenario = make(seed, smoke)
-        size = len(scenario.sessions) // 4
-        batches = Batches(size=size, max_staleness=1, train_s=1.0 if smoke else 5.0)
-        return replace(scenario, name=f"{scenario.name}-async", batches=batches)
 
     return factory
 
@@ -364,15 +331,12 @@ TRACES: dict[str, TraceFactory] = {
     "grpo-unkeyed": _GRPO_UNKEYED,
     "grpo-long": _sized(grpo, _SMALL_LONG, **_LONG, num_groups=80, concurrency=640),
     "grpo-updates": _with_updates(_GRPO, 15.0, 0.8),
-    "grpo-async": _in_batches(_GRPO),
     "agents": _AGENTS,
     "agents-unkeyed": _AGENTS_UNKEYED,
     "agents-updates": _with_updates(_AGENTS, 30.0, 3.0),
     "agents-open": _sized(open_agents, _SMALL_AGENTS | {"rate": 4.0}),
-    "agents-churn": _with_churn(_AGENTS),
     "shared-prompt": _sized(shared_prompt, _SMALL_SHARED),
     "hot-group": _sized(hot_group, _SMALL_HOT),
-    "routers-0ms": _with_routers(_AGENTS_UNKEYED, "routers-0ms", 0.0, 0.0),
     "routers-100ms": _with_routers(_AGENTS_UNKEYED, "routers-100ms", 0.1, 0.0),
     "routers-1000ms": _with_routers(_AGENTS_UNKEYED, "routers-1000ms", 1.0, 0.0),
     "routers-lost": _with_routers(_AGENTS_UNKEYED, "routers-lost", 0.1, 0.5),

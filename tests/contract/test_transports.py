@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.fakes import weights as fakes
 from torchrl_vllm_sync import MemmapTransport, ReplicaState, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, SyncError
 from torchrl_vllm_sync.weights.push import WeightPusher
@@ -108,9 +109,7 @@ def transport(request, tmp_path):
 
 
 def send(transport, client, value, version, **options):
-    return transport.send(
-        client, weights(value, **options), version, timeout_s=20, clear_cache=False
-    )
+    return fakes.send(transport, client, weights(value, **options), version)
 
 
 def assert_holds(replica, value, version):
@@ -167,7 +166,7 @@ def test_a_version_stays_what_it_was_sent_as(transport, client):
     last = weights(5)
     dict(last)["t7"][-1] += 1
     with pytest.raises(StaleVersionError, match="version 1 is stored already, and there t7 is"):
-        transport.send(client, last, 1, timeout_s=20, clear_cache=False)
+        fakes.send(transport, client, last, 1)
     assert [replica.loads for replica in client.replicas.values()] == [1, 0]
     send(transport, client, 5, 1)
     assert_holds(client.replicas["1"], 5, 1)
@@ -188,7 +187,7 @@ def test_a_send_that_breaks_off_leaves_the_old_version(transport, client):
 
     source = Breaking(dict(weights(2)))
     with pytest.raises(RuntimeError, match="broke off"):
-        transport.send(client, source, 2, timeout_s=20, clear_cache=False)
+        fakes.send(transport, client, source, 2)
     for replica in client.replicas.values():
         assert_holds(replica, 1, 1)
     # The version was not used up: it can be sent whole now.
@@ -215,8 +214,8 @@ def test_shapes_may_change_between_versions(transport, client):
 
 
 def test_opening_and_closing_twice_does_no_harm(transport, client):
-    transport.open(client)
-    transport.open(client)
+    fakes.open_transport(transport, client)
+    fakes.open_transport(transport, client)
     send(transport, client, 1, 1)
     transport.close()
     transport.close()
@@ -256,10 +255,10 @@ def test_two_transports_on_one_directory(client, tmp_path):
     first, second = MemmapTransport(tmp_path), MemmapTransport(tmp_path)
     send(first, client, 1, 1)
     with pytest.raises(SnapshotError, match="writer"):
-        second.open(client)
+        fakes.open_transport(second, client)
     first.close()
     assert second.last_version == 0
-    second.open(client)
+    fakes.open_transport(second, client)
     assert second.last_version == 1
     with pytest.raises(StaleVersionError):  # stored, but not by this one: it may be other weights
         send(second, client, 9, 1)
@@ -332,10 +331,10 @@ def test_memory_of_a_trainer_that_was_killed_goes_with_the_next_one(client):
     assert code == -signal.SIGKILL
     assert directory.exists()
     with_writer = MemmapTransport()
-    with_writer.open(client)
+    fakes.open_transport(with_writer, client)
     assert not directory.exists()
     other = MemmapTransport()
-    other.open(client)
+    fakes.open_transport(other, client)
     assert with_writer.directory.exists()  # alive: not taken for an orphan
     other.close()
     with_writer.close()
@@ -356,7 +355,7 @@ def test_only_what_default_transports_have_left_behind_is_removed(client, tmp_pa
     send(named, client, 2, 2)
     named.close()
     other = MemmapTransport()
-    other.open(client)
+    fakes.open_transport(other, client)
     kept = {with_notes, with_notes_below, adopted, tmp_path / f"{PREFIX}named"}
     assert set(tmp_path.iterdir()) == kept | {alive.directory, other.directory}
     other.close()
@@ -423,7 +422,7 @@ def test_another_transport_can_be_used_after_a_directory_vanished(client, tmp_pa
 
 def test_a_transport_that_is_dropped_gives_its_memory_back(client):
     transport = MemmapTransport()
-    transport.open(client)
+    fakes.open_transport(transport, client)
     directory = transport.directory
     del transport
     gc.collect()

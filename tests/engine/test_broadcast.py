@@ -220,9 +220,9 @@ def test_opening_and_closing_as_often_as_one_likes(broadcasting, model):
     transport.close()
     broadcasting.use_transport(transport)
     broadcasting.init_weight_update_group()
-    group = transport._members.group
+    group = transport._group
     broadcasting.init_weight_update_group()
-    assert transport._members.group is group
+    assert transport._group is group
     for step in range(2):
         broadcasting.push_weights(perturbed(model, seed=step))
         assert transport.num_buffer_bytes == 3 * BUCKET_BYTES
@@ -244,9 +244,9 @@ def test_a_rendezvous_at_a_port_of_ones_own(broadcasting, model, monkeypatch):
         transport = broadcast()
         broadcasting.use_transport(transport)
         broadcasting.init_weight_update_group(address, str(port))
-        assert transport._members.group.rendezvous.address == address
-        assert transport._members.group.rendezvous.port == port
-        assert transport._members.group.rendezvous.world_size == 1 + broadcasting.get_world_size()
+        assert transport._group.rendezvous.address == address
+        assert transport._group.rendezvous.port == port
+        assert transport._group.rendezvous.world_size == 1 + broadcasting.get_world_size()
         broadcasting.push_weights(perturbed(model, seed=step))
         assert_holds(broadcasting, model)
 

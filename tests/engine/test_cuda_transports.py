@@ -6,21 +6,14 @@ from tests.engine.checks import assert_holds, perturbed
 from torchrl_vllm_sync import IPCTransport, MemmapTransport, WeightUpdater
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.weights.places import this_node
-from torchrl_vllm_sync.weights.vllm_nccl import VLLMNCCLTransport
-
-TRANSPORTS = {
-    "ipc": (IPCTransport, "needs trainer and engines on one CUDA device"),
-    "vllm-nccl": (VLLMNCCLTransport, "needs NCCL between CUDA devices"),
-}
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_engines_on_a_cpu_are_refused_and_go_on(service, model, name):
-    kind, message = TRANSPORTS[name]
+def test_engines_on_a_cpu_are_refused_and_go_on(service, model):
+    message = "needs trainer and engines on one CUDA device"
     service.push_weights(perturbed(model, seed=200))
     version = service.weight_version
     with pytest.raises(UnsupportedArgumentError, match=f"{message}.* the engines are on cpu"):
-        service.push_weights(perturbed(model, seed=201), transport=kind())
+        service.push_weights(perturbed(model, seed=201), transport=IPCTransport())
     assert service.weight_version == version
     service.use_transport(MemmapTransport())
     assert service.push_weights(model).version == version + 1

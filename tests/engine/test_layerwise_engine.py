@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from tests.engine.checks import assert_holds, perturbed
 from tests.engine.conftest import ENGINE
 from tests.engine.layerwise_engine import BACKEND
-from torchrl_vllm_sync import AsyncVLLM, ReplicaOutcome
+from torchrl_vllm_sync import AsyncVLLM, LoadReport
 from torchrl_vllm_sync.errors import StaleVersionError, TransferError, TransferNotReadyError
 
 
@@ -75,7 +75,7 @@ def test_a_push_in_parts_reports_as_others_do(layerwise, model):
     for part in parts(perturbed(model, seed=310)):
         call(layerwise, "receive_chunk", part, 30.0)
     answer = call(layerwise, "finish_chunks")
-    outcome = ReplicaOutcome.of("0", answer)
+    outcome = LoadReport(**answer)
     assert (outcome.version, outcome.path, outcome.phases["num_tensors"]) == (
         version,
         "layerwise",

@@ -233,18 +233,12 @@ def test_another_runs_version_of_the_same_number_is_not_served(faulty, trained):
 
 def test_a_damaged_snapshot_is_not_loaded(faulty, trained, tmp_path):
     class Damaging(MemmapTransport):
-        def send(self, client, *args, **kwargs):
-            class Client:
-                service_name, standings = client.service_name, client.standings
-
-                def start_calls(_, *args, **kwargs):  # noqa: N805
-                    for path in self.directory.rglob(DATA_FILE):
-                        with path.open("r+b") as file:
-                            file.seek(path.stat().st_size // 3)
-                            file.write(b"\xff" * 64)
-                    return client.start_calls(*args, **kwargs)
-
-            return super().send(Client(), *args, **kwargs)
+        def _load(self, *args, **kwargs):
+            for path in self.directory.rglob(DATA_FILE):
+                with path.open("r+b") as file:
+                    file.seek(path.stat().st_size // 3)
+                    file.write(b"\xff" * 64)
+            return super()._load(*args, **kwargs)
 
     version = faulty.weight_version
     other = perturbed(load_tiny_model(faulty.engine_args.model), seed=11)

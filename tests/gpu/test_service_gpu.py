@@ -116,7 +116,7 @@ def test_more_gpus_than_there_are_are_refused_at_once(cluster, checkpoints):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transport", ["auto", "broadcast", "vllm-nccl"])
+@pytest.mark.parametrize("transport", ["auto", "broadcast"])
 def test_weights_need_not_be_on_the_current_device(cluster, checkpoints, transport):
     """In a thread the current device is 0, which is the engine's, wherever the model is."""
     if torch.cuda.device_count() < 2:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.fakes.engine import BareUpdates
+from tests.fakes.weights import send
 from tests.unit.vllm_models import VllmModels, make_checkpoint, metadata_of, single_process_group
 from torchrl_vllm_sync import BroadcastTransport, ReplicaState
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
@@ -129,14 +130,7 @@ class World:
             model.load_weights(weights)
 
     def push(self, transport, checkpoint, version=1):
-        transport.open(self.client)
-        return transport.send(
-            self.client,
-            MappingSource(checkpoint),
-            version,
-            timeout_s=20,
-            clear_cache=False,
-        )
+        return send(transport, self.client, MappingSource(checkpoint), version)
 
     def assert_holds(self, checkpoint):
         reference = self.models.build(fill=0.0)
@@ -224,8 +218,7 @@ def test_strided_and_cast_tensors_go_through_buckets(world, transports):
         def metadata(self):
             return here.metadata
 
-    transport.open(here.client)
-    outcome = transport.send(here.client, Cast(given), 1, timeout_s=20, clear_cache=False)
+    outcome = send(transport, here.client, Cast(given), 1)
     assert only(outcome).error == ""
     here.assert_holds(checkpoint)
     assert transport.num_buffer_bytes > 0
@@ -304,9 +297,7 @@ def test_two_tensor_parallel_workers_get_their_slices(tmp_path, monkeypatch, tra
     transport = transports(verify="never")
     for version in (1, 2):
         checkpoint = ranks[0].checkpoint(start=version * 500)
-        transport.open(client)
-        source = MappingSource(checkpoint)
-        outcome = transport.send(client, source, version, timeout_s=20, clear_cache=False)
+        outcome = send(transport, client, MappingSource(checkpoint), version)
         assert only(outcome).path == "plan"
         for one in ranks:
             one.assert_holds(checkpoint)

@@ -20,7 +20,6 @@ BESIDE = (
     "routing.ledger.LoadSnapshot",
     "engine.processes.end_replica",
     "weights.places.choose_transport",
-    "weights.vllm_nccl.VLLMNCCLTransport",
 )
 
 SECTION = re.compile(r"(Args|Attributes|Example|Raises|Returns|Yields):")

@@ -5,10 +5,11 @@ import pickle
 import pytest
 import torch
 
-from tests.unit.describing_client import DescribingClient
+from tests.fakes.weights import SERVING, Answered, DescribingClient, open_transport, send
 from torchrl_vllm_sync import IPCTransport, ParamMeta
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.replica import EngineDescription
+from torchrl_vllm_sync.weights import ipc
 from torchrl_vllm_sync.weights.source import MappingSource
 
 TENSORS = {
@@ -77,23 +78,23 @@ def test_what_cannot_share_memory_is_refused():
     with pytest.raises(UnsupportedArgumentError, match="buffer_bytes must be at least 1, got 0"):
         IPCTransport(buffer_bytes=0)
     with pytest.raises(UnsupportedArgumentError, match="one CUDA device, and the engines are on c"):
-        IPCTransport().open(DescribingClient(description(device_type="cpu")))
+        open_transport(IPCTransport(), DescribingClient(description(device_type="cpu")))
     with pytest.raises(TransferError, match=r"no replica can be reached: .*gone"):
-        IPCTransport().open(DescribingClient(RuntimeError("gone")))
+        open_transport(IPCTransport(), DescribingClient(RuntimeError("gone")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
 def test_a_trainer_without_cuda_is_refused():
     engine = description(device_type="cuda", device_uuids=("GPU-1",))
     with pytest.raises(UnsupportedArgumentError, match="the trainer is on a host without CUDA"):
-        IPCTransport().open(DescribingClient(engine))
+        open_transport(IPCTransport(), DescribingClient(engine))
 
 
 @pytest.mark.gpu
 def test_another_gpu_is_refused():
     engine = description(device_type="cuda", device_uuids=("GPU-1",))
     with pytest.raises(UnsupportedArgumentError, match=r"replica 0 is on \['GPU-1'\]"):
-        IPCTransport().open(DescribingClient(engine))
+        open_transport(IPCTransport(), DescribingClient(engine))
 
 
 def test_a_copy_in_another_process_starts_afresh():
@@ -117,3 +118,103 @@ def test_the_installed_vllm_takes_the_payload():
     )
     assert info.ipc_handles == {"GPU-1": ()}
     assert IPCWeightTransferEngine.init_info_cls(packed=True).packed
+
+
+# ---------------------------------------------------------------- a push, without a GPU
+
+
+class Engines:
+    """Replicas on this process's device that take parts, or fail at one of the calls."""
+
+    service_name = "fake"
+
+    def __init__(self, num=2, **failing):
+        self.names, self.failing, self.called = [str(one) for one in range(num)], failing, []
+        self.devices = {}
+
+    def standings(self):
+        return dict.fromkeys(self.names, SERVING)
+
+    def start_calls(self, method, calls, **options):
+        self.called.append((method, sorted(calls)))
+        return Answered({name: self.answer(method, name, args) for name, args in calls.items()})
+
+    def answer(self, method, name, args):
+        at, number, error = self.failing.get(f"replica_{name}", ("", 0, None))
+        if at == method and [one for one, _ in self.called].count(method) > number:
+            return error
+        if method == "describe":
+            own = self.devices.get(name, "GPU-own")
+            return description(device_type="cuda", device_uuids=(own,))
+        return {"version": 7} if method == "finish_chunks" else None
+
+    def count(self, method):
+        return [one for one, _ in self.called].count(method)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """A trainer whose one device passes for a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(ipc, "current_device", lambda kind: torch.device("cpu"))
+    monkeypatch.setattr(ipc, "device_uuid", lambda device: "GPU-own")
+    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda one: (None, "it"))
+
+
+def push_parts(engines, source=None):
+    return send(IPCTransport(buffer_bytes=160), engines, source or MappingSource(TENSORS), 7)
+
+
+def test_every_part_is_taken_by_all_before_the_next_is_filled_in(here):
+    engines = Engines()
+    outcome = push_parts(engines)
+    assert {one.replica_id: one.version for one in outcome.replicas} == {"0": 7, "1": 7}
+    order = [method for method, _ in engines.called]
+    num_chunks = outcome.phases["num_chunks"]
+    assert num_chunks > 1
+    assert order[3:] == ["begin_chunks", *["receive_chunk"] * num_chunks, "finish_chunks"]
+
+
+def test_an_engine_on_another_gpu_than_the_trainers_is_refused(here):
+    engines = Engines()
+    engines.devices = {"1": "GPU-other"}
+    with pytest.raises(UnsupportedArgumentError, match=r"replica 1 is on \['GPU-other'\]"):
+        push_parts(engines)
+    assert {method for method, _ in engines.called} == {"describe"}
+
+
+@pytest.mark.parametrize(
+    ("method", "number", "num_parts"),
+    [("begin_chunks", 0, 0), ("receive_chunk", 0, 1), ("receive_chunk", 1, 2)],
+)
+def test_a_replica_that_fails_ends_the_push_for_all(here, method, number, num_parts):
+    engines = Engines(replica_1=(method, number, OSError("no room")))
+    outcome = push_parts(engines)
+    assert outcome.failures == {"0": "the push was given up half-way", "1": "no room"}
+    assert engines.count("receive_chunk") == num_parts
+    assert engines.called[-1] == ("give_up_chunks", ["0", "1"])
+    assert engines.count("finish_chunks") == 0
+
+
+def test_half_a_push_is_given_up_by_all(here):
+    class Breaking(MappingSource):
+        def __iter__(self):
+            yield from list(super().__iter__())[:4]
+            raise RuntimeError("the trainer broke off")
+
+        def views(self):
+            return None
+
+    engines = Engines()
+    with pytest.raises(RuntimeError, match="broke off"):
+        push_parts(engines, Breaking(TENSORS))
+    assert engines.count("receive_chunk") >= 1
+    assert engines.called[-1] == ("give_up_chunks", ["0", "1"])
+
+
+def test_a_replica_that_is_lost_is_done_without(here):
+    engines = Engines(replica_1=("receive_chunk", 0, TimeoutError("no answer")))
+    outcome = push_parts(engines)
+    assert outcome.failures == {"1": "no answer"}
+    assert engines.called[-1] == ("finish_chunks", ["0"])

@@ -1,17 +1,18 @@
 """The pusher and its ledger, over replicas and a transport that only answer."""
 
+import contextlib
 import copy
 import gc
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from torchrl_vllm_sync import AutoTransport, ParamMeta, ReplicaOutcome, ReplicaState
+from tests.fakes.weights import Replicas, Transport
+from torchrl_vllm_sync import AutoTransport, ParamMeta, ReplicaState
 from torchrl_vllm_sync.errors import (
     PushUnderWayError,
     StaleVersionError,
@@ -20,13 +21,11 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
     WeightSyncError,
 )
-from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.weights import source as source_module
 from torchrl_vllm_sync.weights.push import WeightPusher
-from torchrl_vllm_sync.weights.transport import SendOutcome, Standing, awaited_replicas
+from torchrl_vllm_sync.weights.transport import Standing, awaited_replicas
 
 WEIGHTS = {"w": torch.ones(2)}
-SERVING = Standing(state=ReplicaState.SERVING)
 
 
 class Weights(nn.Module):
@@ -35,88 +34,6 @@ class Weights(nn.Module):
     def __init__(self, value=1.0):
         super().__init__()
         self.w = nn.Parameter(torch.full((2,), float(value)))
-
-
-class Replicas:
-    """Answers for two replicas: what they hold, and who was held back at which version."""
-
-    service_name = "fake"
-
-    def __init__(self, **held):
-        self.held, self.states, self.held_back, self.calls = held, {}, [], []
-        self.known, self.left_behind, self.answer = {}, {}, {}
-        self.turns, self.refusals = [], {}
-
-    def standings(self):
-        return {name: self.known.get(name, SERVING) for name in self.held}
-
-    def refresh_members(self):
-        pass
-
-    def note_left_behind(self, version, replica_ids):
-        self.left_behind |= dict.fromkeys(replica_ids, version)
-
-    def start_calls(self, method, calls, **kwargs):
-        if method in ("begin_push", "keep_push", "end_push"):
-            self.turns += [(method, *sorted(calls))] if calls else []
-            answers = {name: self.refusals.get(name, True) for name in calls}
-            return SimpleNamespace(answers=lambda deadline_s: answers)
-        if calls:
-            self.calls.append(method)
-        if method == "hold_back":
-            self.held_back += [(name, *args) for name, args in calls.items()]
-        self.answer = {
-            name: EngineReport(
-                replica_id=name,
-                state=self.states.get(name, ReplicaState.SERVING),
-                weight_version=self.held[name],
-            )
-            for name in calls
-        }
-        return self
-
-    def answers(self, deadline_s):
-        return self.answer
-
-
-class Transport:
-    """Sends to :class:`Replicas`, failing where it is told."""
-
-    name, last_version = "fake", 0
-
-    def __init__(self, replicas):
-        self.replicas, self.failing, self.sent, self.closed = replicas, set(), [], 0
-        self.silent, self.limits, self.phases, self.opened_for = set(), [], {}, []
-
-    def open(self, client, source=None):
-        self.opened_for.append(source)
-
-    def send(self, client, source, version, *, timeout_s, clear_cache, mode="keep"):
-        self.sent.append(version)
-        self.limits.append(timeout_s)
-        outcomes = []
-        for name in self.replicas.held:
-            if name in self.failing:
-                self.replicas.states[name] = ReplicaState.STALE
-                outcomes.append(
-                    ReplicaOutcome(
-                        replica_id=name,
-                        version=None,
-                        error="injected",
-                        is_silent=name in self.silent,
-                        is_expected=self.replicas.standings()[name].state != "starting",
-                    )
-                )
-            else:
-                self.replicas.states[name] = ReplicaState.SERVING
-                self.replicas.held[name] = version
-                outcomes.append(
-                    ReplicaOutcome(replica_id=name, version=version, phases=self.phases)
-                )
-        return SendOutcome(num_bytes=8, phases={}, replicas=outcomes, run_id="run")
-
-    def close(self):
-        self.closed += 1
 
 
 @pytest.fixture
@@ -372,18 +289,11 @@ def test_a_push_that_another_process_overtook_takes_the_next_number(pusher, repl
     replicas.held = {"a": 3, "b": 3}  # pushed by somebody else
     send = transport.send
 
-    def refuse_old(client, source, version, **options):
-        if version <= 3:
-            transport.sent.append(version)
-            return SendOutcome(
-                num_bytes=8,
-                phases={},
-                replicas=[
-                    ReplicaOutcome(replica_id=name, version=None, error="holds 3")
-                    for name in replicas.held
-                ],
-            )
-        return send(client, source, version, **options)
+    def refuse_old(members, push):
+        if push.version <= 3:
+            transport.sent.append(push.version)
+            return dict.fromkeys(replicas.held, OSError("holds 3"))
+        return send(members, push)
 
     transport.send = refuse_old
     assert push(pusher).version == 4
@@ -523,9 +433,9 @@ def test_the_time_limit_follows_what_pushes_took(pusher, replicas, transport):
 
 
 def test_pushes_that_load_nothing_do_not_tell_how_long_pushes_take(pusher, transport):
-    transport.phases = {"loaded": 0.0}
+    transport.facts = {"loaded": False}
     push(pusher, timeout_s=None)
-    transport.phases = {"loaded": 1.0}
+    transport.facts = {"loaded": True}
     push(pusher, timeout_s=None)
     push(pusher, timeout_s=None)
     assert transport.limits[:2] == [300, 300]
@@ -544,7 +454,7 @@ def test_who_was_silent_and_has_caught_up_can_give_to_others(
 ):
     asked = []
 
-    def catch_up(client, replica_ids, givers, version, *, timeout_s):
+    def catch_up(client, replica_ids, givers, version, deadline):
         asked.append((list(replica_ids), list(givers), version))
         replicas.states |= dict.fromkeys(replica_ids, ReplicaState.SERVING)
         replicas.held |= dict.fromkeys(replica_ids, version)
@@ -567,7 +477,7 @@ def test_who_cannot_read_the_store_gets_the_weights_from_another(
     def from_store(client, replica_ids, version, *, timeout_s):
         return {name: OSError("no such directory") for name in replica_ids}
 
-    def from_others(client, replica_ids, givers, version, *, timeout_s):
+    def from_others(client, replica_ids, givers, version, deadline):
         asked.append((list(replica_ids), list(givers), version))
         return {name: {} for name in replica_ids}
 
@@ -583,10 +493,58 @@ def test_who_cannot_read_the_store_gets_the_weights_from_another(
 def test_every_push_looks_where_the_weights_are(pusher, transport, monkeypatch):
     auto, looks = AutoTransport(), []
     auto._chosen = transport
-    monkeypatch.setattr(auto, "_choose", lambda client, source: looks.append(source) or transport)
+    monkeypatch.setattr(auto, "open", lambda members, source: looks.append(source))
     pusher.use(auto)
     assert [push(pusher).transport for _ in range(2)] == ["fake", "fake"]
     assert len(looks) == 2
+
+
+# ---------------------------------------------------------------- what others are told
+
+
+def test_what_became_of_a_push_is_told_once_and_before_the_turn_is_known_to_be_over(
+    pusher, replicas, transport
+):
+    told = []
+
+    def on_end(status):
+        told.append(status)
+        assert replicas.turns[-1] == ("end_push", "a", "b")
+
+    transport.failing = {"b"}
+    report = push(pusher, strict=False, on_end=on_end)
+    with pytest.raises(WeightSyncError) as caught:
+        push(pusher, strict=True, on_end=on_end)
+    with pytest.raises(UnsupportedArgumentError):
+        pusher.push(WEIGHTS, version=7, mode="never", on_end=told.append)
+    done, failed, refused = told
+    assert (done.version, done.error, done.left_behind) == (1, "", {"b": "injected"})
+    assert (done.seconds, done.num_bytes) == (report.seconds, 8)
+    assert (failed.version, failed.error) == (2, str(caught.value))
+    assert failed.left_behind == {"b": "injected"}
+    assert (refused.version, "mode must be one of" in refused.error) == (7, True)
+
+
+def test_a_push_whose_hook_failed_is_committed_all_the_same(pusher, monkeypatch):
+    def hook(report):
+        raise ZeroDivisionError("a user's hook")
+
+    told = []
+    monkeypatch.setattr(pusher, "_on_commit", hook)
+    with pytest.raises(ZeroDivisionError):
+        push(pusher, on_end=told.append)
+    assert [(one.version, one.error) for one in told] == [(1, "")]
+
+
+def test_an_interrupted_push_is_no_push(pusher, transport, monkeypatch):
+    def interrupt(members, source):
+        raise KeyboardInterrupt
+
+    told = []
+    monkeypatch.setattr(transport, "open", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        push(pusher, on_end=told.append)
+    assert told == [None]
 
 
 def test_only_one_thread_at_a_time_has_the_turn(pusher):
@@ -692,3 +650,93 @@ def test_a_push_that_takes_long_gives_signs_of_life_until_it_ends(
     told = len(replicas.turns)
     time.sleep(0.05)
     assert len(replicas.turns) == told
+
+
+# ---------------------------------------------------------------- what pushes learn from pushes
+
+
+def test_after_a_push_that_failed_replicas_are_asked_anew_what_they_hold(
+    pusher, replicas, transport
+):
+    push(pusher)
+    transport.failing = {"b"}
+    with pytest.raises(WeightSyncError):
+        push(pusher)
+    transport.failing = set()
+    replicas.held = {"a": 40, "b": 41}  # by whatever brought them there since
+    replicas.calls.clear()
+    assert push(pusher).version == 42
+    assert replicas.calls == ["report"]
+
+
+def test_pushes_that_failed_do_not_tell_how_long_pushes_take(pusher, replicas, transport):
+    for strict in (True, False):
+        transport.failing = {"b"}
+        with contextlib.suppress(WeightSyncError):
+            push(pusher, timeout_s=None, strict=strict)
+    transport.failing = set()
+    push(pusher, timeout_s=None)
+    assert transport.limits == [300, 300, 300]
+    push(pusher, timeout_s=None)
+    assert transport.limits[3] < 40
+
+
+# ---------------------------------------------------------------- transfers that all take part in
+
+
+class Collective(Transport):
+    """A transfer that breaks off for all when one is lost, and goes well without it."""
+
+    is_collective = True
+
+    def __init__(self, replicas):
+        super().__init__(replicas)
+        self.sent_to = []
+
+    def send(self, members, push):
+        self.sent_to.append(sorted(members.incarnations))
+        lost = self.silent & members.incarnations.keys()
+        answers = dict.fromkeys(members.incarnations, SyncError("somebody is missing"))
+        if lost:
+            return answers | dict.fromkeys(lost, TimeoutError("no answer"))
+        return {name: self.answer(name, push.version) for name in members.incarnations}
+
+
+def test_a_transfer_is_sent_again_without_the_lost_who_are_reported(pusher, replicas):
+    replicas.held = {"a": 0, "b": 0, "c": 0}
+    transport = Collective(replicas)
+    transport.silent = {"b"}
+    pusher.use(transport)
+    report = push(pusher, strict=False)
+    assert transport.sent_to == [["a", "b", "c"], ["a", "c"]]
+    assert report.left_behind == {"b": "no answer"}
+    assert {one.replica_id: one.version for one in report.replicas} == {"a": 1, "b": None, "c": 1}
+    assert report.phases["attempts"] == 2
+    assert report.phases["lost_s"] >= report.phases["last_words_s"] >= 0
+    again = push(pusher, strict=False)
+    assert transport.sent_to[2:] == [["a", "c"]]
+    assert again.left_behind == {"b": "no answer"}
+    assert [one.is_silent for one in again.replicas if one.error] == [True]
+    with pytest.raises(WeightSyncError, match="replica b: no answer"):
+        push(pusher, strict=True)
+
+
+def test_who_is_absent_is_reported_and_not_waited_for(pusher, replicas):
+    replicas.known = {"b": Standing(state=ReplicaState.FAILED, reason="it died")}
+    transport = Collective(replicas)
+    pusher.use(transport)
+    report = push(pusher, strict=False)
+    assert transport.sent_to == [["a"]]
+    assert report.left_behind == {"b": "it is failed: it died"}
+    with pytest.raises(WeightSyncError):
+        push(pusher, strict=True)
+
+
+def test_a_transfer_that_fails_for_its_own_reasons_is_not_sent_again(pusher, replicas):
+    transport = Collective(replicas)
+    transport.failing = {"a"}
+    pusher.use(transport)
+    with pytest.raises(WeightSyncError) as caught:
+        push(pusher)
+    assert caught.value.failures == {"a": "injected"}
+    assert len(transport.sent_to) == 1

@@ -27,7 +27,7 @@ def test_a_multiple_of_the_median_of_the_last_few():
         {"num_bytes": 9},
         {"mode": "abort"},
         {"clear_cache": True},
-        {"crew": frozenset({("0", "restarted")})},
+        {"members": frozenset({("0", "restarted")})},
     ],
     ids=str,
 )

@@ -3,14 +3,12 @@
 import ast
 import base64
 import contextlib
-import json
 import os
 import pickle
 import shutil
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,11 +18,12 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 import torchrl_vllm_sync
+from tests.fakes.weights import Replicas, open_transport
 from torchrl_vllm_sync import (
+    LoadReport,
     MemmapTransport,
     ParamMeta,
     PushReport,
-    ReplicaOutcome,
     SnapshotReader,
     SnapshotWriter,
 )
@@ -105,10 +104,7 @@ def test_the_default_directory_is_its_owners_alone(umask):
     umask(0)
     transport = MemmapTransport()
 
-    class Client:
-        service_name = "service"
-
-    transport.open(Client())
+    open_transport(transport, Replicas())
     try:
         assert stat.S_IMODE(transport.directory.stat().st_mode) == 0o700
     finally:
@@ -369,21 +365,18 @@ def test_trainer_ranks_take_plain_verdicts_only(malicious):
         with pytest.raises(TrainerRankError, match="their store holds no verdict"):
             _read("v" + text)
     assert not trace.exists()
-    for name in ("os.system", "torchrl_vllm_sync.errors.SyncError", "builtins.dict", ".", 7, []):
-        with pytest.raises(TrainerRankError, match="is no dataclass of this library"):
-            _read("v" + json.dumps({"@": name, "args": ["x"]}))
-    with pytest.raises(TrainerRankError, match="no verdict: str"):
+    with pytest.raises(TrainerRankError, match=r"no verdict: .*got `str`"):
         _read('v"text"')
     deep = []
     for _ in range(100_000):
         deep = [deep]
-    for outcome in (Malicious(trace), (1,), {1: 2}, {"@": "x"}, {1, 2}, b"x", SyncError("x"), deep):
+    for outcome in (Malicious(trace), SyncError("x"), deep):
         with pytest.raises(TypeError, match="plain values"):
-            _written(Verdict(outcome=outcome))
+            _written(Verdict("", outcome=outcome))
     with pytest.raises(TypeError, match="at most"):
-        _written(Verdict("x" * MOST_BYTES))
-    outcome = {"a": [1, 2.5, None, [True, "\ud800"]], "": {"s": {}}}
-    assert _read(_written(Verdict(outcome))) == Verdict(outcome)
+        _written(Verdict("", outcome="x" * MOST_BYTES))
+    verdict = Verdict("", outcome={"a": [1, 2.5, None, [True, "\ud800"]], "": {"s": {}}})
+    assert _read(_written(verdict)) == verdict
 
 
 # Modules that read what a file or another process wrote, and what of it may be unpickled.
@@ -426,8 +419,8 @@ def test_leftovers_of_dead_trainers_are_found_without_following_links(monkeypatc
 
 def test_a_report_of_a_push_is_plain_enough_for_the_other_ranks():
     replicas = [
-        ReplicaOutcome(replica_id="0", version=3, phases={"load_s": 0.5}),
-        ReplicaOutcome(replica_id="1", version=None, error="dead"),
+        LoadReport(replica_id="0", version=3, load_s=0.5),
+        LoadReport(replica_id="1", version=None, error="dead"),
     ]
     report = PushReport(
         version=3,
@@ -438,17 +431,4 @@ def test_a_report_of_a_push_is_plain_enough_for_the_other_ranks():
         replicas=replicas,
         left_behind={"1": "dead"},
     )
-    assert _read(_written(Verdict(report))) == Verdict(report)
-
-
-def test_a_rank_that_has_imported_next_to_nothing_reads_what_a_push_came_to():
-    code = """
-import sys
-from torchrl_vllm_sync.weights import sharded
-assert "torchrl_vllm_sync.weights.transport" not in sys.modules
-name = "torchrl_vllm_sync.weights.transport.PushReport"
-print(sharded._class_of(name).__name__, sharded._class_of("os.PathLike"), sharded._class_of("a..b"))
-"""
-    command = [sys.executable, "-c", code]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert found.split() == ["PushReport", "None", "None"]
+    assert _read(_written(Verdict("", outcome=report)), PushReport).outcome == report

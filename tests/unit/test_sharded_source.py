@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from torchrl_vllm_sync import as_weight_source
+from torchrl_vllm_sync import PushReport, as_weight_source
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.weights import sharded as sharded_module
 from torchrl_vllm_sync.weights.module import ModuleSource
@@ -280,9 +280,9 @@ def watch(rank):
     events, alive = [], []
 
     class Watched(sharded_module.Gather):
-        def __init__(self, parts, *, receives):
-            super().__init__(parts, receives=receives)
-            alive.append(weakref.WeakSet(one._room for one in parts.values()))
+        def __init__(self, tensors, *, receives):
+            super().__init__(tensors, receives=receives)
+            alive.append(weakref.WeakSet(one._room for one in self._parts.values()))
             self.number = len(alive) - 1
 
         def launch(self, *args):
@@ -461,12 +461,9 @@ def test_ranks_that_hold_different_models_are_told():
 
 # ---------------------------------------------------------------- what strangers write
 
-VERDICT = "torchrl_vllm_sync.weights.sharded.Verdict"
-REPORT = "torchrl_vllm_sync.weights.transport.PushReport"
-
 
 def verdict(**fields):
-    return "v" + json.dumps({"@": VERDICT, "outcome": None, "failed_rank": None} | fields)
+    return "v" + json.dumps({"outcome": None, "failed_rank": None} | fields)
 
 
 STRANGE = {
@@ -482,7 +479,7 @@ STRANGE = {
     "a field more": verdict(reason="", more=1),
     "wrong rank": verdict(reason="", failed_rank="0"),
     "wrong reason": verdict(reason=["x"]),
-    "wrong report": verdict(reason="", outcome={"@": REPORT, "version": "new"}),
+    "wrong report": verdict(reason="", outcome={"version": "new"}),
     "no number": "gx",
     "negative": "g-1",
     "far": "g" + "9" * 5000,
@@ -519,7 +516,7 @@ def refused(call, *args, **kwargs):
 def test_strange_words_of_the_leader_end_in_a_typed_error(ranks, strange):
     leader, follower, store = ranks
     leader.begin("digest")
-    followed = follower.join(timeout_s=5)
+    followed = follower.join(timeout_s=5, outcome=PushReport)
     followed.present("digest")
     put(store, "1/next/0", strange)
     refused(followed.next)

@@ -4,7 +4,7 @@ import pytest
 
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ReplicaUnavailableError, SilentEngineError
-from torchrl_vllm_sync.weights.transport import SilentReplicas, Standing
+from torchrl_vllm_sync.weights.transport import Members, Standing
 
 SILENCE = TimeoutError("no answer within 0 s")
 
@@ -36,26 +36,26 @@ def client():
 
 @pytest.fixture
 def silent(client):
-    silent = SilentReplicas()
-    silent.note(client, {"a": "it slept", "gone": "it was removed meanwhile"})
+    silent = Members(client)
+    silent.note_silent({"a": TimeoutError("it slept"), "gone": TimeoutError("it was removed")})
     return silent
 
 
 def test_it_is_asked_once_and_nobody_waits_for_the_answer(client, silent):
     for _ in range(3):
-        silent.look(client)
-        assert silent.reasons == {"a": "it slept"}
+        silent.look()
+        assert silent.silent == {"a": "it slept"}
     assert client.probes == 1
     assert set(client.deadlines) == {0.0}
     client.answer = None
-    silent.look(client)
-    assert silent.reasons == {}
+    silent.look()
+    assert silent.silent == {}
 
 
 def test_an_actor_that_lives_and_whose_engine_does_not_answer_is_asked_again(client, silent):
     client.answer = SilentEngineError("a sign of life took longer than 60 s")
-    silent.look(client)
-    assert (silent.reasons, client.probes) == ({"a": "it slept"}, 2)
+    silent.look()
+    assert (silent.silent, client.probes) == ({"a": "it slept"}, 2)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_an_actor_that_lives_and_whose_engine_does_not_answer_is_asked_again(cli
 )
 def test_what_is_another_actor_or_dead_is_not_silent_any_more(client, silent, change):
     client.known = change
-    silent.look(client)
-    assert silent.reasons == {}
+    silent.look()
+    assert silent.silent == {}
 
 
 def test_an_actor_that_died_since_is_no_longer_silent_but_dead(client, silent):
     client.answer = ReplicaUnavailableError("a", ReplicaState.FAILED, "it died")
-    silent.look(client)
-    assert silent.reasons == {}
+    silent.look()
+    assert silent.silent == {}

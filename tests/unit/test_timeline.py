@@ -7,35 +7,27 @@ from itertools import combinations
 import pytest
 import torch
 
-from tests.unit.test_push import Replicas
-from torchrl_vllm_sync import MemmapTransport, ParamMeta, PushReport, ReplicaOutcome, save_timeline
+from tests.fakes.weights import Replicas
+from torchrl_vllm_sync import LoadReport, MemmapTransport, ParamMeta, PushReport, save_timeline
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.observe.timeline import trace_of
 from torchrl_vllm_sync.weights.push import WeightPusher
 from torchrl_vllm_sync.weights.snapshots.data_file import Filling
 from torchrl_vllm_sync.weights.source import WeightSource
-from torchrl_vllm_sync.weights.transport import SendOutcome
 
 BEGAN = 1.75e9 + 0.123456
 
 
 def replica(name="0", began_at=BEGAN + 0.02, **phases):
-    return ReplicaOutcome(
-        replica_id=name,
-        version=7,
-        began_at=began_at,
-        phases={
-            "loaded": 1.0,
-            "stage_s": 0.0,
-            "pause_s": 0.001,
-            "load_s": 0.03,
-            "resume_s": 0.002,
-            "whole_pause_s": 0.033,
-            "num_kept": 4.0,
-            **phases,
-        },
-        path="plan",
-    )
+    measured = {
+        "pause_s": 0.001,
+        "load_s": 0.03,
+        "resume_s": 0.002,
+        "whole_pause_s": 0.033,
+        "num_kept": 4,
+        **phases,
+    }
+    return LoadReport(replica_id=name, version=7, began_at=began_at, path="plan", **measured)
 
 
 def push(*replicas, began_at=BEGAN, version=7, **options):
@@ -129,7 +121,7 @@ def test_a_push_has_a_track_for_the_trainer_and_one_for_each_replica(tmp_path):
 
 
 def test_what_has_no_place_in_time_is_among_the_arguments():
-    dead = ReplicaOutcome(replica_id="1", version=None, error="it died")
+    dead = LoadReport(replica_id="1", version=None, error="it died")
     held = replica("2", None, loaded=0.0)
     found = tracks(trace_of(push(replica(), dead, held, left_behind={"1": "it died"})))
     assert found["trainer"][0]["args"] == {
@@ -275,9 +267,14 @@ def test_only_weights_that_stay_in_place_are_stored_while_others_are(
 
 
 def test_phases_whose_start_a_transport_does_not_say_are_not_drawn():
-    outcome = SendOutcome(num_bytes=8, phases={"send_s": 0.5}, replicas=[])
-    report = PushReport.from_outcome(
-        outcome, version=1, transport="own", seconds=1.0, began=time.perf_counter() - 1
+    report = PushReport(
+        version=1,
+        transport="own",
+        num_bytes=8,
+        seconds=1.0,
+        phases={"send_s": 0.5},
+        replicas=[],
+        began_at=time.time() - 1,
     )
     (only,) = tracks(trace_of(report))["trainer"]
     assert (only["name"], only["args"]["send_s"]) == ("push", 0.5)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.describing_client import DescribingClient
+from tests.fakes.weights import DescribingClient, members_of, open_transport
 from torchrl_vllm_sync import AutoTransport, WeightUpdater, as_weight_source
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
@@ -20,7 +20,6 @@ from torchrl_vllm_sync.weights.places import (
     this_node,
 )
 from torchrl_vllm_sync.weights.source import MappingSource
-from torchrl_vllm_sync.weights.transport import SendOutcome
 
 
 def cpu(node="n1"):
@@ -132,30 +131,29 @@ def description(**facts):
 class Chosen:
     """Stands for whatever is chosen."""
 
-    name, last_version = "memmap", 7
+    name, run_id, last_version, is_collective = "memmap", "", 7, False
 
     def __init__(self):
         self.closed, self.opened_for = 0, []
 
-    def open(self, client, source=None):
+    def open(self, members, source=None):
         self.opened_for.append(source)
 
-    def send(self, client, source, version, **options):
-        return SendOutcome(num_bytes=8, phases={}, replicas=[])
+    def send(self, members, push):
+        return {}
 
     def close(self):
         self.closed += 1
 
 
 def send(transport, client, source=None):
-    source = source or MappingSource({"a": torch.ones(2)})
-    return transport.send(client, source, 1, timeout_s=5, clear_cache=False)
+    return open_transport(transport, client, source or MappingSource({"a": torch.ones(2)}))
 
 
 def test_the_choice_is_made_once(monkeypatch):
     monkeypatch.setitem(TRANSPORTS, "memmap", Chosen)
     client, transport = DescribingClient(description(node_id=this_node())), AutoTransport()
-    transport.open(client)
+    transport.open(members_of(client))
     assert (transport.name, transport.last_version, client.described) == ("auto", 0, 0)
     for _ in range(3):
         send(transport, client)

@@ -24,7 +24,7 @@ from torchrl_vllm_sync.engine.health import EngineHealth
 from torchrl_vllm_sync.engine.native import NativeCalls
 from torchrl_vllm_sync.engine.processes import own_processes
 from torchrl_vllm_sync.engine.reload import check_can_be_filled, checkpoint_metadata
-from torchrl_vllm_sync.engine.updates import LoadReport, Updates
+from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import LaunchError, SyncError, TransferError
 from torchrl_vllm_sync.replica import (
     UNRESPONSIVE_AFTER_S,
@@ -34,6 +34,7 @@ from torchrl_vllm_sync.replica import (
 )
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import this_node
+from torchrl_vllm_sync.weights.transport import LoadReport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.engine.gate import AdmissionGate
-    from torchrl_vllm_sync.engine.updates import LoadReport
-    from torchrl_vllm_sync.weights.transport import PauseMode
+    from torchrl_vllm_sync.weights.transport import LoadReport, PauseMode
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from torchrl_vllm_sync.errors import (
     TransferNotReadyError,
 )
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.weights.transport import LoadReport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -51,49 +52,6 @@ PUSH_SILENCE_S = 30.0
 # The same where its push has left the weights in pieces: a stopped trainer must not keep them so.
 # One sign in 5 s may be half as late again.
 TORN_SILENCE_S = 7.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """How one replica came to hold a version. Times are seconds of wall clock.
-
-    Attributes:
-        version: Policy version the replica now holds.
-        loaded: Whether anything was loaded; ``False`` when it held the version already.
-        verify_s: Reading and checking the stored tensors, while generation goes on.
-        stage_s: Receiving into spare memory, while generation goes on.
-        ready_s: Of ``stage_s``, until the trainer's word to begin.
-        pause_s: From the request to pause until no step is running.
-        load_s: Loading into the model, the slowest worker.
-        resume_s: Labelling and resuming.
-        num_tensors: Tensors loaded by each worker.
-        whole_pause_s: All of the pause: ``pause_s``, ``load_s`` and ``resume_s``.
-        num_kept: Samples of requests that went on with the tokens and keys they had.
-        num_restarted: Those without a token yet, which began again under the new weights.
-        attempts: Loads it took, the most of any worker.
-        path: How the weights got into the model: ``plan`` for copies straight into place,
-            ``layerwise`` for vLLM's reload.
-        path_reason: Why it was not the plan; empty when it was, or when it was not asked for.
-        began_at: When the first of these phases began, in seconds of Unix time; ``None`` if nothing
-            was loaded.
-    """
-
-    version: int
-    loaded: bool
-    verify_s: float = 0.0
-    stage_s: float = 0.0
-    ready_s: float = 0.0
-    pause_s: float = 0.0
-    load_s: float = 0.0
-    resume_s: float = 0.0
-    whole_pause_s: float = 0.0
-    num_tensors: int = 0
-    num_kept: int = 0
-    num_restarted: int = 0
-    attempts: int = 0
-    path: str = ""
-    path_reason: str = ""
-    began_at: float | None = None
 
 
 def raise_failures(replica_id: str, answers: list[dict[str, Any]]) -> None:

@@ -11,16 +11,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchrl_vllm_sync.errors import WeightSyncError
 from torchrl_vllm_sync.replica import PushStatus, ReplicaState
 from torchrl_vllm_sync.routing.ledger import TokenRates, token_rates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torchrl_vllm_sync.replica import EngineCounters, Member
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
-    from torchrl_vllm_sync.weights.transport import PushReport
 
 
 # The last few pushes and failures of a service, as one process heard of them.
@@ -129,39 +127,6 @@ class StatusLog:
                         FailureStatus(at=now, what=state, replica_id=replica_id, reason=reason)
                     )
             self._states = states
-
-
-def finished_push(report: PushReport, ended_at: float) -> PushStatus:
-    """Makes the status of a push that was committed."""
-    return PushStatus(
-        ended_at=ended_at,
-        seconds=report.seconds,
-        version=report.version,
-        transport=report.transport,
-        num_bytes=report.num_bytes,
-        phases=_seconds(report.phases),
-        replicas={one.replica_id: _seconds(one.phases) for one in report.replicas if not one.error},
-        left_behind=dict(report.left_behind),
-    )
-
-
-def failed_push(
-    error: Exception, version: int | None, seconds: float, ended_at: float
-) -> PushStatus:
-    """Makes the status of a push that raised."""
-    failed = isinstance(error, WeightSyncError)
-    return PushStatus(
-        ended_at=ended_at,
-        seconds=seconds,
-        version=error.version if failed else version,
-        left_behind=dict(error.failures) if failed else {},
-        error=str(error) or type(error).__name__,
-    )
-
-
-def _seconds(phases: Mapping[str, float]) -> dict[str, float]:
-    """The phases that are seconds, without the unit in their names; the others are counts."""
-    return {name.removesuffix("_s"): value for name, value in phases.items() if name.endswith("_s")}
 
 
 _Number = TypeVar("_Number", int, float)

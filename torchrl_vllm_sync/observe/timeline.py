@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torchrl_vllm_sync.weights.transport import ReplicaOutcome
+    from torchrl_vllm_sync.weights.transport import LoadReport
 
 
 PROCESS = 1
@@ -126,7 +126,7 @@ def _trainer_events(report: PushReport, begin: float, track: int) -> Iterator[di
         yield _span(phase, track, begin + start, begin + end, {"version": report.version})
 
 
-def _replica_events(one: ReplicaOutcome, first: float, track: int) -> Iterator[dict[str, Any]]:
+def _replica_events(one: LoadReport, first: float, track: int) -> Iterator[dict[str, Any]]:
     """What a replica did; nothing if it loaded nothing, or could not say."""
     if one.began_at is None:
         return

@@ -659,7 +659,7 @@ class VLLMWeightSyncScheme(ServiceScheme):
         device: The trainer's device for the broadcast, an integer being a GPU's index. ``None``
             sends from where the weights are.
         service: See ``ServiceScheme``.
-        transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"vllm-nccl"``, or a
+        transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, or a
             ``WeightTransport``; see ``WeightUpdater``. A ``device`` makes ``"auto"`` a broadcast.
         timeout_s: See ``ServiceScheme``.
         clear_cache: Recompute keys and values of requests in flight after each push.

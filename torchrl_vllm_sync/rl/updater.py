@@ -13,7 +13,7 @@ from torchrl_vllm_sync.weights.auto import TRANSPORTS
 from torchrl_vllm_sync.weights.push import FIRST_TIMEOUT_S
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
 from torchrl_vllm_sync.weights.source import as_weight_source
-from torchrl_vllm_sync.weights.transport import MOST_ATTEMPTS, check_mode
+from torchrl_vllm_sync.weights.transport import MOST_ATTEMPTS, PushReport, check_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.service.service import AsyncVLLM
-    from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
+    from torchrl_vllm_sync.weights.transport import PauseMode, WeightTransport
 
 
 # The rank that pushes may form groups and send several times before the others hear of it.
@@ -50,7 +50,7 @@ class WeightUpdater:
             :meth:`push_weights`, and only the first has the service.
         source: What :meth:`push_weights` sends when it is given nothing: a module (plain, wrapped
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
-        transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"vllm-nccl"``, or a
+        transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, or a
             ``WeightTransport``. ``"auto"`` chooses by where trainer and engines are, see
             ``weights/places.py``; reports name what was chosen.
         timeout_s: Seconds after which a silent replica counts as failed; by default a multiple of
@@ -167,7 +167,7 @@ class WeightUpdater:
         limit_s = FIRST_TIMEOUT_S if self._timeout_s is None else self._timeout_s
         if self._timeout_s is None and self.last_report is not None:
             limit_s = max(limit_s, SLOWER * self.last_report.seconds)
-        return source.participate(timeout_s=MOST_ATTEMPTS * limit_s + FOLLOW_GRACE_S)
+        return source.participate(PushReport, timeout_s=MOST_ATTEMPTS * limit_s + FOLLOW_GRACE_S)
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Opens the transport, and tells collectors the version, which the first push would do too.

@@ -17,7 +17,6 @@ import torch
 
 from torchrl_vllm_sync.engine.args import num_workers, payload_of
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionNotReachedError
-from torchrl_vllm_sync.observe.status import failed_push, finished_push
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.service.replicas import ServiceReplicas
 from torchrl_vllm_sync.versions import check_version
@@ -248,29 +247,22 @@ class ServiceWeights(ServiceVersions):
         self._require_launched()
         if transport is not None:
             self._pusher.use(transport)
-        reports: list[PushReport] = []
-        pushed: PushStatus | None = None
-        begin = time.perf_counter()
-        try:
-            return self._pusher.push(
-                weights,
-                version=version,
-                timeout_s=timeout_s,
-                clear_cache=clear_cache,
-                mode=mode,
-                strict=strict,
-                on_report=reports.append,
-            )
-        except Exception as error:
-            pushed = failed_push(error, version, time.perf_counter() - begin, time.time())
-            raise
-        finally:
-            if reports:  # committed, even if a hook has failed
-                pushed = finished_push(reports[0], time.time())
-            if pushed is not None:
-                self._log.end_push(pushed)
-            if self._launched:
-                self._learn_states(pushed.left_behind if pushed else (), pushed)
+        return self._pusher.push(
+            weights,
+            version=version,
+            timeout_s=timeout_s,
+            clear_cache=clear_cache,
+            mode=mode,
+            strict=strict,
+            on_end=self._end_push,
+        )
+
+    def _end_push(self, pushed: PushStatus | None) -> None:
+        """Tells those who watch, and the replicas, what became of a push."""
+        if pushed is not None:
+            self._log.end_push(pushed)
+        if self._launched:
+            self._learn_states(pushed.left_behind if pushed else (), pushed)
 
     def learn_versions(self) -> None:
         """Asks the replicas what they hold, after something other than a push brought them there.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.ipc import IPCTransport
 from torchrl_vllm_sync.weights.places import (
@@ -17,19 +18,12 @@ from torchrl_vllm_sync.weights.places import (
     this_node,
 )
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.transport import describe_replicas
-from torchrl_vllm_sync.weights.vllm_nccl import VLLMNCCLTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import (
-        PauseMode,
-        ReplicaClient,
-        SendOutcome,
-        WeightTransport,
-    )
+    from torchrl_vllm_sync.weights.transport import Members, Push, WeightTransport
 
 
 class AutoTransport:
@@ -53,58 +47,56 @@ class AutoTransport:
         return self._chosen
 
     @property
+    def is_collective(self) -> bool:
+        """Whether that is so of the transport chosen; ``True`` before."""
+        return self._chosen is None or self._chosen.is_collective
+
+    @property
+    def run_id(self) -> str:
+        """That of the transport chosen; empty before."""
+        return "" if self._chosen is None else self._chosen.run_id
+
+    @property
     def last_version(self) -> int:
-        """Newest version that the transport chosen holds; 0 before."""
+        """Newest version that the transport chosen stores; 0 before."""
         return 0 if self._chosen is None else self._chosen.last_version
 
-    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
-        """Prepares to send, once there is a choice.
+    def open(self, members: Members, source: WeightSource | None = None) -> None:
+        """Chooses if that is due and the source is known, and opens the transport chosen.
 
         Arguments are those of :meth:`WeightTransport.open`.
-        """
-        del source  # sending looks at it, and opens what it chooses
-        if self._chosen is not None:
-            self._chosen.open(client)
-
-    def send(
-        self,
-        client: ReplicaClient,
-        source: WeightSource,
-        version: int,
-        *,
-        timeout_s: float,
-        clear_cache: bool,
-        mode: PauseMode = "keep",
-    ) -> SendOutcome:
-        """Chooses if that is due, and sends.
-
-        Arguments and result are those of :meth:`WeightTransport.send`.
 
         Raises:
             TransferError: No replica can be reached.
             UnsupportedArgumentError: No transport reaches every replica.
             SyncError: What the transport chosen raises.
         """
-        return self._choose(client, source).send(
-            client, source, version, timeout_s=timeout_s, clear_cache=clear_cache, mode=mode
-        )
+        place = self._place if source is None else place_of(source)
+        if place is not None and (self._chosen is None or place != self._place):
+            engines = {
+                name: Place(
+                    node_id=one.node_id, device_type=one.device_type, device_uuids=one.device_uuids
+                )
+                for name, one in members.describe().items()
+            }
+            chosen = TRANSPORTS[choose_transport(place, engines)]()
+            self.close()
+            self._chosen, self._place, self.name = chosen, place, chosen.name
+        if self._chosen is not None:
+            self._chosen.open(members, source)
 
-    def _choose(self, client: ReplicaClient, source: WeightSource) -> WeightTransport:
-        place = place_of(source)
-        if self._chosen is not None and place == self._place:
-            return self._chosen
-        alive, _ = describe_replicas(client)
-        engines = {
-            name: Place(
-                node_id=one.node_id, device_type=one.device_type, device_uuids=one.device_uuids
-            )
-            for name, one in alive.items()
-        }
-        chosen = TRANSPORTS[choose_transport(place, engines)]()
-        self.close()
-        self._chosen, self._place, self.name = chosen, place, chosen.name
-        chosen.open(client, source)
-        return chosen
+    def send(self, members: Members, push: Push) -> dict[str, Any]:
+        """Sends through the transport chosen.
+
+        Arguments and result are those of :meth:`WeightTransport.send`.
+
+        Raises:
+            TransferError: None was chosen yet.
+            SyncError: What the transport chosen raises.
+        """
+        if self._chosen is None:
+            raise TransferError("no transport was chosen yet: open it for what will be sent")
+        return self._chosen.send(members, push)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a copy may be elsewhere, and chooses for itself
@@ -122,7 +114,6 @@ TRANSPORTS: dict[str, Callable[[], WeightTransport]] = {
     "broadcast": BroadcastTransport,
     "ipc": IPCTransport,
     "memmap": MemmapTransport,
-    "vllm-nccl": VLLMNCCLTransport,
 }
 
 

@@ -273,31 +273,23 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where a published tensor lies in the contiguous tensor that holds it.
+    """Where a published tensor lies in the contiguous tensor that holds it."""
 
-    Attributes:
-        stride: Elements between neighbours, for each dimension of the published tensor.
-        offset: Elements before its first value.
-    """
-
+    # elements between neighbours, for each dimension of the published tensor
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # elements before its first value
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Tensors of a checkpoint that are made from the same tensors of the model.
+    """Tensors of a checkpoint that are made from the same tensors of the model."""
 
-    Attributes:
-        sources: Names of the model's tensors.
-        metadata: The checkpoint's tensors; those that are views in the order of their storage.
-        windows: Where each of these lies in the one source; ``None`` if they must be computed.
-        unchanged: Whether the one published tensor is the source itself, perhaps renamed.
-    """
-
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # names of the model's tensors
+    # the checkpoint's tensors; those that are views in the order of their storage
     metadata: tuple[ParamMeta, ...]
+    # where each of these lies in the one source; `None` if they must be computed
     windows: tuple[Window, ...] | None
+    # whether the one published tensor is the source itself, perhaps renamed
     unchanged: bool = False
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]] | None:
@@ -516,17 +508,12 @@ class ModuleSource:
 
 @dataclass(slots=True)
 class Plan:
-    """As what a module's tensors are published.
+    """As what a module's tensors are published."""
 
-    Attributes:
-        facts: Name, shape and dtype of each of the module's tensors.
-        bundles: What is made of which.
-        metadata: All published tensors, in their order.
-    """
-
+    # name, shape and dtype of each of the module's tensors
     facts: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    bundles: list[Bundle]
-    metadata: list[ParamMeta]
+    bundles: list[Bundle]  # what is made of which
+    metadata: list[ParamMeta]  # all published tensors, in their order
 
 
 @dataclass(slots=True)

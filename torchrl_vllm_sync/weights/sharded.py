@@ -8,26 +8,25 @@ after them) is consumed, the next is on its way, and no more than these two are 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import json
 import logging
-import re
-import threading
 import time
 import weakref
+from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Protocol, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import metadata_digest
 from torchrl_vllm_sync.weights.module import (
@@ -41,7 +40,7 @@ from torchrl_vllm_sync.weights.module import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.module import Bundle, Plan
@@ -55,72 +54,32 @@ logger = logging.getLogger(__name__)
 WATCH_S = 0.05
 
 
-class Work(Protocol):
-    """What is under way; a ``torch.distributed.Work``, or what stands for one."""
+class Gather:
+    """Gathers some tensors at once. Lifecycle: constructed, ``launch`` and ``result`` once each.
 
-    def is_completed(self) -> bool:
-        """Whether it has ended."""
-        ...
-
-    def wait(self) -> Any:
-        """Waits for it, on a GPU only the current stream."""
-        ...
-
-
-class Part(Protocol):
-    """This rank's part in gathering one tensor.
-
-    Attributes:
-        blocks: Whether :meth:`launch` ends only with the others.
+    All memory is taken at construction, so that nothing but the network fails in ``launch``.
     """
 
-    blocks: bool
-
-    def prepare(self, *, receives: bool) -> None:
-        """Takes the memory that is needed."""
-        ...
-
-    def launch(self) -> Work | None:
-        """Begins, in lockstep on all ranks; ``None`` if there is nothing to wait for."""
-        ...
-
-    def result(self) -> torch.Tensor:
-        """Returns the whole tensor once the work is done; only where it was received."""
-        ...
-
-
-class Gather:
-    """Gathers some tensors at once. Lifecycle: constructed, ``launch`` and ``result`` once each."""
-
-    def __init__(self, parts: Mapping[str, Part], *, receives: bool) -> None:
-        self._parts, self._receives = dict(parts), receives
-        self._works: list[Work] = []
-        for part in self._parts.values():
-            part.prepare(receives=receives)
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, receives: bool) -> None:
+        self._parts = {name: _part_of(one, receives) for name, one in tensors.items()}
+        self._receives = receives
+        self._works: list[dist.Work | _Queued] = []
 
     def launch(self, watch: Callable[[], None] = lambda: None) -> None:
         """Begins to gather; waits for the others only where a part cannot do without."""
-        if not any(part.blocks for part in self._parts.values()):
+        if not any(isinstance(part, _Redistributed) for part in self._parts.values()):
             self._launch()
             return
-        failures: list[BaseException] = []
         as_here = _same_stream()
 
-        def run() -> None:
-            try:
-                with as_here:
-                    self._launch()
-            except BaseException as error:  # noqa: BLE001  raised below, on the caller's thread
-                failures.append(error)
+        def launch() -> None:
+            with as_here:
+                self._launch()
 
-        thread = threading.Thread(target=run, name="gather", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(WATCH_S)
-            if thread.is_alive():
-                watch()
-        for error in failures:
-            raise error
+        launched = in_thread("gather", launch)
+        while wait([launched], timeout=WATCH_S).not_done:
+            watch()
+        launched.result()
 
     def _launch(self) -> None:
         works = [part.launch() for part in self._parts.values()]
@@ -139,8 +98,8 @@ class Gather:
         return {name: part.result() for name, part in self._parts.items()}
 
 
-def part_of(tensor: torch.Tensor) -> Part:
-    """Returns how ``tensor`` is gathered."""
+def _part_of(tensor: torch.Tensor, receives: bool) -> _Local | _Sharded | _Redistributed:
+    """Returns this rank's part in gathering ``tensor``."""
     if not isinstance(tensor, DTensor):
         return _Local(tensor)
     if all(isinstance(one, Replicate) for one in tensor.placements):
@@ -150,20 +109,15 @@ def part_of(tensor: torch.Tensor) -> Part:
     members = mesh.mesh.flatten().tolist()
     # Its subclasses lay shards out in another order.
     if not others and type(placement) is Shard and sorted(members) == members:
-        return _Sharded(tensor, placement.dim)
+        return _Sharded(tensor, placement.dim, receives)
     return _Redistributed(tensor)
 
 
 class _Local:
     """A tensor that every rank holds whole."""
 
-    blocks = False
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
-
-    def prepare(self, *, receives: bool) -> None:
-        pass
 
     def launch(self) -> None:
         pass
@@ -179,33 +133,24 @@ class _Sharded:
     each in as much room as the first, the whole lies at the beginning.
     """
 
-    blocks = False
-
-    def __init__(self, tensor: DTensor, dim: int) -> None:
+    def __init__(self, tensor: DTensor, dim: int, receives: bool) -> None:
         self._tensor, self._dim = tensor, dim
         self._group, self._world = tensor.device_mesh.get_group(), tensor.device_mesh.size()
-        self._mine: torch.Tensor | None = None
-        self._room: torch.Tensor | None = None
-
-    def prepare(self, *, receives: bool) -> None:
         with torch.no_grad():
-            local = self._tensor.to_local().detach().movedim(self._dim, 0)
-        others = list(self._tensor.shape)
-        size = others.pop(self._dim)
-        rows = -(-size // self._world)
+            local = tensor.to_local().detach().movedim(dim, 0)
+        others = list(tensor.shape)
+        rows = -(-others.pop(dim) // self._world)
         if local.shape[0] == rows:
             self._mine = local.contiguous()
         else:
             self._mine = local.new_zeros((rows, *others))
             self._mine[: local.shape[0]] = local
-        if receives:
-            self._room = local.new_empty((self._world * rows, *others))
+        self._room = local.new_empty((self._world * rows, *others)) if receives else None
 
     def launch(self) -> dist.Work | None:
-        mine, room = self._mine, self._room
-        assert mine is not None
+        room = self._room
         rooms = None if room is None else [_bytes(one) for one in room.chunk(self._world)]
-        return dist.gather(_bytes(mine), rooms, group=self._group, group_dst=0, async_op=True)
+        return dist.gather(_bytes(self._mine), rooms, group=self._group, group_dst=0, async_op=True)
 
     def result(self) -> torch.Tensor:
         assert self._room is not None
@@ -214,18 +159,16 @@ class _Sharded:
 
 
 class _Redistributed:
-    """A tensor that is laid out otherwise, such as on a mesh of several dimensions."""
+    """A tensor that is laid out otherwise, such as on a mesh of several dimensions.
 
-    blocks = True
+    Launching it waits for the others, and every rank receives it.
+    """
 
     def __init__(self, tensor: DTensor) -> None:
         self._tensor = tensor
         self._whole: Any = None
 
-    def prepare(self, *, receives: bool) -> None:
-        pass
-
-    def launch(self) -> Work | None:
+    def launch(self) -> _Queued | None:
         with torch.no_grad():
             self._whole = self._tensor.full_tensor()
         return _Queued(self._whole.device) if self._whole.device.type == "cuda" else None
@@ -248,17 +191,18 @@ class _Queued:
         """Does nothing: it was queued on the stream that goes on with it."""
 
 
-@contextlib.contextmanager
-def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-        yield
-
-
 def _same_stream() -> contextlib.AbstractContextManager[None]:
     """Returns what makes another thread queue its work where this one does."""
     if not torch.cuda.is_initialized():
         return contextlib.nullcontext()
-    return _on_stream(torch.cuda.current_stream())
+    stream = torch.cuda.current_stream()
+
+    @contextmanager
+    def on_stream() -> Iterator[None]:
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            yield
+
+    return on_stream()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -270,8 +214,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 #
 # The leader says through the process group's key-value store what comes next ("gather group 3", or
 # how the push ended), and goes on only when every other rank has said that it is ready. So a rank
-# that fails is noticed before the others are inside a collective with it, and every wait ends:
-# with
+# that fails is noticed before the others are inside a collective with it, and every wait ends: with
 # the others, with the failed rank's own words, or at a deadline.
 #
 # Keys of one round, below its number: ``begun``; ``joined/<rank>``; ``ready/<step>/<rank>``;
@@ -280,14 +223,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # there is no other round.
 #
 # Everybody who reaches the store can write into it, and torch's listens on all interfaces: so a
-# verdict is JSON, of bounded size, with plain values and this library's own dataclasses in it, and
-# whatever else a key may hold ends in an error of this module.
+# verdict is JSON of bounded size, and whatever a key may hold ends in a ``TrainerRankError``.
 
 
 FAILED, GATHER, VERDICT = "!", "g", "v"
 BROKEN = "broken"
-# The name of a dataclass, among its fields.
-CLASS = "@"
 # Of one value. What the store is asked for is bounded once it is here: it has no call for less.
 MOST_BYTES = 1 << 22
 MOST_REASON = 1 << 14
@@ -312,19 +252,12 @@ class TrainerRankError(SyncError, RuntimeError):
         return f"{who}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How a push ended on the leading rank.
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a push ended on the leading rank."""
 
-    Attributes:
-        outcome: What the leader announced; ``None`` after a failure.
-        failed_rank: Global rank that failed, if that is known.
-        reason: Why; empty after a success.
-    """
-
-    outcome: Any = None
-    failed_rank: int | None = None
-    reason: str = ""
+    reason: str  # why it failed; empty after a success
+    failed_rank: int | None = None  # global rank that failed, if that is known
+    outcome: Any = None  # what the leader announced; `None` after a failure
 
 
 class TrainerRanks:
@@ -351,45 +284,58 @@ class TrainerRanks:
     def begin(self, digest: str) -> LeadingRound:
         """Starts a round on the leader, without waiting for anybody."""
         self._refuse_broken()
-        try:
+        with _store_errors():
             number = self.store.add("rounds", 1)
             self.store.set(f"{number}/begun", "")
-        except dist.DistError as error:
-            raise TrainerRankError(None, f"their store failed: {error}") from error
         return LeadingRound(self, number, digest)
 
-    def join(self, *, timeout_s: float) -> FollowingRound:
-        """Enters the round that the leader has begun or begins next."""
+    def join(self, *, timeout_s: float, outcome: Any = Any) -> FollowingRound:
+        """Enters the round that the leader has begun or begins next; ``outcome`` is a type."""
         self._refuse_broken()
         waiting = "begin a push"
-        text = _await(self.store, "rounds", timeout_s, self.leader, waiting)
-        number = _number(text, self.leader)
+        number = _number(self.await_text("rounds", timeout_s, waiting), self.leader)
         if self.store.check([f"{number}/over"]) or self.store.check([self._joined(number)]):
             number += 1
-        _await(self.store, f"{number}/begun", timeout_s, self.leader, waiting)
+        self.await_text(f"{number}/begun", timeout_s, waiting)
         self.store.set(self._joined(number), "")
-        return FollowingRound(self, number, timeout_s)
+        return FollowingRound(self, number, timeout_s, outcome)
 
     def break_step(self, error: BaseException) -> None:
         """Notes that this rank could not begin a gather to which all had been called."""
-        if isinstance(error, TrainerRankError):
-            rank, reason = error.rank, error.reason
-        else:
-            rank, reason = self.rank, _words_of(error)
-        try:
+        with _logging_store_errors("the other ranks could not be told of a failure"):
             if not self.store.check([BROKEN]):
-                self.store.set(BROKEN, _written(Verdict(failed_rank=rank, reason=reason)))
-        except dist.DistError as other:
-            logger.warning("the other ranks could not be told of a failure: %s", other)
+                self.store.set(BROKEN, _written(self.failure(error)))
+
+    def failure(self, error: BaseException) -> Verdict:
+        """Returns the verdict for an error on this rank."""
+        if isinstance(error, TrainerRankError):
+            return Verdict(error.reason, error.rank)
+        return Verdict(_words_of(error), self.rank)
+
+    def await_text(self, key: str, timeout_s: float, what: str) -> str:
+        """Returns what the leader wrote under ``key``, once it has."""
+        begin = time.monotonic()
+        try:
+            self.store.wait([key], timedelta(seconds=timeout_s))
+            return self.text(key)
+        except dist.DistStoreError as error:
+            told = f"did not {what} within {timeout_s:g} s"
+            raise TrainerRankError(self.leader, told) from error
+        except dist.DistError as error:
+            waited = time.monotonic() - begin
+            told = f"could not be reached after {waited:.1f} s"
+            raise TrainerRankError(self.leader, told) from error
+
+    def text(self, key: str) -> str:
+        """Returns what the store holds under ``key``, which is there."""
+        return _text(self.store.get(key), key)
 
     def _refuse_broken(self) -> None:
         """Raises if a gather was left that others were in."""
-        try:
+        with _store_errors():
             if not self.store.check([BROKEN]):
                 return
-            broken = _read(_text(self.store.get(BROKEN), BROKEN))
-        except dist.DistError as error:
-            raise TrainerRankError(None, f"their store failed: {error}") from error
+            broken = _read(self.text(BROKEN))
         raise TrainerRankError(
             broken.failed_rank,
             f"left the process group out of step in an earlier push, make another group: "
@@ -403,21 +349,23 @@ class TrainerRanks:
 class LeadingRound:
     """The leader's side of a round: :meth:`call` for each group, then one verdict.
 
-    Made by :meth:`TrainerRanks.begin`.
+    Attributes:
+        is_broken: Whether this rank could not begin a gather that it had called for.
     """
 
     def __init__(self, ranks: TrainerRanks, number: int, digest: str) -> None:
         self._ranks, self._number, self._digest, self._step = ranks, number, digest, 0
-        self._store, self._is_broken = ranks.store, False
+        self._store, self.is_broken = ranks.store, False
 
     def call(self, index: int) -> None:
         """Waits until all are ready, and has them gather group ``index``."""
         self._await_ready()
-        self._say(GATHER + str(index))
+        with _store_errors():
+            self._say(GATHER + str(index))
 
     def succeed(self, outcome: Any) -> None:
         """Tells all ranks that the push succeeded; one that is not there any more is logged."""
-        verdict = _written(Verdict(outcome))
+        verdict = _written(Verdict("", outcome=outcome))
         try:
             self._await_ready()
         except TrainerRankError as error:
@@ -426,27 +374,19 @@ class LeadingRound:
 
     def fail(self, error: BaseException) -> None:
         """Tells all ranks why there was no push; waits for those who have yet to join."""
-        if isinstance(error, TrainerRankError):
-            verdict = Verdict(failed_rank=error.rank, reason=error.reason)
-        else:
-            verdict = Verdict(None, self._ranks.leader, _words_of(error))
+        # All who wait in a broken gather have joined, and so have those that a rank's error names.
+        if not self.is_broken and not isinstance(error, TrainerRankError):
             try:
-                if not self._is_broken:  # all have joined then, and wait in a gather
-                    self._await_ready()
+                self._await_ready()
             except TrainerRankError as other:
                 logger.warning("the push failed, and meanwhile %s", other)
-        self._end(_written(verdict))
-
-    def break_step(self, error: BaseException) -> None:
-        """Notes that this rank could not begin the gather it called for."""
-        self._is_broken = True
-        self._ranks.break_step(error)
+        self._end(_written(self._ranks.failure(error)))
 
     def raise_reported(self) -> None:
         """Looks, without waiting, whether a rank has said that it failed."""
         for key, rank in self._keys().items():
             if self._store.check([key]):
-                self._raise_if_failed(rank, _text(self._store.get(key), key))
+                _raise_if_failed(rank, self._ranks.text(key))
 
     def blame(self, reason: str) -> TrainerRankError:
         """Returns the error for a gather that broke off, after a look at who is still there."""
@@ -465,43 +405,32 @@ class LeadingRound:
         keys = self._keys()
         if not keys:
             return
-        try:
-            self._store.wait(list(keys), timedelta(seconds=timeout_s))
-            values = self._store.multi_get(list(keys))
-            said = [_text(one, key) for one, key in zip(values, keys, strict=True)]
-        except dist.DistStoreError as error:
-            self.raise_reported()
-            missing = [rank for key, rank in keys.items() if not self._store.check([key])]
-            more = f", as ranks {missing[1:]}" if missing[1:] else ""
-            raise TrainerRankError(
-                next(iter(missing), None), f"was not ready within {timeout_s:g} s{more}"
-            ) from error
-        except dist.DistError as error:
-            raise TrainerRankError(None, f"their store failed: {error}") from error
+        with _store_errors():
+            try:
+                self._store.wait(list(keys), timedelta(seconds=timeout_s))
+                values = self._store.multi_get(list(keys))
+            except dist.DistStoreError as error:
+                self.raise_reported()
+                missing = [rank for key, rank in keys.items() if not self._store.check([key])]
+                more = f", as ranks {missing[1:]}" if missing[1:] else ""
+                raise TrainerRankError(
+                    next(iter(missing), None), f"was not ready within {timeout_s:g} s{more}"
+                ) from error
+        said = [_text(one, key) for one, key in zip(values, keys, strict=True)]
         for rank, text in zip(keys.values(), said, strict=True):
-            self._raise_if_failed(rank, text)
+            _raise_if_failed(rank, text)
             if self._step == 0 and text != self._digest:
                 raise TrainerRankError(rank, "holds other tensors than the sending rank")
 
-    @staticmethod
-    def _raise_if_failed(rank: int, text: str) -> None:
-        if text.startswith(FAILED):
-            raise TrainerRankError(rank, text.removeprefix(FAILED))
-
     def _say(self, text: str) -> None:
-        try:
-            self._store.set(f"{self._number}/next/{self._step}", text)
-        except dist.DistError as error:
-            raise TrainerRankError(None, f"their store failed: {error}") from error
+        self._store.set(f"{self._number}/next/{self._step}", text)
         self._step += 1
 
     def _end(self, verdict: str) -> None:
-        try:
+        with _logging_store_errors("the trainer's ranks could not be told how the push ended"):
             self._say(verdict)
             self._store.set(f"{self._number}/over", str(self._step))
             self._forget(self._number - 1)
-        except (dist.DistError, TrainerRankError) as error:
-            logger.warning("the trainer's ranks could not be told how the push ended: %s", error)
 
     def _forget(self, number: int) -> None:
         """Deletes the keys of a round, whose verdict all have read who joined the one after it."""
@@ -519,13 +448,11 @@ class FollowingRound:
     """Another rank's side of a round: :meth:`present`, :meth:`next`, gather, :meth:`launched`, ...
 
     Whoever was called must not fail before its part of the gather has begun.
-
-    Made by :meth:`TrainerRanks.join`.
     """
 
-    def __init__(self, ranks: TrainerRanks, number: int, timeout_s: float) -> None:
+    def __init__(self, ranks: TrainerRanks, number: int, timeout_s: float, outcome: Any) -> None:
         self._ranks, self._number, self._timeout_s, self._step = ranks, number, timeout_s, 0
-        self._store = ranks.store
+        self._store, self._outcome, self.is_broken = ranks.store, outcome, False
 
     def present(self, digest: str) -> None:
         """Says that this rank is ready for the first call."""
@@ -533,28 +460,24 @@ class FollowingRound:
 
     def next(self, timeout_s: float | None = None) -> int | Verdict:
         """Waits for the leader's word: the index of the group to gather, or the verdict."""
-        key, leader = f"{self._number}/next/{self._step}", self._ranks.leader
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        call = _await(self._store, key, timeout_s, leader, "say what comes next")
+        key = f"{self._number}/next/{self._step}"
+        call = self._ranks.await_text(key, timeout_s, "say what comes next")
         if call.startswith(VERDICT):
-            self._drop([self._step])
-            return _read(call)
-        return _number(call.removeprefix(GATHER), leader)
+            self._store.delete_key(self._ready(self._step))
+            return _read(call, self._outcome)
+        return _number(call.removeprefix(GATHER), self._ranks.leader)
 
     def launched(self) -> None:
         """Says that this rank's part of the gather has begun, so that the next may be called."""
         self._step += 1
         self._say_ready("")
 
-    def break_step(self, error: BaseException) -> None:
-        """Notes that this rank could not begin the gather it was called for."""
-        self._ranks.break_step(error)
-
     def raise_reported(self) -> None:
         """Looks, without waiting, whether the push ended while this rank takes its part."""
         key = f"{self._number}/next/{self._step + 1}"
         if self._store.check([key]):
-            verdict = _read(_text(self._store.get(key), key))
+            verdict = _read(self._ranks.text(key))
             raise TrainerRankError(verdict.failed_rank, verdict.reason)
 
     def explain(self, error: TrainerRankError) -> TrainerRankError:
@@ -570,113 +493,63 @@ class FollowingRound:
     def fail(self, error: BaseException) -> None:
         """Tells the leader that this rank takes no further part, if it can still be told."""
         text = FAILED + _words_of(error)
-        try:
+        with _logging_store_errors("the sending rank could not be told of a failure"):
             for step in (self._step, self._step + 1):
                 self._store.set(self._ready(step), text)
-        except dist.DistError as other:
-            logger.warning("the sending rank could not be told of a failure: %s", other)
 
     def _say_ready(self, text: str) -> None:
-        try:
+        with _store_errors(self._ranks.leader, "cannot be reached"):
             self._store.set(self._ready(self._step), text)
             if self._step:
-                self._drop([self._step - 1])
-        except dist.DistError as error:
-            raise TrainerRankError(self._ranks.leader, f"cannot be reached: {error}") from error
+                self._store.delete_key(self._ready(self._step - 1))
 
     def _ready(self, step: int) -> str:
         return f"{self._number}/ready/{step}/{self._ranks.rank}"
 
-    def _drop(self, steps: Iterable[int]) -> None:
-        for step in steps:
-            self._store.delete_key(self._ready(step))
+
+@contextmanager
+def _store_errors(rank: int | None = None, what: str = "their store failed") -> Iterator[None]:
+    """Turns failures of the store into the typed error."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise TrainerRankError(rank, f"{what}: {error}") from error
+
+
+@contextmanager
+def _logging_store_errors(what: str) -> Iterator[None]:
+    """Logs failures of the store, where something else is the news."""
+    try:
+        yield
+    except dist.DistError as error:
+        logger.warning("%s: %s", what, error)
+
+
+def _raise_if_failed(rank: int, text: str) -> None:
+    if text.startswith(FAILED):
+        raise TrainerRankError(rank, text.removeprefix(FAILED))
 
 
 def _written(verdict: Verdict) -> str:
     """Writes a verdict as text."""
     try:
-        text = VERDICT + json.dumps(_plain(verdict))
-    except (ValueError, RecursionError) as error:
-        raise TypeError(f"an outcome must be plain values or this library's: {error}") from error
+        text = VERDICT + json.dumps(msgspec.to_builtins(verdict))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"an outcome must be plain values or dataclasses: {error}") from error
     if len(text) > MOST_BYTES:
         raise TypeError(f"an outcome must have at most {MOST_BYTES} bytes, got {len(text)}")
     return text
 
 
-def _plain(value: Any) -> Any:
-    """Returns a value as JSON holds it, dataclasses of this library with their names."""
-    kind = type(value)
-    if is_dataclass(kind) and _class_of(_name_of(kind)) is kind:
-        told = {each.name: _plain(getattr(value, each.name)) for each in fields(kind)}
-        return {CLASS: _name_of(kind), **told}
-    if kind is dict and CLASS not in value and all(type(name) is str for name in value):
-        return {name: _plain(one) for name, one in value.items()}
-    if kind is list:
-        return [_plain(one) for one in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    raise TypeError(f"an outcome must be plain values or this library's, got {kind.__qualname__}")
-
-
-def _read(call: str) -> Verdict:
-    """Reads a verdict, of which anybody may have written the text."""
+def _read(call: str, outcome: Any = Any) -> Verdict:
+    """Reads a verdict, of which anybody may have written the text; ``outcome`` is a type."""
     try:
-        verdict = _built(json.loads(call.removeprefix(VERDICT)))
-    except (ValueError, TypeError, NameError, RecursionError) as error:
+        verdict = msgspec.convert(json.loads(call.removeprefix(VERDICT)), Verdict)
+        if verdict.outcome is None:
+            return verdict
+        return msgspec.structs.replace(verdict, outcome=msgspec.convert(verdict.outcome, outcome))
+    except (ValueError, RecursionError) as error:
         raise TrainerRankError(None, f"their store holds no verdict: {error}") from error
-    if not isinstance(verdict, Verdict):
-        raise TrainerRankError(None, f"their store holds no verdict: {type(verdict).__name__}")
-    return verdict
-
-
-def _built(value: Any) -> Any:
-    """Returns what :func:`_plain` was given."""
-    if isinstance(value, list):
-        return [_built(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    told = {name: _built(one) for name, one in value.items()}
-    if CLASS not in told:
-        return told
-    name = told.pop(CLASS)
-    kind = _class_of(name)
-    if kind is None:
-        raise TypeError(f"{name!r:.200} is no dataclass of this library")
-    types = get_type_hints(kind)
-    if told.keys() != {each.name for each in fields(kind)}:
-        raise TypeError(f"{name} has other fields")
-    if wrong := [field for field, one in told.items() if not _fits(one, types[field])]:
-        raise TypeError(f"{name} has fields of other types: {', '.join(wrong)}")
-    return kind(**told)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Returns whether ``value`` is of that type, to the last entry."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        return any(_fits(value, part) for part in parts)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(one, parts[0]) for one in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(one, parts[1]) for one in value.values())
-    return kind is Any or isinstance(value, int | float if kind is float else kind)
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _class_of(name: object) -> Any:
-    """Returns the dataclass with that name of this part of the library."""
-    module, _, own = str(name).rpartition(".")
-    if re.fullmatch(re.escape(__name__.rpartition(".")[0]) + r"\.[a-z_]+", module) is None:
-        return None
-    try:  # a rank that only takes part has imported no more than it needs
-        found = vars(importlib.import_module(module)).get(own)
-    except ModuleNotFoundError:
-        return None
-    is_here = isinstance(found, type) and is_dataclass(found) and found.__module__ == module
-    return found if is_here else None
 
 
 def _words_of(error: BaseException) -> str:
@@ -702,19 +575,6 @@ def _text(value: bytes, key: str) -> str:
         raise TrainerRankError(None, f"their store holds no text under {key}: {error}") from error
 
 
-def _await(store: Store, key: str, timeout_s: float, leader: int, what: str) -> str:
-    """Returns what the leader wrote under ``key``, once it has."""
-    begin = time.monotonic()
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-        return _text(store.get(key), key)
-    except dist.DistStoreError as error:
-        raise TrainerRankError(leader, f"did not {what} within {timeout_s:g} s") from error
-    except dist.DistError as error:
-        waited = time.monotonic() - begin
-        raise TrainerRankError(leader, f"could not be reached after {waited:.1f} s") from error
-
-
 STEP_TIMEOUT_S = 60.0
 # Seconds between looks at whether a rank has said that it failed.
 LOOK_S = 0.1
@@ -723,11 +583,7 @@ FOLLOW_TIMEOUT_S = 900.0
 
 @dataclass(slots=True)
 class Announcement:
-    """What the sending rank tells the others at the end of a push.
-
-    Attributes:
-        outcome: Handed to each ``participate()``: what JSON holds, or this library's dataclasses.
-    """
+    """What the sending rank tells the others at the end of a push: plain values or dataclasses."""
 
     outcome: Any = None
 
@@ -830,9 +686,9 @@ class ShardedModuleSource:
         finally:
             self._round = self._failure = None
 
-    def participate(self, *, timeout_s: float = FOLLOW_TIMEOUT_S) -> Any:
-        """Takes part in one push on a rank that does not send."""
-        followed = self._ranks.join(timeout_s=timeout_s)
+    def participate(self, outcome: Any = Any, *, timeout_s: float = FOLLOW_TIMEOUT_S) -> Any:
+        """Takes part in one push on a rank that does not send; returns its outcome."""
+        followed = self._ranks.join(timeout_s=timeout_s, outcome=outcome)
         under_way: list[Gather] = []
         try:
             tensors = self._tensors()
@@ -916,12 +772,13 @@ class ShardedModuleSource:
         try:
             yield watch
         except BaseException as error:
-            turn.break_step(error)
+            turn.is_broken = True
+            self._ranks.break_step(error)
             raise
 
     def _prepare(self, group: list[Bundle], tensors: dict[str, torch.Tensor]) -> Gather:
         names = [name for bundle in group for name in bundle.sources]
-        return Gather({name: part_of(tensors[name]) for name in names}, receives=self.leads)
+        return Gather({name: tensors[name] for name in names}, receives=self.leads)
 
     def _finish(self, gather: Gather) -> dict[str, torch.Tensor]:
         """Waits for a gather and returns whole tensors by name, none on ranks that do not send."""

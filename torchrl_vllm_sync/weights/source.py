@@ -159,27 +159,20 @@ def as_weight_source(weights: Any) -> WeightSource:
 
 @dataclass(slots=True)
 class _Fit:
-    """How one source's tensors become those that one engines' model expects.
+    """How one source's tensors become those that one engines' model expects."""
 
-    Attributes:
-        given: The source's metadata that was compared.
-        expected: The engines' model's metadata that it was compared with.
-        prefix: What is removed from the source's names.
-        sent: For each of the source's names the names that its values are sent under: one, or those
-            of each expert's parts. A name that is not here is tied or derived.
-        metadata: What is sent.
-        twins: Names, in the source, of a head and the embedding that must equal it.
-        source_views: The list that ``views`` was made from.
-        views: Those of the source that are sent, renamed.
-    """
-
-    given: list[ParamMeta]
-    expected: Sequence[ParamMeta]
-    prefix: str
+    given: list[ParamMeta]  # the source's metadata that was compared
+    expected: Sequence[ParamMeta]  # the engines' model's metadata that it was compared with
+    prefix: str  # what is removed from the source's names
+    # for each of the source's names the names that its values are sent under: one, or those of each
+    # expert's parts. A name that is not here is tied or derived
     sent: dict[str, str | list[tuple[str, ...]]]
-    metadata: list[ParamMeta]
+    metadata: list[ParamMeta]  # what is sent
+    # names, in the source, of a head and the embedding that must equal it
     twins: tuple[str, str] | None
+    # the list that `views` was made from
     source_views: list[tuple[str, torch.Tensor]] | None = None
+    # those of the source that are sent, renamed
     views: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
     def renamed(

@@ -1,11 +1,10 @@
-"""What every transport owes and shares: outcomes, reports, phases, watched waits."""
+"""What every transport owes and shares: pushes, their members, phases and reports."""
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from torchrl_vllm_sync.errors import (
@@ -14,18 +13,50 @@ from torchrl_vllm_sync.errors import (
     SyncError,
     TransferError,
     UnsupportedArgumentError,
-    WeightSyncError,
 )
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.weights.source import WeightSource
 
 
-# How long the phases of a push took, and when each began.
+GRACE_S = 10.0
+"""A replica keeps to the time limit itself. One silent for this much longer has hung."""
+DESCRIBE_TIMEOUT_S = 30.0
+MOST_ATTEMPTS = 3
+"""How often one push sends everything: again without replicas that were lost, and again."""
+
+# What becomes of requests in flight: they freeze and go on, are waited for, or end as they are.
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+def check_mode(mode: object) -> None:
+    """Refuses what says nothing of requests in flight."""
+    if mode not in get_args(PauseMode):
+        raise UnsupportedArgumentError(f"mode must be one of {get_args(PauseMode)}, got {mode!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOptions:
+    """How to push; see ``AsyncVLLM.push_weights``. Checks itself."""
+
+    timeout_s: float | None = None
+    clear_cache: bool = False
+    mode: PauseMode = "keep"
+    strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        limit = self.timeout_s
+        if limit is not None and not (isinstance(limit, int | float) and 0 < limit < float("inf")):
+            raise UnsupportedArgumentError(
+                f"timeout_s must be a finite number greater than 0, or None, got {limit!r}"
+            )
+        if self.strict is not None and not isinstance(self.strict, bool):
+            raise UnsupportedArgumentError(f"strict must be a bool or None, got {self.strict!r}")
+        check_mode(self.mode)
 
 
 class PhaseTimes:
@@ -42,11 +73,13 @@ class PhaseTimes:
         seconds: Seconds of wall clock by phase; and counts, by names that do not end in ``_s``.
         starts: When each phase began, in seconds of this process's ``time.perf_counter()``. A phase
             that is the sum of many pieces has no start.
+        broke_off: When the last attempt broke off, by the same clock; ``None`` if none did.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.starts: dict[str, float] = {}
+        self.broke_off: float | None = None
 
     def note(self, phase: str, begin: float, end: float | None = None) -> None:
         """Notes one phase."""
@@ -63,8 +96,174 @@ class PhaseTimes:
             self.note(phase, begin)
 
 
-# What becomes of requests in flight: they freeze and go on, are waited for, or end as they are.
-PauseMode = Literal["keep", "wait", "abort"]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """One version on its way: what a transport sends, within which time, and where it notes phases.
+
+    Attributes:
+        source: Complete and fitting the engines' model.
+        version: Policy version of these tensors.
+        timeout_s: Seconds after which a silent replica counts as failed.
+        clear_cache: Recompute keys and values of requests in flight.
+        mode: What becomes of requests in flight.
+        times: The phases.
+    """
+
+    source: WeightSource
+    version: int
+    timeout_s: float
+    clear_cache: bool = False
+    mode: PauseMode = "keep"
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+
+
+# What replicas answer, and what became of a push.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What one replica answered to one push; times are seconds of wall clock as it measured them.
+
+    Attributes:
+        version: Policy version it holds now; ``None`` when that is not known.
+        loaded: Whether anything was loaded; ``False`` when it held the version already.
+        verify_s: Reading and checking the stored tensors, while generation goes on.
+        stage_s: Receiving into spare memory, while generation goes on.
+        ready_s: Of ``stage_s``, until the trainer's word to begin.
+        pause_s: From the request to pause until no step is running.
+        load_s: Loading into the model, the slowest worker.
+        resume_s: Labelling and resuming.
+        whole_pause_s: All of the pause: ``pause_s``, ``load_s`` and ``resume_s``.
+        num_tensors: Tensors loaded by each worker.
+        num_kept: Samples of requests that went on with the tokens and keys they had.
+        num_restarted: Those without a token yet, which began again under the new weights.
+        attempts: Loads it took, the most of any worker.
+        path: How the weights got into the model: ``plan`` for copies straight into place,
+            ``layerwise`` for vLLM's reload; empty when nothing was loaded.
+        path_reason: Why it was not the plan; empty when it was, or when it was not asked for.
+        began_at: When the first of these phases began, in seconds of Unix time by its host's clock;
+            ``None`` when nothing was loaded. They follow each other: ``verify_s`` or ``stage_s``
+            (of which ``ready_s`` is the beginning), then ``pause_s``, ``load_s`` and ``resume_s``.
+        replica_id: Stable id of the replica.
+        error: Why it did not reach the version of the push; empty when it did.
+        is_expected: Whether it counts that it did not reach the version; not while it starts, as it
+            will serve only when it has caught up.
+        is_silent: Whether its actor or its engine did not answer in time.
+    """
+
+    version: int | None
+    loaded: bool = True
+    verify_s: float = 0.0
+    stage_s: float = 0.0
+    ready_s: float = 0.0
+    pause_s: float = 0.0
+    load_s: float = 0.0
+    resume_s: float = 0.0
+    whole_pause_s: float = 0.0
+    num_tensors: int = 0
+    num_kept: int = 0
+    num_restarted: int = 0
+    attempts: int = 0
+    path: str = ""
+    path_reason: str = ""
+    began_at: float | None = None
+    replica_id: str = ""
+    error: str = ""
+    is_expected: bool = True
+    is_silent: bool = False
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, by names that end in ``_s``, and counts; empty for one that failed."""
+        return {} if self.error else {name: float(getattr(self, name)) for name in _MEASURED}
+
+
+_FACTS = {"version", "path", "path_reason", "began_at"}
+_FACTS |= {"replica_id", "error", "is_expected", "is_silent"}
+_MEASURED = [one.name for one in fields(LoadReport) if one.name not in _FACTS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """One push that was committed.
+
+    Attributes:
+        version: Policy version committed.
+        transport: Name of the transport.
+        num_bytes: Bytes of all tensors, once.
+        seconds: Wall clock of the whole push.
+        phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
+            ``open_s`` is what comes before the transport's own: for the first push, choosing a
+            transport, forming its group and asking the replicas what they hold. ``copy_s`` and
+            ``hash_s`` of ``memmap`` are those of several threads together. ``compare_s`` is reading
+            all weights once, to know a retry by, after somebody was left behind. After a second
+            attempt ``lost_s`` is from the beginning of the first to that of the last, of which
+            ``last_words_s`` from when the one before broke off, and ``again_s`` is the last one.
+        replicas: What each replica answered.
+        left_behind: Id of each replica that did not reach the version, to the reason; it takes no
+            requests until it does. Empty after a push with ``strict=True``, but for replicas that
+            were starting.
+        began_at: When the push began, in seconds of Unix time by the trainer's clock; ``None`` if
+            unknown.
+        phase_starts: Seconds from the beginning of the push to that of each phase on the trainer's
+            side, as far as the transport said.
+    """
+
+    version: int
+    transport: str
+    num_bytes: int
+    seconds: float
+    phases: dict[str, float]
+    replicas: list[LoadReport]
+    left_behind: dict[str, str] = field(default_factory=dict)
+    began_at: float | None = None
+    phase_starts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        """Bytes of the weights by the seconds of the whole push, in 10^9 bytes per second."""
+        return self.num_bytes / self.seconds / 1e9
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns what an exception says, or its name if it says nothing."""
+    return str(error) or type(error).__name__
+
+
+def failed(answers: Mapping[str, Any]) -> dict[str, BaseException]:
+    """Returns the answers that are exceptions."""
+    return {name: one for name, one in answers.items() if isinstance(one, BaseException)}
+
+
+def is_silent(answer: Any) -> bool:
+    """Whether the replica's actor, or its engine, gave no answer in time."""
+    unanswered = isinstance(answer, TimeoutError) and not isinstance(answer, SyncError)
+    return unanswered or isinstance(answer, SilentEngineError)
+
+
+def is_lost(answer: Any) -> bool:
+    """Whether the replica kept silent, or died so that there will be no other answer."""
+    dead = isinstance(answer, ReplicaUnavailableError) and answer.state in _NOT_AWAITED
+    return dead or is_silent(answer)
+
+
+def lost_replicas(answers: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the replicas without which an update that broke off is worth another attempt."""
+    lost = {name for name, one in answers.items() if is_lost(one)}
+    others = [one for name, one in answers.items() if name not in lost]
+    broke_off = any(isinstance(one, BaseException) for one in others)
+    return {name: reason_of(answers[name]) for name in lost} if broke_off else {}
+
+
+def raise_exceptions(answers: Mapping[str, Any]) -> None:
+    """Raises for the replicas that failed."""
+    reasons = [f"replica {name}: {one!s}" for name, one in failed(answers).items()]
+    if reasons:
+        raise TransferError("; ".join(reasons))
+
+
+# How replicas are reached, and which of them a push goes to.
+
 
 # One that joins is ``STARTING`` and has an engine: it takes pushes before it takes requests.
 _NOT_AWAITED = (ReplicaState.FAILED, ReplicaState.CLOSED)
@@ -97,236 +296,15 @@ def awaited_replicas(standings: Mapping[str, Standing]) -> dict[str, str]:
     return {name: one.incarnation for name, one in standings.items() if not one.absence}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaOutcome:
-    """What one replica answered to one push.
-
-    Attributes:
-        replica_id: Stable id of the replica.
-        version: Policy version it holds now; ``None`` when that is not known.
-        error: Why it did not reach the version of the push; empty when it did.
-        phases: Seconds of wall clock by phase, and counts, as the replica measured them.
-        path: How the weights got into its model: ``plan`` or ``layerwise``; empty when nothing was
-            loaded.
-        path_reason: Why it was not the plan; empty when it was, or when none was asked for.
-        is_expected: Whether it counts that it did not reach the version; not while it starts, as it
-            will serve only when it has caught up.
-        is_silent: Whether its actor did not answer at all in time.
-        began_at: When its first phase began, in seconds of Unix time by its host's clock; ``None``
-            when nothing was loaded. Its phases follow each other: ``verify_s`` or ``stage_s`` (of
-            which ``ready_s`` is the beginning), then ``pause_s``, ``load_s`` and ``resume_s``.
-    """
-
-    replica_id: str
-    version: int | None
-    error: str = ""
-    phases: dict[str, float] = field(default_factory=dict)
-    path: str = ""
-    path_reason: str = ""
-    is_expected: bool = True
-    is_silent: bool = False
-    began_at: float | None = None
-
-    @classmethod
-    def of(cls, replica_id: str, answer: Any) -> ReplicaOutcome:
-        """Makes it from what a call to the replica ended with.
-
-        Args:
-            replica_id: The replica.
-            answer: A ``LoadReport`` as a dictionary, or the exception that came instead.
-
-        Returns:
-            The outcome.
-        """
-        if isinstance(answer, BaseException):
-            why = str(answer) or type(answer).__name__
-            silent = isinstance(answer, TimeoutError) and not isinstance(answer, SyncError)
-            return cls(replica_id=replica_id, version=None, error=why, is_silent=silent)
-        words = ("version", "path", "path_reason", "began_at")
-        return cls(
-            replica_id=replica_id,
-            version=answer["version"],
-            phases={name: float(value) for name, value in answer.items() if name not in words},
-            path=answer.get("path", ""),
-            path_reason=answer.get("path_reason", ""),
-            began_at=answer.get("began_at"),
-        )
-
-    @classmethod
-    def missing(
-        cls,
-        reasons: Mapping[str, str],
-        standings: Mapping[str, Standing],
-        silent: Collection[str] = (),
-    ) -> list[ReplicaOutcome]:
-        """Makes those of replicas that a push did without.
-
-        Args:
-            reasons: Replica id to the reason.
-            standings: Each replica's standing.
-            silent: Ids of those that do not answer.
-
-        Returns:
-            One outcome for each reason.
-        """
-        return [
-            cls(
-                replica_id=name,
-                version=None,
-                error=why,
-                is_expected=name not in standings
-                or standings[name].state is not ReplicaState.STARTING,
-                is_silent=name in silent,
-            )
-            for name, why in reasons.items()
-        ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendOutcome:
-    """What a transport did with one version.
-
-    Attributes:
-        num_bytes: Bytes of all tensors, once.
-        phases: Seconds of wall clock by phase on the trainer's side.
-        replicas: One answer for each replica of the service.
-        run_id: Tells versions of this sender from another's with the same number; ``None`` if the
-            transport has no such thing.
-        phase_starts: When each phase began, in seconds of ``time.perf_counter()``; one that is the
-            sum of many pieces, or whose start the transport does not know, is missing.
-    """
-
-    num_bytes: int
-    phases: dict[str, float]
-    replicas: list[ReplicaOutcome]
-    run_id: str | None = None
-    phase_starts: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def failures(self) -> dict[str, str]:
-        """Id of each replica that did not reach the version, to the reason."""
-        return {one.replica_id: one.error for one in self.replicas if one.error}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every replica that counts reached the version."""
-        return not any(one.error and one.is_expected for one in self.replicas)
-
-    @property
-    def reached_some(self) -> bool:
-        """Whether at least one replica reached the version."""
-        return any(not one.error for one in self.replicas) or not self.replicas
-
-    @property
-    def was_loaded(self) -> bool:
-        """Whether every replica that reached the version loaded it, and none held it before."""
-        return all(one.phases.get("loaded", 1.0) for one in self.replicas if not one.error)
-
-    def after(self, times: PhaseTimes) -> SendOutcome:
-        """Returns the outcome with the phases that came before it."""
-        return replace(
-            self,
-            phases=times.seconds | self.phases,
-            phase_starts=times.starts | self.phase_starts,
-        )
-
-    def commits(self, *, strict: bool) -> bool:
-        """Whether the version counts as committed: on all replicas, or at least on one."""
-        return self.reached_some and (self.is_complete or not strict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushReport:
-    """One push that was committed.
-
-    Attributes:
-        version: Policy version committed.
-        transport: Name of the transport.
-        num_bytes: Bytes of all tensors, once.
-        seconds: Wall clock of the whole push.
-        phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
-            ``open_s`` is what comes before the transport's own: for the first push, choosing a
-            transport, forming its group and asking the replicas what they hold. ``copy_s`` and
-            ``hash_s`` of ``memmap`` are those of several threads together. ``compare_s`` is reading
-            all weights once, to know a retry by, after somebody was left behind.
-        replicas: What each replica answered.
-        left_behind: Id of each replica that did not reach the version, to the reason; it takes no
-            requests until it does. Empty after a push with ``strict=True``, but for replicas that
-            were starting.
-        began_at: When the push began, in seconds of Unix time by the trainer's clock; ``None`` if
-            unknown.
-        phase_starts: Seconds from the beginning of the push to that of each phase on the trainer's
-            side, as far as the transport said.
-    """
-
-    version: int
-    transport: str
-    num_bytes: int
-    seconds: float
-    phases: dict[str, float]
-    replicas: list[ReplicaOutcome]
-    left_behind: dict[str, str] = field(default_factory=dict)
-    began_at: float | None = None
-    phase_starts: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def gigabytes_per_s(self) -> float:
-        """Bytes of the weights by the seconds of the whole push, in 10^9 bytes per second."""
-        return self.num_bytes / self.seconds / 1e9
-
-    @classmethod
-    def from_outcome(
-        cls,
-        outcome: SendOutcome,
-        *,
-        version: int,
-        transport: str,
-        seconds: float,
-        strict: bool = True,
-        began: float | None = None,
-    ) -> PushReport:
-        """Makes the report, or raises for the replicas that were left behind.
-
-        Args:
-            outcome: What became of the push.
-            version: Its policy version.
-            transport: Name of the transport.
-            seconds: Wall clock of the whole push.
-            strict: Raise if any replica was left behind, not only if all were.
-            began: When it began, in seconds of ``time.perf_counter()``; ``None`` if unknown.
-
-        Returns:
-            The report.
-
-        Raises:
-            WeightSyncError: At least one replica did not reach ``version``, or none did.
-        """
-        if not outcome.commits(strict=strict):
-            raise WeightSyncError(version, outcome.failures)
-        return cls(
-            version=version,
-            transport=transport,
-            num_bytes=outcome.num_bytes,
-            seconds=seconds,
-            phases=outcome.phases,
-            replicas=outcome.replicas,
-            left_behind=outcome.failures,
-            began_at=None if began is None else time.time() - (time.perf_counter() - began),
-            phase_starts={}
-            if began is None
-            else {name: start - began for name, start in outcome.phase_starts.items()},
-        )
-
-
 class PendingCalls(Protocol):
-    """One call to every replica, under way."""
+    """One call to some replicas, under way."""
 
     def failures(self) -> dict[str, BaseException]:
         """Returns those that have ended with an exception by now, without waiting."""
         ...
 
     def answers(self, deadline_s: float) -> dict[str, Any]:
-        """Waits for all; see :meth:`ReplicaClient.call_replicas`."""
+        """Waits for all; an exception stands for a replica that failed or did not answer."""
         ...
 
 
@@ -368,53 +346,171 @@ class ReplicaClient(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Silence:
+    """What a replica was silent about, and a question to it that nobody waits for.
+
+    The question goes through the actor and the engine core to every worker, so that an answer means
+    that all of them run again. Asking costs one call; looking for the answer costs nothing.
+    """
+
+    reason: str
+    incarnation: str
+    probe: PendingCalls
+
+
+class Members:
+    """The replicas that a trainer's pushes go to, and why they do without the others.
+
+    Lifecycle: :meth:`choose` before each attempt; the transport drops whom it cannot begin with.
+    Who is silent is remembered until it answers, is dead or was replaced, so that a wedged replica
+    delays only the push that it was wedged in.
+
+    Attributes:
+        client: Reaches them.
+        incarnations: Id of each replica that the push goes to, to its actor's incarnation.
+        missing: Id of each other replica, to the reason.
+    """
+
+    def __init__(self, client: ReplicaClient) -> None:
+        self.client = client
+        self.incarnations: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+        self._silences: dict[str, _Silence] = {}
+
+    @property
+    def silent(self) -> dict[str, str]:
+        """Id of each silent replica, to what it was silent about."""
+        return {name: one.reason for name, one in self._silences.items()}
+
+    def choose(self, without: Mapping[str, str] | None = None) -> None:
+        """Begins anew with every replica that is there, but for those to do without."""
+        standings = self.client.standings()
+        absent = {name: one.absence for name, one in standings.items() if one.absence}
+        self.missing = absent | {n: why for n, why in (without or {}).items() if n in standings}
+        awaited = awaited_replicas(standings)
+        self.incarnations = {n: one for n, one in awaited.items() if n not in self.missing}
+
+    def drop(self, answers: Mapping[str, BaseException]) -> None:
+        """Does without these, for what they answered."""
+        self.missing |= {name: reason_of(one) for name, one in answers.items()}
+        for name in answers:
+            self.incarnations.pop(name, None)
+        self.note_silent(answers)
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> PendingCalls:
+        """Calls a method of all of them and does not wait."""
+        return self.client.start_calls(method, dict.fromkeys(self.incarnations, args), **kwargs)
+
+    def describe(self) -> dict[str, EngineDescription]:
+        """Asks each what it is, and drops those that do not say."""
+        answers: dict[str, Any] = {}
+        if self.incarnations:
+            answers = self.start("describe").answers(DESCRIBE_TIMEOUT_S)
+        self.drop(failed(answers))
+        alive = {name: one for name, one in answers.items() if name not in self.missing}
+        if not alive:
+            raise TransferError(f"no replica can be reached: {self.missing}")
+        return alive
+
+    def note_silent(self, answers: Mapping[str, Any]) -> None:
+        """Remembers those that gave no answer, and asks them for a sign of life."""
+        standings = self.client.standings()
+        for name, one in answers.items():
+            if is_silent(one) and name in standings:
+                incarnation = standings[name].incarnation
+                self._silences[name] = _Silence(reason_of(one), incarnation, self._probe(name))
+
+    def look(self) -> None:
+        """Forgets the silent ones that have answered since, are dead, or are other actors now."""
+        awaited = awaited_replicas(self.client.standings())
+        for name, silence in list(self._silences.items()):
+            if awaited.get(name) != silence.incarnation:
+                del self._silences[name]
+                continue
+            answer = silence.probe.answers(0.0).get(name)
+            if isinstance(answer, SilentEngineError):  # the actor lives, its engine does not answer
+                silence.probe = self._probe(name)
+            elif not is_silent(answer):
+                del self._silences[name]
+
+    def forget_silence(self, replica_ids: Collection[str]) -> None:
+        """Takes these for awake: they have done something."""
+        for name in replica_ids:
+            self._silences.pop(name, None)
+
+    def _probe(self, name: str) -> PendingCalls:
+        return self.client.start_calls("probe_workers", {name: ()})
+
+    def reports(self, answers: Mapping[str, Any]) -> list[LoadReport]:
+        """Returns what each replica answered, and why each missing one did not."""
+        standings, silent = self.client.standings(), self._silences.keys()
+        errors = {n: reason_of(one) for n, one in failed(answers).items()}
+        errors |= {n: why for n, why in self.missing.items() if n not in answers}
+        return [
+            LoadReport(**{**answers[name], "replica_id": name})
+            if name not in errors
+            else LoadReport(
+                replica_id=name,
+                version=None,
+                error=errors[name],
+                is_expected=name not in standings
+                or standings[name].state is not ReplicaState.STARTING,
+                is_silent=name in silent,
+            )
+            for name in {**answers, **errors}
+        ]
+
+
 class WeightTransport(Protocol):
     """Moves whole versions of the weights from the trainer into every replica.
 
-    Lifecycle: constructed, ``open`` once, ``send`` any number of times, ``close``. Opening again
-    after ``close`` is allowed.
+    Lifecycle: constructed, ``open`` before each attempt of a push, ``send``, ``close``. Opening
+    again after ``close`` is allowed.
+
+    Attributes:
+        name: Its name in reports.
+        is_collective: Whether all replicas take part in one transfer, which breaks off for all when
+            one is lost. Such pushes leave silent replicas out, and send again without lost ones.
     """
 
     name: str
 
     @property
-    def last_version(self) -> int:
-        """Newest version that it holds already, from an earlier process too; 0 if none."""
+    def is_collective(self) -> bool:
+        """See the class."""
         ...
 
-    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
-        """Prepares to send to the replicas behind ``client``; does nothing when open already.
+    @property
+    def run_id(self) -> str:
+        """Tells versions of this sender from another's with the same number."""
+        ...
+
+    @property
+    def last_version(self) -> int:
+        """Newest version that it stores, an earlier process's included; 0 if it stores none."""
+        ...
+
+    def open(self, members: Members, source: WeightSource | None = None) -> None:
+        """Prepares to send to ``members``; does nothing when that was done.
 
         Args:
-            client: The replicas.
+            members: The replicas; those that it cannot begin with are dropped from them.
             source: What will be sent, if that is known: it may be sent from where it is.
         """
         ...
 
-    def send(
-        self,
-        client: ReplicaClient,
-        source: WeightSource,
-        version: int,
-        *,
-        timeout_s: float,
-        clear_cache: bool,
-        mode: PauseMode = "keep",
-    ) -> SendOutcome:
-        """Sends ``source`` as ``version`` to every replica and waits for each one's answer.
+    def send(self, members: Members, push: Push) -> dict[str, Any]:
+        """Sends to every member and waits for each one's answer; :meth:`open` was called.
 
         Sending the same version again brings along only the replicas that do not hold it.
 
         Args:
-            client: The replicas.
-            source: Complete and fitting the engines' model.
-            version: Policy version of these tensors.
-            timeout_s: Seconds after which a silent replica counts as failed.
-            clear_cache: Recompute keys and values of requests in flight.
-            mode: What becomes of requests in flight.
+            members: The replicas.
+            push: What to send.
 
         Returns:
-            How many bytes, how long each phase took, and one answer for each replica.
+            Replica id to the fields of its ``LoadReport``, or to the exception that came instead.
         """
         ...
 
@@ -431,151 +527,3 @@ def check_transport(transport: object) -> None:
             f"transport must be a WeightTransport, got {transport!r}: an object such as "
             "MemmapTransport(); only WeightUpdater takes names"
         )
-
-
-def check_mode(mode: object) -> None:
-    """Refuses what says nothing of requests in flight."""
-    if mode not in get_args(PauseMode):
-        raise UnsupportedArgumentError(f"mode must be one of {get_args(PauseMode)}, got {mode!r}")
-
-
-# Which replicas a transport can begin with, and why it has to do without the others.
-
-
-DESCRIBE_TIMEOUT_S = 30.0
-MOST_ATTEMPTS = 3
-"""How often one push sends everything: again without replicas that were lost, and again."""
-OVER = (ReplicaState.FAILED, ReplicaState.CLOSED)
-
-
-def describe_replicas(
-    client: ReplicaClient, without: Collection[str] = ()
-) -> tuple[dict[str, EngineDescription], dict[str, str]]:
-    """Asks every replica that a push waits for what it is."""
-    missing: dict[str, str] = {}
-    asked: dict[str, tuple[()]] = {}
-    for name, standing in client.standings().items():
-        if standing.absence:
-            missing[name] = standing.absence
-        elif name not in without:
-            asked[name] = ()
-    answers = client.start_calls("describe", asked).answers(DESCRIBE_TIMEOUT_S) if asked else {}
-    alive = {name: one for name, one in answers.items() if not isinstance(one, BaseException)}
-    missing |= {name: str(one) for name, one in answers.items() if name not in alive}
-    if not alive:
-        raise TransferError(f"no replica can be reached: {missing}")
-    return alive, missing
-
-
-def is_dead(answer: Any) -> bool:
-    """Whether a call to a replica ended so that there will be no other."""
-    return isinstance(answer, ReplicaUnavailableError) and answer.state in OVER
-
-
-def is_lost(answer: Any) -> bool:
-    """Whether a replica died during a call, or it or its engine kept silent."""
-    silent = isinstance(answer, TimeoutError) and not isinstance(answer, SyncError)
-    return silent or isinstance(answer, SilentEngineError) or is_dead(answer)
-
-
-def lost_replicas(answers: Mapping[str, Any]) -> set[str]:
-    """Returns the replicas without which an update that broke off is worth another attempt."""
-    lost = {name for name, one in answers.items() if is_lost(one)}
-    others = [one for name, one in answers.items() if name not in lost]
-    return lost if any(isinstance(one, BaseException) for one in others) else set()
-
-
-# Replicas that gave no answer, which pushes do without until they show a sign of life.
-
-
-@dataclass(slots=True)
-class _Silence:
-    reason: str
-    incarnation: str
-    probe: PendingCalls
-
-
-class SilentReplicas:
-    """Who was silent, and a question to each that nobody waits for.
-
-    The question goes through the actor and the engine core to every worker, so that an answer means
-    that all of them run again. Asking costs one call; looking for the answer costs nothing, so a
-    wedged replica delays only the push that it was wedged in.
-    """
-
-    def __init__(self) -> None:
-        self._silences: dict[str, _Silence] = {}
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """Id of each silent replica, to what it was silent about."""
-        return {name: one.reason for name, one in self._silences.items()}
-
-    def note(self, client: ReplicaClient, reasons: Mapping[str, str]) -> None:
-        """Begins to do without these replicas."""
-        standings = client.standings()
-        for name in reasons.keys() & standings.keys():
-            self._silences[name] = _Silence(
-                reasons[name], standings[name].incarnation, _probe(client, name)
-            )
-
-    def look(self, client: ReplicaClient) -> None:
-        """Forgets those that have answered since, are dead, or are other actors by now."""
-        standings = client.standings()
-        for name, silence in list(self._silences.items()):
-            standing = standings.get(name)
-            if standing is None or standing.absence or standing.incarnation != silence.incarnation:
-                del self._silences[name]
-                continue
-            answer = silence.probe.answers(0.0).get(name)
-            if isinstance(answer, SilentEngineError):  # the actor lives, its engine does not answer
-                silence.probe = _probe(client, name)
-            elif not isinstance(answer, TimeoutError) or isinstance(answer, SyncError):
-                del self._silences[name]
-
-
-def _probe(client: ReplicaClient, name: str) -> PendingCalls:
-    return client.start_calls("probe_workers", {name: ()})
-
-
-# Blocking calls that may never return, made in a thread while the replicas are watched.
-
-
-# Seconds between looks at the replicas.
-WATCH_S = 0.05
-
-
-def watched(what: str, call: Callable[[], Any], pending: PendingCalls, deadline: float) -> Any:
-    """Makes ``call`` in a thread and waits for it, but not for ever.
-
-    The thread is left behind when this raises early; ending what it does is the caller's.
-    """
-    result: list[Any] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(call())
-        except BaseException as error:  # noqa: BLE001  raised below, on the caller's thread
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name=what, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(WATCH_S)
-        raise_exceptions(pending.failures())
-        if time.monotonic() > deadline:
-            raise TransferError(f"{what} did not end in time")
-    for error in failure:
-        if isinstance(error, SyncError) or not isinstance(error, Exception):
-            raise error
-        raise TransferError(f"{what} broke off: {type(error).__name__}: {error}") from error
-    return result[0]
-
-
-def raise_exceptions(answers: Mapping[str, Any]) -> None:
-    """Raises for the replicas that failed."""
-    failures = {name: one for name, one in answers.items() if isinstance(one, BaseException)}
-    if failures:
-        reasons = (f"replica {name}: {one!s}" for name, one in failures.items())
-        raise TransferError("; ".join(reasons))

@@ -32,21 +32,13 @@ DEFAULT_BUCKET_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive rows of one tensor, in one bucket.
+    """Consecutive rows of one tensor, in one bucket."""
 
-    Attributes:
-        meta: The tensor they belong to, with its dtype on the wire.
-        index: Position of the tensor in the metadata.
-        first_row: First row, along the first dimension; a scalar is one row.
-        num_rows: Number of rows.
-        byte_offset: Where they begin in the bucket; a multiple of the dtype's size.
-    """
-
-    meta: ParamMeta
-    index: int
-    first_row: int
-    num_rows: int
-    byte_offset: int
+    meta: ParamMeta  # the tensor they belong to, with its dtype on the wire
+    index: int  # position of the tensor in the metadata
+    first_row: int  # first row, along the first dimension; a scalar is one row
+    num_rows: int  # number of rows
+    byte_offset: int  # where they begin in the bucket; a multiple of the dtype's size
 
     @property
     def name(self) -> str:
@@ -76,15 +68,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What one transfer carries.
+    """What one transfer carries."""
 
-    Attributes:
-        pieces: Rows of tensors, in the order of the stream.
-        num_bytes: Bytes to transfer, padding between dtypes included.
-    """
-
-    pieces: tuple[Piece, ...]
-    num_bytes: int
+    pieces: tuple[Piece, ...]  # rows of tensors, in the order of the stream
+    num_bytes: int  # bytes to transfer, padding between dtypes included
 
 
 class BucketLayout:
@@ -317,24 +304,9 @@ class StreamingPacker:
     """Packs tensors as a source yields them: merged adapters, gathered shards."""
 
     def __init__(self, layout: BucketLayout, source: WeightSource, device: torch.device) -> None:
-        self._layout, self._device = layout, device
-        self._items = self._checked(iter(source))
+        self._layout = layout
+        self._items = checked(source, layout.metadata, device)
         self._index, self._tensor = -1, torch.empty(0)
-
-    def _checked(
-        self, items: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for meta in self._layout.metadata:
-            name, tensor = next(items, ("nothing", torch.empty(0)))
-            if name != meta.name or tuple(tensor.shape) != meta.shape:
-                raise WeightMismatchError(
-                    f"the source announced {meta.name} {list(meta.shape)} and yielded {name} "
-                    f"{list(tensor.shape)}"
-                )
-            check_device(name, tensor, self._device)
-            yield name, tensor
-        for name, _ in items:
-            raise WeightMismatchError(f"the source yielded {name}, which it had not announced")
 
     @torch.no_grad()
     def __call__(self, index: int, buffer: torch.Tensor) -> None:
@@ -350,6 +322,24 @@ class StreamingPacker:
         for _ in self._items:
             pass
         self._tensor = torch.empty(0)
+
+
+def checked(
+    source: WeightSource, metadata: Sequence[ParamMeta], device: torch.device
+) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
+    """Yields the tensors of a source, held to what it announced and to where they are sent from."""
+    items = iter(source)
+    for meta in metadata:
+        name, tensor = next(items, ("nothing", torch.empty(0)))
+        if name != meta.name or tuple(tensor.shape) != meta.shape:
+            raise WeightMismatchError(
+                f"the source announced {meta.name} {list(meta.shape)} and yielded {name} "
+                f"{list(tensor.shape)}"
+            )
+        check_device(name, tensor, device)
+        yield meta, tensor
+    for name, _ in items:
+        raise WeightMismatchError(f"the source yielded {name}, which it had not announced")
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

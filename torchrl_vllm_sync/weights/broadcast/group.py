@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 
 if TYPE_CHECKING:
@@ -81,24 +83,12 @@ class BoundedStore:
             return call()
         if self._is_lost:
             raise DistStoreError("the connection to the trainer's store was given up")
-        ended: list[tuple[Any, Exception | None]] = []
-
-        def run() -> None:
-            try:
-                ended.append((call(), None))
-            except Exception as error:  # noqa: BLE001  raised again where the answer is awaited
-                ended.append((None, error))
-
-        thread = threading.Thread(target=run, name="trainers-store", daemon=True)
-        thread.start()
-        thread.join(self._answer_timeout_s if timeout_s is None else timeout_s)
-        if not ended:
+        ended = in_thread("trainers-store", call)
+        limit_s = self._answer_timeout_s if timeout_s is None else timeout_s
+        if wait([ended], timeout=limit_s).not_done:
             self._is_lost = True
             raise DistStoreError("the process that hosts the store did not answer in time")
-        answer, error = ended[0]
-        if error is not None:
-            raise error
-        return answer
+        return ended.result()
 
 
 # What NCCL reads from the environment when a communicator is made.
@@ -173,19 +163,13 @@ CONNECT_POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where a group meets.
+    """Where a group meets."""
 
-    Attributes:
-        address: The trainer's address, reachable from every worker.
-        port: Port of its ``TCPStore``.
-        world_size: The trainer and the workers of all replicas.
-        interface: Network interface to use, of this name on every host; ``None`` takes the one that
-            reaches ``address``. NCCL keeps to the one that a process has used first.
-    """
-
-    address: str
-    port: int
-    world_size: int
+    address: str  # the trainer's address, reachable from every worker
+    port: int  # port of its `TCPStore`
+    world_size: int  # the trainer and the workers of all replicas
+    # network interface to use, of this name on every host; `None` takes the one that reaches
+    # `address`. NCCL keeps to the one that a process has used first
     interface: str | None = None
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 import uuid
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from torchrl_vllm_sync.errors import SyncError, TransferError, UnsupportedArgumentError
+from torchrl_vllm_sync.checks import Deadline, check_integer
+from torchrl_vllm_sync.errors import (
+    ReplicaUnavailableError,
+    SyncError,
+    TransferError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.weights.broadcast.buckets import (
     DEFAULT_BUCKET_BYTES,
     BucketLayout,
@@ -20,35 +27,34 @@ from torchrl_vllm_sync.weights.broadcast.buckets import (
     send_buckets,
     sendable_tensors,
 )
-from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, StartSignal
-from torchrl_vllm_sync.weights.broadcast.members import GRACE_S, BroadcastMembers
+from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup, StartSignal
 from torchrl_vllm_sync.weights.metadata import metadata_digest, to_json
+from torchrl_vllm_sync.weights.places import current_device, home_device
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import (
-    MOST_ATTEMPTS,
-    PhaseTimes,
-    ReplicaOutcome,
-    SendOutcome,
+    GRACE_S,
+    failed,
     is_lost,
-    lost_replicas,
     raise_exceptions,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Mapping
 
+    from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.weights.broadcast.buckets import Packer
-    from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import PauseMode, ReplicaClient
+    from torchrl_vllm_sync.weights.transport import Members, Push
 
 
 DEFAULT_JOIN_TIMEOUT_S = 120.0
+LEAVE_TIMEOUT_S = 15.0
 # An announcement gets this many times longer than the slowest one took, beside the time to send.
 ANNOUNCE_MULTIPLE = 3.0
+GROUP_ID_BITS = 32
 
-
+_SETTINGS = "_bucket_bytes _interface _staged _given_device _verify _join_timeout_s".split()  # noqa: SIM905
 Verify = Literal["first", "always", "never"]
 
 
@@ -77,6 +83,8 @@ class BroadcastTransport:
     """
 
     name = "broadcast"
+    is_collective = True
+    last_version = 0  # it stores none
 
     def __init__(
         self,
@@ -88,8 +96,7 @@ class BroadcastTransport:
         verify: Verify = "first",
         join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
     ) -> None:
-        if bucket_bytes < 1:
-            raise UnsupportedArgumentError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+        check_integer("bucket_bytes", bucket_bytes, 1)
         if not 0 < join_timeout_s < float("inf"):
             raise UnsupportedArgumentError(
                 f"join_timeout_s must be a finite number greater than 0, got {join_timeout_s}"
@@ -104,9 +111,12 @@ class BroadcastTransport:
         self._forget()
 
     def _forget(self) -> None:
-        self._run_id = uuid.uuid4().hex
-        self._last_version = 0
-        self._members = BroadcastMembers(self._given_device, self._interface, self._join_timeout_s)
+        self.run_id = uuid.uuid4().hex
+        self._group: BroadcastGroup | None = None
+        self._last_device: torch.device | None = None
+        # Id of each replica in the group to its incarnation, and to the ranks of its workers.
+        self._crew: dict[str, str] = {}
+        self._ranks: dict[str, tuple[int, ...]] = {}
         self._push_id = 0
         self._announced: str | None = None
         self._metadata: list[ParamMeta] = []
@@ -117,20 +127,17 @@ class BroadcastTransport:
         self._packer: Packer | None = None
         self._whole: list[torch.Tensor] | None = None
         self._checked: set[tuple[str, str, str]] = set()
-        self._announce_s = self._broke_off_at = 0.0
+        self._announce_s = 0.0
         self._has_plans = self._takes_direct = False
-
-    @property
-    def last_version(self) -> int:
-        """Newest version sent by this transport; 0 before the first."""
-        return self._last_version
 
     @property
     def num_buffer_bytes(self) -> int:
         """Bytes that the buckets take on the trainer's device."""
         return sum(buffer.numel() for buffer in self._buffers)
 
-    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
+    # ---------------------------------------------------------------- the group
+
+    def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Forms the group with the workers of every replica that is alive; nothing if it stands.
 
         Arguments are those of :meth:`WeightTransport.open`.
@@ -140,201 +147,219 @@ class BroadcastTransport:
             UnsupportedArgumentError: The trainer's device and the engines' do not go together, or
                 this host has not the interface.
         """
-        self._form(client, {}, source)
+        if self._group is not None:
+            if self._stands(self._group, members, source):
+                return
+            self._leave()
+        described = members.describe()
+        device = self._device_for(source, {one.device_type for one in described.values()})
+        while not self._form(members, described, device):
+            pass
+        self._announced, self._views, self._packer, self._buffers = None, None, None, []
+
+    def _stands(self, group: BroadcastGroup, members: Members, source: WeightSource | None) -> bool:
+        """Whether the group can be used from here and consists of these members."""
+        if not group.is_connected or group.was_left or self._crew != members.incarnations:
+            return False
+        home = None if self._given_device else home_device(source, group.device.type)
+        return home in (None, group.device)
+
+    def _device_for(self, source: WeightSource | None, engines: set[str]) -> torch.device:
+        """Returns the trainer's device for engines on these kinds of device."""
+        if len(engines) > 1:
+            raise UnsupportedArgumentError(
+                f"a broadcast reaches engines of one kind of device, these are on {sorted(engines)}"
+            )
+        (kind,) = engines
+        device = (
+            self._given_device
+            or home_device(source, kind)
+            or self._last_device
+            or torch.device(kind)
+        )
+        if device.type != kind or (kind == "cuda" and not torch.cuda.is_available()):
+            raise UnsupportedArgumentError(
+                f"the engines are on {kind} and the trainer is on "
+                f"{device if device.type != kind else 'a host without CUDA'}: broadcast needs one "
+                "kind of device on both sides, the memmap transport does not"
+            )
+        return device if device.index is not None else current_device(kind)
 
     def _form(
-        self, client: ReplicaClient, without: dict[str, str], source: WeightSource | None
-    ) -> None:
-        if self._members.form(client, without, source):
-            self._announced = None
-            self._push_id = self._members.group_id << PUSH_ID_BITS
-            self._views, self._packer, self._buffers = None, None, []
+        self, members: Members, described: Mapping[str, EngineDescription], device: torch.device
+    ) -> bool:
+        """Forms a group with the members, or drops those that kept it from being formed."""
+        self._crew = dict(members.incarnations)
+        self._ranks, world_size = {}, 1
+        for name in self._crew:
+            first, world_size = world_size, world_size + described[name].num_workers
+            self._ranks[name] = tuple(range(first, world_size))
+        address, port = members.client.rendezvous
+        limit_s = self._join_timeout_s
+        group = BroadcastGroup.host(
+            address,
+            port=port,
+            world_size=world_size,
+            device=device,
+            timeout_s=limit_s,
+            interface=self._interface,
+        )
+        group_id = secrets.randbits(GROUP_ID_BITS)
+        info = {
+            "master_address": group.rendezvous.address,
+            "master_port": group.rendezvous.port,
+            "world_size": world_size,
+            "interface": self._interface,
+            "group_id": group_id,
+        }
+        calls = members.client.start_calls(
+            "join_broadcast",
+            {name: ({**info, "rank_offset": ranks[0]},) for name, ranks in self._ranks.items()},
+            timeout_s=limit_s,
+        )
+        try:
+            group.connect(timeout_s=limit_s, watch=lambda: raise_exceptions(calls.failures()))
+            raise_exceptions(calls.answers(limit_s + GRACE_S))
+        except TransferError as error:
+            absent = set(group.absent())
+            late = {name for name, ranks in self._ranks.items() if absent.intersection(ranks)}
+            # Whoever said why is to blame, and only then whoever was silent.
+            culprits = set(calls.failures()) or late
+            group.close()  # which ends the others' waiting
+            answers = calls.answers(GRACE_S)
+            members.note_silent(answers)
+            culprits = culprits or {n for n, one in answers.items() if is_lost(one)}
+            if not culprits or culprits == self._crew.keys():
+                raise
+            reasons = calls.failures()
+            members.drop({name: reasons.get(name, error) for name in culprits})
+            return False
+        except BaseException:
+            group.close()
+            raise
+        self._group, self._last_device = group, group.device
+        self._push_id = group_id << PUSH_ID_BITS
+        return True
 
-    def send(
-        self,
-        client: ReplicaClient,
-        source: WeightSource,
-        version: int,
-        *,
-        timeout_s: float,
-        clear_cache: bool,
-        mode: PauseMode = "keep",
-    ) -> SendOutcome:
-        """Broadcasts ``source`` as ``version``.
+    def _leave(self) -> None:
+        """Leaves the group, which the workers notice."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
-        Every replica receives it, those that hold the version already too. When replicas die or
-        fall silent meanwhile, the communicator is given up on both sides, and everything is sent
-        again to the others, in a group without them: twice more at most.
+    def _give_up(self, members: Members, answers: Mapping[str, Any]) -> None:
+        """Gives the group up on both sides; the next push forms another."""
+        self._leave()
+        gone = TimeoutError, ReplicaUnavailableError
+        there = {name: () for name, one in answers.items() if not isinstance(one, gone)}
+        members.client.start_calls("leave_broadcast", there).answers(LEAVE_TIMEOUT_S)
 
-        Every wait has a limit: ``join_timeout_s`` for a group to be formed, and for each attempt
-        ``timeout_s`` to announce, get ready, transfer and acknowledge; 10 s more for last words.
-        After a second attempt the phases also tell of the first: ``lost_s`` from the beginning to
-        the second one's, of which ``last_words_s`` from when it broke off, and ``again_s`` of the
-        last attempt.
+    # ---------------------------------------------------------------- a push
+
+    def send(self, members: Members, push: Push) -> dict[str, Any]:
+        """Broadcasts to every replica, those that hold the version already too.
+
+        When one fails meanwhile, the communicator is given up on both sides. Every wait has a
+        limit: ``join_timeout_s`` for a group to be formed, and for each attempt ``timeout_s`` to
+        announce, get ready, transfer and acknowledge; 10 s more for last words.
 
         Arguments and result are those of :meth:`WeightTransport.send`.
 
         Raises:
-            TransferError: No group could be formed. Nothing was sent.
+            TransferError: The transport is not open.
             WeightMismatchError: A tensor is on another device, or too wide for a bucket. Nothing
                 was sent.
         """
-        options = {"version": version, "mode": mode, "clear_cache": clear_cache}
-        times = PhaseTimes()
-        answers: dict[str, Any] = {}
-        lost: dict[str, str] = {}
-        start = time.perf_counter()
-        for attempt in range(MOST_ATTEMPTS):
-            begin = time.perf_counter()
-            try:
-                # A push looked where the weights are when it opened this transport.
-                self._form(client, lost, None if self._members.is_formed else source)
-            except TransferError:
-                if not answers:
-                    raise
-                break  # nobody is left: what was answered the first time stands
-            if attempt:
-                times.seconds["attempts"] = attempt + 1
-                times.note("lost_s", start, begin)
-                times.note("last_words_s", self._broke_off_at, begin)
-            times.note("join_s", begin)
-            now = self._send_to_members(
-                client, source, time.monotonic() + timeout_s, options, times
-            )
-            answers |= now
-            if attempt:
-                times.note("again_s", begin)
-            gone = lost_replicas(now)
-            if not gone:
-                break
-            lost |= {name: str(now[name]) or type(now[name]).__name__ for name in gone}
-        missing = {n: why for n, why in self._members.missing.items() if n not in answers}
-        outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]
-        return SendOutcome(
-            num_bytes=sum(meta.num_bytes for meta in self._metadata),
-            phases=times.seconds,
-            phase_starts=times.starts,
-            replicas=outcomes
-            + ReplicaOutcome.missing(missing, client.standings(), silent=self._members.silent),
-            run_id=self._run_id,
-        )
-
-    def _send_to_members(
-        self,
-        client: ReplicaClient,
-        source: WeightSource,
-        deadline: float,
-        options: dict[str, Any],
-        times: PhaseTimes,
-    ) -> dict[str, Any]:
-        """Announces ``source`` if need be and sends it; returns what each member answered."""
-        begin = self._broke_off_at = time.perf_counter()
-        group = self._members.group
+        begin, times, source = time.perf_counter(), push.times, push.source
+        deadline, group = Deadline(push.timeout_s), self._group
+        if group is None:
+            raise TransferError("no group was formed: open the transport first")
         layout = self._layout_of(source)
         self._look_at(source, layout, group.device)
         answers: dict[str, Any] = {}
         if self._announced != self._digest:
-            deadline += ANNOUNCE_MULTIPLE * self._announce_s
-            answers = self._announce(client, layout, deadline)
+            deadline = deadline.extended(ANNOUNCE_MULTIPLE * self._announce_s)
+            answers = self._announce(members, layout, deadline)
             self._announce_s = max(self._announce_s, time.perf_counter() - begin)
         times.note("prepare_s", begin)
-        if failed := [n for n, one in answers.items() if isinstance(one, BaseException)]:
-            self._members.leave(client, answers)
-            why = SyncError(f"nothing was sent: replica {', '.join(failed)} could not prepare")
-            return {n: one if n in failed else why for n, one in answers.items()}
-        self._note_prepared(answers)
+        if unable := failed(answers):
+            times.broke_off = begin
+            self._give_up(members, answers)
+            why = SyncError(f"nothing was sent: replica {', '.join(unable)} could not prepare")
+            return {name: unable.get(name, why) for name in answers}
         num_passes = self._num_passes()
-        direct = self._takes_direct and self._whole is not None
+        whole = self._whole if self._takes_direct else None
         packer = None
-        if num_passes > 1 or not direct:
+        if num_passes > 1 or whole is None:
             packer = self._packer_of(source, layout, group.device)
         self._push_id += 1
-        calls = client.start_calls(
+        called = time.perf_counter()
+        calls = members.start(
             "receive_broadcast",
-            dict.fromkeys(self._members.ranks, (self._push_id, self._digest)),
-            run_id=self._run_id,
-            direct=direct,
+            self._push_id,
+            self._digest,
+            run_id=self.run_id,
+            direct=whole is not None,
             num_passes=num_passes,
             staged=self._staged,
-            timeout_s=max(deadline - time.monotonic(), 1.0),
-            **options,
+            timeout_s=max(deadline.left_s, 1.0),
+            version=push.version,
+            mode=push.mode,
+            clear_cache=push.clear_cache,
         )
-        called = time.perf_counter()
-        whole = self._whole if direct else None
 
         def watch() -> None:
             raise_exceptions(calls.failures())
 
-        streams = self._streams(group, layout, source, whole, packer, num_passes, deadline, watch)
-        failure = self._transfer(group, streams, watch, deadline, times)
+        failure = self._transfer(group, layout, push, whole, packer, num_passes, deadline, watch)
         sent = time.perf_counter()
         began_here = failure is not None and not calls.failures()
         if failure is not None:
             group.abort()  # whoever still waits for data need not wait any longer
-        answers = calls.answers(
-            GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
-        )
-        failed = any(isinstance(one, BaseException) for one in answers.values())
-        self._broke_off_at = sent if failure is not None else time.perf_counter()
+        answers = calls.answers(GRACE_S + (0.0 if failure else deadline.left_s))
         times.note("send_s", called, sent)
         times.note("acknowledge_s", sent)
-        if failure is not None and not failed:
+        if failure is not None and not failed(answers):
             answers = dict.fromkeys(answers, failure)
-        if failure is not None or failed:
-            self._members.leave(client, answers)
+        if failed(answers):
+            times.broke_off = sent if failure is not None else time.perf_counter()
+            self._give_up(members, answers)
         else:
-            self._checked |= self._to_check()
-            self._last_version = max(self._last_version, options["version"])
-            paths = [one["path"] for one in answers.values()]
-            # A check may have ended a worker's trust in its plan.
-            self._takes_direct = self._takes_direct and set(paths) == {"plan"}
-            self._has_plans = any("plan" in path for path in paths)
-        if direct:
+            self._note_sent([one["path"] for one in answers.values()])
+        if whole is not None:
             self._packer, self._buffers = None, []  # until the next check
         if failure is not None and began_here:
-            answers = {name: _with_cause(one, failure) for name, one in answers.items()}
+            return {name: _with_cause(one, failure) for name, one in answers.items()}
         return answers
-
-    def _streams(
-        self,
-        group: BroadcastGroup,
-        layout: BucketLayout,
-        source: WeightSource,
-        whole: list[torch.Tensor] | None,
-        packer: Packer | None,
-        num_passes: int,
-        deadline: float,
-        watch: Callable[[], None],
-    ) -> Iterator[None]:
-        """Queues the passes of one push, one each time it is asked."""
-        for number in range(num_passes):
-            if number == 0 and whole is not None:
-                broadcast_tensors(group, whole, deadline=deadline, watch=watch)
-            elif packer is not None:
-                send_buckets(group, layout, self._buffers, packer, deadline=deadline, watch=watch)
-                if isinstance(packer, StreamingPacker):
-                    packer.finish()
-                    packer = StreamingPacker(layout, source, group.device)
-            yield
 
     def _transfer(
         self,
         group: BroadcastGroup,
-        streams: Iterator[None],
+        layout: BucketLayout,
+        push: Push,
+        whole: list[torch.Tensor] | None,
+        packer: Packer | None,
+        num_passes: int,
+        deadline: Deadline,
         watch: Callable[[], None],
-        deadline: float,
-        times: PhaseTimes,
     ) -> SyncError | None:
         """Sends everything once all are ready; returns what went wrong on this side."""
-        begin = time.perf_counter()
+        times, begin = push.times, time.perf_counter()
+        limits: dict[str, Any] = {"deadline": deadline.at, "watch": watch}
         try:
-            StartSignal(group, self._push_id).give(deadline=deadline, watch=watch)
+            StartSignal(group, self._push_id).give(**limits)
             ready = time.perf_counter()
             times.note("ready_s", begin, ready)
-            for _ in streams:
-                pass
+            for number in range(num_passes):
+                if number == 0 and whole is not None:
+                    broadcast_tensors(group, whole, **limits)
+                elif packer is not None:
+                    send_buckets(group, layout, self._buffers, packer, **limits)
+                    if isinstance(packer, StreamingPacker):
+                        packer.finish()
+                        packer = StreamingPacker(layout, push.source, group.device)
             queued = time.perf_counter()
-            group.synchronize(deadline=deadline, watch=watch)
+            group.synchronize(**limits)
         except SyncError as error:
             return error
         except Exception as error:  # noqa: BLE001  what communicators raise, and sources of any kind
@@ -347,29 +372,29 @@ class BroadcastTransport:
         return None
 
     def _announce(
-        self, client: ReplicaClient, layout: BucketLayout, deadline: float
+        self, members: Members, layout: BucketLayout, deadline: Deadline
     ) -> dict[str, Any]:
         """Tells the replicas what all pushes consist of, from now on."""
-        timeout_s = max(deadline - time.monotonic(), 1.0)
-        announcement = to_json(layout.metadata), self._bucket_bytes
-        answers = client.start_calls(
-            "prepare_broadcast",
-            dict.fromkeys(self._members.ranks, announcement),
-            timeout_s=timeout_s,
-        ).answers(timeout_s + GRACE_S)
-        if not any(isinstance(one, BaseException) for one in answers.values()):
+        timeout_s = max(deadline.left_s, 1.0)
+        content = to_json(layout.metadata), self._bucket_bytes
+        calls = members.start("prepare_broadcast", *content, timeout_s=timeout_s)
+        answers = calls.answers(timeout_s + GRACE_S)
+        if not failed(answers):
             self._announced = self._digest
+            self._has_plans = any("plan" in one["path"] for one in answers.values())
+            self._takes_direct = all(one["direct"] for one in answers.values())
         return answers
+
+    def _note_sent(self, paths: list[str]) -> None:
+        """Notes that every member has loaded what was sent, and by which path."""
+        self._checked |= self._to_check()
+        # A check may have ended a worker's trust in its plan.
+        self._takes_direct = self._takes_direct and set(paths) == {"plan"}
+        self._has_plans = any("plan" in path for path in paths)
 
     def _to_check(self) -> set[tuple[str, str, str]]:
         """The engines of the group, each with what it is sent."""
-        return {(self._digest, *one) for one in self._members.crew.items()}
-
-    def _note_prepared(self, answers: dict[str, Any]) -> None:
-        """Keeps what the replicas answered to an announcement, if there was one."""
-        if answers:
-            self._has_plans = any("plan" in one["path"] for one in answers.values())
-            self._takes_direct = all(one["direct"] for one in answers.values())
+        return {(self._digest, *one) for one in self._crew.items()}
 
     def _num_passes(self) -> int:
         """How often to send everything: the second time is a check of load plans."""
@@ -412,15 +437,7 @@ class BroadcastTransport:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process forms a group of its own.
-        settings = (
-            "_bucket_bytes",
-            "_interface",
-            "_staged",
-            "_given_device",
-            "_verify",
-            "_join_timeout_s",
-        )
-        return {name: self.__dict__[name] for name in settings}
+        return {name: self.__dict__[name] for name in _SETTINGS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -428,7 +445,7 @@ class BroadcastTransport:
 
     def close(self) -> None:
         """Leaves the group, which the workers notice, and frees the buckets. Idempotent."""
-        self._members.close()
+        self._leave()
         self._forget()
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,23 +17,16 @@ from torchrl_vllm_sync.weights.snapshots.files import new_file, open_file
 from torchrl_vllm_sync.weights.snapshots.records import LOCK, TEMPORARY
 from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import StableSource
-from torchrl_vllm_sync.weights.transport import (
-    PhaseTimes,
-    ReplicaOutcome,
-    SendOutcome,
-    awaited_replicas,
-)
+from torchrl_vllm_sync.weights.transport import GRACE_S
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from torchrl_vllm_sync.weights.snapshots.records import LayoutName
     from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import PauseMode, ReplicaClient
+    from torchrl_vllm_sync.weights.transport import Members, PhaseTimes, Push, ReplicaClient
 
 
-# A replica keeps to the time limit itself. One silent for this much longer has hung.
-GRACE_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "torchrl_vllm_sync-"
 # Everything that writers and readers make in a snapshot directory.
@@ -58,6 +50,7 @@ class MemmapTransport:
     """
 
     name = "memmap"
+    is_collective = False
 
     def __init__(
         self,
@@ -107,7 +100,7 @@ class MemmapTransport:
             raise SnapshotError("the memmap transport is not open")
         return self._writer
 
-    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
+    def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Creates the directory, or takes it up, and becomes its only writer.
 
         Arguments are those of :meth:`WeightTransport.open`. If somebody has removed the directory
@@ -128,7 +121,7 @@ class MemmapTransport:
                 )
             self.close()
         temporary = self._given is None
-        directory = _new_directory(client.service_name) if self._given is None else self._given
+        directory = self._given or _new_directory(members.client.service_name)
         try:
             self._writer = SnapshotWriter(directory, layout=self._layout, takeover=self._takeover)
         except BaseException:
@@ -139,30 +132,30 @@ class MemmapTransport:
         # A process that ends without shutting down must not leave the weights in memory.
         self._finalizer = weakref.finalize(self, _close, self._writer, self._pid, temporary)
 
-    def send(
-        self,
-        client: ReplicaClient,
-        source: WeightSource,
-        version: int,
-        *,
-        timeout_s: float,
-        clear_cache: bool,
-        mode: PauseMode = "keep",
-    ) -> SendOutcome:
-        """Publishes ``version`` unless it is published already, then has every replica load it.
+    def send(self, members: Members, push: Push) -> dict[str, Any]:
+        """Publishes the version unless it is published already, then has every replica load it.
 
         Arguments and result are those of :meth:`WeightTransport.send`. Weights that are published
         already are read once more, and compared with the checksums of what is stored.
 
         Raises:
-            StaleVersionError: ``version`` is older than the newest published, or was published with
+            StaleVersionError: The version is older than the newest published, or was published with
                 other weights.
             SnapshotError: It could not be published; the last one stays in place.
         """
-        self.open(client)
-        writer = self._open_writer()
-        metadata = source.metadata()
-        times = PhaseTimes()
+        self._publish(push.source, push.version, push.times)
+        with push.times.measure("acknowledge_s"):
+            return self._load(
+                members.client,
+                members.incarnations,
+                push.version,
+                push.timeout_s,
+                clear_cache=push.clear_cache,
+                mode=push.mode,
+            )
+
+    def _publish(self, source: WeightSource, version: int, times: PhaseTimes) -> None:
+        writer, metadata = self._open_writer(), source.metadata()
         views = source.views() if isinstance(source, StableSource) else None
         tensors = source if views is None else views
         if version == self._sent:
@@ -172,46 +165,25 @@ class MemmapTransport:
                     f"version {version} is stored already, and there {changed} is another: weights "
                     "that differ need a version of their own"
                 )
-        else:
-            begin = time.perf_counter()
-            before = writer.last_version
+            return
+        before = writer.last_version
+        with times.measure("publish_s"):
             try:
                 report = writer.publish(tensors, metadata, version)
             finally:  # it may be stored although an older one could not be removed
                 if writer.last_version != before:
                     self._sent = version
-            times.note("publish_s", begin)
-            times.seconds |= {f"{name}_s": value for name, value in report.phases.items()}
-            times.starts |= {f"{name}_s": value for name, value in report.phase_starts.items()}
-        standings = client.standings()
-        called = time.perf_counter()
-        answers = self._have_loaded(
-            client,
-            awaited_replicas(standings),
-            version,
-            clear_cache=clear_cache,
-            mode=mode,
-            timeout_s=timeout_s,
-        )
-        times.note("acknowledge_s", called)
-        absent = {name: one.absence for name, one in standings.items() if one.absence}
-        outcomes = [ReplicaOutcome.of(name, answer) for name, answer in answers.items()]
-        return SendOutcome(
-            num_bytes=sum(meta.num_bytes for meta in metadata),
-            phases=times.seconds,
-            phase_starts=times.starts,
-            replicas=outcomes + ReplicaOutcome.missing(absent, standings),
-            run_id=writer.run_id,
-        )
+        times.seconds |= {f"{name}_s": value for name, value in report.phases.items()}
+        times.starts |= {f"{name}_s": value for name, value in report.phase_starts.items()}
 
     def catch_up(
         self, client: ReplicaClient, replica_ids: Collection[str], version: int, *, timeout_s: float
     ) -> dict[str, Any]:
-        """Has single replicas load the version stored last.
+        """Has single replicas load the version stored last, whatever they are thought to be doing.
 
         Args:
             client: The replicas.
-            replica_ids: Those that load, whatever they are thought to be doing.
+            replica_ids: Those that load.
             version: Version that must be stored.
             timeout_s: Seconds after which a silent replica counts as failed.
 
@@ -223,23 +195,19 @@ class MemmapTransport:
         """
         if version != self.last_version:
             raise SnapshotError(f"version {self.last_version} is stored, and not {version}")
-        return self._have_loaded(
-            client, replica_ids, version, clear_cache=False, mode="keep", timeout_s=timeout_s
-        )
+        return self._load(client, replica_ids, version, timeout_s, clear_cache=False, mode="keep")
 
-    def _have_loaded(
+    def _load(
         self,
         client: ReplicaClient,
         replica_ids: Collection[str],
         version: int,
-        *,
         timeout_s: float,
         **options: Any,
     ) -> dict[str, Any]:
-        writer = self._open_writer()
         return client.start_calls(
             "load_snapshot",
-            dict.fromkeys(replica_ids, (str(writer.directory), writer.run_id)),
+            dict.fromkeys(replica_ids, (str(self.directory), self.run_id)),
             at_least=version,
             verify=self._verify,
             timeout_s=timeout_s,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.routing_sim_engines import (
+from benchmarks.tests.routing_sim_engines import (
     EXACT,
     run_by_steps,
     run_jumping,

@@ -7,9 +7,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from benchmarks.routing_sim.costs import EngineCosts
-from benchmarks.routing_sim.job import Job
-from benchmarks.routing_sim.model import IDLE, Replica
-from benchmarks.routing_sim.workload import BlockKeys, Session, Turn
+from benchmarks.routing_sim.engine import IDLE, Job, Replica
+from benchmarks.routing_sim.scenario import BlockKeys, Session, Turn
 
 # Powers of two: sums of them are exact, so equal times are equal numbers.
 EXACT = EngineCosts(

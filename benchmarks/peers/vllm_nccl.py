@@ -1,19 +1,28 @@
-"""The ``vllm-nccl`` transport: vLLM's own packed NCCL engine behind the same updater."""
+"""vLLM's own packed NCCL engine behind this library's push: what ``broadcast`` is measured against.
+
+Read in vLLM 0.26, 0.28, 0.32 and 0.33 (``vllm/distributed/weight_transfer/nccl_common.py``,
+``packed_tensor.py``, ``nccl_engine.py``). Of the trainer's side only the two functions are used
+that did not change in all of them; its engine classes come in three generations. Importing vLLM
+takes seconds, and happens at the first call.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 import uuid
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
 
+from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.errors import (
     ServiceClosedError,
     SyncError,
+    TransferError,
     UnsupportedArgumentError,
     WeightMismatchError,
 )
@@ -22,15 +31,7 @@ from torchrl_vllm_sync.weights.broadcast.group import free_port
 from torchrl_vllm_sync.weights.metadata import dtype_name
 from torchrl_vllm_sync.weights.places import current_device, home_device
 from torchrl_vllm_sync.weights.source import StableSource
-from torchrl_vllm_sync.weights.transport import (
-    PhaseTimes,
-    ReplicaOutcome,
-    SendOutcome,
-    awaited_replicas,
-    describe_replicas,
-    raise_exceptions,
-    watched,
-)
+from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,16 +39,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import PauseMode, PendingCalls, ReplicaClient
-
-
-# vLLM's own NCCL weight transfer as its releases have it: payloads by version, and the sender.
-#
-# Read in vLLM 0.26, 0.28, 0.32 and 0.33 (``vllm/distributed/weight_transfer/nccl_common.py``,
-# ``packed_tensor.py``, ``nccl_engine.py``). Of the trainer's side only the two functions are used
-# that did not change in all of them; its engine classes come in three generations. Importing vLLM
-# cannot be avoided here: it costs seconds, and happens at the first call.
-
+    from torchrl_vllm_sync.weights.transport import Members, PendingCalls, Push, ReplicaClient
 
 DEFAULT_BUFFER_BYTES = 2**30
 # From this release on the packing is agreed upon once, with the group; before, at each update.
@@ -55,6 +47,10 @@ _FIRST_WITH_PACKING_AT_INIT = Version("0.28")
 # Before it the receiver does not order its buffers' streams: with two of them, memory of one pack
 # can be reused while another stream still reads it.
 _FIRST_WITH_ORDERED_STREAMS = Version("0.33")
+SHORT_TIMEOUT_S = 30.0
+JOIN_TIMEOUT_S = 60.0
+# Seconds between looks at the replicas.
+WATCH_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +92,8 @@ def init_info(
 ) -> dict[str, Any]:
     """Returns the ``init_info`` of an engine's ``nccl`` backend, without its ``rank_offset``."""
     info = {"master_address": address, "master_port": port, "world_size": world_size}
-    if _release(vllm_version) >= _FIRST_WITH_PACKING_AT_INIT:
-        info |= packing.as_fields()
-    return info
+    at_init = _release(vllm_version) >= _FIRST_WITH_PACKING_AT_INIT
+    return info | (packing.as_fields() if at_init else {})
 
 
 def update_info(
@@ -110,26 +105,19 @@ def update_info(
         "dtype_names": [dtype_name(one.dtype) for one in metadata],
         "shapes": [list(one.shape) for one in metadata],
     }
-    if _release(vllm_version) < _FIRST_WITH_PACKING_AT_INIT:
-        info |= packing.as_fields()
-    return info
+    at_init = _release(vllm_version) >= _FIRST_WITH_PACKING_AT_INIT
+    return info | ({} if at_init else packing.as_fields())
 
 
 def open_group(address: str, port: int, world_size: int) -> Any:
-    """Opens the trainer's end, as rank 0, on the current CUDA device; blocks until all have
-    come."""
+    """Opens the trainer's end, as rank 0, on the current CUDA device; blocks until all joined."""
     from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
     return trainer_init({"master_address": address, "master_port": port, "world_size": world_size})
 
 
-def send(
-    pairs: Iterator[tuple[str, torch.Tensor]],
-    group: Any,
-    packing: Packing,
-) -> None:
+def broadcast(pairs: Iterator[tuple[str, torch.Tensor]], group: Any, packing: Packing) -> None:
     """Packs and broadcasts ``pairs`` from the current CUDA device; blocks until it has left."""
-    import torch
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
     packed_nccl_broadcast_producer(
@@ -143,18 +131,11 @@ def send(
     torch.cuda.synchronize()  # up to 0.27 the producer leaves its last packs on their way
 
 
-# A replica keeps to the time limit itself. One silent for this much longer has hung.
-GRACE_S = 10.0
-SHORT_TIMEOUT_S = 30.0
-DEFAULT_JOIN_TIMEOUT_S = 120.0
-
-
 class VLLMNCCLTransport:
-    """Sends each version through vLLM's own ``nccl`` weight-transfer engine.
+    """A ``WeightTransport`` that sends each version through vLLM's ``nccl`` weight-transfer engine.
 
-    For comparison, and as a way out where the ``broadcast`` transport does not do: the engines take
-    vLLM's layerwise reload, always. The workers change to that engine when the transport opens,
-    and back to the one of their launch when it closes.
+    The engines take vLLM's layerwise reload, always. The workers change to that engine when the
+    transport opens, and back to the one of their launch when it closes.
 
     vLLM's NCCL has no time limit on the workers' side. When a push breaks off in the middle, this
     side leaves it in time and says so; a replica that is still in it is stale, and can be lost.
@@ -165,12 +146,11 @@ class VLLMNCCLTransport:
             correctly: 1 before 0.33, 2 from then on.
         device: The trainer's CUDA device; by default the one that the weights are on.
         join_timeout_s: Seconds within which everybody must have come to the rendezvous.
-
-    Raises:
-        UnsupportedArgumentError: An argument is out of range.
     """
 
     name = "vllm-nccl"
+    is_collective = False
+    last_version = 0  # it stores none
 
     def __init__(
         self,
@@ -178,62 +158,47 @@ class VLLMNCCLTransport:
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
         num_buffers: int | None = None,
         device: torch.device | str | None = None,
-        join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
+        join_timeout_s: float = JOIN_TIMEOUT_S,
     ) -> None:
-        if buffer_bytes < 1:
-            raise UnsupportedArgumentError(f"buffer_bytes must be at least 1, got {buffer_bytes}")
-        if num_buffers is not None and num_buffers < 1:
-            raise UnsupportedArgumentError(f"num_buffers must be at least 1, got {num_buffers}")
-        if not 0 < join_timeout_s < float("inf"):
-            raise UnsupportedArgumentError(
-                f"join_timeout_s must be a finite number greater than 0, got {join_timeout_s}"
-            )
+        for option, value in (("buffer_bytes", buffer_bytes), ("num_buffers", num_buffers)):
+            if value is not None and value < 1:
+                raise UnsupportedArgumentError(f"{option} must be at least 1, got {value}")
         self._buffer_bytes, self._num_buffers = buffer_bytes, num_buffers
         self._given_device = None if device is None else torch.device(device)
         self._join_timeout_s = join_timeout_s
         self._forget()
 
     def _forget(self) -> None:
-        self._run_id = uuid.uuid4().hex
-        self._last_version = 0
+        self.run_id = uuid.uuid4().hex
         self._client: ReplicaClient | None = None
         self._group: Any = None
         self._device = torch.device("cuda")
         self._packing = Packing(self._buffer_bytes, 1)
         self._vllm_version = ""
         self._awaited: dict[str, str] = {}
-        self._members: list[str] = []
-        self._missing: dict[str, str] = {}
 
-    @property
-    def last_version(self) -> int:
-        """Newest version sent by this transport; 0 before the first."""
-        return self._last_version
-
-    def open(self, client: ReplicaClient, source: WeightSource | None = None) -> None:
+    def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Forms the group with the workers of all replicas that are alive; nothing if it stands.
-
-        Arguments are those of :meth:`WeightTransport.open`.
 
         Raises:
             TransferError: Nobody is there to join, or not everybody came in time.
             UnsupportedArgumentError: The trainer or an engine is not on a CUDA device, or the
                 engines run different versions of vLLM.
         """
-        awaited = awaited_replicas(client.standings())
+        client, awaited = members.client, dict(members.incarnations)
         if self._group is not None:
             home = None if self._given_device else home_device(source, "cuda")
             if awaited == self._awaited and home in (None, self._device):
                 return
             self._leave()
         self._awaited = awaited
-        alive, self._missing = describe_replicas(client)
+        alive = members.describe()
         self._vllm_version = _one_version(alive)
         self._device = self._device_for(source, {one.device_type for one in alive.values()})
         self._packing = Packing.for_version(
             self._vllm_version, self._buffer_bytes, self._num_buffers
         )
-        self._client, self._members = client, list(alive)
+        self._client = client
         raise_exceptions(
             client.start_calls("use_transfer_engine", dict.fromkeys(alive, ("nccl",))).answers(
                 SHORT_TIMEOUT_S
@@ -254,10 +219,7 @@ class VLLMNCCLTransport:
         )
         deadline = time.monotonic() + self._join_timeout_s
         self._group = self._watched(
-            "the rendezvous",
-            lambda: open_group(address, port, world_size),
-            joining,
-            deadline,
+            "the rendezvous", lambda: open_group(address, port, world_size), joining, deadline
         )
         try:
             left = max(deadline - time.monotonic(), 0.0)
@@ -266,91 +228,69 @@ class VLLMNCCLTransport:
             self._leave()
             raise
 
-    def send(
-        self,
-        client: ReplicaClient,
-        source: WeightSource,
-        version: int,
-        *,
-        timeout_s: float,
-        clear_cache: bool,
-        mode: PauseMode = "keep",
-    ) -> SendOutcome:
-        """Broadcasts ``source`` as ``version``, through vLLM's engine.
-
-        Every replica receives it, those that hold the version already too.
-
-        Arguments and result are those of :meth:`WeightTransport.send`.
+    def send(self, members: Members, push: Push) -> dict[str, Any]:
+        """Broadcasts one version, also to replicas that hold it already.
 
         Raises:
-            TransferError: No group could be formed. Nothing was sent.
-            UnsupportedArgumentError: See :meth:`open`. Nothing was sent.
             WeightMismatchError: A tensor is not on the transport's device. Nothing was sent.
         """
-        begin = time.perf_counter()
-        deadline = time.monotonic() + timeout_s
-        self.open(client, source)
+        begin, times, source = time.perf_counter(), push.times, push.source
+        deadline = time.monotonic() + push.timeout_s
         if isinstance(source, StableSource):
             for name, tensor in source.views() or ():
                 check_device(name, tensor, self._device)
-        metadata = source.metadata()
-        joined = time.perf_counter()
-        times = PhaseTimes()
-        times.note("join_s", begin, joined)
-        everyone = dict.fromkeys(self._members, (version, self._run_id))
-        answers = client.start_calls("expect_native", everyone).answers(SHORT_TIMEOUT_S)
-        if not any(isinstance(one, BaseException) for one in answers.values()):
-            info = update_info(self._vllm_version, self._packing, metadata)
-            torch.cuda.current_stream(self._device).synchronize()  # the sender has other streams
-            ready = time.perf_counter()
-            calls = client.start_calls(
-                "receive_native",
-                dict.fromkeys(self._members, (info,)),
-                version=version,
-                run_id=self._run_id,
-                mode=mode,
-                clear_cache=clear_cache,
-                timeout_s=timeout_s,
-            )
-            failure = self._transfer(source, calls, deadline)
-            sent = time.perf_counter()
-            left = GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
-            answers = calls.answers(left)
-            times.note("prepare_s", joined, ready)
-            times.note("send_s", ready, sent)
-            times.note("acknowledge_s", sent)
-            if failure is not None:  # silence follows from it
-                answers = {
-                    name: failure if isinstance(one, TimeoutError | dict) else one
-                    for name, one in answers.items()
-                }
-            failed = any(isinstance(one, BaseException) for one in answers.values())
-            if failure is not None or failed:
-                self._leave()
-            else:
-                self._last_version = max(self._last_version, version)
-        outcomes = [ReplicaOutcome.of(name, one) for name, one in answers.items()]
-        for name, why in self._missing.items():
-            outcomes.append(ReplicaOutcome(replica_id=name, version=None, error=why))
-        return SendOutcome(
-            num_bytes=sum(meta.num_bytes for meta in metadata),
-            phases=times.seconds,
-            phase_starts=times.starts,
-            replicas=outcomes,
-            run_id=self._run_id,
+        everyone = dict.fromkeys(members.incarnations, (push.version, self.run_id))
+        answers = members.client.start_calls("expect_native", everyone).answers(SHORT_TIMEOUT_S)
+        if failed(answers):
+            return answers
+        info = update_info(self._vllm_version, self._packing, source.metadata())
+        torch.cuda.current_stream(self._device).synchronize()  # the sender has other streams
+        ready = time.perf_counter()
+        calls = members.start(
+            "receive_native",
+            info,
+            version=push.version,
+            run_id=self.run_id,
+            mode=push.mode,
+            clear_cache=push.clear_cache,
+            timeout_s=push.timeout_s,
         )
+        failure = self._transfer(source, calls, deadline)
+        sent = time.perf_counter()
+        left = GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
+        answers = calls.answers(left)
+        times.note("prepare_s", begin, ready)
+        times.note("send_s", ready, sent)
+        times.note("acknowledge_s", sent)
+        if failure is not None:  # silence follows from it
+            answers = {
+                name: failure if isinstance(one, TimeoutError | dict) else one
+                for name, one in answers.items()
+            }
+        if failed(answers):
+            self._leave()
+        return answers
+
+    def close(self) -> None:
+        """Leaves the group, and has the workers use the engine of their launch. Idempotent."""
+        self._leave()
+        if self._client is not None:
+            with contextlib.suppress(ServiceClosedError):  # engines that are gone need nothing
+                self._client.call_replicas("use_transfer_engine", deadline_s=SHORT_TIMEOUT_S)
+        self._forget()
 
     def _transfer(
         self, source: WeightSource, calls: PendingCalls, deadline: float
     ) -> SyncError | None:
         """Sends everything; returns what went wrong on this side."""
         group, packing = self._group, self._packing
-
-        def transmit() -> None:
-            send(self._pairs(source), group, packing)
-
         try:
-            self._watched("the transfer", transmit, calls, deadline)
+            self._watched(
+                "the transfer",
+                lambda: broadcast(self._pairs(source), group, packing),
+                calls,
+                deadline,
+            )
         except SyncError as error:
             return error
         return None
@@ -371,8 +311,7 @@ class VLLMNCCLTransport:
     def _watched(
         self, what: str, call: Callable[[], Any], pending: PendingCalls, deadline: float
     ) -> Any:
-        """Runs ``call``, which NCCL may block for ever; leaves the group if it does not end
-        well."""
+        """Runs ``call``, which NCCL may block for ever; leaves the group if it fails."""
 
         def on_device() -> Any:
             with torch.cuda.device(self._device):
@@ -385,18 +324,15 @@ class VLLMNCCLTransport:
             raise
 
     def _device_for(self, source: WeightSource | None, engines: set[str]) -> torch.device:
+        needs = "the vllm-nccl transport needs NCCL between CUDA devices, and the"
         if engines != {"cuda"}:
             raise UnsupportedArgumentError(
-                "the vllm-nccl transport needs NCCL between CUDA devices, and the engines are on "
-                f"{' and '.join(sorted(engines))}: use the broadcast or the memmap transport"
+                f"{needs} engines are on {' and '.join(sorted(engines))}"
             )
         device = self._given_device or home_device(source, "cuda") or torch.device("cuda")
         if device.type != "cuda" or not torch.cuda.is_available():
             where = device if device.type != "cuda" else "a host without CUDA"
-            raise UnsupportedArgumentError(
-                f"the vllm-nccl transport needs NCCL between CUDA devices, and the trainer is on "
-                f"{where}: use the memmap transport"
-            )
+            raise UnsupportedArgumentError(f"{needs} trainer is on {where}")
         return device if device.index is not None else current_device("cuda")
 
     def _leave(self) -> None:
@@ -405,22 +341,23 @@ class VLLMNCCLTransport:
         if group is not None:
             group.destroy()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process forms a group of its own.
-        settings = ("_buffer_bytes", "_num_buffers", "_given_device", "_join_timeout_s")
-        return {name: self.__dict__[name] for name in settings}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+def watched(what: str, call: Callable[[], Any], pending: PendingCalls, deadline: float) -> Any:
+    """Makes ``call`` in a thread and waits for it, but not for ever.
 
-    def close(self) -> None:
-        """Leaves the group, and has the workers use the engine of their launch. Idempotent."""
-        self._leave()
-        if self._client is not None:
-            with contextlib.suppress(ServiceClosedError):  # engines that are gone need nothing
-                self._client.call_replicas("use_transfer_engine", deadline_s=SHORT_TIMEOUT_S)
-        self._forget()
+    The thread is left behind when this raises early; ending what it does is the caller's.
+    """
+    ended = in_thread(what, call)
+    while wait([ended], timeout=WATCH_S).not_done:
+        raise_exceptions(pending.failures())
+        if time.monotonic() > deadline:
+            raise TransferError(f"{what} did not end in time")
+    try:
+        return ended.result()
+    except SyncError:
+        raise
+    except Exception as error:
+        raise TransferError(f"{what} broke off: {type(error).__name__}: {error}") from error
 
 
 def _one_version(engines: Mapping[str, EngineDescription]) -> str:

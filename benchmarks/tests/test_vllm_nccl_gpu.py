@@ -7,11 +7,11 @@ import ray
 import torch
 from ray import cloudpickle
 
+from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
 from torchrl_vllm_sync import AsyncVLLM, ParamMeta, WeightUpdater
 from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 from torchrl_vllm_sync.weights.source import WeightSource
-from torchrl_vllm_sync.weights.vllm_nccl import VLLMNCCLTransport
 
 ENGINE = {
     "dtype": "bfloat16",

@@ -1,0 +1,142 @@
+"""Replicas, transports and clients that pushes can be tried on without engines."""
+
+from types import SimpleNamespace
+
+from torchrl_vllm_sync import ReplicaState
+from torchrl_vllm_sync.replica import EngineReport
+from torchrl_vllm_sync.weights.push import deliver, errors_of
+from torchrl_vllm_sync.weights.transport import Members, Push, Standing
+
+SERVING = Standing(state=ReplicaState.SERVING)
+
+
+def members_of(client):
+    """All that are there, as a push begins with them."""
+    members = Members(client)
+    members.choose()
+    return members
+
+
+def open_transport(transport, client, source=None):
+    """Opens it for all replicas of ``client``; returns them."""
+    members = members_of(client)
+    transport.open(members, source)
+    return members
+
+
+def send(transport, client, source, version, *, timeout_s=20, **options):
+    """Opens a transport and sends through it; returns what every replica answered."""
+    members = open_transport(transport, client, source)
+    push = Push(source=source, version=version, timeout_s=timeout_s, **options)
+    replicas = deliver(transport, members, push)
+    return SimpleNamespace(
+        replicas=replicas,
+        failures=errors_of(replicas),
+        num_bytes=sum(meta.num_bytes for meta in source.metadata()),
+        phases=push.times.seconds,
+    )
+
+
+class Answered:
+    """Calls that have ended."""
+
+    def __init__(self, answers):
+        self._answers = answers
+
+    def failures(self):
+        failed = self._answers.items()
+        return {name: one for name, one in failed if isinstance(one, BaseException)}
+
+    def answers(self, deadline_s):
+        return self._answers
+
+
+class DescribingClient:
+    """Answers ``describe`` with ``answers``, one for each replica, and refuses everything else."""
+
+    service_name, rendezvous = "fake", ("127.0.0.1", None)
+
+    def __init__(self, *answers):
+        self.described = 0
+        self._answers = {str(index): one for index, one in enumerate(answers)}
+        self.known = {}
+
+    def standings(self):
+        return {name: self.known.get(name, SERVING) for name in self._answers}
+
+    def start_calls(self, method, calls, **kwargs):
+        assert method == "describe"
+        self.described += 1
+        return Answered({name: self._answers[name] for name in calls})
+
+
+class Replicas:
+    """Answers for two replicas: what they hold, and who was held back at which version."""
+
+    service_name = "fake"
+
+    def __init__(self, **held):
+        self.held, self.states, self.held_back, self.calls = held, {}, [], []
+        self.known, self.left_behind, self.answer = {}, {}, {}
+        self.turns, self.refusals = [], {}
+
+    def standings(self):
+        return {name: self.known.get(name, SERVING) for name in self.held}
+
+    def refresh_members(self):
+        pass
+
+    def note_left_behind(self, version, replica_ids):
+        self.left_behind |= dict.fromkeys(replica_ids, version)
+
+    def start_calls(self, method, calls, **kwargs):
+        if method in ("begin_push", "keep_push", "end_push"):
+            self.turns += [(method, *sorted(calls))] if calls else []
+            return Answered({name: self.refusals.get(name, True) for name in calls})
+        if method == "probe_workers":  # nobody who was silent shows life
+            return Answered(dict.fromkeys(calls, TimeoutError("no answer")))
+        if calls:
+            self.calls.append(method)
+        if method == "hold_back":
+            self.held_back += [(name, *args) for name, args in calls.items()]
+        self.answer = {
+            name: EngineReport(
+                replica_id=name,
+                state=self.states.get(name, ReplicaState.SERVING),
+                weight_version=self.held[name],
+            )
+            for name in calls
+        }
+        return self
+
+    def answers(self, deadline_s):
+        return self.answer
+
+
+class Transport:
+    """Sends to :class:`Replicas`, failing where it is told."""
+
+    name, run_id, last_version, is_collective = "fake", "run", 0, False
+
+    def __init__(self, replicas):
+        self.replicas, self.failing, self.sent, self.closed = replicas, set(), [], 0
+        self.silent, self.limits, self.facts, self.opened_for = set(), [], {}, []
+
+    def open(self, members, source=None):
+        self.opened_for.append(source)
+
+    def send(self, members, push):
+        self.sent.append(push.version)
+        self.limits.append(push.timeout_s)
+        return {name: self.answer(name, push.version) for name in self.replicas.held}
+
+    def answer(self, name, version):
+        if name in self.failing:
+            self.replicas.states[name] = ReplicaState.STALE
+            return (TimeoutError if name in self.silent else OSError)("injected")
+        self.replicas.states[name] = ReplicaState.SERVING
+        self.replicas.held[name] = version
+        return {"version": version, **self.facts}
+
+    def close(self):
+        self.closed += 1
