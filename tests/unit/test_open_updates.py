@@ -180,10 +180,14 @@ async def test_a_version_in_chunks_has_its_time_for_all_of_them(native):
     with pytest.raises(StaleVersionError, match="got 3"):
         await native.begin_chunks(3, "run", "keep", False, 60.0)
     await native.begin_chunks(5, "run", "keep", False, 0.1)
-    with pytest.raises(TransferNotReadyError):  # however often a part comes
+
+    async def send_on():
         while True:
             await native.receive_chunk(PART, 5.0)
             await asyncio.sleep(0.01)
+
+    with pytest.raises(TransferNotReadyError):
+        await send_on()
     await until(lambda: native._open is None and not native._updates.is_busy)
     assert native.state is STALE
     with pytest.raises(TransferNotReadyError, match="no version was begun, or its time was up"):
