@@ -107,7 +107,7 @@ class BroadcastLoads:
                 version=version,
                 run_id=run_id,
                 timeout_s=deadline - time.perf_counter(),
-                **phases,
+                phases=phases,
                 **options,
             )
 
@@ -309,7 +309,7 @@ class SnapshotLoads:
                     version=snapshot.version,
                     run_id=run,
                     timeout_s=deadline - verified,
-                    verify_s=verified - begin,
+                    phases={"verify_s": verified - begin},
                     **options,
                 )
                 self._source = {"directory": directory, "run_id": run, "version": report.version}

@@ -350,7 +350,6 @@ class NativeCalls:
         await self.finish_weight_update(str(version), timeout_s=RESUME_TIMEOUT_S)
         return update.pause.report(
             version,
-            {},
             num_tensors=update.num_tensors,
             attempts=1,
             path="layerwise",
