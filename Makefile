@@ -27,9 +27,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
+TEST_LOGS := build/tests
+ENGINE_TESTS := tests/engine tests/ray tests/chaos tests/gpu
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
-.PHONY: help setup grpo test fuzz chaos kills soak lint format bench-smoke bench-table sync-table routing-table tutorial-smoke docs upstream-tests public-api lock clean
+.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos kills soak lint format bench-smoke bench-table sync-table routing-table tutorial-smoke docs upstream-tests public-api lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -50,8 +52,22 @@ $(STAMP): requirements.lock pyproject.toml
 grpo: $(STAMP)  ## Train a tiny policy with GRPO on two replicas, no GPU needed
 	$(BIN)/python tutorials/01_grpo_sync.py
 
+# Ten minutes on two cores: what is promised, on real engines and without.
 test: $(STAMP)  ## Run the tests (PYTEST_ARGS="-k memmap" selects)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" --ignore=tests/docs $(PYTEST_ARGS)
+
+# Forty minutes on two cores, since tests with engines mostly wait: two processes of pytest, each
+# with a record in build/tests. What the one without engines printed follows when it has ended.
+test-all: $(STAMP)  ## Run all tests, also the slow ones
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-unit
+
+test-engines: $(STAMP)
+	$(BIN)/python -m pytest --junit-xml=$(TEST_LOGS)/engines.xml $(ENGINE_TESTS) $(PYTEST_ARGS)
+
+test-unit: $(STAMP)
+	@mkdir -p $(TEST_LOGS); status=0; $(BIN)/python -m pytest --junit-xml=$(TEST_LOGS)/unit.xml tests \
+	    $(addprefix --ignore=,$(ENGINE_TESTS) tests/docs) $(PYTEST_ARGS) >$(TEST_LOGS)/unit.log 2>&1 \
+	    || status=$$?; printf '\n=== tests without engines\n'; cat $(TEST_LOGS)/unit.log; exit $$status
 
 # About a minute a cell, two hours for all: CELLS="kill-core-* stop-*-commit-memmap" selects,
 # CHAOS_ARGS=--list names them.
@@ -82,9 +98,10 @@ format: $(STAMP)  ## Fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-smoke: $(STAMP)  ## Run every benchmark for a few seconds
+bench-smoke: $(STAMP)  ## Run every benchmark for a few seconds, and the tests of benchmarks
 	@for file in $(BENCHMARKS); do name=$${file%.py}; \
 	    echo "== $$file --smoke"; $(BIN)/python -m "$${name//\//.}" --smoke; done
+	$(BIN)/python -m pytest -q benchmarks/tests
 
 bench-table: $(STAMP)  ## Print the table of all recorded results
 	@$(BIN)/python -m benchmarks.record benchmarks/results/*.json
@@ -102,10 +119,10 @@ tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
 
 # -n: every name that a docstring refers to must be found. Examples run under pytest, since most of
 # those that need no engine stand in modules that the reference does not show.
-docs: $(STAMP)  ## Build the reference into tutorials/output/reference, and run docstring examples
+docs: $(STAMP)  ## Build the reference into tutorials/output/reference, and run the tests of prose
 	$(BIN)/python -m sphinx -W --keep-going -n -q -E -b html \
 	    -d tutorials/output/.doctrees tutorials/reference tutorials/output/reference
-	$(BIN)/python -m pytest -q tests/unit/test_examples.py tests/unit/test_reference.py
+	$(BIN)/python -m pytest -q tests/docs
 	@echo "Built tutorials/output/reference/index.html"
 
 public-api: $(STAMP)  ## Regenerate tests/public_api.txt

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from torchrl_vllm_sync.testing.tokenizer import make_tiny_tokenizer
+from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 import threading
 import time
@@ -30,6 +31,14 @@ def check_number(name: str, value: object, least: float) -> None:
         raise UnsupportedArgumentError(f"{name} must be a number, got {value!r}")
     if not value >= least:
         raise UnsupportedArgumentError(f"{name} must be at least {least}, got {value}")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Refuses what is no finite number greater than 0."""
+    if not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise UnsupportedArgumentError(
+            f"{name} must be a finite number greater than 0, got {value!r}"
+        )
 
 
 # A value as a message shows it: short, and without failing, whatever a caller passed.

@@ -15,7 +15,7 @@ from torchrl_vllm_sync.errors import ServiceClosedError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
@@ -39,10 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _connect(options.address)
-        if options.name is None:
-            _list_services(options, Console())
-        else:
-            _show_service(options, Console())
+        show = _list_services if options.name is None else _show_service
+        show(options, Console())
     except SyncError as error:
         Console(stderr=True).print(f"torchrl-vllm-sync: {error}", style="red", markup=False)
         return 1
@@ -117,11 +115,19 @@ def _check_reachable(address: str) -> None:
     socket.create_connection((node, int(port)), CONNECT_TIMEOUT_S).close()
 
 
+def _repeat(show: Callable[[], None], options: argparse.Namespace) -> None:
+    """Shows once, or again and again."""
+    show()
+    while options.watch is not None:
+        time.sleep(options.watch)
+        show()
+
+
 def _list_services(options: argparse.Namespace, console: Console) -> None:
     from torchrl_vllm_sync.observe.views import services_view
-    from torchrl_vllm_sync.service.launch import running_services
+    from torchrl_vllm_sync.service.members import running_services
 
-    while True:
+    def show() -> None:
         services = running_services()
         if options.json:
             _print_json(console, {"services": services})
@@ -129,51 +135,34 @@ def _list_services(options: argparse.Namespace, console: Console) -> None:
             console.print(services_view(services))
         else:
             console.print("no service runs on this Ray cluster")
-        if options.watch is None:
-            return
-        time.sleep(options.watch)
+
+    _repeat(show, options)
 
 
 def _show_service(options: argparse.Namespace, console: Console) -> None:
     """Shows one service, once or until it ends."""
+    from rich.live import Live
+
+    from torchrl_vllm_sync.observe.views import status_view
     from torchrl_vllm_sync.service.service import attach
 
     with attach(options.name) as service:
         service.status()
         time.sleep(FIRST_LOOK_S)
-        if options.watch is None:
-            _show_once(service, options, console)
-        elif options.json:
-            while True:
-                _show_once(service, options, console)
-                time.sleep(options.watch)
+        if options.json:
+            _repeat(lambda: _print_json(console, _status(service).as_dict()), options)
+        elif options.watch is None:
+            console.print(status_view(_status(service), console.width))
         else:
-            _watch(service, options.watch, console)
+            with Live(console=console, auto_refresh=False) as live:
+                _repeat(
+                    lambda: live.update(status_view(_status(service), console.width), refresh=True),
+                    options,
+                )
 
 
-def _show_once(service: AsyncVLLM, options: argparse.Namespace, console: Console) -> None:
-    from torchrl_vllm_sync.observe.views import status_view
-
-    status = _look(service)
-    if options.json:
-        _print_json(console, status.as_dict())
-    else:
-        console.print(status_view(status, console.width))
-
-
-def _watch(service: AsyncVLLM, interval_s: float, console: Console) -> None:
-    from rich.live import Live
-
-    from torchrl_vllm_sync.observe.views import status_view
-
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            live.update(status_view(_look(service), console.width), refresh=True)
-            time.sleep(interval_s)
-
-
-def _look(service: AsyncVLLM) -> ServiceStatus:
-    """Returns the service's status."""
+def _status(service: AsyncVLLM) -> ServiceStatus:
+    """Returns what a service is now, unless it has ended."""
     status = service.status()
     if status.replicas and all(one.state is ReplicaState.CLOSED for one in status.replicas):
         raise ServiceClosedError(f"service {status.name} was shut down")

@@ -48,24 +48,16 @@ class PushStatus:
         return max(pauses, default=None)
 
 
-# How long somebody has owed an answer, by the time that whoever waits was awake.
-
-
 MAX_STEP_S = 1.0
-"""Seconds that count, at most, between two looks."""
+"""Seconds that count, at most, between two looks at a silence."""
 
 
 class Silence:
-    """Seconds for which an answer has been owed.
+    """Seconds for which an answer has been owed, by the time that whoever waits was awake.
 
     Whoever waits must look at least once every ``MAX_STEP_S``. What lies between two looks counts
-    for no more than that: a listener that was itself stopped, or starved, does not take its own
+    for no more than that: a process that was itself stopped, or starved, does not take its own
     absence for another's silence.
-
-    Example:
-        >>> silence = Silence()
-        >>> silence.look() < 60
-        True
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -110,19 +102,12 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """What an engine has done since it started; each number only grows.
+    """What an engine has done since it started; each number only grows."""
 
-    Attributes:
-        num_prompt_tokens: Tokens of prompts whose prefill has ended, cached ones included.
-        num_generated_tokens: Tokens sampled.
-        prefix_cache_queries: Tokens of prompts that were looked up in the prefix cache.
-        prefix_cache_hits: Those of them that were found there.
-    """
-
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: int = 0  # of prompts whose prefill has ended, cached ones included
     num_generated_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
+    prefix_cache_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
+    prefix_cache_hits: int = 0  # those of them that were found there
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:
@@ -136,38 +121,24 @@ class EngineCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """What one replica last said of itself; ``None`` wherever the engine has not said yet.
-
-    Attributes:
-        replica_id: Stable id of the replica.
-        state: Its state, held by the engine actor.
-        weight_version: Policy version of its weights; ``None`` until its engine has started.
-        num_unfinished: Requests inside the engine, exact at the time of the report.
-        num_running: Requests in the engine's running batch, from its scheduler's last statistics.
-        num_waiting: Requests queued in the engine, from the same statistics.
-        kv_cache_usage: Share of KV-cache blocks in use, 0 to 1, from the same statistics.
-        stats_age_s: Seconds between those statistics and this report.
-        reason: Why the replica is ``STALE`` or ``FAILED``; empty otherwise.
-        num_span_disagreements: Samples so far whose version spans, as counted in the replica, were
-            not those that vLLM reported.
-        membership_epoch: Changes of the service's membership that it has been told of.
-        counters: What the engine has done since it started.
-        last_push: The last push that it was told of, which need not have reached it.
-    """
+    """What one replica last said of itself; ``None`` wherever the engine has not said yet."""
 
     replica_id: str
-    state: ReplicaState
-    weight_version: int | None = None
-    num_unfinished: int | None = None
+    state: ReplicaState  # held by the engine actor
+    weight_version: int | None = None  # policy version of its weights
+    num_unfinished: int | None = None  # requests inside the engine, exact when it reported
+    # From the scheduler's last statistics: its running batch, its queue, and the share of KV-cache
+    # blocks in use, 0 to 1; and how old these were when it reported.
     num_running: int | None = None
     num_waiting: int | None = None
     kv_cache_usage: float | None = None
     stats_age_s: float | None = None
-    reason: str = ""
+    reason: str = ""  # why it is STALE or FAILED
+    # Samples whose version spans, as counted in the replica, were not those that vLLM reported.
     num_span_disagreements: int = 0
-    membership_epoch: int = 0
+    membership_epoch: int = 0  # changes of the service's membership that it has been told of
     counters: EngineCounters | None = None
-    last_push: PushStatus | None = None
+    last_push: PushStatus | None = None  # that it was told of, which need not have reached it
 
 
 def process_began(pid: int) -> int | None:
@@ -188,76 +159,44 @@ def process_began(pid: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """One process, for which a later one of the same number is not taken.
-
-    Attributes:
-        pid: Its number.
-        began: When it began, in clock ticks since its machine booted.
-    """
+    """One process, for which a later one of the same number is not taken."""
 
     pid: int
-    began: int
+    began: int  # in clock ticks since its machine booted
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaProcesses:
-    """Everything that runs for one replica.
+    """Everything that runs for one replica."""
 
-    Attributes:
-        node_id: Ray's id of their node.
-        processes: The actor first, then whatever it started.
-        shared_memory: Paths of the shared memory and semaphores that they have among them, and that
-            stay behind if they are killed.
-    """
-
-    node_id: str
-    processes: tuple[ProcessId, ...]
+    node_id: str  # Ray's
+    processes: tuple[ProcessId, ...]  # the actor first, then whatever it started
+    # Paths of shared memory and semaphores among them, which stay behind if they are killed.
     shared_memory: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
-    """Facts about one replica's engine that do not change while it lives.
-
-    Attributes:
-        replica_id: Stable id of the replica.
-        node_ip: Address of its node, reachable from the other nodes of the Ray cluster.
-        pid: Process id of its actor.
-        max_model_len: Longest sequence, prompt and output together, in tokens.
-        vocab_size: Number of token ids.
-        block_size: Tokens in one KV-cache block.
-        num_kv_blocks: KV-cache blocks of the engine; ``None`` if vLLM does not say.
-        vllm_version: Version of vLLM that runs it.
-        device_type: Where its weights are: ``"cpu"`` or ``"cuda"``.
-        num_workers: Its vLLM workers: tensor x pipeline x data parallel size.
-        node_id: Tells its machine, or container, from others; empty if that is unknown.
-        device_uuids: GPUs of its workers; empty on a CPU.
-        processes: What runs for it; ``None`` if that is unknown.
-    """
+    """Facts about one replica's engine that do not change while it lives."""
 
     replica_id: str
-    node_ip: str
-    pid: int
-    max_model_len: int
+    node_ip: str  # reachable from the other nodes of the Ray cluster
+    pid: int  # of its actor
+    max_model_len: int  # longest sequence, prompt and output together, in tokens
     vocab_size: int
-    block_size: int
-    num_kv_blocks: int | None
+    block_size: int  # tokens in one KV-cache block
+    num_kv_blocks: int | None  # None if vLLM does not say
     vllm_version: str
-    device_type: str = "cpu"
-    num_workers: int = 1
-    node_id: str = ""
-    device_uuids: tuple[str, ...] = ()
-    processes: ReplicaProcesses | None = None
+    device_type: str = "cpu"  # where its weights are: "cpu" or "cuda"
+    num_workers: int = 1  # tensor x pipeline x data parallel size
+    node_id: str = ""  # tells its machine, or container, from others; empty if unknown
+    device_uuids: tuple[str, ...] = ()  # GPUs of its workers
+    processes: ReplicaProcesses | None = None  # None if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One Ray actor with one vLLM engine.
-
-    Attributes:
-        replica_id: Stable id, never reused within a service.
-        actor: Ray actor handle.
-    """
+    """One Ray actor with one vLLM engine; its id is never reused within a service."""
 
     replica_id: str
     actor: Any
@@ -265,22 +204,14 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One replica of a service.
-
-    Attributes:
-        replica: Its id and actor.
-        description: What does not change while its actor lives.
-        group: Placement group that holds its resources; ``None`` where it claims none.
-        joined: Whether it may be called. It may not from its actor's end until another has taken
-            that one's place.
-        num_restarts: How often its actor was replaced.
-    """
+    """One replica of a service."""
 
     replica: Replica
     description: EngineDescription
-    group: Any = None
+    group: Any = None  # placement group that holds its resources, if it claims any
+    # Whether it may be called: not from its actor's end until another has taken that one's place.
     joined: bool = True
-    num_restarts: int = 0
+    num_restarts: int = 0  # how often its actor was replaced
 
     @property
     def replica_id(self) -> str:

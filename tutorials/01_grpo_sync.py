@@ -48,35 +48,27 @@ in bfloat16. GSM8K also needs ``pip install datasets``.
 # progress bar.
 
 # %%
-import argparse
-import contextlib
-import csv
-import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from common.quiet import keep_quiet  # sets what the libraries below read
+import common.quiet  # noqa: F401  sets what the libraries below read
 
 # isort: split
 import torch
+from common import results
 from common.engines import make_policy, started
-from common.settings import finish, make_parser
+from common.results import shown
+from common.settings import ESS_TOLERANCE, PRESETS, finish_dataset, make_parser
 from common.task import make_env, prompts
-from matplotlib import pyplot as plt
-from tensordict import TensorDictBase, set_list_to_stack
+from common.training import Learner
+from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm.grpo import GRPOLoss, MCAdvantage
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from torchrl.objectives.llm.grpo import MCAdvantage
 
-from torchrl_vllm_sync import AsyncVLLM, WeightUpdater, errors
+from torchrl_vllm_sync import WeightUpdater, errors
 
 set_list_to_stack(True).set()  # TorchRL's chat environments ask for it before any is made
 
@@ -89,17 +81,13 @@ set_list_to_stack(True).set()  # TorchRL's chat environments ask for it before a
 
 # %%
 SMOKE_STEPS = 6
-REWARD_TARGET = 0.9
-REWARD_SLACK = 0.1  # how much lower than it began the reward may be after a smoke run
-# See "How to tell that a push has worked" below. bfloat16 rounds coarsely, and trainer and engines
-# round in different places: its value is an allowance, not a measurement.
-ESS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv=None):
     """Reads the command line; what is not given comes from the dataset's preset."""
     parser = make_parser(__doc__.splitlines()[0], output="01_grpo_sync", smoke_steps=SMOKE_STEPS)
-    return finish(parser, parser.parse_args(argv), smoke_steps=SMOKE_STEPS)
+    parser.add_argument("--dataset", choices=sorted(PRESETS), default="low-ids")
+    return finish_dataset(parser, parser.parse_args(argv), smoke_steps=SMOKE_STEPS)
 
 
 # %% [markdown]
@@ -122,7 +110,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 #
 # The sampling parameters say "sample from the model as it is": GRPO weighs each token by how likely
 # trainer and engine say it is, and that is only the same distribution at temperature 1 and with no
-# token cut off. All that is in `common/engines.py`: `make_service` and `make_policy`.
+# token cut off. All that is in `common/engines.py`: `started` and `make_policy`.
 #
 # ## How to tell that a push has worked
 #
@@ -147,43 +135,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # %%
 @dataclass
 class Step:
-    """What is noted of one step.
+    """What is noted of one step; times are in seconds unless they say ``ms``."""
 
-    Attributes:
-        step: Number, from 0.
-        version: Policy version that sampled the rows.
-        reward: Mean over the rows.
-        ess: Effective sample size of the fresh rows; the smallest, if they take several passes.
-        ess_without_push: The same of the last pass once more, after the optimizer step.
-        truncated: Rows that ended because ``max_tokens`` was reached.
-        sample_s: Seconds of sampling.
-        train_s: Seconds of forward and backward passes and of the optimizer.
-        push_ms: Milliseconds of the push.
-        seconds: Seconds from the begin of the loop to the end of this step.
-    """
-
-    step: int
-    version: int
-    reward: float
-    ess: float
-    ess_without_push: float
-    truncated: int
-    sample_s: float
-    train_s: float
-    push_ms: float
-    seconds: float
+    step: int = shown("step", "d")
+    version: int = shown("version", "d")  # policy version that sampled the rows
+    reward: float = shown("reward", ".3f")  # mean over the rows
+    ess: float = shown("ESS", ".4f")  # of the fresh rows; the smallest of several passes
+    ess_without_push: float = shown("ESS, no push", ".4f")  # of the last pass, after the step
+    truncated: int = shown("truncated", "d")  # rows that ended because ``max_tokens`` was reached
+    sample_s: float = shown("sample s", ".2f")
+    train_s: float = shown("train s", ".2f")
+    push_ms: float = shown("push ms", ".1f")
+    seconds: float  # from the begin of the loop to the end of this step
 
 
 class BadRowsError(RuntimeError):
     """Sampled rows that must not be trained on."""
 
 
-def check_rows(rows: TensorDictBase, *, version: int, expected_rows: int) -> None:
-    """Refuses rows that are missing, of another version, or cut off by an engine.
-
-    Raises:
-        BadRowsError: They are.
-    """
+def check_rows(rows, *, version, expected_rows):
+    """Refuses rows that are missing, of another version, or cut off by an engine."""
     if len(rows) != expected_rows:
         raise BadRowsError(f"{len(rows)} rows instead of {expected_rows}")
     versions = sorted(set(rows["policy_version"].flatten().tolist()))
@@ -198,50 +169,21 @@ def check_rows(rows: TensorDictBase, *, version: int, expected_rows: int) -> Non
 # ## The loop
 #
 # TorchRL's collector samples `batch_size` rows into the replay buffer, where `MCAdvantage`
-# compares the answers of each group. Then come the loss, Adam, and the push. The buffer is emptied
-# each time: every row is used once, by the weights that sampled it.
-#
-# The model is in evaluation mode although it is trained, because dropout would make the trainer
-# another model than the engines'.
+# compares the answers of each group. Then come the loss and Adam, in `common/training.py`, and the
+# push. The buffer is emptied each time: every row is used once, by the weights that sampled it.
 
 
 # %%
-def train(
-    args: argparse.Namespace,
-    service: AsyncVLLM,
-    tokenizer: Any,
-    checkpoint: str,
-) -> Iterator[Step]:
-    """Runs the loop and yields each step.
-
-    Raises:
-        BadRowsError: The data of a step are not what they must be.
-        errors.SyncError: An engine failed.
-    """
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    model = model.eval().to(args.device)
-    trained_policy = TransformersWrapper(
-        model,
-        tokenizer=tokenizer,
-        input_mode="tokens",
-        generate=False,
-        return_log_probs=True,
-        pad_output=False,
-        pad_model_input=True,
-        device=args.device,
-    )
-    loss_fn = GRPOLoss(
-        trained_policy, entropy_coeff=0.0, masking_strategy="sft", device=args.device
-    )
-    autocast = torch.autocast("cuda", torch.bfloat16, enabled=args.device.type == "cuda")
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+def train(args, service, tokenizer, checkpoint):
+    """Runs the loop and yields each step."""
+    learner = Learner(args, tokenizer, checkpoint)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(args.batch_size),
         sampler=SamplerWithoutReplacement(),
         transform=MCAdvantage(grpo_size=args.group_size),
         batch_size=args.rows_per_pass,
     )
-    updater = WeightUpdater(service, source=model)
+    updater = WeightUpdater(service, source=learner.model)
     collector = LLMCollector(
         make_env(args, tokenizer, prompts(args.dataset, args.seed)),
         policy=make_policy(args, service, tokenizer),
@@ -251,9 +193,7 @@ def train(
         track_policy_version=True,
     )
     start = time.perf_counter()
-    with contextlib.ExitStack() as cleanup:
-        cleanup.callback(collector.shutdown)
-        bar = cleanup.enter_context(tqdm(total=args.steps, desc="GRPO", unit="step"))
+    try:
         sampling = iter(collector)
         version = 0  # what engines launch with: the weights that the trainer begins with
         for step in range(args.steps):
@@ -264,27 +204,20 @@ def train(
             rows = buffer[:]
             check_rows(rows, version=version, expected_rows=args.batch_size)
 
-            ess = []
-            for batch in buffer:
-                with autocast:
-                    loss = loss_fn(batch.to(args.device))
-                ess.append(float(loss.ESS))
-                loss.mean(reduce=True).div(args.batch_size // args.rows_per_pass).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            batches = list(buffer)
+            ess = learner.step(batches, args.batch_size)
             trained = time.perf_counter()
 
             report = updater.push_weights()  # to every engine, or it raises
 
-            with torch.no_grad(), autocast:
-                ess_without_push = float(loss_fn(batch.to(args.device)).ESS)
+            with torch.no_grad():
+                ess_without_push = float(learner.loss(batches[-1]).ESS)
             buffer.empty()
             done = Step(
                 step=step,
                 version=version,
                 reward=float(rows["next", "reward"].mean()),
-                ess=min(ess),
+                ess=ess,
                 ess_without_push=ess_without_push,
                 truncated=list(rows["finish_reason"]).count("length"),
                 sample_s=sampled - begin,
@@ -292,13 +225,10 @@ def train(
                 push_ms=1e3 * report.seconds,
                 seconds=time.perf_counter() - start,
             )
-            bar.set_postfix_str(
-                f"reward {done.reward:.3f}, version {report.version}, push {done.push_ms:.0f} ms",
-                refresh=False,
-            )
-            bar.update()
             version = report.version
             yield done
+    finally:
+        collector.shutdown()
 
 
 # %% [markdown]
@@ -308,96 +238,29 @@ def train(
 
 
 # %%
-def plot(steps: list[Step], args: argparse.Namespace, path: Path) -> None:
-    """Draws reward, ESS and push time over the steps."""
-    at = [one.step for one in steps]
-    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
-        figure, (reward, ess, push) = plt.subplots(
-            3, 1, figsize=(7, 7), sharex=True, layout="constrained", height_ratios=[3, 2, 2]
-        )
-        figure.suptitle(
-            f"GRPO, {args.model} model, {args.replicas} replicas, "
-            f"{args.group_size} answers to each of {args.groups} prompts",
-            fontsize=10,
-        )
-        reward.set_ylabel("mean reward")
-        if args.dataset == "low-ids":
-            reward.set_ylim(0, 1.02)
-            reward.axhline(REWARD_TARGET, color="grey", linestyle=":", linewidth=1)
-            reward.annotate(
-                f"PASS above {REWARD_TARGET}",
-                (0, REWARD_TARGET),
-                (0, -10),
-                color="grey",
-                textcoords="offset points",
-            )
-        reward.plot(at, [one.reward for one in steps], color="tab:blue")
-
-        ess.plot(at, [one.ess for one in steps], color="tab:green", label="fresh rows")
-        ess.plot(
-            at,
-            [one.ess_without_push for one in steps],
-            color="tab:red",
-            linestyle="--",
-            linewidth=1,
-            label="the next step's, had the push been missed",
-        )
-        ess.set_ylabel("effective sample size")
-        ess.legend(frameon=False)
-
-        times = [one.push_ms for one in steps]
-        push.bar(at, times, color="tab:orange", width=0.8)
-        push.axhline(statistics.median(times), color="black", linewidth=1)
-        push.set_ylabel("push, ms (line: median)")
-        push.margins(x=0.02)
-        push.set_xlabel("step")
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
-
-
-def table(steps: list[Step]) -> str:
-    """Returns about ten of the steps as text."""
-    header = f"{'step':>4} {'version':>7} {'reward':>7} {'ESS':>7} {'ESS, no push':>12} "
-    header += f"{'truncated':>9} {'sample s':>8} {'train s':>7} {'push ms':>7}"
-    stride = max(1, round(len(steps) / 8))
-    shown = [one for one in steps if one.step % stride == 0 or one is steps[-1]]
-    return "\n".join(
-        [header]
-        + [
-            f"{one.step:>4} {one.version:>7} {one.reward:>7.3f} {one.ess:>7.4f} "
-            f"{one.ess_without_push:>12.4f} {one.truncated:>9} {one.sample_s:>8.2f} "
-            f"{one.train_s:>7.2f} {one.push_ms:>7.1f}"
-            for one in shown
-        ]
-    )
-
-
-def save(steps: list[Step], args: argparse.Namespace) -> None:
+def save(steps, args):
     """Writes picture, table and figures to the output directory, and prints the table."""
     args.output.mkdir(parents=True, exist_ok=True)
-    plot(steps, args, args.output / "curve.png")
-    text = table(steps)
-    (args.output / "table.txt").write_text(text + "\n")
-    with (args.output / "curve.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Step)])
-        writer.writeheader()
-        writer.writerows(asdict(one) for one in steps)
-    print(text)
-    print(f"Written to {args.output}: curve.png, curve.csv, table.txt")
+    title = (
+        f"GRPO, {args.model} model, {args.replicas} replicas, "
+        f"{args.group_size} answers to each of {args.groups} prompts"
+    )
+    missed = "the next step's, had the push been missed"
+    panels = {
+        "effective sample size": {"ess": "fresh rows", "ess_without_push": missed},
+        "push, ms": {"push_ms": ""},
+    }
+    results.curves(args.output / "curve.png", title, steps, args.reward_target, panels)
+    results.write(args.output, results.table(steps), curve=steps)
 
 
-def shortcomings(steps: list[Step], args: argparse.Namespace) -> list[str]:
+def shortcomings(steps, args):
     """Returns which of the claims at the top of this file the steps do not bear out."""
-    first, last, ess = steps[0].reward, steps[-1].reward, min(one.ess for one in steps)
-    found = []
-    floor = 1 - ESS_TOLERANCE[args.dtype]
-    if not ess >= floor:
-        found.append(f"effective sample size {ess:.4f}, below {floor:g}")
-    if args.dataset == "low-ids" and not args.smoke and not last > REWARD_TARGET:
-        found.append(f"the reward ended at {last:.3f}, not above {REWARD_TARGET}")
-    if args.smoke and not last >= first - REWARD_SLACK:
-        found.append(f"the reward fell from {first:.3f} to {last:.3f}")
-    return found
+    ess, floor = min(one.ess for one in steps), 1 - ESS_TOLERANCE[args.dtype]
+    found = [] if ess >= floor else [f"effective sample size {ess:.4f}, below {floor:g}"]
+    return found + results.reward_problems(
+        args, steps[0].reward, steps[-1].reward, args.reward_target
+    )
 
 
 # %% [markdown]
@@ -409,42 +272,25 @@ def shortcomings(steps: list[Step], args: argparse.Namespace) -> list[str]:
 
 
 # %%
-def main(argv: list[str] | None = None) -> int:
-    """Runs the tutorial.
-
-    Returns:
-        The exit status: 0 if all claims hold.
-    """
+def main(argv=None):
+    """Runs the tutorial; the exit status is 0 if all claims hold."""
     args = parse_args(argv)
-    keep_quiet()
-    torch.manual_seed(args.seed)
 
-    steps: list[Step] = []
     problems: list[str] = []
-    try:
-        with (
-            started(args, "01_grpo_sync") as (service, tokenizer, checkpoint),
-            contextlib.closing(train(args, service, tokenizer, checkpoint)) as running,
-        ):
-            for step in running:
-                steps.append(step)  # noqa: PERF402  those before a failure are kept
-    except (BadRowsError, errors.SyncError) as error:
-        problems.append(f"step {len(steps)}: {type(error).__name__}: {error}")
-
-    if steps:
-        save(steps, args)
-        problems += shortcomings(steps, args)
-    first, last = (steps[0].reward, steps[-1].reward) if steps else (math.nan, math.nan)
-    ess = min((one.ess for one in steps), default=math.nan)
-    push_ms = statistics.median([one.push_ms for one in steps] or [math.nan])
-    seconds = steps[-1].seconds if steps else 0.0
-    print(*problems, sep="\n", end="\n" if problems else "")
-    print(
-        f"{'FAIL' if problems else 'PASS'} reward {first:.3f} -> {last:.3f} ess {ess:.3f} "
-        f"push_ms {push_ms:.1f} seconds {seconds:.1f}",
-        flush=True,
+    with started(args, "01_grpo_sync") as (service, tokenizer, checkpoint):
+        training = train(args, service, tokenizer, checkpoint)
+        steps = results.drive(training, args, problems, BadRowsError, errors.SyncError)
+    if not steps:
+        return results.verdict(problems, "no step was finished")
+    save(steps, args)
+    problems += shortcomings(steps, args)
+    push_ms = statistics.median(one.push_ms for one in steps)
+    return results.verdict(
+        problems,
+        f"reward {steps[0].reward:.3f} -> {steps[-1].reward:.3f} "
+        f"ess {min(one.ess for one in steps):.3f} push_ms {push_ms:.1f} "
+        f"seconds {steps[-1].seconds:.1f}",
     )
-    return 1 if problems else 0
 
 
 # %%

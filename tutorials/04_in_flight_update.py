@@ -35,23 +35,18 @@ github.com/vllm-project/vllm, ``examples/rl/rlhf_async_new_apis.py``.
 #   are computed anew, and that they are not if they are kept.
 
 # %%
-import argparse
 import asyncio
 import contextlib
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import common.quiet  # noqa: F401  sets what the libraries below read
 
 # isort: split
-import torch
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
 from common.engines import ray_running, scenario, small_service
-from common.equality import Comparison, greedy, random_prompts, write_record
-from common.phases import milliseconds
-
-from torchrl_vllm_sync import AsyncVLLM, PushReport
+from common.equality import Comparison, conclude, greedy, random_prompts, show_kinds
+from common.settings import finish_push, make_push_parser
 
 # %% [markdown]
 # ## Settings
@@ -63,32 +58,23 @@ from torchrl_vllm_sync import AsyncVLLM, PushReport
 # in its batch. vLLM reads that from the environment when it is imported.
 
 # %%
-NUM_PROMPTS = 16
 START_AT = 10  # tokens of one answer with which the push begins
 TOKENS_AFTER = 100  # of each answer after the switch
 SMOKE_TOKENS_AFTER = 40
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv=None):
     """Reads the command line and finds the devices."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny", help="random weights")
+    parser = make_push_parser(__doc__.splitlines()[0], SHAPES)
     parser.add_argument("--model", help="checkpoint that the engine starts with, instead")
     parser.add_argument("--trained", help="checkpoint that the trainer holds, with --model")
-    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="fewer tokens, no record")
     args = parser.parse_args(argv)
     if bool(args.model) != bool(args.trained):
         parser.error("--model and --trained belong together")
-    if args.prompts < 1:
-        parser.error("--prompts must be at least 1")
-    num_gpus = torch.cuda.device_count()
+    num_gpus = finish_push(parser, args)
     if num_gpus == 1 or (not num_gpus and (args.model or args.shape != "tiny")):
         parser.error(f"one GPU for the engine and one for the trainer are needed, got {num_gpus}")
     args.engine_gpus = max(0, num_gpus - 1)
-    args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
-    args.dtype = torch.bfloat16 if num_gpus else torch.float32
     args.tokens_after = SMOKE_TOKENS_AFTER if args.smoke else TOKENS_AFTER
     return args
 
@@ -104,27 +90,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # %%
 @dataclass
 class Answer:
-    """One answer, in two parts.
-
-    Attributes:
-        prompt: Its prompt's token ids.
-        before: Tokens that the old weights sampled.
-        after: Tokens that the new weights sampled.
-    """
+    """One answer, in two parts."""
 
     prompt: list[int]
-    before: list[int]
-    after: list[int]
+    before: list[int]  # tokens that the old weights sampled
+    after: list[int]  # tokens that the new weights sampled
 
 
-async def follow(
-    service: AsyncVLLM,
-    prompt: list[int],
-    *,
-    version: int,
-    num_after: int,
-    has_begun: asyncio.Event,
-) -> Answer:
+async def follow(service, prompt, *, version, num_after, has_begun):
     """Streams one answer until it has ``num_after`` tokens of ``version``."""
     most = service.engine_args.max_model_len - len(prompt)
     stream = service.astream(prompt, greedy(most))
@@ -139,14 +112,7 @@ async def follow(
     raise RuntimeError(f"an answer ended after {most} tokens, before it had enough of the new ones")
 
 
-async def update_in_flight(
-    service: AsyncVLLM,
-    model: torch.nn.Module,
-    prompts: list[list[int]],
-    *,
-    clear_cache: bool,
-    num_after: int,
-) -> tuple[list[Answer], PushReport]:
+async def update_in_flight(service, model, prompts, *, clear_cache, num_after):
     """Starts all answers, and pushes as soon as one of them has begun."""
     version = service.weight_version + 1
     has_begun = asyncio.Event()
@@ -172,7 +138,7 @@ async def update_in_flight(
 
 
 # %%
-def continuations(service: AsyncVLLM, answers: list[Answer]) -> list[list[int]]:
+def continuations(service, answers):
     """What the engine says behind each answer's first part."""
     outputs = service.generate(
         [one.prompt + one.before for one in answers],
@@ -195,7 +161,7 @@ def continuations(service: AsyncVLLM, answers: list[Answer]) -> list[list[int]]:
 SETTINGS = {"cache cleared": True, "cache kept": False}
 
 
-def show(answers: list[Answer], expected: list[list[int]]) -> None:
+def show(answers, expected):
     """Prints what was sampled before and after the switch, and whether the latter is right."""
     for number, (one, right) in enumerate(zip(answers, expected, strict=True)):
         before = " ".join(map(str, one.before[-4:]))
@@ -207,7 +173,7 @@ def show(answers: list[Answer], expected: list[list[int]]) -> None:
         )
 
 
-def run(args: argparse.Namespace, directory: Path) -> bool:
+def run(args, directory):
     """Everything in order; returns whether all was as it should be."""
     old, new = args.model, args.trained
     if old is None:
@@ -218,23 +184,18 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
     trained = load_trainer(new, dtype=args.dtype, device=args.device)
     launched = load_trainer(old, dtype=args.dtype, device=args.device)
     prompts = random_prompts(args.prompts, args.seed)
-    answers, phases = {}, {}
+    answers, reports = {}, {}
     print("Starting an engine with the old weights", flush=True)
     with small_service(old, args.dtype) as service:
         for setting, clear_cache in SETTINGS.items():
             if service.weight_version:
                 service.push_weights(launched)  # back to the old ones, with nobody waiting
             print(f"{setting}: {args.prompts} answers, and a push into them", flush=True)
-            answers[setting], report = asyncio.run(
+            answers[setting], reports[setting] = asyncio.run(
                 update_in_flight(
-                    service,
-                    trained,
-                    prompts,
-                    clear_cache=clear_cache,
-                    num_after=args.tokens_after,
+                    service, trained, prompts, clear_cache=clear_cache, num_after=args.tokens_after
                 )
             )
-            phases[setting] = milliseconds(report)
     print("Starting an engine with the new weights", flush=True)
     with small_service(new, args.dtype) as service:
         expected = {setting: continuations(service, some) for setting, some in answers.items()}
@@ -245,32 +206,18 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
         comparisons[setting] = compared
         print(f"{setting}: {compared.equal} of {compared.total} answers equal after the switch")
         show(some, expected[setting])
-        print("  " + ", ".join(f"{name} {one:.1f} ms" for name, one in phases[setting].items()))
-    kinds = len({token for one in answers["cache cleared"] for token in one.after})
-    print(f"The compared tokens are of {kinds} kinds")
-    where = write_record(
-        "in_flight_update",
-        f"{args.model or args.shape}, {args.prompts} prompts, {args.tokens_after} tokens after",
-        comparisons,
-        phases,
-        smoke=args.smoke,
+    show_kinds([one.after for one in answers["cache cleared"]])
+    case = f"{args.model or args.shape}, {args.prompts} prompts, {args.tokens_after} tokens after"
+    return conclude(
+        "in_flight_update", case, comparisons, reports, "cache cleared", smoke=args.smoke
     )
-    print(f"Record: {where}")
-    claimed = comparisons["cache cleared"]
-    if claimed.first:
-        print(f"FAIL {claimed.first}")
-        return False
-    push_ms = phases["cache cleared"]["push"]
-    print(f"PASS tokens_equal {claimed.fraction:.3f} push_ms {push_ms:.1f}")
-    return True
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv=None):
     """Runs the tutorial; what was started is ended, also on Ctrl-C."""
     args = parse_args(argv)
     with scenario("in-flight", ray_running(args.engine_gpus)) as directory:
-        passed = run(args, directory)
-    return 0 if passed else 1
+        return 0 if run(args, directory) else 1
 
 
 if __name__ == "__main__":

@@ -38,10 +38,7 @@ github.com/vllm-project/vllm, ``examples/rl/rlhf_nccl.py``.
 # The CPU has no fp8; there the tiny engine is quantised to int8 instead, on two processes.
 
 # %%
-import argparse
 import sys
-from pathlib import Path
-from typing import Any
 
 import common.quiet  # noqa: F401  sets what the libraries below read
 
@@ -49,47 +46,33 @@ import common.quiet  # noqa: F401  sets what the libraries below read
 import torch
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
 from common.engines import SHARED_GPU_UTILIZATION, ray_running, scenario, small_service
-from common.equality import Comparison, greedy_answers, random_prompts, write_record
-from common.phases import milliseconds
-
-from torchrl_vllm_sync import AsyncVLLM
+from common.equality import Comparison, conclude, greedy_answers, random_prompts, show_kinds
+from common.settings import finish_push, make_push_parser
 
 # %% [markdown]
 # ## Settings
 
 # %%
-NUM_PROMPTS = 16
-NUM_TOKENS = 64
-SMOKE_TOKENS = 24
 TENSOR_PARALLEL = 2
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv=None):
     """Reads the command line and finds the devices."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny", help="random weights")
+    parser = make_push_parser(__doc__.splitlines()[0], SHAPES)
     parser.add_argument("--model", help="checkpoint of the trainer, instead")
     parser.add_argument("--quantization", help="vLLM's name of it; fp8, on a CPU int8")
     parser.add_argument("--tensor-parallel", type=int, default=TENSOR_PARALLEL, help="workers")
-    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="fewer tokens, no record")
     args = parser.parse_args(argv)
-    if args.prompts < 1 or args.tensor_parallel < 1:
-        parser.error("--prompts and --tensor-parallel must be at least 1")
-    num_gpus = torch.cuda.device_count()
+    num_gpus = finish_push(parser, args, "tensor_parallel")
     if 0 < num_gpus < args.tensor_parallel or (
         not num_gpus and (args.model or args.shape != "tiny")
     ):
         parser.error(f"{args.tensor_parallel} GPUs for the engine are needed, got {num_gpus}")
     args.shared = num_gpus == args.tensor_parallel
     args.engine_gpus = min(num_gpus, args.tensor_parallel)
-    args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
-    args.dtype = torch.bfloat16 if num_gpus else torch.float32
     # vLLM's CPU backend quantises from float16.
     args.engine_dtype = torch.bfloat16 if num_gpus else torch.float16
     args.quantization = args.quantization or ("fp8" if num_gpus else "int8_per_channel_weight_only")
-    args.num_tokens = SMOKE_TOKENS if args.smoke else NUM_TOKENS
     return args
 
 
@@ -101,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # %%
-def make_service(args: argparse.Namespace, checkpoint: str | Path, **engine: Any) -> AsyncVLLM:
+def make_service(args, checkpoint, **engine):
     """Starts one engine; leaving the service's ``with`` block ends it."""
     if args.shared:
         engine["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
@@ -119,7 +102,7 @@ def make_service(args: argparse.Namespace, checkpoint: str | Path, **engine: Any
 
 
 # %%
-def run(args: argparse.Namespace, directory: Path) -> bool:
+def run(args, directory):
     """Everything in order; returns whether all was as it should be."""
     checkpoint = args.model or make_checkpoint(
         args.shape, directory, seed=args.seed, dtype=args.dtype, device=args.device
@@ -139,41 +122,30 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
 
     compared = Comparison.of(after, expected)
     gibberish = Comparison.of(before, expected)
-    phases = milliseconds(report)
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
         parts = " ".join(map(str, old[:6])), " ".join(map(str, new[:6]))
         print(f"  prompt {number:2}: before {parts[0]} … | after {parts[1]} …")
     print(f"before the push: {gibberish.equal} of {gibberish.total} answers equal")
     print(f"after the push: {compared.equal} of {compared.total} answers equal")
-    print(
-        f"  {report.transport}: " + ", ".join(f"{key} {one:.1f} ms" for key, one in phases.items())
-    )
-    print(f"The compared tokens are of {len({one for some in after for one in some})} kinds")
+    show_kinds(after)
     case = f"{args.model or args.shape}, tp {args.tensor_parallel}, {args.quantization}"
-    where = write_record(
+    failure = f"{gibberish.equal} answers were right before the push: it proves nothing"
+    return conclude(
         "tensor_parallel_fp8" + "_shared" * args.shared,
         f"{case}, {report.transport}" + (", trainer on a GPU of the engine" * args.shared),
         {"before": gibberish, "after": compared},
-        {"after": phases},
+        {"after": report},
+        "after",
         smoke=args.smoke,
+        failure=failure if gibberish.equal else "",
     )
-    print(f"Record: {where}")
-    if compared.first:
-        print(f"FAIL {compared.first}")
-        return False
-    if gibberish.equal:
-        print(f"FAIL {gibberish.equal} answers were right before the push: it proves nothing")
-        return False
-    print(f"PASS tokens_equal {compared.fraction:.3f} push_ms {phases['push']:.1f}")
-    return True
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv=None):
     """Runs the tutorial; what was started is ended, also on Ctrl-C."""
     args = parse_args(argv)
     with scenario("tensor-parallel", ray_running(args.engine_gpus)) as directory:
-        passed = run(args, directory)
-    return 0 if passed else 1
+        return 0 if run(args, directory) else 1
 
 
 if __name__ == "__main__":

@@ -36,12 +36,10 @@ github.com/vllm-project/vllm, ``examples/rl/rlhf_nccl_fsdp_ep.py``.
 # The CPU build of vLLM runs expert parallelism with one worker only; the tiny engine has that.
 
 # %%
-import argparse
 import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,49 +52,37 @@ import torch
 import torch.distributed as dist
 from common.checkpoints import MOE_SHAPES, save_shape
 from common.engines import SHARED_GPU_UTILIZATION, ray_running, scenario, small_service
-from common.equality import Comparison, greedy_answers, random_prompts, write_record
-from common.phases import milliseconds
+from common.equality import Comparison, conclude, greedy_answers, random_prompts
+from common.settings import finish_push, make_push_parser
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from torchrl_vllm_sync import AsyncVLLM, WeightUpdater
+from torchrl_vllm_sync import WeightUpdater
 
 # %% [markdown]
 # ## Settings
 
 # %%
 CPU_RANKS = 2
-NUM_PROMPTS = 16
-NUM_TOKENS = 64
-SMOKE_TOKENS = 24
 LEARNING_RATE = 0.3  # of one step of plain SGD, large enough to change answers
 DIRECTORY = "TUTORIAL_DIRECTORY"  # names it to the ranks
 END_TIMEOUT_S = 90.0  # for ranks and engines that are told to end
 JOIN_TIMEOUT = timedelta(minutes=10)  # for a rank that waits while the first one starts engines
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv=None):
     """Reads the command line and finds the devices."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=MOE_SHAPES, default="tiny-moe", help="random weights")
-    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="fewer tokens, no record")
+    parser = make_push_parser(__doc__.splitlines()[0], MOE_SHAPES, "tiny-moe")
     args = parser.parse_args(argv)
-    if args.prompts < 1:
-        parser.error("--prompts must be at least 1")
-    num_gpus = torch.cuda.device_count()
+    num_gpus = finish_push(parser, args)
     if num_gpus % 2 or (not num_gpus and args.shape != "tiny-moe"):
         parser.error(f"two, four or eight GPUs are needed, got {num_gpus}")
     args.shared = num_gpus == 2
     args.engine_gpus = num_gpus if args.shared else num_gpus // 2
     args.num_ranks = args.engine_gpus or CPU_RANKS
     args.first_gpu = num_gpus - args.num_ranks  # of the trainer
-    args.on_gpus = num_gpus > 0
-    args.dtype = torch.bfloat16 if args.on_gpus else torch.float32
-    args.num_tokens = SMOKE_TOKENS if args.smoke else NUM_TOKENS
     return args
 
 
@@ -108,7 +94,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # %%
-def make_model(args: argparse.Namespace, checkpoint: Path, device: torch.device) -> PreTrainedModel:
+def make_model(args, checkpoint, device):
     """Returns this rank's part of a random model."""
     config = AutoConfig.from_pretrained(checkpoint)
     with torch.device("meta"):
@@ -125,12 +111,12 @@ def make_model(args: argparse.Namespace, checkpoint: Path, device: torch.device)
     return model
 
 
-def wait_for_all() -> None:
+def wait_for_all():
     """Returns when every rank is here. A tensor on the CPU, since waiting would occupy GPUs."""
     dist.all_reduce(torch.zeros(1))
 
 
-def train_step(model: PreTrainedModel, device: torch.device, seed: int) -> float:
+def train_step(model, device, seed):
     """One step on tokens that differ from rank to rank; returns the loss."""
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
     ids = torch.randint(5, 500, (1, 64), generator=generator).to(device)
@@ -143,7 +129,7 @@ def train_step(model: PreTrainedModel, device: torch.device, seed: int) -> float
     return loss.item()
 
 
-def save(model: PreTrainedModel, checkpoint: Path) -> None:
+def save(model, checkpoint):
     """Writes the whole model to the checkpoint's directory; every rank takes part."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     whole = get_model_state_dict(model, options=options)
@@ -161,7 +147,7 @@ def save(model: PreTrainedModel, checkpoint: Path) -> None:
 
 
 # %%
-def make_service(args: argparse.Namespace, checkpoint: Path, **engine: Any) -> AsyncVLLM:
+def make_service(args, checkpoint, **engine):
     """Starts one engine; leaving the service's ``with`` block ends it."""
     if args.shared:
         engine["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
@@ -182,9 +168,7 @@ def make_service(args: argparse.Namespace, checkpoint: Path, **engine: Any) -> A
 
 # %%
 @contextlib.contextmanager
-def first_rank_service(
-    args: argparse.Namespace, checkpoint: Path, **engine: Any
-) -> Iterator[AsyncVLLM | None]:
+def first_rank_service(args, checkpoint, **engine):
     """Starts an engine on the first rank; the others get ``None`` when it is there."""
     if dist.get_rank():
         wait_for_all()
@@ -195,20 +179,20 @@ def first_rank_service(
         yield service
 
 
-def ask(args: argparse.Namespace, service: AsyncVLLM | None) -> list[list[int]]:
+def ask(args, service):
     """The engine's answers, on the first rank."""
     if service is None:
         return []
     return greedy_answers(service, random_prompts(args.prompts, args.seed), args.num_tokens)
 
 
-def say(step: str) -> None:
+def say(step):
     """Tells of a step, once for all ranks."""
     if dist.get_rank() == 0:
         print(step, flush=True)
 
 
-def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool:
+def run(args, directory, device):
     """Everything in order, on every rank; returns whether all was as it should be."""
     first = dist.get_rank() == 0
     checkpoint = directory / args.shape
@@ -240,29 +224,18 @@ def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool
         print(f"  prompt {number:2}: {' | '.join(parts)}")
     for name, one in compared.items():
         print(f"{name}: {one.equal} of {one.total} answers equal to the checkpoint's")
-    phases = milliseconds(report)
-    print(
-        f"loss {loss:.3f}; {report.transport}: "
-        + ", ".join(f"{name} {one:.1f} ms" for name, one in phases.items())
-    )
+    print(f"loss {loss:.3f}")
     case = f"{args.shape}, {args.num_ranks} ranks, dp {args.engine_gpus or 1} with experts"
-    where = write_record(
+    failure = "the training step changed no answer: the second push proves nothing"
+    return conclude(
         "fsdp_expert_parallel" + "_shared" * args.shared,
         f"{case}, {report.transport}" + (", both on both GPUs" * args.shared),
         compared,
-        {"second push": phases},
+        {"second push": report},
+        "second push",
         smoke=args.smoke,
+        failure=failure if compared["first push"].equal == args.prompts else "",
     )
-    print(f"Record: {where}")
-    claimed = compared["second push"]
-    if claimed.first:
-        print(f"FAIL {claimed.first}")
-        return False
-    if compared["first push"].equal == args.prompts:
-        print("FAIL the training step changed no answer: the second push proves nothing")
-        return False
-    print(f"PASS tokens_equal {claimed.fraction:.3f} push_ms {phases['push']:.1f}")
-    return True
 
 
 # %% [markdown]
@@ -270,7 +243,7 @@ def run(args: argparse.Namespace, directory: Path, device: torch.device) -> bool
 
 
 # %%
-def as_rank(args: argparse.Namespace, directory: Path) -> int:
+def as_rank(args, directory):
     """One rank of the trainer; the first one has the engine."""
     keep_quiet()
     rank = int(os.environ["LOCAL_RANK"])
@@ -289,7 +262,7 @@ def as_rank(args: argparse.Namespace, directory: Path) -> int:
         return 0 if run(args, directory, device) else 1
 
 
-def start_ranks(args: argparse.Namespace, directory: Path) -> int:
+def start_ranks(args, directory):
     """Runs this file once for each rank, and returns how that ended."""
     torchrun = [
         "-m", "torch.distributed.run", "--standalone", f"--log-dir={directory / 'ranks'}",
@@ -313,7 +286,7 @@ def start_ranks(args: argparse.Namespace, directory: Path) -> int:
         raise
 
 
-def main() -> int:
+def main():
     """Runs the tutorial; what was started is ended, also on Ctrl-C.
 
     Ray and the directory belong to the process that starts the ranks: ``torchrun`` ends each rank

@@ -30,57 +30,42 @@ answer of every replica is that of an engine which loaded the trainer's checkpoi
 # network interface, if NCCL finds the wrong one.
 
 # %%
-import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import common.quiet  # noqa: F401  sets what the libraries below read
 
 # isort: split
 import ray
-import torch
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
 from common.engines import end_on_sigterm, ray_running, scenario, small_service
-from common.equality import Comparison, greedy_answers, random_prompts, write_record
-from common.phases import milliseconds
+from common.equality import Comparison, conclude, greedy_answers, random_prompts
+from common.settings import finish_push, make_push_parser
 from ray.cluster_utils import Cluster
 
-from torchrl_vllm_sync import AsyncVLLM, BroadcastTransport
+from torchrl_vllm_sync import BroadcastTransport
 
 # %% [markdown]
 # ## Settings
 
 # %%
-NUM_PROMPTS = 16
-NUM_TOKENS = 64
-SMOKE_TOKENS = 24
 CPU_REPLICAS = 2
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv=None):
     """Reads the command line and finds the devices."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny", help="random weights")
+    parser = make_push_parser(__doc__.splitlines()[0], SHAPES)
     parser.add_argument("--address", help="of a Ray cluster with replicas' GPUs on other nodes")
     parser.add_argument("--replicas", type=int, help="vLLM engines; one for each GPU there is")
-    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="fewer tokens, no record")
     args = parser.parse_args(argv)
-    num_gpus = torch.cuda.device_count()
+    num_gpus = finish_push(parser, args)
     if args.address is None and (num_gpus == 1 or (not num_gpus and args.shape != "tiny")):
         parser.error(f"one GPU for the trainer and one for each replica are needed, got {num_gpus}")
-    args.on_gpus = num_gpus > 0
     # Here the trainer has the last one; on a cluster the replicas' are on other nodes.
     args.engine_gpus = max(0, num_gpus - 1)
-    args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
     args.replicas = args.replicas or args.engine_gpus or CPU_REPLICAS
-    if args.prompts < 1 or args.replicas < 1:
-        parser.error("--prompts and --replicas must be at least 1")
-    args.dtype = torch.bfloat16 if args.on_gpus else torch.float32
-    args.num_tokens = SMOKE_TOKENS if args.smoke else NUM_TOKENS
+    if args.replicas < 1:
+        parser.error("--replicas must be at least 1")
     return args
 
 
@@ -90,7 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 # %%
 @contextlib.contextmanager
-def nodes(args: argparse.Namespace) -> Iterator[None]:
+def nodes(args):
     """Joins the cluster, or starts one of two nodes on this machine and ends it."""
     with contextlib.ExitStack() as cleanup:
         end_on_sigterm()
@@ -105,9 +90,9 @@ def nodes(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-def places(service: AsyncVLLM) -> dict[str, str]:
+def places(service):
     """Ray's id of the node of each replica."""
-    found = service.call_replicas("describe")
+    found = service.replicas.call_replicas("describe")
     return {name: one.processes.node_id for name, one in found.items()}
 
 
@@ -118,7 +103,7 @@ def places(service: AsyncVLLM) -> dict[str, str]:
 
 
 # %%
-def run(args: argparse.Namespace, directory: Path) -> bool:
+def run(args, directory):
     """Everything in order; returns whether all was as it should be."""
     old, new = (
         make_checkpoint(args.shape, directory, seed=seed, dtype=args.dtype, device=args.device)
@@ -150,36 +135,29 @@ def run(args: argparse.Namespace, directory: Path) -> bool:
 
     gibberish = Comparison.of(before, expected)
     compared = Comparison.of([one for some in after for one in some], expected * args.replicas)
-    phases = milliseconds(report)
     print(f"before the push: {gibberish.equal} of {gibberish.total} answers equal")
     print(f"after the push: {compared.equal} of {compared.total} answers equal, of all replicas")
-    print("  " + ", ".join(f"{name} {one:.1f} ms" for name, one in phases.items()))
-    record = write_record(
-        "two_nodes",
-        f"{args.shape}, {args.replicas} replicas, {where}",
-        {"before": gibberish, "after": compared},
-        {"after": phases},
-        smoke=args.smoke,
-    )
-    print(f"Record: {record}")
-    failure = compared.first
+    failure = ""
     if here in found.values():
         failure = "a replica is on the trainer's node"
     elif gibberish.equal == gibberish.total:
         failure = "the answers were right before the push: it proves nothing"
-    if failure:
-        print(f"FAIL {failure}")
-        return False
-    print(f"PASS tokens_equal {compared.fraction:.3f} push_ms {phases['push']:.1f}")
-    return True
+    return conclude(
+        "two_nodes",
+        f"{args.shape}, {args.replicas} replicas, {where}",
+        {"before": gibberish, "after": compared},
+        {"after": report},
+        "after",
+        smoke=args.smoke,
+        failure=failure,
+    )
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv=None):
     """Runs the tutorial; what was started is ended, also on Ctrl-C."""
     args = parse_args(argv)
     with scenario("two-nodes", nodes(args)) as directory:
-        passed = run(args, directory)
-    return 0 if passed else 1
+        return 0 if run(args, directory) else 1
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Trainer:
         return None
 
     def close(self):
-        self.updater.service._pusher.close()
+        self.updater.service.weights.pusher.close()
 
 
 def engine_log_probs(service, actor_index=0):
@@ -118,12 +118,14 @@ def test_the_engine_computes_what_was_sent(service, checkpoints, buffer_bytes):
 def test_the_launched_engine_is_back_afterwards(service, checkpoints):
     trainer = Trainer.remote(service, 1 << 30)
     ray.get(trainer.push.remote(checkpoints[1]), timeout=120)
-    assert service._call_all("collective_rpc", "native_engine_name") == [
+    assert [*service.replicas.call_replicas("collective_rpc", "native_engine_name").values()] == [
         ["NCCLWeightTransferEngine"]
     ]
     ray.get(trainer.close.remote(), timeout=60)
     ray.kill(trainer)
-    assert service._call_all("collective_rpc", "native_engine_name") == [["BroadcastReceiver"]]
+    assert [*service.replicas.call_replicas("collective_rpc", "native_engine_name").values()] == [
+        ["BroadcastReceiver"]
+    ]
     service.push_weights(load_tiny_model(checkpoints[0]))  # memmap
     assert mean_difference(service, checkpoints[0]) < TOLERANCE
 

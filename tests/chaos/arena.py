@@ -357,7 +357,7 @@ class Arena:
         )
 
     def _reports(self):
-        return self.service.call_replicas("report", deadline_s=3.0)
+        return self.service.replicas.call_replicas("report", deadline_s=3.0)
 
     def _told(self):
         return "; ".join(

@@ -1,4 +1,4 @@
-"""Ten telling cells of the kill matrix; ``make chaos`` runs all of them."""
+"""Four telling cells of the kill matrix; ``make chaos`` runs all of them."""
 
 import time
 
@@ -8,20 +8,14 @@ import ray
 from tests.chaos.arena import Arena
 from tests.chaos.cells import SIGNALS, TRANSPORTS, VICTIMS, Cell, all_cells
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 # Both signals, every victim and both transports; of the phases the most dangerous ones most often.
 TELLING = (
-    "kill-trainer-mid-bucket-memmap",
-    "stop-trainer-mid-bucket-broadcast",
-    "kill-trainer-commit-broadcast",
-    "stop-trainer-last-bucket-memmap",
-    "kill-actor-mid-bucket-broadcast",
-    "stop-actor-commit-memmap",
-    "kill-core-last-bucket-broadcast",
-    "stop-core-generating-memmap",
-    "kill-worker-apply-memmap",
+    "kill-core-commit-memmap",
     "stop-worker-mid-bucket-broadcast",
+    "kill-actor-mid-bucket-broadcast",
+    "kill-trainer-commit-broadcast",
 )
 
 
@@ -44,7 +38,7 @@ def test_the_telling_cells_hold_every_signal_victim_and_transport():
     assert {cell.signal for cell in cells} == set(SIGNALS)
     assert {cell.victim for cell in cells} == set(VICTIMS)
     assert {cell.transport for cell in cells} == set(TRANSPORTS)
-    assert {"mid-bucket", "last-bucket", "commit"} < {cell.phase for cell in cells}
+    assert {"mid-bucket", "commit"} <= {cell.phase for cell in cells}
 
 
 # ---------------------------------------------------------------- a twin that must fail

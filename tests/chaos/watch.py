@@ -20,7 +20,7 @@ class Watch:
         self._lock = threading.Lock()
         self._history = []
         self.bad_choices = []
-        balancer = service._load_balancer
+        balancer = service.requests.balancer
         choose = balancer._choose
 
         def watched(tracker, *args):

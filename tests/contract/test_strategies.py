@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from ray import cloudpickle
 
+from tests.fakes.routing import snapshot
 from torchrl_vllm_sync import (
     ReplicaState,
     RoutingRequest,
@@ -24,7 +25,7 @@ from torchrl_vllm_sync import (
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing import strategies
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
-from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.strategies import strategy_factory
 
 PROMPTS = [None, "Hello", "a longer text " * 50, [1], list(range(500)), (5, 6, 7)] * 10
@@ -64,8 +65,7 @@ def snapshots(request):
     if request.param == "reported":
         figures = {"num_elsewhere": 3, "kv_cache_usage": 0.5, "measured_at": time.monotonic()}
     return [
-        LoadSnapshot(replica_id=f"r{i}", state=ReplicaState.SERVING, in_flight=i % 3, **figures)
-        for i in range(5)
+        snapshot(f"r{i}", state=ReplicaState.SERVING, in_flight=i % 3, **figures) for i in range(5)
     ]
 
 
@@ -118,8 +118,8 @@ def test_candidates_may_change_from_call_to_call(name, snapshots):
 @pytest.mark.parametrize("name", [name for name in known_strategies() if name != "round-robin"])
 def test_all_but_round_robin_pass_over_an_overloaded_replica(name, snapshots):
     serving = ReplicaState.SERVING
-    busy = LoadSnapshot(
-        replica_id="busy", state=serving, in_flight=1000, kv_cache_usage=0.0,
+    busy = snapshot(
+        "busy", state=serving, in_flight=1000, kv_cache_usage=0.0,
         measured_at=time.monotonic(),
     )  # fmt: skip
     assert 5 not in decisions(name, [*snapshots, busy])
@@ -178,9 +178,7 @@ def test_the_example_of_the_docs_is_that_strategy():
     chance = random.Random(0)
     for _ in range(100):
         snapshots = [
-            LoadSnapshot(
-                replica_id=str(at), state=ReplicaState.SERVING, held_tokens=chance.randrange(20)
-            )
+            snapshot(str(at), state=ReplicaState.SERVING, held_tokens=chance.randrange(20))
             for at in range(3)
         ]
         assert theirs.choose(REQUESTS[1], snapshots) == ours.choose(REQUESTS[1], snapshots)

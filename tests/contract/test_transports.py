@@ -38,7 +38,7 @@ class MemmapReplica:
         self.name, self.version, self.loads, self.values, self.fail = name, 0, 0, None, False
 
     def load_snapshot(self, directory, run_id, *, at_least, verify, **options):
-        reader = SnapshotReader(directory, reader_id=self.name, run_id=run_id, verify=verify)
+        reader = SnapshotReader(directory, run_id=run_id, verify=verify)
         with reader.read(newer_than=self.version) as snapshot:
             if snapshot is None:
                 if self.version < at_least:

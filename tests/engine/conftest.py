@@ -1,11 +1,21 @@
-"""A local Ray cluster, tiny checkpoints and one service of two replicas, started once."""
+"""A local Ray cluster, tiny checkpoints, and two services that the modules share.
 
+``service`` has two plain replicas, ``hurt`` three whose actors and workers go wrong on demand. One
+of them is open at a time. Each module gets it whole: what an earlier one killed is restarted.
+"""
+
+import gc
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
+from tests.engine.requests import eventually, is_idle
+from torchrl_vllm_sync import AsyncVLLM, MemmapTransport, ReplicaState
+from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
 
 # Ray 2.60 turns token authentication on, which a local cluster of one user does not need.
@@ -25,17 +35,103 @@ ENGINE = {
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if "tests/engine" in item.path.as_posix():
-            item.add_marker(pytest.mark.ray)
+    """Marks the tests of this folder, and puts those together that share a service.
+
+    Modules whose tests kill replicas, as their ``KILLS`` says, come last of their service's.
+    """
+    places = [at for at, item in enumerate(items) if "tests/engine" in item.path.as_posix()]
+    mine = [items[at] for at in places]
+    for item in mine:
+        item.add_marker(pytest.mark.ray)
+    mine.sort(key=lambda item: (engines_of(item), getattr(item.module, "KILLS", False)))
+    for at, item in zip(places, mine, strict=True):
+        items[at] = item
+
+
+def engines_of(item):
+    """Which engines a test runs on: those of ``service``, of ``hurt``, or of its own."""
+    if "hurt" in item.fixturenames:
+        return 1
+    return 0 if "service" in item.fixturenames and "cluster" not in item.fixturenames else 2
+
+
+class SharedServices:
+    """Launches services that several modules use, of which one is open at a time."""
+
+    def __init__(self, say):
+        self._say, self._name, self._service = say, None, None
+
+    def get(self, name, launch):
+        """The service of that name, serving what it was launched with; ``launch`` makes it."""
+        if self._name == name and self._made_whole():
+            return self._service
+        self.close()
+        self._service, self._name = launch(), name
+        return self._service
+
+    def close(self):
+        """Ends the open service, if there is one."""
+        if self._service is not None:
+            self._service.shutdown()
+        self._name = self._service = None
+
+    def _made_whole(self):
+        """Restarts replicas that died and undoes what tests have set; whether that worked."""
+        service = self._service
+        try:
+            if self._name == "hurt":
+                service.replicas.call_replicas("collective_rpc", "sync_plan")  # no faults are left
+            dead = [
+                name
+                for name, one in service.replicas.call_replicas("report").items()
+                if is_dead(one)
+            ]
+            if dead:
+                self._say(f" restarting what tests have killed: replicas {dead}")
+                with ThreadPoolExecutor() as pool:
+                    list(pool.map(service.fleet.restart, dead))
+            service.use_transport(MemmapTransport())
+            service.create_load_balancer()
+            service.push_weights(load_tiny_model(service.engine_args.model))
+            service.wait_until_serving(timeout_s=60)
+            eventually(lambda: is_idle(service))
+            service.reset_prefix_cache()
+        except (SyncError, RayError) as error:
+            self._say(f" launching the service again: {error}")
+            return False
+        return True
+
+
+def is_dead(report):
+    """Whether a replica does not answer, or its engine has ended."""
+    return getattr(report, "state", ReplicaState.FAILED) is ReplicaState.FAILED
 
 
 @pytest.fixture(scope="package")
-def cluster():
-    """A local Ray cluster; it can run any number of replicas that claim no CPU."""
+def shared_services(request):
+    """A local Ray cluster, and what is shared in it."""
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
-    yield
+    services = SharedServices(request.config.get_terminal_writer().line)
+    yield services
+    services.close()
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(shared_services):
+    """A local Ray cluster, with no engines; it can run any number that claim no CPU."""
+    shared_services.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_actor_outlives_its_module():
+    """Ends actors that only garbage holds, such as those of TorchRL's collectors.
+
+    Those call their actors as they are collected and wait for the answer; in a thread of a service,
+    inside Ray, that would be for ever.
+    """
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +158,35 @@ def other_model(other_checkpoint):
     return load_tiny_model(other_checkpoint)
 
 
-@pytest.fixture(scope="package")
-def service(cluster, checkpoint):
-    """Two replicas that serve; tests leave them serving, with nothing in flight."""
-    from torchrl_vllm_sync import AsyncVLLM
+@pytest.fixture(scope="session")
+def untied_checkpoint(tmp_path_factory):
+    """Another model, dense, with a head of its own."""
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp("untied"), architecture="qwen3", tied=False, seed=3
+    )
 
-    with AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=2, **ENGINE) as service:
-        yield service
+
+@pytest.fixture(scope="module")
+def service(shared_services, checkpoint):
+    """Two replicas that serve; tests leave them serving, with nothing in flight."""
+    return shared_services.get(
+        "service",
+        lambda: AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=2, **ENGINE),
+    )
+
+
+@pytest.fixture(scope="module")
+def hurt(shared_services, untied_checkpoint):
+    """Three replicas that tests break and kill; what goes wrong does so when it is told to."""
+    from tests.engine.faults import FaultyActor
+
+    return shared_services.get(
+        "hurt",
+        lambda: AsyncVLLM.from_pretrained(
+            str(untied_checkpoint),
+            num_replicas=3,
+            actor_class=FaultyActor,
+            worker_extension_cls="tests.engine.layerwise_engine.LayerwiseWorker",
+            **ENGINE,
+        ),
+    )

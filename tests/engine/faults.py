@@ -33,12 +33,11 @@ class FaultyWorker(SyncWorkerExtension):
     """A worker whose loads misbehave as a plan says, which ``sync_plan`` sets.
 
     ``fail_at``: raise before this tensor, in as many loads as ``times``. ``zero``: the name of a
-    tensor that arrives as zeros. ``hang_s``: sleep before the first tensor. ``die``: end the
-    process before the first tensor. ``signal`` and ``at``: send this process a signal, ``kill``
-    or ``stop``, before tensor ``at``. ``touch``: make this file before tensor ``at`` and sleep
-    until it is gone; an ``at`` of ``"end"`` is behind the last tensor, one of ``"repack"`` where
-    the weights are in place and what is computed from them is not. ``rank``: only the worker of
-    this rank in its replica misbehaves.
+    tensor that arrives as zeros. ``die``: end the process before the first tensor. ``signal``
+    and ``at``: send this process a signal, ``kill`` or ``stop``, before tensor ``at``. ``touch``:
+    make this file before tensor ``at`` and sleep until it is gone; an ``at`` of ``"end"`` is behind
+    the last tensor, one of ``"repack"`` where the weights are in place and what is computed from
+    them is not. ``rank``: only the worker of this rank in its replica misbehaves.
 
     Of broadcasts alone: ``unready``: raise before the trainer is told that this worker is ready.
     ``linger_s``: sleep instead, there.
@@ -84,8 +83,6 @@ class FaultyWorker(SyncWorkerExtension):
         plan = getattr(self, "_plan", {})
         if plan.get("die"):
             os._exit(1)
-        if plan.get("hang_s"):
-            time.sleep(plan.pop("hang_s"))
         fail = plan.get("times", 0) > 0
         plan["times"] = plan.get("times", 0) - 1
         for index, (name, tensor) in enumerate(tensors):
@@ -126,11 +123,15 @@ WHOLE_TENSORS, REPACK_CPU = receiver.whole_tensors, reload.repack_cpu
 
 
 class FaultyActor(EngineActor):
-    """An actor that skips loads, or cannot pause, as often as it is told."""
+    """An actor that skips loads, or cannot pause, as often as it is told; and runs what it is."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self._skips = 0
+
+    async def call(self, function):
+        """Runs a coroutine function of a test beside the engine."""
+        return await function(self)
 
     def skip_loads(self, times):
         self._skips = times

@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
+from tests.engine.faults import FaultyWorker
 
 BACKEND = "layerwise_for_tests"
 
@@ -65,5 +65,5 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, LayerwiseEngine)
 
 
-class LayerwiseWorker(SyncWorkerExtension):
-    """A worker that knows the engine."""
+class LayerwiseWorker(FaultyWorker):
+    """A worker that knows the engine, and goes wrong as it is told."""

@@ -14,7 +14,7 @@ def endless(**fields):
     return sampling(max_tokens=250, ignore_eos=True, **fields)
 
 
-def eventually(condition, timeout_s=20.0):
+def eventually(condition, timeout_s=60.0):
     """Waits until ``condition()`` is true and returns its value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -1,8 +1,7 @@
-"""The asynchronous tutorial on a service: order of prompts, ages and drops by its settings."""
+"""The asynchronous tutorial on a service: with bound 0 it is the synchronous one."""
 
 import importlib.util
 import sys
-import time
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -15,11 +14,11 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
-ROWS = 8  # of a batch: two prompts with four answers each
 SIZE = ["--group-size", "4", "--groups", "2"]
 
 # TorchRL 0.14's own, about its collectors and its wrapper's output.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Response history should have one more batch dim"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
     pytest.mark.filterwarnings("ignore:The env passed to LLMCollector is missing transforms"),
@@ -56,21 +55,6 @@ def trained(tutorial, service, checkpoint, model, *settings):
     return args, run
 
 
-@pytest.fixture
-def full_buffer_first(tutorial, monkeypatch):
-    """Has the trainer begin only when generation has run ahead as far as it may: three batches."""
-    take = tutorial.Intake.take
-
-    def patient(self, number):
-        deadline = time.monotonic() + 120
-        while not self.taken and len(self.buffer) < 3 * ROWS:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        return take(self, number)
-
-    monkeypatch.setattr(tutorial.Intake, "take", patient)
-
-
 def queries_of_the_synchronous_program(tutorial, args, service, steps):
     """Prompts of each batch of TorchRL's collector in this process."""
     tokenizer = make_tiny_tokenizer()
@@ -95,44 +79,6 @@ def test_with_bound_0_the_program_is_the_synchronous_one(tutorial, service, chec
     assert run.num_dropped == 0
     versions = [one.version for one in run.steps]
     assert versions == list(range(versions[0], versions[0] + 5))
-
-
-@pytest.mark.usefixtures("full_buffer_first")
-def test_what_ran_ahead_of_the_bound_is_dropped(tutorial, service, checkpoint, model):
-    settings = ["--staleness", "0", "--ahead", "2", "--steps", "3"]
-    args, run = trained(tutorial, service, checkpoint, model, *settings)
-    assert tutorial.unaccounted(run, args) == []
-    # Three batches of one version: the first step trains one and makes the others too old.
-    assert [one.dropped for one in run.steps][:2] == [0, 2 * ROWS]
-    assert [one.max_staleness for one in run.steps] == [0] * 3
-    # With these settings nobody promises the synchronous program, and it is not.
-    assert any("dropped" in one for one in tutorial.unlike_the_synchronous_program(run, args))
-
-
-@pytest.mark.usefixtures("full_buffer_first")
-def test_what_ran_ahead_of_the_bound_counts_less(tutorial, service, checkpoint, model):
-    settings = ["--staleness", "1", "--ahead", "2", "--steps", "3", "--stale", "reweight"]
-    args, run = trained(tutorial, service, checkpoint, model, *settings)
-    assert tutorial.unaccounted(run, args) == []
-    assert run.num_dropped == 0
-    assert run.steps[0].staleness == 0
-    assert run.steps[1].staleness > 0
-    assert max(one.max_staleness for one in run.steps) <= 2
-
-
-def test_a_collector_that_died_ends_the_loop(tutorial, service, checkpoint, model, monkeypatch):
-    monkeypatch.setattr(tutorial, "LOOK_S", 0.5)
-    service.push_weights(model)
-    args = tutorial.parse_args([*SIZE, "--steps", "1000", "--collectors", "1"])
-    made, make = [], tutorial.make_collectors
-    monkeypatch.setattr(tutorial, "make_collectors", lambda *a: made.extend(make(*a)) or made)
-    run = tutorial.Run()
-    steps = tutorial.train(args, service, make_tiny_tokenizer(), str(checkpoint), run)
-    next(steps)
-    ray.kill(made[0]._collector)
-    with pytest.raises((tutorial.CollectorStoppedError, ray.exceptions.RayActorError)):
-        list(steps)
-    assert 1 <= len(run.steps) <= 1 + args.ahead + 1
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ def staging(cluster, tmp_path_factory):
         yield service, path
 
 
+@pytest.mark.slow
 def test_staged_weights_arrive(staging):
     service, path = staging
     model = load_tiny_model(path)
@@ -207,6 +208,7 @@ async def tokens_during_a_push(service, weights):
     return sum(begin < when < end for when in await reading), report.replicas[0].phases
 
 
+@pytest.mark.slow
 async def test_generation_goes_on_while_weights_arrive(staging):
     """The trainer is slow on purpose: steps made meanwhile show whether the engine waited."""
     service, path = staging
@@ -225,6 +227,7 @@ async def test_generation_goes_on_while_weights_arrive(staging):
     assert staged["whole_pause_s"] < paused["whole_pause_s"] / 2
 
 
+@pytest.mark.slow
 async def test_staged_weights_keep_requests_and_label_their_tokens(staging):
     service, path = staging
     model = load_tiny_model(path)
@@ -245,6 +248,7 @@ async def test_staged_weights_keep_requests_and_label_their_tokens(staging):
         assert tokens[switch : switch + 16] == tail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_fault", ["worker", "source"])
 def test_a_stage_that_breaks_off_leaves_the_engine_as_it_was(staging, at_fault):
     service, path = staging
@@ -261,7 +265,7 @@ def test_a_stage_that_breaks_off_leaves_the_engine_as_it_was(staging, at_fault):
     with pytest.raises(WeightSyncError, match="injected before tensor 7") as caught:
         service.push_weights(source, timeout_s=30)
     assert "not whole" not in str(caught.value)
-    (report,) = service.call_replicas("report").values()
+    (report,) = service.replicas.call_replicas("report").values()
     assert (report.state, report.weight_version) == (ReplicaState.SERVING, version)
     assert_holds(service, model)
     service.push_weights(other)

@@ -25,6 +25,6 @@ def test_without_a_choice_it_is_memmap_on_one_node(service, model):
     report = updater.push_weights()
     assert report.transport == "memmap"
     assert_holds(service, model)
-    descriptions = service.call_replicas("describe").values()
+    descriptions = service.replicas.call_replicas("describe").values()
     assert {one.node_id for one in descriptions} == {this_node()}
     assert {one.device_uuids for one in descriptions} == {()}

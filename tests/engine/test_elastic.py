@@ -1,6 +1,6 @@
 """Replicas that die are back by themselves; others join and leave while requests and pushes run."""
 
-import gc
+import contextlib
 import itertools
 import os
 import signal
@@ -24,7 +24,6 @@ from torchrl_vllm_sync import AsyncVLLM, MemmapTransport, ReplicaState, attach
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.testing import load_tiny_model
 
-pytestmark = pytest.mark.slow
 OWN = {**ENGINE, "max_restarts": 3}
 REPAIR_S = 200.0
 
@@ -69,7 +68,7 @@ class Load:
 
 
 def pid(service, replica_id):
-    answer = service.start_calls("describe", {replica_id: ()}).answers(30)[replica_id]
+    answer = service.replicas.start_calls("describe", {replica_id: ()}).answers(30)[replica_id]
     return answer.pid
 
 
@@ -79,7 +78,7 @@ def actor(service, replica_id):
 
 def started(service, replica_id):
     """How often a replica was started again and has joined."""
-    member = service._membership.find(replica_id)
+    member = service.replicas.membership.find(replica_id)
     return member.num_restarts
 
 
@@ -89,12 +88,7 @@ def ids(service):
 
 @pytest.fixture(scope="module")
 def elastic(cluster, checkpoint):
-    """A service that starts with two replicas; tests leave it serving, with at least two.
-
-    TorchRL's ``RayLLMCollector`` calls its actor when it is collected as garbage, and waits for the
-    answer: in a thread of the service, inside Ray, that would be for ever.
-    """
-    gc.collect()
+    """A service that starts with two replicas; its tests follow each other."""
     with AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=2, **OWN) as service:
         yield service
 
@@ -130,6 +124,7 @@ def test_a_killed_actor_is_back_with_the_committed_version(elastic, trained, che
     eventually(lambda: is_idle(elastic))
 
 
+@pytest.mark.slow
 def test_a_killed_engine_core_is_replaced_during_pushes(elastic, trained):
     """By broadcast, which stores nothing: where peers cannot give, the next push does."""
     elastic.use_transport(broadcast(join_timeout_s=20))
@@ -148,7 +143,51 @@ def test_a_killed_engine_core_is_replaced_during_pushes(elastic, trained):
     assert load.outputs
 
 
+FOLLOW = """
+    import sys, time
+    from tests.engine.requests import sampling
+    from torchrl_vllm_sync import attach
+
+    with attach(sys.argv[1]) as service:
+        print(*service.load.replica_ids, flush=True)
+        input()
+        deadline = time.monotonic() + 60
+        while service.load.replica_ids != sys.argv[2:]:
+            assert time.monotonic() < deadline, service.load.replica_ids
+            time.sleep(0.1)
+        service.wait_until_serving(timeout_s=60)
+        outputs = service.generate([[7, 8, 9 + i] for i in range(16)], sampling())
+        print(*sorted({one.replica_id for one in outputs}), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def follower(service, *expected):
+    """A process that has the service; called, it says whom it used when it knew these replicas."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(FOLLOW), service.name, *expected],
+        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def told():
+        said, _ = process.communicate("\n", timeout=200)
+        assert process.returncode == 0
+        return said.split()
+
+    try:
+        assert process.stdout.readline().split() == ids(service)
+        yield told
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
 def test_replicas_join_and_leave_while_requests_and_pushes_run(elastic, trained):
+    """Another process follows, and one that hears of no change still pushes to who is there."""
     pushed = threading.Event()
 
     def push():
@@ -157,90 +196,37 @@ def test_replicas_join_and_leave_while_requests_and_pushes_run(elastic, trained)
             if pushed.wait(0.5):
                 return
 
-    with ThreadPoolExecutor(1) as pool:
-        pushes = pool.submit(push)
-        with Load(elastic) as load:
-            (new,) = elastic.add_replicas()
-            assert ids(elastic) == ["0", "1", new]
-            elastic.wait_until_serving(timeout_s=60)
-            eventually(lambda: new in load.replicas)
-            leaving = psutil.Process(pid(elastic, "1"))
-            assert elastic.remove_replicas("1", drain_timeout_s=60) == ["1"]
-            done = load.num_from("1")
-            eventually(lambda: not leaving.is_running())
-        pushed.set()
-        pushes.result(120)
-    assert load.num_from("1") == done
-    assert ids(elastic) == ["0", new]
-    assert elastic.num_replicas == elastic.get_world_size() == 2
-    assert_holds(elastic, trained)
-    eventually(lambda: is_idle(elastic))
+    with follower(elastic, "0", "2") as told, attach(elastic.name) as late:
+        late._monitor.stop()
+        with ThreadPoolExecutor(1) as pool:
+            pushes = pool.submit(push)
+            with Load(elastic) as load:
+                (new,) = elastic.add_replicas()
+                assert new == "2"
+                assert ids(elastic) == ["0", "1", new]
+                elastic.wait_until_serving(timeout_s=60)
+                eventually(lambda: new in load.replicas)
+                leaving = psutil.Process(pid(elastic, "1"))
+                assert elastic.remove_replicas("1", drain_timeout_s=60) == ["1"]
+                done = load.num_from("1")
+                eventually(lambda: not leaving.is_running())
+            pushed.set()
+            pushes.result(120)
+        assert load.num_from("1") == done
+        assert ids(elastic) == ["0", new]
+        assert elastic.num_replicas == elastic.get_world_size() == 2
+        assert_holds(elastic, trained)
+        eventually(lambda: is_idle(elastic))
+
+        assert late.load.replica_ids == ["0", "1"]
+        report = late.push_weights(perturbed(trained, seed=21), version=elastic.weight_version + 1)
+        assert [one.replica_id for one in report.replicas] == ["0", new]
+        assert not any(one.error for one in report.replicas)
+        assert_holds(elastic, trained)
+        assert told() == ["0", new]
 
 
-def test_what_is_running_on_a_replica_that_must_go_now_goes_on_elsewhere(elastic, trained):
-    stays, goes = elastic.add_replicas()[0], ids(elastic)[1]
-    with Load(elastic) as load:
-        eventually(lambda: goes in load.replicas)
-        elastic.remove_replicas([goes], drain_timeout_s=0)
-        eventually(lambda: stays in load.replicas)
-    assert goes not in ids(elastic)
-    numbers = sorted(load.outputs)
-    assert numbers == list(range(len(numbers)))
-
-
-def test_another_process_follows(elastic, trained):
-    """It hears of the one that left and the one that came, and uses no other."""
-    code = """
-        import sys, time
-        from tests.engine.requests import sampling
-        from torchrl_vllm_sync import attach
-
-        with attach(sys.argv[1]) as service:
-            print(*service.load.replica_ids, flush=True)
-            input()
-            deadline = time.monotonic() + 60
-            while service.load.replica_ids != sys.argv[2:]:
-                assert time.monotonic() < deadline, service.load.replica_ids
-                time.sleep(0.1)
-            service.wait_until_serving(timeout_s=60)
-            outputs = service.generate([[7, 8, 9 + i] for i in range(16)], sampling())
-            print(*sorted({one.replica_id for one in outputs}), flush=True)
-    """
-    before = ids(elastic)
-    new = str(max(map(int, before)) + 1)
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), elastic.name, before[0], new],
-        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
-        cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout.readline().split() == before
-        assert elastic.add_replicas() == [new]
-        elastic.remove_replicas(before[1:])
-        told, _ = process.communicate("\n", timeout=200)
-    finally:
-        process.kill()
-    assert process.returncode == 0
-    assert told.split() == [before[0], new]
-
-
-def test_a_push_of_a_process_that_hears_late_reaches_who_has_joined(elastic, trained):
-    """Its monitor, which hears of changes, was last awake before one replica came and one went."""
-    before = ids(elastic)
-    with attach(elastic.name) as other:
-        other._monitor.stop()
-        (new,) = elastic.add_replicas()
-        elastic.remove_replicas(before[:1])
-        assert other.load.replica_ids == before
-        report = other.push_weights(perturbed(trained, seed=21), version=elastic.weight_version + 1)
-    assert [one.replica_id for one in report.replicas] == [*before[1:], new]
-    assert not any(one.error for one in report.replicas)
-    assert_holds(elastic, trained)
-
-
+@pytest.mark.slow
 def test_what_cannot_be_is_refused_and_changes_nothing(elastic):
     before = ids(elastic)
     for call, words in (
@@ -261,6 +247,20 @@ def test_what_cannot_be_is_refused_and_changes_nothing(elastic):
     elastic.wait_until_serving(timeout_s=10)
 
 
+@pytest.mark.slow
+def test_what_is_running_on_a_replica_that_must_go_now_goes_on_elsewhere(elastic, trained):
+    """Last of this service: it leaves one replica."""
+    stays, goes = ids(elastic)
+    with Load(elastic) as load:
+        eventually(lambda: goes in load.replicas)
+        elastic.remove_replicas([goes], drain_timeout_s=0)
+        before = load.num_from(stays)
+        eventually(lambda: load.num_from(stays) > before)
+    assert goes not in ids(elastic)
+    numbers = sorted(load.outputs)
+    assert numbers == list(range(len(numbers)))
+
+
 LAUNCH = """
     import sys, time
     from tests.engine.test_elastic import OWN
@@ -276,6 +276,7 @@ LAUNCH = """
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_is_killed_and_its_successor_goes_on(cluster, checkpoint, other_checkpoint):
     """The detached replicas serve the last committed version; the new one supervises them."""
     with subprocess.Popen(

@@ -366,7 +366,7 @@ def test_one_call_a_replica_and_batch(service, monkeypatch):
             calls.append((name, self._index))
             return getattr(self._actor, name)
 
-    access = service._serving()[0]._dispatcher._access
+    access = service.requests.generation._dispatcher._access
     replicas = access._replicas()
     counted = [
         type(one)(one.replica_id, Counting(one.actor, index)) for index, one in enumerate(replicas)
@@ -389,7 +389,7 @@ def test_a_progress_bar_for_large_batches(service, monkeypatch, capfd, num, use_
 
 def test_the_first_text_does_not_block_the_event_loop(service, monkeypatch):
     """The tokenizer comes from a replica; meanwhile other coroutines go on."""
-    generation_side, _ = service._serving()
+    generation_side = service.requests.generation
     fetch, gate = generation_side._fetch_tokenizer, threading.Event()
 
     def slow_fetch():

@@ -12,30 +12,20 @@ import time
 import pytest
 import ray
 
-from tests.engine.conftest import ENGINE
 from tests.engine.faults import own_children
-from torchrl_vllm_sync.engine.actor import EngineActor
 
 IDS = [7, 8, 9, 10, 11]
-
-
-class Probe(EngineActor):
-    """Runs a coroutine function of a test beside its engine."""
-
-    async def call(self, function):
-        return await function(self)
-
+KILLS = True
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 
 @pytest.fixture(scope="module")
-def inside(cluster, checkpoint):
-    """Runs a coroutine function, given the actor, in the actor's process."""
-    from torchrl_vllm_sync import AsyncVLLM
-
-    with AsyncVLLM.from_pretrained(str(checkpoint), actor_class=Probe, **ENGINE) as service:
-        yield lambda function: ray.get(service.actors[0].call.remote(function), timeout=100)
+def inside(hurt):
+    """Runs a coroutine function, given the actor, in the process of one that is not used again."""
+    actor = hurt.actors[0]
+    yield lambda function: ray.get(actor.call.remote(function), timeout=100)
+    ray.kill(actor)  # other tests' samples are not watched there any more
 
 
 def start(engine, name, max_tokens=240):
@@ -89,8 +79,8 @@ def test_pause_scheduler_returns_when_no_step_runs_without_the_fixed_sleep(insid
     async def fastest(actor):
         from torchrl_vllm_sync.engine import internals
 
-        times = []
-        for _ in range(10):
+        times = [float("inf")]
+        while min(times) > 0.02 and len(times) < 200:  # other processes may hold it up
             begin = time.perf_counter()
             await internals.pause_scheduler(actor.engine, mode="keep", clear_cache=False)
             times.append(time.perf_counter() - begin)

@@ -8,22 +8,25 @@ import ray
 from vllm import SamplingParams
 
 from tests.engine.checks import assert_holds, perturbed
-from tests.engine.conftest import ENGINE
 from tests.engine.layerwise_engine import BACKEND
-from torchrl_vllm_sync import AsyncVLLM, LoadReport
+from torchrl_vllm_sync import LoadReport
 from torchrl_vllm_sync.errors import StaleVersionError, TransferError, TransferNotReadyError
+from torchrl_vllm_sync.testing import load_tiny_model
 
 
 @pytest.fixture(scope="module")
-def layerwise(cluster, checkpoint):
-    """One replica whose workers use the test's engine."""
-    extension = "tests.engine.layerwise_engine.LayerwiseWorker"
-    with AsyncVLLM.from_pretrained(
-        str(checkpoint), worker_extension_cls=extension, **ENGINE
-    ) as service:
-        service.use_transfer_engine(BACKEND)
-        service.init_weight_transfer_engine({"packed": True})
-        yield service
+def layerwise(hurt):
+    """Replicas whose workers use the test's engine."""
+    hurt.use_transfer_engine(BACKEND)
+    hurt.init_weight_transfer_engine({"packed": True})
+    yield hurt
+    hurt.use_transfer_engine()
+
+
+@pytest.fixture
+def model(untied_checkpoint):
+    """The trainer's copy of what they were launched with."""
+    return load_tiny_model(untied_checkpoint)
 
 
 def parts(model, size=7, **extra):
@@ -35,21 +38,25 @@ def parts(model, size=7, **extra):
 
 
 def state(service):
-    (report,) = service.call_replicas("report").values()
-    return report.state
+    (found,) = {report.state for report in service.replicas.call_replicas("report").values()}
+    return found
 
 
 def next_version(service):
-    """One more than the replica holds: what is called past the service it learns only later."""
-    (report,) = service.call_replicas("report").values()
-    return report.weight_version + 1
+    """One more than replicas hold: what is called past the service it learns only later."""
+    (found,) = {
+        report.weight_version for report in service.replicas.call_replicas("report").values()
+    }
+    return found + 1
 
 
-def call(service, method, *args):
-    (answer,) = service.call_replicas(method, *args, deadline_s=60).values()
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
+def call(service, method, *args, **kwargs):
+    """Calls every replica; the answer of the first, where the requests are, if none raises."""
+    answers = service.replicas.call_replicas(method, *args, deadline_s=60, **kwargs)
+    for answer in answers.values():
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers["0"]
 
 
 def test_an_update_in_parts(layerwise, model):
@@ -65,7 +72,9 @@ def test_a_push_in_parts_reports_as_others_do(layerwise, model):
     version = next_version(layerwise)
     params = SamplingParams(temperature=0.0, max_tokens=220, min_tokens=220)
     running = ray.remote(num_cpus=0)(
-        lambda service: service.generate(prompt_token_ids=[5, 6], sampling_params=params)
+        lambda service: service.generate(
+            prompt_token_ids=[5, 6], sampling_params=params, actor_index=0
+        )
     ).remote(layerwise)
     while layerwise.get_num_unfinished_requests(0) < 1:
         assert not ray.wait([running], timeout=0.01)[0]
@@ -79,7 +88,7 @@ def test_a_push_in_parts_reports_as_others_do(layerwise, model):
     assert (outcome.version, outcome.path, outcome.phases["num_tensors"]) == (
         version,
         "layerwise",
-        50,
+        len(list(model.parameters())),
     )
     assert outcome.phases["num_kept"] == 1
     output = ray.get(running, timeout=60)
@@ -94,7 +103,8 @@ def test_a_whole_push_in_one_call(layerwise, model):
     version = next_version(layerwise)
     (update,) = parts(perturbed(model, seed=320), size=1000)
     call(layerwise, "expect_native", version, "run 2")
-    (answer,) = layerwise.call_replicas(
+    answer = call(
+        layerwise,
         "receive_native",
         update,
         version=version,
@@ -102,7 +112,7 @@ def test_a_whole_push_in_one_call(layerwise, model):
         mode="keep",
         clear_cache=False,
         timeout_s=30.0,
-    ).values()
+    )
     assert (answer["version"], answer["path"]) == (version, "layerwise")
     assert_holds(layerwise, model)
 

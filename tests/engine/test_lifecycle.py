@@ -152,10 +152,10 @@ def test_balancers_of_a_service(service, strategy, names):
 
 
 def test_an_unknown_strategy_changes_nothing(service):
-    before = service._load_balancer
+    before = service.requests.balancer
     with pytest.raises(UnknownStrategyError, match="least-busy"):
         service.create_load_balancer("least-busy")
-    assert service._load_balancer is before
+    assert service.requests.balancer is before
     assert service.generate(IDS, sampling()).finished
 
 

@@ -21,7 +21,7 @@ from torchrl_vllm_sync.rl.local_llm import LocalLLM
 from torchrl_vllm_sync.testing import token_log_probs
 
 EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

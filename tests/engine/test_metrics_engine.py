@@ -21,12 +21,12 @@ PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 
 def ended(service, before):
     """How many requests have ended since, by how they did."""
-    now = service.request_totals()
+    now = service.requests.request_totals()
     return {end: now[end] - before[end] for end in now if now[end] != before[end]}
 
 
 def test_requests_are_counted_by_how_they_end(service):
-    before = service.request_totals()
+    before = service.requests.request_totals()
     service.generate(["Hello", "Bonjour"], PARAMS)
     for _ in service.generate("Hello", PARAMS, stream=True):
         pass
@@ -42,7 +42,7 @@ def test_one_push_is_logged_drawn_and_counted(service, model, tmp_path):
     stops = [
         log_pushes(service, logger),
         service.register_version_hook(reports.append),
-        service.listen_to_pushes(ends.append),
+        service.weights.listen_to_pushes(ends.append),
     ]
     report = service.push_weights(perturbed(model, seed=5))
     for stop in stops:

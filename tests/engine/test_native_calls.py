@@ -66,7 +66,7 @@ class Trainer:
 
     def send(self, model, wrap=lambda info: {"update_info": info}):
         """Sends ``model`` while the service receives it."""
-        source = fit_to_model(as_weight_source(model), self.service._expected_weights())
+        source = fit_to_model(as_weight_source(model), self.service.weights.expected())
         layout = BucketLayout(source.metadata(), BUCKET_BYTES)
         buffers = make_buffers(layout, CPU)
         packer = ViewPacker(layout, buffers, list(source))
@@ -104,7 +104,7 @@ def trainer(service):
 
 
 def states(service):
-    return {one.state for one in service.call_replicas("report").values()}
+    return {one.state for one in service.replicas.call_replicas("report").values()}
 
 
 def greedy(tokens=1, **options):
@@ -335,9 +335,7 @@ def test_a_trainer_that_never_sends_costs_the_update_only(service, trainer, mode
     service.push_weights(perturbed(model, seed=120))
     trainer.meet()
     service.start_weight_update()
-    metadata = to_json(
-        fit_to_model(as_weight_source(model), service._expected_weights()).metadata()
-    )
+    metadata = to_json(fit_to_model(as_weight_source(model), service.weights.expected()).metadata())
     info = {"push_id": 1, "timeout_s": 1.0, "metadata": metadata}
     with pytest.raises(TransferError, match="the trainer did not begin the transfer"):
         service.update_weights({"update_info": info})
@@ -374,7 +372,7 @@ def test_a_client_that_dies_half_way_leaves_replicas_stale_until_a_push(service,
     start_and_be_gone(service)
     trainer.send(perturbed(model, seed=124))
     wait_for(lambda: states(service) == {"stale"})
-    reports = service.call_replicas("report").values()
+    reports = service.replicas.call_replicas("report").values()
     assert all("given up half-way: no call came for 1 s" in one.reason for one in reports)
     service.push_weights(perturbed(model, seed=125))
     assert states(service) == {"serving"}
@@ -398,7 +396,7 @@ def test_a_client_that_is_slow_is_waited_for(service, trainer, model):
 def test_a_transfer_that_breaks_off_makes_replicas_stale_until_a_push(service, trainer, model):
     trainer.meet()
     service.start_weight_update()
-    source = fit_to_model(as_weight_source(model), service._expected_weights())
+    source = fit_to_model(as_weight_source(model), service.weights.expected())
     info = {"push_id": 1, "timeout_s": 20.0, "metadata": to_json(source.metadata())}
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(service.update_weights, {"update_info": info})
@@ -448,7 +446,9 @@ def test_the_transfer_engine_is_torn_down_and_set_up_again(service, trainer, mod
 def test_another_engine_and_back(service, trainer, model):
     names = [["NCCLWeightTransferEngine"]] * 2
     service.use_transfer_engine("nccl")
-    assert service._call_all("collective_rpc", "native_engine_name") == names
+    assert [
+        *service.replicas.call_replicas("collective_rpc", "native_engine_name").values()
+    ] == names
     with pytest.raises(TransferNotReadyError, match="NCCLWeightTransferEngine is not initialised"):
         service.start_weight_update()
     service.push_weights(perturbed(model, seed=150))

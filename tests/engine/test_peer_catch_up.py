@@ -16,6 +16,8 @@ from torchrl_vllm_sync.testing import load_tiny_model
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def plain(cluster, checkpoint):
@@ -39,7 +41,7 @@ def left_behind(service, model, seed):
     with pytest.raises(WeightSyncError) as caught:
         service.push_weights(perturbed(model, seed=seed), strict=True)
     assert set(caught.value.failures) == {"1"}
-    assert service.call_replicas("report")["1"].state is ReplicaState.STALE
+    assert service.replicas.call_replicas("report")["1"].state is ReplicaState.STALE
     return caught.value.version
 
 
@@ -48,8 +50,8 @@ def test_who_was_left_behind_takes_the_weights_of_who_was_not(plain, checkpoint)
     version = left_behind(plain, model, seed=1)
     long = SamplingParams(max_tokens=200, ignore_eos=True)
     running = ray.remote(num_cpus=0)(lambda one: one.generate([[5, 6]] * 4, long)).remote(plain)
-    assert plain._pusher.catch_up(["1"], timeout_s=60) == {}
-    reports = plain.call_replicas("report")
+    assert plain.weights.pusher.catch_up(["1"], timeout_s=60) == {}
+    reports = plain.replicas.call_replicas("report")
     assert {one.weight_version for one in reports.values()} == {version}
     assert {one.state for one in reports.values()} == {ReplicaState.SERVING}
     plain._learn_states()
@@ -63,11 +65,11 @@ def test_a_copy_that_differs_is_not_served(plain, checkpoint):
     model = perturbed(load_tiny_model(checkpoint), seed=3)
     left_behind(plain, model, seed=3)
     fault(plain, 1, damages=True)
-    reasons = plain._pusher.catch_up(["1"], timeout_s=60)
+    reasons = plain.weights.pusher.catch_up(["1"], timeout_s=60)
     assert "the copy differs from the peer" in reasons["1"]
-    assert plain.call_replicas("report")["1"].state is ReplicaState.STALE
+    assert plain.replicas.call_replicas("report")["1"].state is ReplicaState.STALE
     fault(plain, 1, damages=False)
-    assert plain._pusher.catch_up(["1"], timeout_s=60) == {}
+    assert plain.weights.pusher.catch_up(["1"], timeout_s=60) == {}
     plain._learn_states()
     assert_holds(plain, model)
 
@@ -76,7 +78,7 @@ def test_packed_weights_are_not_copied_and_the_next_push_helps(plain, checkpoint
     model = perturbed(load_tiny_model(checkpoint), seed=4)
     version = left_behind(plain, model, seed=4)
     fault(plain, 0, packs=True)
-    reasons = plain._pusher.catch_up(["1"], timeout_s=60)
+    reasons = plain.weights.pusher.catch_up(["1"], timeout_s=60)
     assert "vLLM's CPU backend repacks weights after loading" in reasons["1"]
     fault(plain, 0, packs=False)
     assert plain.push_weights(model, version=version).left_behind == {}

@@ -139,7 +139,7 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_a_push_that_does_not_fit_changes_nothing(pushed, other_model, kind):
     service, model = pushed
-    version, directory = service.weight_version, service._pusher.transport.directory
+    version, directory = service.weight_version, service.weights.pusher.transport.directory
     stored = {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
     weights = dict(other_model.state_dict())
     break_it, message = BAD[kind]
@@ -218,7 +218,7 @@ def test_replicas_follow_a_writer_in_another_process(
             writer.stdin.flush()
     # What was published after the end of following is not loaded, nor is anything loaded twice.
     # (The last version may have come in just before.)
-    held = {report.weight_version for report in service.call_replicas("report").values()}
+    held = {report.weight_version for report in service.replicas.call_replicas("report").values()}
     assert held <= {first + 1, first + 2}
     model = load_tiny_model(other_checkpoint)
     assert service.push_weights(model).version > first
@@ -232,6 +232,7 @@ def test_following_needs_a_positive_interval(service, tmp_path):
 
 def wait_for_version(service, version):
     deadline = time.monotonic() + 60
-    while {one.weight_version for one in service.call_replicas("report").values()} != {version}:
+    ask = service.replicas.call_replicas
+    while {one.weight_version for one in ask("report").values()} != {version}:
         assert time.monotonic() < deadline
         time.sleep(0.02)

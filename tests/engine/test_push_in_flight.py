@@ -51,7 +51,7 @@ async def push_while_running(service, weights, prompts, params, *, num_running, 
 async def until_running(service, number):
     deadline = time.monotonic() + 60
     while True:
-        reports = await asyncio.to_thread(service.call_replicas, "report")
+        reports = await asyncio.to_thread(service.replicas.call_replicas, "report")
         if sum(report.num_running or 0 for report in reports.values()) >= number:
             return
         assert time.monotonic() < deadline, "the requests never ran side by side"

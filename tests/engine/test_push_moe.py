@@ -24,6 +24,8 @@ from torchrl_vllm_sync import (
 from torchrl_vllm_sync.errors import WeightMismatchError, WeightSyncError
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
 
+pytestmark = pytest.mark.slow
+
 MODELS = {
     "qwen3_moe, untied": {"architecture": "qwen3_moe", "tied": False},
     "qwen2_moe, tied": {"architecture": "qwen2_moe", "tied": True},
@@ -109,7 +111,6 @@ def test_a_push_that_lacks_one_expert_is_refused(experts):
     assert_holds(service, model)
 
 
-@pytest.mark.slow
 def test_two_workers_each_take_their_shard(cluster, checkpoint):
     model = load_tiny_model(checkpoint)
     with AsyncVLLM.from_pretrained(

@@ -10,7 +10,6 @@ import psutil
 import pytest
 import ray
 
-from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
 from tests.engine.requests import endless, eventually, is_idle, sampling
 from torchrl_vllm_sync.errors import (
@@ -20,6 +19,7 @@ from torchrl_vllm_sync.errors import (
 )
 
 NUM_REQUESTS = 2000
+KILLS = True
 
 
 def make_prompt(i):
@@ -107,7 +107,7 @@ def test_2000_requests_with_timeouts_and_cancellations(service):
     assert service.load.total_in_flight == 0
     eventually(lambda: is_idle(service), timeout_s=5)
     assert [
-        one["pending_requests"] for one in service._load_balancer.get_stats()["actor_stats"]
+        one["pending_requests"] for one in service.requests.balancer.get_stats()["actor_stats"]
     ] == [
         0,
         0,
@@ -115,12 +115,9 @@ def test_2000_requests_with_timeouts_and_cancellations(service):
 
 
 @pytest.fixture(scope="module")
-def doomed(cluster, checkpoint):
+def doomed(hurt):
     """A service of three replicas, of which one survives this module."""
-    from torchrl_vllm_sync import AsyncVLLM
-
-    with AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=3, **ENGINE) as service:
-        yield service
+    return hurt
 
 
 def drawn(seed):
@@ -139,7 +136,6 @@ def kill_actor(service, index):
     ray.kill(service.actors[index])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("index", "kill"), [(0, kill_engine_core), (1, kill_actor)])
 def test_requests_of_a_killed_replica_go_to_the_others(doomed, monkeypatch, index, kill):
     """In this order: after the first case two replicas are left, after the second one."""
@@ -159,12 +155,12 @@ def test_requests_of_a_killed_replica_go_to_the_others(doomed, monkeypatch, inde
         def watch(result):
             on_result(result)
             arrived.append(result.request_id)
-            from_doomed.append(result.replica_id == str(index))
-            if sum(from_doomed) >= 5 and not killers:
+            from_hurt.append(result.replica_id == str(index))
+            if sum(from_hurt) >= 5 and not killers:
                 killers.append(threading.Thread(target=kill, args=(doomed, index)))
                 killers[0].start()
 
-        from_doomed = []
+        from_hurt = []
         return await run(requests, reserve, on_result=watch)
 
     with monkeypatch.context() as patched:
@@ -183,7 +179,8 @@ def test_requests_of_a_killed_replica_go_to_the_others(doomed, monkeypatch, inde
     outputs = doomed.generate(prompts, params)
     assert str(index) not in {output.replica_id for output in outputs}
     assert [all_token_ids(output) for output in outputs] == wanted
-    assert {doomed._load_balancer.select_actor([7, i]) for i in range(100)} <= {0, 1, 2} - {index}
+    select_actor = doomed.requests.balancer.select_actor
+    assert {select_actor([7, i]) for i in range(100)} <= {0, 1, 2} - {index}
     assert doomed.load.total_in_flight == 0
     figures = doomed.get_num_unfinished_requests()
     assert figures[2] == 0

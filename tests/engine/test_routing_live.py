@@ -14,7 +14,7 @@ from benchmarks.routing_live import run_case
 from tests.engine.requests import eventually, is_idle, sampling
 from tests.engine.rollouts import QUIET
 
-pytestmark = QUIET
+pytestmark = [pytest.mark.slow, *QUIET]
 BLOCK = 32
 # Whole blocks and one token: a sibling that finds them computes that one token.
 PROMPT = 20 * BLOCK + 1

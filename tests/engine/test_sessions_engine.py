@@ -18,20 +18,14 @@ from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
 from tests.engine.requests import endless, eventually, is_idle, sampling, token_ids
 from tests.engine.rollouts import QUIET, SAMPLING, TOKENIZER
-from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
+from torchrl_vllm_sync import vLLMWrapper
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
 pytestmark = QUIET
 BLOCK = ENGINE["block_size"]
 TURNS = 3
 CHATS = 6
-
-
-@pytest.fixture(scope="module")
-def service(cluster, checkpoint):
-    """Two replicas, one of which the last tests kill."""
-    with AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=2, **ENGINE) as service:
-        yield service
+KILLS = True
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +201,7 @@ def test_the_wrapper_finds_the_conversations_of_an_environment(service, counted)
             assert all(len(set(conversation)) == 1 for conversation in replicas)
             cached = rows["generation", "num_cached_tokens"]
             assert (cached[:, 1:] > 0).all()
-    assert len(service._load_balancer._placer.sessions) == 7  # the first episode's are released
+    assert len(service.requests.balancer._placer.sessions) == 7  # the first episode's are released
 
 
 def test_a_wrapper_told_not_to_leaves_rows_to_the_strategy(service):
@@ -216,7 +210,7 @@ def test_a_wrapper_told_not_to_leaves_rows_to_the_strategy(service):
         policy = make_policy(service).get_new_version(find_sessions=False)
         rows = make_env(7).rollout(TURNS, policy)
     assert all(len(set(one)) == 2 for one in rows["generation", "replica_id"])
-    assert len(service._load_balancer._placer.sessions) == 0
+    assert len(service.requests.balancer._placer.sessions) == 0
 
 
 def test_conversations_of_a_pool_stay_though_their_turns_mix(service):

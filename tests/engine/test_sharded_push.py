@@ -33,6 +33,8 @@ from torchrl_vllm_sync.testing import load_tiny_model
 from torchrl_vllm_sync.weights import sharded
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, TrainerRankError
 
+pytestmark = pytest.mark.slow
+
 PROCESSES = multiprocessing.get_context("spawn")
 NUM_RANKS = 2
 STEP_S = 6.0
@@ -299,7 +301,7 @@ def test_the_comparison_above_notices_that_nothing_is_gathered(service, ranks, w
 
 
 def reports(service):
-    return list(service.call_replicas("report").values())
+    return list(service.replicas.call_replicas("report").values())
 
 
 def assert_no_mixture(service, old):

@@ -12,7 +12,7 @@ from torchrl.envs.transforms import PolicyAgeFilter
 
 from tests.engine.checks import TOLERANCE, perturbed
 from tests.engine.requests import eventually
-from tests.engine.test_torchrl_faces import MODES, TOKENIZER, asked, flat, policy_of
+from tests.engine.test_torchrl_faces import TOKENIZER, asked, flat, policy_of
 from torchrl_vllm_sync import vLLMWrapper
 from torchrl_vllm_sync.rl import keys
 from torchrl_vllm_sync.testing import token_log_probs
@@ -51,9 +51,10 @@ def rows_of(tensordict):
     return rows
 
 
-@pytest.mark.parametrize("num_samples", [None, 2])
-@pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "pad_output", "num_samples"),
+    [("history", False, None), ("text", True, None), ("tokens", False, 2), ("history", True, 2)],
+)
 def test_each_token_carries_its_version(service, model, mode, pad_output, num_samples):
     service.push_weights(perturbed(model, seed=11))
     old = service.weight_version

@@ -15,8 +15,6 @@ from vllm import SamplingParams
 from torchrl_vllm_sync import attach
 from torchrl_vllm_sync.errors import WeightMismatchError
 
-pytestmark = pytest.mark.slow
-
 PROMPTS = [[7 + i, *range(20, 90)] for i in range(8)]  # two whole blocks and a part of one
 TOKENS = SamplingParams(max_tokens=100, ignore_eos=True)
 
@@ -36,7 +34,7 @@ def totals(status):
 
 def settled(service):
     """The status when the engines have reported what is done by now."""
-    service._learn_states()
+    service.replicas.learn()
     return service.status()
 
 
@@ -135,6 +133,7 @@ def command(*arguments):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_finds_services_and_shows_one(service, model):
     version = service.push_weights(model).version
     code, out, err = command("--json")

@@ -12,30 +12,28 @@ import torch
 from tokenizers.decoders import DecodeStream
 
 from tests.engine.checks import TOLERANCE, assert_labelled
-from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
 from tests.engine.requests import eventually, is_idle, sampling, token_ids
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import RequestLostError
 from torchrl_vllm_sync.requests.generation import _reserver
-from torchrl_vllm_sync.testing import token_log_probs
+from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 PROMPT = list(range(40, 90))
 LENGTH = 150
+KILLS = True
 
 
 @pytest.fixture(scope="module")
-def doomed(cluster, checkpoint):
+def doomed(hurt):
     """Three replicas, of which tests stop some for a while; the last two tests kill one each."""
-    from torchrl_vllm_sync import AsyncVLLM
-
-    with AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=3, **ENGINE) as service:
-        for actor in service.actors:
-            ray.get(actor.__ray_call__.remote(listen))
-        service.create_load_balancer("round-robin")
-        yield service
+    for actor in hurt.actors:
+        ray.get(actor.__ray_call__.remote(listen))
+    hurt.create_load_balancer("round-robin")
+    yield hurt
+    hurt.replicas.call_replicas("__ray_call__", fall_silent)
 
 
 def listen(actor):
@@ -47,6 +45,10 @@ def listen(actor):
         return generate(prompt, params, *args, **kwargs)
 
     actor.engine.generate = heard
+
+
+def fall_silent(actor):
+    del actor.engine.generate
 
 
 def asked(service, replica_id):
@@ -156,7 +158,7 @@ def test_what_a_stopped_replica_holds_is_run_elsewhere_and_its_late_answers_are_
 
     async def run():
         task = asyncio.create_task(
-            dispatcher.run(batch.requests, _reserver(doomed._load_balancer), on_result=watch)
+            dispatcher.run(batch.requests, _reserver(doomed.requests.balancer), on_result=watch)
         )
         async with asyncio.timeout(60):
             while "0" not in stopped:
@@ -251,7 +253,9 @@ def test_a_stream_goes_on_elsewhere_and_equals_an_unbroken_one(doomed):
 
 
 @pytest.mark.slow
-def test_deltas_go_on_elsewhere_with_the_log_probabilities_of_the_trainer(doomed, model):
+def test_deltas_go_on_elsewhere_with_the_log_probabilities_of_the_trainer(
+    doomed, untied_checkpoint
+):
     """Drawn at random, so that a stream that began again would have other tokens."""
     from vllm.sampling_params import RequestOutputKind
 
@@ -268,14 +272,14 @@ def test_deltas_go_on_elsewhere_with_the_log_probabilities_of_the_trainer(doomed
     logprobs = [entry for part in parts for entry in part.logprobs]
     assert len(tokens) == len(logprobs) == LENGTH
     found = torch.tensor([one[token].logprob for one, token in zip(logprobs, tokens, strict=True)])
-    wanted = token_log_probs(model, PROMPT + tokens)[-LENGTH:]
+    wanted = token_log_probs(load_tiny_model(untied_checkpoint), PROMPT + tokens)[-LENGTH:]
     assert (found - wanted).abs().max() < TOLERANCE
     assert abs(parts[-1].cumulative_logprob - found.sum()) < LENGTH * TOLERANCE
     tokenizer = ray.get(alive(doomed)[0].actor.get_tokenizer.remote())
     assert "".join(part.text for part in parts) == shown_text(tokenizer, tokens)
     for output in outputs:
         (spans,) = output.version_spans
-        assert spans == ((0, 0, len(output.outputs[0].token_ids)),)
+        assert spans == ((doomed.weight_version, 0, len(output.outputs[0].token_ids)),)
     assert (parts[-1].weight_versions[0].start, parts[-1].weight_versions[-1].end) == (0, LENGTH)
     assert all(output.prompt_token_ids == PROMPT for output in outputs)
     assert doomed.load.total_in_flight == 0

@@ -229,7 +229,7 @@ def test_a_pickled_updater_pushes(service, other_model):
     report = updater.push_weights(other_model)
     assert report.version == updater.service.weight_version
     assert_holds(service, other_model)
-    updater.service._pusher.close()
+    updater.service.weights.pusher.close()
 
 
 def test_torchrls_policy_age_filter_works_on_the_stamp(service, model):

@@ -34,15 +34,8 @@ def made_directories(directory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("name", "after"),
-    [
-        ("05_tensor_parallel_fp8", "Starting an engine"),
-        ("06_fsdp_expert_parallel", "A first push"),
-        ("07_two_nodes", "Starting 2 replicas"),
-    ],
-)
-def test_an_interrupted_tutorial_leaves_nothing(name, after, directory):
+def test_an_interrupted_tutorial_leaves_nothing(directory):
+    name, after = "06_fsdp_expert_parallel", "A first push"
     tutorial = subprocess.Popen(
         [sys.executable, "-u", TUTORIALS / f"{name}.py", "--smoke"],
         env=os.environ | {"TMPDIR": str(directory)},

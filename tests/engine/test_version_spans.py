@@ -13,7 +13,6 @@ from torchrl_vllm_sync.testing import load_tiny_model
 
 pytestmark = pytest.mark.timeout(300)
 
-NUM_PUSHES = 100  # in each of two tests
 NUM_USERS = 24
 MAX_LENGTH = 250
 
@@ -44,7 +43,7 @@ def weights(service, checkpoint):
 
 
 def replicas_disagreements(service):
-    return [one.num_span_disagreements for one in service.call_replicas("report").values()]
+    return [one.num_span_disagreements for one in service.replicas.call_replicas("report").values()]
 
 
 @dataclass
@@ -100,7 +99,7 @@ def compare(model, scored):
     return float(own), foreign
 
 
-async def pushes_under_load(service, weights, *, seed, **options):
+async def pushes_under_load(service, weights, *, num_pushes, seed, **options):
     """Pushes at random moments while users generate; returns every output."""
     rng = random.Random(seed)
     outputs, done = [], asyncio.Event()
@@ -119,7 +118,7 @@ async def pushes_under_load(service, weights, *, seed, **options):
             outputs.append(await service.agenerate(prompt, params, timeout_seconds=120))
 
     users = [asyncio.ensure_future(user(number)) for number in range(NUM_USERS)]
-    for _ in range(NUM_PUSHES):
+    for _ in range(num_pushes):
         await asyncio.sleep(rng.uniform(0, 0.12))
         model = weights.at(service.weight_version + 1)
         await asyncio.to_thread(service.push_weights, model, **options)
@@ -128,13 +127,24 @@ async def pushes_under_load(service, weights, *, seed, **options):
     return outputs
 
 
-@pytest.mark.parametrize("clear_cache", [True, False], ids=["cleared", "kept"])
-async def test_each_span_has_its_versions_log_probs(service, weights, clear_cache):
+@pytest.mark.parametrize(
+    ("clear_cache", "num_pushes"),
+    [
+        pytest.param(True, 30, id="cleared"),
+        pytest.param(True, 100, id="cleared-long", marks=pytest.mark.slow),
+        pytest.param(False, 100, id="kept-long", marks=pytest.mark.slow),
+    ],
+)
+async def test_each_span_has_its_versions_log_probs(service, weights, clear_cache, num_pushes):
     first, disagreements = service.weight_version, replicas_disagreements(service)
     outputs = await pushes_under_load(
-        service, weights, seed=7 + clear_cache, clear_cache=clear_cache
+        service,
+        weights,
+        num_pushes=num_pushes,
+        seed=7 + clear_cache,
+        clear_cache=clear_cache,
     )
-    assert service.weight_version == first + NUM_PUSHES
+    assert service.weight_version == first + num_pushes
     for output in outputs:
         assert_labelled(output)
         assert {one.finish_reason for one in output.outputs} == {"length"}
@@ -144,7 +154,7 @@ async def test_each_span_has_its_versions_log_probs(service, weights, clear_cach
     scored = scored_spans(outputs, first_only=not clear_cache)
     assert first <= min(scored)
     switches = sum(len(spans) - 1 for output in outputs for spans in output.version_spans)
-    assert switches > 5 * NUM_PUSHES
+    assert switches > 5 * num_pushes
     worst, foreign = 0.0, []
     for version, spans in scored.items():
         own, after = compare(weights.at(version), spans)
@@ -153,7 +163,7 @@ async def test_each_span_has_its_versions_log_probs(service, weights, clear_cach
     assert worst < TOLERANCE
     # The twin: a boundary one token later would be noticed.
     noticed = sum(one > 10 * TOLERANCE for one in foreign)
-    assert len(foreign) > 2 * NUM_PUSHES
+    assert len(foreign) > 2 * num_pushes
     assert noticed > 0.95 * len(foreign)
 
 
@@ -172,7 +182,8 @@ async def test_a_sample_that_has_not_begun_begins_under_the_new_weights(service,
     )
     old, target = service.weight_version, service.load.replica_ids[0]
     async with asyncio.timeout(30):
-        while (await asyncio.to_thread(service.call_replicas, "report"))[target].num_waiting != 1:  # noqa: ASYNC110
+        ask = service.replicas.call_replicas
+        while (await asyncio.to_thread(ask, "report"))[target].num_waiting != 1:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     await asyncio.to_thread(service.push_weights, weights.at(old + 1), clear_cache=False)
     *others, output = await running

@@ -176,7 +176,7 @@ async def test_each_step_of_a_stream_has_the_spans_of_its_tokens(pushed, kind):
 
 
 def reports(service):
-    return list(service.call_replicas("report").values())
+    return list(service.replicas.call_replicas("report").values())
 
 
 # ---------------------------------------------------------------- other ways to new weights
@@ -223,7 +223,7 @@ async def test_naming_the_weights_afterwards_makes_a_boundary_there(pushed):
     for output in await running:
         assert_labelled(output)
         assert [one.version for one in output.version_spans[0]] == [old, old + 1]
-    service.learn_versions()
+    service.weights.learn_versions()
     assert service.weight_version == old + 1
 
 
@@ -279,7 +279,7 @@ class Elsewhere:
         return self.service.generate([5, 6, 7], min_version=version).min_version
 
 
-@pytest.mark.parametrize("way", ["pickled", "attached"])
+@pytest.mark.parametrize("way", ["pickled", pytest.param("attached", marks=pytest.mark.slow)])
 def test_another_process_notices_a_push(pushed, way):
     service, model = pushed
     version = service.weight_version

@@ -140,7 +140,7 @@ def engine_core_pid(service):
 
 
 def report(service):
-    (one,) = service.call_replicas("report").values()
+    (one,) = service.replicas.call_replicas("report").values()
     return one
 
 
@@ -344,7 +344,7 @@ def test_a_launch_without_memory_for_staged_weights_says_how_much_is_needed(
     """Dummy weights that fill more than half of a GPU: a second set cannot fit beside them."""
     from transformers import Qwen3Config
 
-    from torchrl_vllm_sync.testing.tokenizer import make_tiny_tokenizer
+    from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
     service.shutdown()
     directory, hidden, layers = tmp_path_factory.mktemp("large"), 8192, 32

@@ -49,7 +49,7 @@ def mean_difference(service, checkpoint):
 @pytest.fixture(scope="module")
 def service(cluster, checkpoints):
     with AsyncVLLM.from_pretrained(str(checkpoints[0]), compile=False, **ENGINE) as service:
-        (engine,) = service.call_replicas("describe").values()
+        (engine,) = service.replicas.call_replicas("describe").values()
         assert len(engine.device_uuids) == 1
         own = str(torch.cuda.get_device_properties(0).uuid)
         if engine.device_uuids != (own,):
@@ -73,7 +73,9 @@ def test_the_engine_computes_what_was_shown(service, checkpoints, buffer_bytes):
         assert mean_difference(service, other) > 2
     assert transport.num_buffer_bytes >= buffer_bytes
     transport.close()
-    assert service._call_all("collective_rpc", "native_engine_name") == [["BroadcastReceiver"]]
+    assert [*service.replicas.call_replicas("collective_rpc", "native_engine_name").values()] == [
+        ["BroadcastReceiver"]
+    ]
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from torchrl_vllm_sync.routing.monitor import (  # noqa: E402
     staying_connected,
 )
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 INTERVAL_S = 0.1
 

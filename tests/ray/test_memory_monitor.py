@@ -94,7 +94,7 @@ def test_a_replica_that_is_killed_for_memory_is_lost_like_any_other(cluster, tmp
                 service.push_weights(model, strict=True)
             assert list(caught.value.failures) == [added]
             may_restart.set()
-            eventually(lambda: service._membership.find(added).num_restarts == 1)
+            eventually(lambda: service.replicas.membership.find(added).num_restarts == 1)
             service.wait_until_serving(timeout_s=WAIT_S)
         finally:
             may_restart.set()

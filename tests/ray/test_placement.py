@@ -18,7 +18,7 @@ from torchrl_vllm_sync.errors import LaunchError, PlacementError  # noqa: E402
 from torchrl_vllm_sync.service import launch, service  # noqa: E402
 from torchrl_vllm_sync.service.launch import ReplicaResources, actor_options, place, remove  # noqa: E402
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

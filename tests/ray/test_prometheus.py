@@ -18,7 +18,7 @@ from torchrl_vllm_sync.observe.metrics import MetricsExporter  # noqa: E402
 from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus  # noqa: E402
 from torchrl_vllm_sync.replica import EngineCounters, PushStatus  # noqa: E402
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 PUSH = PushStatus(
     ended_at=1.0,
@@ -78,7 +78,8 @@ class Service:
 
     def __init__(self, name):
         self.name, self.replicas, self.listeners, self.is_closed = name, [], [], False
-        self.requests = {"answered": 0, "lost": 0}
+        self.totals = {"answered": 0, "lost": 0}
+        self.requests = self.weights = self
 
     def serve(self, *replicas):
         self.replicas = replicas
@@ -91,7 +92,7 @@ class Service:
         )
 
     def request_totals(self):
-        return self.requests
+        return self.totals
 
     def listen_to_pushes(self, listener):
         self.listeners.append(listener)
@@ -120,9 +121,9 @@ def threads():
 def test_prometheus_finds_what_the_service_says(scrape):
     service = Service("found")
     service.serve(replica(kv_cache_usage=0.25, weight_version=3), replica("1", num_waiting=4))
-    service.requests = {"answered": 7, "lost": 0}
+    service.totals = {"answered": 7, "lost": 0}
     with MetricsExporter(service, interval_s=0.2):
-        service.requests = {"answered": 12, "lost": 1}
+        service.totals = {"answered": 12, "lost": 1}
         (push,) = service.listeners
         push(PUSH)
         push(PUSH)
@@ -179,7 +180,7 @@ def test_nothing_is_counted_twice_by_two_exporters_one_after_the_other(scrape):
     for tokens in (30, 40):
         service.serve(replica(tokens=tokens))
         with MetricsExporter(service, interval_s=1000):
-            service.requests = {"answered": tokens, "lost": 0}
+            service.totals = {"answered": tokens, "lost": 0}
             service.listeners[0](PUSH)
     eventually(lambda: scrape("again").get(("pushes_total", "committed")) == 2)
     found = scrape("again")

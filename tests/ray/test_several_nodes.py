@@ -44,7 +44,7 @@ def cluster():
 
 def places(service):
     """Ray's id of the node of each replica."""
-    found = service.call_replicas("describe")
+    found = service.replicas.call_replicas("describe")
     return {name: one.processes.node_id for name, one in found.items()}
 
 
@@ -62,7 +62,7 @@ def test_a_node_is_lost_and_its_replica_goes_on_on_another(cluster, tmp_path):
         assert set(before.values()) == {one.node_id for one in nodes}  # one on each
         service.push_weights(other)
         lost = next(name for name, node in before.items() if node == nodes[0].node_id)
-        description = service.call_replicas("describe")[lost]
+        description = service.replicas.call_replicas("describe")[lost]
         processes = [psutil.Process(one.pid) for one in description.processes.processes]
 
         def ask():

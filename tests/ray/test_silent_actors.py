@@ -24,7 +24,7 @@ from torchrl_vllm_sync.routing.ledger import LoadTracker  # noqa: E402
 from torchrl_vllm_sync.routing.monitor import LoadMonitor  # noqa: E402
 from torchrl_vllm_sync.service.launch import MAX_CONCURRENT_CALLS  # noqa: E402
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 SERVING, STARTING, FAILED = ReplicaState.SERVING, ReplicaState.STARTING, ReplicaState.FAILED
 INTERVAL_S, LIMIT_S = 0.1, 1.5

@@ -32,7 +32,7 @@ def of_service(service, steady_id):
         steady_id: Id of that replica.
     """
     gc.collect()
-    descriptions = service.call_replicas("describe")
+    descriptions = service.replicas.call_replicas("describe")
     found = {f"trainer {name}": value for name, value in of_process(None).items()}
     steady = of_process(descriptions[steady_id].pid)
     found |= {f"replica {name}": value for name, value in steady.items()}

@@ -114,7 +114,7 @@ class Soak:
 
     def _exhaust(self, others):
         """Fills the memory of the actor that began last, and waits for whom the monitor killed."""
-        find, load = self.service._membership.find, self.service.load
+        find, load = self.service.replicas.membership.find, self.service.load
         before = {one.replica_id: find(one.replica_id).num_restarts for one in others}
         killed = set()
 
@@ -134,7 +134,7 @@ class Soak:
 
     def _await_restart(self, replica_id, before=None):
         """Waits until it is known that a replica was killed, and until it is there again."""
-        find = self.service._membership.find
+        find = self.service.replicas.membership.find
         deadline = time.monotonic() + REPAIR_S
         before = find(replica_id).num_restarts if before is None else before
         while find(replica_id).num_restarts == before:

@@ -9,14 +9,16 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RpcError
 
-from tests.unit.test_membership import member
+from tests.fakes.service import member, replicas_of
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service import fleet as fleet_module
+from torchrl_vllm_sync.service import replicas as replicas_module
 from torchrl_vllm_sync.service.fleet import Fleet
-from torchrl_vllm_sync.service.replicas import Membership
+from torchrl_vllm_sync.service.members import Membership
+from torchrl_vllm_sync.service.replicas import Answers
 from torchrl_vllm_sync.service.supervisor import Supervisor
 
 SERVING, STALE, STARTING = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.STARTING
@@ -42,7 +44,7 @@ def load():
 
 def newest_for_0(load, committed=0):
     pusher = Pusher(committed)
-    fleet = Fleet("service", lambda: None, None, load, pusher, dict)
+    fleet = Fleet(replicas_of(load=load), pusher)
     return fleet._newest_version(["0"])
 
 
@@ -81,29 +83,31 @@ class Rig:
 
     def __init__(self, monkeypatch):
         self.load, self.pusher = LoadTracker(["0", "1"], state=SERVING), Pusher()
-        self.membership = Membership(member(one, f"actor {one}") for one in "01")
-        self.fleet = Fleet("service", lambda: None, self.membership, self.load, self.pusher, dict)
+        self.replicas = replicas_of([member(one, f"actor {one}") for one in "01"], load=self.load)
+        self.membership = self.replicas.membership
+        self.fleet = Fleet(self.replicas, self.pusher)
         self.calls, self.during, self.closed, self.ended = [], {}, [], []
-        monkeypatch.setattr(self.fleet, "_call", self.call)
-        monkeypatch.setattr(fleet_module, "close_replicas", self.close)
+        monkeypatch.setattr(self.replicas, "start", self.start)
+        monkeypatch.setattr(fleet_module, "close_members", self.close)
         monkeypatch.setattr(self.fleet, "_end", lambda one: self.ended.append(one.replica.actor))
         monkeypatch.setattr(fleet_module, "launch_replicas", self.launch)
 
-    def call(self, members, method, *args):
-        del args
-        self.calls.append((method, *(one.replica.actor for one in members)))
+    def start(self, replicas, method, calls):
+        del calls
+        replicas = list(replicas)
+        self.calls.append((method, *(one.actor for one in replicas)))
         self.during.pop(method, lambda: None)()
-        return {
+        reports = {
             one.replica_id: EngineReport(replica_id=one.replica_id, state=SERVING)
-            for one in members
+            for one in replicas
         }
+        return SimpleNamespace(answers=lambda deadline_s: Answers(reports))
 
-    def close(self, replicas, groups, **_):
-        del groups
-        self.closed += [one.actor for one in replicas]
+    def close(self, members, **_):
+        self.closed += [one.replica.actor for one in members]
 
-    def launch(self, plan, ids, *, num_restarts=0, **_):
-        del plan
+    def launch(self, settings, ids, *, num_restarts=0, **_):
+        del settings
         self.during.pop("launch", lambda: None)()
         return [member(one, f"new {one}", num_restarts=num_restarts) for one in ids]
 
@@ -186,7 +190,7 @@ def test_after_a_shutdown_nobody_is_removed_any_more(rig):
 
 def test_what_others_restart_takes_no_requests_meanwhile(rig):
     newer = Membership([member("0", "actor 0"), member("1", "x", joined=False)], epoch=9)
-    rig.fleet._follow(newer)
+    rig.replicas._follow(rig.membership, newer)
     assert [one.state for one in rig.load.snapshots()] == [SERVING, STARTING]
 
 
@@ -198,18 +202,16 @@ def test_what_others_restart_takes_no_requests_meanwhile(rig):
     [(0, ["0", "1"]), (5, ["1", "2"]), (None, ["1", "2"])],  # None: nobody answers
 )
 def test_before_a_push_it_follows_whoever_knows_more(rig, monkeypatch, told, expected):
-    actor = SimpleNamespace(report=SimpleNamespace(remote=lambda: "ref"))
-    for one in ("0", "1"):
-        rig.membership.put(member(one, actor))
+    rig.replicas.follows = True
     epoch = rig.membership.epoch
-    newer = Membership([member("1", actor), member("2", actor)], epoch=epoch + 5)
+    newer = Membership([member("1"), member("2")], epoch=epoch + 5)
     answer = None
     if told is not None:
         answer = EngineReport(replica_id="1", state=SERVING, membership_epoch=epoch + told)
     calls = SimpleNamespace(first_answer=lambda deadline_s: answer)
-    monkeypatch.setattr(fleet_module, "ReplicaCalls", lambda refs, on_death: calls)
-    monkeypatch.setattr(fleet_module, "find_service", lambda *_, **__: {"_membership": newer})
-    rig.fleet.refresh()
+    monkeypatch.setattr(rig.replicas, "start", lambda *_: calls)
+    monkeypatch.setattr(replicas_module, "find_service", lambda *_, **__: (None, newer))
+    rig.replicas.refresh_members()
     assert rig.load.replica_ids == expected
 
 
@@ -220,13 +222,14 @@ def test_looking_outlives_errors_of_the_cluster_and_never_joins_one(rig, monkeyp
         asked.append(1)
         raise RpcError("the head is busy")
 
-    monkeypatch.setattr(fleet_module, "find_service", find_service)
+    monkeypatch.setattr(replicas_module, "find_service", find_service)
+    rig.replicas.follows = True
     rig.load.mark("1", ReplicaState.FAILED)
-    monkeypatch.setattr(fleet_module.ray, "is_initialized", lambda: False)
-    rig.fleet.look()
+    monkeypatch.setattr(replicas_module.ray, "is_initialized", lambda: False)
+    rig.replicas.to_ask()
     assert asked == []
-    monkeypatch.setattr(fleet_module.ray, "is_initialized", lambda: True)
-    rig.fleet.look()
+    monkeypatch.setattr(replicas_module.ray, "is_initialized", lambda: True)
+    rig.replicas.to_ask()
     assert asked == [1]
 
 
@@ -238,7 +241,7 @@ def test_supervision_keeps_no_service_alive(load):
 
     service = Service()
     me = weakref.ref(service)
-    fleet = Fleet("service", lambda: None, Membership(), load, service.pusher, dict)
+    fleet = Fleet(replicas_of(load=load), service.pusher)
     ended = threading.Event()
 
     def is_wanted():

@@ -20,7 +20,7 @@ def test_a_version_that_is_too_old_is_told_of_once(tmp_path, caplog):
     updates = SimpleNamespace(replica_id="0", version=8, whole=True, is_over=False)
 
     async def follow():
-        loads = SnapshotLoads(updates, "rollouts", list)
+        loads = SnapshotLoads(updates, list)
         loads.follow(str(directory), None, interval_s=0.01, timeout_s=5.0)
         try:
             await asyncio.sleep(0.5)  # fifty looks

@@ -1,6 +1,5 @@
 """Whatever the files of a snapshot directory hold: a typed error, or exactly what was stored."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import xxhash
 from fuzz_examples import bounded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,17 +16,13 @@ from hypothesis import strategies as st
 from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
 from torchrl_vllm_sync.weights.snapshots import files
-from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, open_tensordict
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, TAG_BYTES, open_tensordict
 from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
 from torchrl_vllm_sync.weights.snapshots.records import (
     COMMIT,
     CURRENT,
-    EPOCH,
-    HEAD,
     LOCK,
     MARKER,
-    READERS,
-    Lease,
     ManifestFile,
 )
 
@@ -39,10 +33,7 @@ TENSORS = {
     "quantised": torch.arange(64).to(torch.float8_e4m3fn),
 }
 METADATA = [ParamMeta.of(name, tensor) for name, tensor in TENSORS.items()]
-LEASE = "lease"
-# Those with a checksum of their own, and those without any content.
-RECORDS = (HEAD, MARKER, EPOCH, LEASE)
-FILES = (CURRENT, *RECORDS, DATA_FILE, LOCK, COMMIT)
+FILES = (CURRENT, MARKER, DATA_FILE, LOCK, COMMIT)
 LAYOUTS = ("slots", "versions")
 
 
@@ -55,14 +46,12 @@ def place():
 
 @pytest.fixture(scope="module")
 def templates(place):
-    """A directory of each layout with version 3 current, and one lease."""
+    """A directory of each layout with version 3 current."""
     for layout in LAYOUTS:
         directory = place / "templates" / layout
         with SnapshotWriter(directory, layout=layout, run_id="ours", num_slots=2) as writer:
             for version in range(1, VERSION + 1):
                 writer.publish(TENSORS.items(), METADATA, version)
-            folder = writer.current().path
-        Lease(directory, "somebody").take(folder, VERSION)
     return place / "templates"
 
 
@@ -76,19 +65,15 @@ class Case:
         self.manifest = ManifestFile(self.directory).read()
 
     def path(self, name):
-        if name in {HEAD, DATA_FILE}:
+        if name == DATA_FILE:
             return self.directory / self.manifest.path / name
-        if name == LEASE:
-            return next((self.directory / READERS).iterdir())
         return self.directory / name
 
     def check(self):
         """Reads, publishes and reads again, each of which may end in a typed error."""
         self.check_read(VERSION)
         try:
-            with SnapshotWriter(
-                self.directory, layout=self.layout, num_slots=2, lock_timeout_s=0, slot_timeout_s=0
-            ) as writer:
+            with SnapshotWriter(self.directory, layout=self.layout, num_slots=2) as writer:
                 assert (writer.run_id, writer.last_version) in {("ours", VERSION), ("ours", None)}
                 writer.publish(TENSORS.items(), METADATA, VERSION + 1)
         except SnapshotError:
@@ -179,18 +164,18 @@ def test_the_check_above_notices_damage_that_was_accepted(templates, place, monk
     monkeypatch.setattr(Snapshot, "verify", lambda snapshot: None)
     case = Case(templates, place, "slots")
     path = case.path(DATA_FILE)
-    path.write_bytes(flipped(path.read_bytes(), 5, 1))
+    path.write_bytes(flipped(path.read_bytes(), 4096 + 5, 1))
     with pytest.raises(AssertionError, match=r"embed\.weight was damaged and accepted"):
         case.check()
 
 
-@pytest.mark.parametrize("name", [CURRENT, HEAD])
+@pytest.mark.parametrize("name", [CURRENT, DATA_FILE])
 def test_every_single_bit_counts(templates, place, name):
-    """Of these two, which decide what is read."""
+    """Of the manifest, and of the tag of the data, which decide what is read."""
     case = Case(templates, place, "slots")
     path = case.path(name)
     content = path.read_bytes()
-    for bit in range(8 * len(content)):
+    for bit in range(8 * (TAG_BYTES if name == DATA_FILE else len(content))):
         path.write_bytes(flipped(content, bit // 8, 1 << bit % 8))
         assert not case.check_read(VERSION), f"bit {bit} does not matter"
     path.write_bytes(content)
@@ -207,7 +192,7 @@ ESCAPES = [
     "/",
     "a\0b",
     "\ud800",
-    "v3\n",
+    "v3-1\n",
 ]
 json_values = st.recursive(
     st.one_of(
@@ -218,7 +203,7 @@ json_values = st.recursive(
         st.floats(),
         st.text(max_size=8),
         st.sampled_from(
-            [*ESCAPES, "slots", "versions", "slot-9-9", "v9", "v٣", "float32", "\ud800"]
+            [*ESCAPES, "slots", "versions", "slot-9-9", "v9-9", "v٣-1", "float32", "\ud800"]
         ),
     ),
     lambda inner: (
@@ -229,10 +214,10 @@ json_values = st.recursive(
 
 
 @bounded(150)
-@given(st.sampled_from(RECORDS), st.sampled_from(LAYOUTS), st.data())
-def test_records_with_other_values_and_right_checksums(templates, place, name, layout, data):
+@given(st.sampled_from(LAYOUTS), st.data())
+def test_records_with_other_values_and_right_checksums(templates, place, layout, data):
     case = Case(templates, place, layout)
-    path = case.path(name)
+    path = case.path(MARKER)
     record = files.read_json(path)
     key = data.draw(st.sampled_from([*record, "more"]), "key")
     if data.draw(st.booleans(), "remove"):
@@ -246,25 +231,17 @@ def test_records_with_other_values_and_right_checksums(templates, place, name, l
     case.check()
 
 
-def signed(manifest, body):
-    """What ``Manifest.encode`` returns, for a body of any kind."""
-    words = manifest.encode().partition(b"\n")[0].decode().split(" ")[:5]
-    head = " ".join([*words, str(len(body))])
-    whole = f"{head}\n".encode() + body
-    return f"{head} {xxhash.xxh3_64_hexdigest(whole)}\n".encode() + body
-
-
-def forged(manifest, changes):
-    """The manifest with other fields, whatever their types, and the right checksum."""
-    return dataclasses.replace(manifest, **changes).encode()
+def forge(case, changes):
+    """Puts a manifest with other fields, whatever their types, and the right checksum there."""
+    record = case.manifest.to_record() | changes
+    files.write_json(case.path(CURRENT), record, fsync=False)
 
 
 @bounded(200)
 @given(st.sampled_from(LAYOUTS), st.data())
 def test_manifests_with_other_values_and_right_checksums(templates, place, layout, data):
     case = Case(templates, place, layout)
-    known = case.manifest
-    body = json.loads(known.encode().partition(b"\n")[2])
+    body = json.loads(json.dumps(case.manifest.to_record()))
     key = data.draw(st.sampled_from([*body, "metadata", "path"]), "key")
     value = body[key]
     if isinstance(value, list) and value and data.draw(st.booleans(), "one item"):
@@ -275,7 +252,10 @@ def test_manifests_with_other_values_and_right_checksums(templates, place, layou
             value[at] = data.draw(json_values, "item")
     else:
         body[key] = data.draw(json_values, "value")
-    case.path(CURRENT).write_bytes(signed(known, json.dumps(body).encode()))
+    try:
+        forge(case, body)
+    except ValueError:
+        return  # longer than Python turns into text
     case.check()
 
 
@@ -290,25 +270,18 @@ def test_manifests_with_other_values_and_right_checksums(templates, place, layou
         {"epoch": 9},
         {"epoch": 10**30},
         {"run_id": "theirs"},
-        {"num_bytes": 2**50},
+        {"checksums": None},
         {"checksums": (0, 0, 0)},
         {"checksums": (1, 2)},
         {"checksums": (True, 2.0, 3)},
-        {"offsets": (0, 0, 0)},
         {"metadata": ()},
     ],
     ids=str,
 )
 def test_manifests_that_say_something_else_are_refused(templates, place, layout, changes):
     case = Case(templates, place, layout)
-    case.path(CURRENT).write_bytes(forged(case.manifest, changes))
+    forge(case, changes)
     assert not case.check_read(VERSION)
-
-
-def test_a_manifest_without_checksums_is_one_of_a_writer_that_took_none(templates, place):
-    case = Case(templates, place, "slots")
-    case.path(CURRENT).write_bytes(forged(case.manifest, {"checksums": None}))
-    assert case.check_read(VERSION)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -319,7 +292,7 @@ def test_nothing_outside_the_directory_is_read(templates, place, layout, kind):
     outside = place / "outside"
     shutil.rmtree(outside, ignore_errors=True)
     shutil.copytree(case.directory / case.manifest.path, outside)
-    link = "slot-9-9" if layout == "slots" else "v99"
+    link = "slot-9-9" if layout == "slots" else "v99-9"
     (case.directory / link).symlink_to(outside)
     (case.directory / case.manifest.path / "inner").mkdir(mode=0o700)
     path = {
@@ -328,13 +301,13 @@ def test_nothing_outside_the_directory_is_read(templates, place, layout, kind):
         "link": link,
         "nested": f"{case.manifest.path}/../{case.manifest.path}",
     }[kind]
-    case.path(CURRENT).write_bytes(forged(case.manifest, {"path": path}))
+    forge(case, {"path": path})
     with (
         pytest.raises(SnapshotError, match="is a symbolic link" if kind == "link" else "no folder"),
         SnapshotReader(case.directory, timeout_s=0).read(),
     ):
         pass
-    case.path(CURRENT).write_bytes(case.manifest.encode())
+    forge(case, {})
     assert case.check_read(VERSION)
 
 
@@ -361,13 +334,13 @@ def make_loop(path):
 
 
 @pytest.mark.parametrize("make", [make_pipe, make_folder, make_socket, make_huge, make_loop])
-@pytest.mark.parametrize("name", [CURRENT, HEAD, MARKER, EPOCH, LEASE, DATA_FILE])
+@pytest.mark.parametrize("name", [CURRENT, MARKER, DATA_FILE])
 def test_no_kind_of_file_keeps_a_reader_waiting_or_fills_its_memory(templates, place, name, make):
     case = Case(templates, place, "slots")
     path = case.path(name)
     path.unlink()
     make(path)
-    if name in {CURRENT, HEAD, DATA_FILE}:
+    if name != MARKER:
         assert not case.check_read(VERSION)
     case.check()
 

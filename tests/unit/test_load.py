@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RpcError
 
+from tests.fakes.routing import snapshot
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import LaunchError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Replica, Silence
@@ -144,8 +145,8 @@ def test_predicted_usage_is_the_engines_figure_and_what_was_reserved_since():
     ],
 )
 def test_there_is_room_up_to_nine_tenths_of_the_cache(figures, fits):
-    snapshot = LoadSnapshot(replica_id="0", state=SERVING, **figures)
-    assert snapshot.has_room(100, 0.0, 5.0) is fits
+    record = snapshot("0", **figures)
+    assert record.has_room(100, 0.0, 5.0) is fits
 
 
 def test_a_cache_is_described_once_for_all_replicas():
@@ -328,12 +329,9 @@ def test_monitor_settings_are_refused_by_name(name):
         LoadMonitor(LoadTracker([]), list, **{name: 0})
 
 
-def test_monitor_does_not_keep_its_owner_alive_and_pickles_unstarted():
+def test_monitor_does_not_keep_its_owner_alive():
     owner = Owner()
-    copy = pickle.loads(pickle.dumps(owner))
-    assert not copy.monitor.is_running
-    assert copy.monitor._tracker is copy.tracker
-    assert copy.monitor._replicas()() == [Replica("0", "handle")]
+    assert owner.monitor._replicas()() == [Replica("0", "handle")]
     gone = owner.monitor
     del owner
     gc.collect()
@@ -380,7 +378,7 @@ def test_a_starting_actor_owes_no_answer_until_it_has_started(owed):
 def test_a_replica_that_was_closed_has_not_failed(owed):
     owed.tracker.observe(report(state=ReplicaState.CLOSED))
     assert owed.pass_time(100) is ReplicaState.CLOSED
-    owed.monitor._bury("0", "its actor died")
+    owed.monitor._mark_failed("0", "its actor died")
     assert snapshot_of(owed.tracker, "0").state is ReplicaState.CLOSED
 
 

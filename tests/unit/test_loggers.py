@@ -8,7 +8,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
 
-from tests.unit.stamped_rows import Service, stamped_rows
+from tests.fakes.rl import Service, stamped_rows
 from torchrl_vllm_sync import LoadReport, PushReport, log_pushes, log_rollouts
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.weights.push import VersionHooks

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from tests.unit.test_dispatch import FakeActor, Method, Rig, hang, ids, make_requests, raises, ready
+from tests.fakes.requests import FakeActor, Method, Rig, hang, ids, make_requests, raises, ready
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     GenerationError,
@@ -155,6 +155,18 @@ async def test_who_was_out_of_reach_and_is_back_gets_its_requests_again(how, is_
     # Ended once more before it is asked again, under a name that it was not told to turn away.
     assert steps[0] == ("r0~1", ["r0", "r0"])
     assert actor.aborted == ["r0", "r0"]
+    assert rig.load.total_in_flight == 0
+
+
+async def test_a_lost_request_holds_a_place_only_where_it_is_sent_again():
+    dead, other = FakeActor("a", 0, raises(ActorDiedError())), FakeActor("b", 0, hang)
+    rig = Rig(dead, other)
+    task = asyncio.create_task(rig.run(make_requests(6)))
+    await until(lambda: len(other.calls) == 2)
+    assert [one.in_flight for one in rig.load.snapshots()] == [0, 6]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert rig.load.total_in_flight == 0
 
 
@@ -426,7 +438,8 @@ async def test_what_one_replica_lost_does_not_wait_for_the_others():
     assert rig.load.total_in_flight == 0
 
 
-async def test_whatever_fails_at_any_moment_each_request_is_answered_once():
+async def test_whatever_fails_at_any_moment_each_request_is_answered_once(monkeypatch):
+    monkeypatch.setattr(dispatch, "LINGER_S", 0.002)  # a hundred times
     generator = random.Random(0)
     for _ in range(100):
         rig = Rig(FakeActor("a", 4, hang), FakeActor("b", 6, hang), FakeActor("c"))
@@ -557,10 +570,10 @@ async def test_a_stream_that_is_dropped_between_two_replicas_leaves_nothing():
 
 def test_a_replica_that_is_being_restarted_is_not_taken_for_one_that_left():
     rig = Rig(FakeActor("a"), FakeActor("b"))
-    access = dispatch.ReplicaAccess(lambda: rig.replicas[1:], rig.load, lambda: False)
+    dispatcher = Dispatcher(lambda: rig.replicas[1:], rig.load)
     rig.load.mark("a", ReplicaState.STARTING, "it is being restarted")
-    access.mark(dispatch.gone("a"), None)
+    dispatcher._mark(dispatch._gone("a"), None)
     assert rig.load.snapshot("a").state is ReplicaState.STARTING
     rig.load.mark("a", SERVING)
-    access.mark(dispatch.gone("a"), None)
+    dispatcher._mark(dispatch._gone("a"), None)
     assert rig.load.snapshot("a").state is ReplicaState.CLOSED

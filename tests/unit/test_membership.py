@@ -5,28 +5,19 @@ import threading
 
 import pytest
 
+from tests.fakes.service import member
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Member, Replica
+from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.service.replicas import Membership
+from torchrl_vllm_sync.service.members import Membership
 
 
-def member(replica_id, actor="actor", **facts):
-    description = EngineDescription(
-        replica_id=replica_id,
-        node_ip="192.0.2.1",
-        pid=1,
-        max_model_len=64,
-        vocab_size=128,
-        block_size=16,
-        num_kv_blocks=10,
-        vllm_version="0.32.0",
-    )
-    return Member(replica=Replica(replica_id, actor), description=description, **facts)
+def replicas(membership):
+    return [one.replica for one in membership.members]
 
 
 def ids(membership):
-    return [one.replica_id for one in membership.replicas]
+    return [one.replica_id for one in membership.members]
 
 
 def test_a_restarted_replica_keeps_its_place():
@@ -35,7 +26,7 @@ def test_a_restarted_replica_keeps_its_place():
     assert ids(membership) == ["0", "1", "2"]
     assert [one.replica_id for one in membership.joined] == ["0", "2"]
     membership.put(member("1", "another", num_restarts=1))
-    assert [one.actor for one in membership.replicas] == ["actor", "another", "actor"]
+    assert [one.actor for one in replicas(membership)] == ["actor", "another", "actor"]
     assert len(membership.joined) == 3
 
 
@@ -86,8 +77,8 @@ def test_a_copy_follows_when_it_is_told():
 
 
 def test_a_card_holds_no_actor():
-    bare = Membership(map(member, "01"), epoch=4).without_actors()
-    assert [one.actor for one in bare.replicas] == [None, None]
+    bare = Membership(map(member, "01"), epoch=4).with_actors(None)
+    assert [one.actor for one in replicas(bare)] == [None, None]
     assert (ids(bare), bare.epoch) == (["0", "1"], 4)
 
 

@@ -259,7 +259,7 @@ def test_the_least_recently_used_sessions_and_groups_are_forgotten():
     for at in range(100, 199):
         rig.talk(session_id=at)
         rig.talk(group_id=at)
-    assert len(rig.placer.sessions) == len(rig.placer.sessions._groups) == 100
+    assert len(rig.placer.sessions) == len(rig.placer.groups) == 100
     rig.occupy(old, 5)
     assert rig.talk(session_id="old") == old
     homes = {at: rig.talk(session_id=at) for at in (0, 1, 2)}

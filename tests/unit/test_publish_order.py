@@ -1,6 +1,5 @@
 """The order in which a publish writes: what a crash of the machine in between would leave."""
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -8,25 +7,23 @@ import pytest
 import torch
 
 from torchrl_vllm_sync import ParamMeta, SnapshotWriter
-from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, TensorWriter
-from torchrl_vllm_sync.weights.snapshots.records import CURRENT, HEAD, Head
+from torchrl_vllm_sync.weights.snapshots import writer as writer_module
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, DataFile, TensorWriter
+from torchrl_vllm_sync.weights.snapshots.records import CURRENT
 
 METADATA = [ParamMeta("weight", torch.float32, (300,))]
 
 
 @pytest.fixture
 def steps(tmp_path, monkeypatch):
-    """Names what the system is asked to do with HEAD, data and manifest, in its order."""
+    """Names what the system is asked to do with tag, data and manifest, in its order."""
     found = []
-    replace, fsync, filling = os.replace, os.fsync, TensorWriter.filling
+    replace, fsync, tag = os.replace, os.fsync, DataFile.tag
+    enter, leave = TensorWriter.__enter__, TensorWriter.__exit__
 
     def note_replace(source, target, **kwargs):
         replace(source, target, **kwargs)
-        name = Path(target).name
-        if name == HEAD:
-            head = Head.read(Path(target).parent)
-            found.append("HEAD complete" if head.complete else "HEAD being written")
-        elif name == CURRENT:
+        if Path(target).name == CURRENT:
             found.append("manifest")
 
     def note_fsync(handle):
@@ -39,42 +36,44 @@ def steps(tmp_path, monkeypatch):
         else:  # a temporary one, before it is renamed
             found.append("record on disk")
 
-    @contextlib.contextmanager
-    def note_filling(self, file):
+    def note_tag(file, *args):
+        tag(file, *args)
+        found.append("tagged" if args and any(args[0]) else "tag removed")
+
+    def note_enter(writer):
         found.append("data begins")
-        with filling(self, file) as filled:
-            yield filled
+        return enter(writer)
+
+    def note_exit(writer, *args):
+        leave(writer, *args)
         found.append("data ends")
 
     monkeypatch.setattr(os, "replace", note_replace)
     monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(TensorWriter, "filling", note_filling)
+    monkeypatch.setattr(DataFile, "tag", note_tag)
+    monkeypatch.setattr(TensorWriter, "__enter__", note_enter)
+    monkeypatch.setattr(TensorWriter, "__exit__", note_exit)
     return found
 
 
-BEGUN = ["HEAD being written", "data begins", "data ends"]
-HEAD_DURABLE = ["record on disk", "HEAD complete", "names of the folder on disk"]
-MANIFEST_DURABLE = ["record on disk", "manifest", "names on disk"]
+BEGUN = ["tag removed", "data begins", "data ends", "tagged"]
+DATA_DURABLE = ["data on disk", "names of the folder on disk"]
+MANIFEST_DURABLE = ["names on disk", "record on disk", "manifest", "names on disk"]
 
 
+@pytest.mark.parametrize("layout", ["slots", "versions"])
 @pytest.mark.parametrize(
-    ("layout", "fsync", "order"),
+    ("in_memory", "order"),
     [
-        ("slots", False, [*BEGUN, "HEAD complete", "manifest"]),
-        ("versions", False, [*BEGUN, "HEAD complete", "manifest"]),
-        ("slots", True, [*BEGUN, "data on disk", *HEAD_DURABLE, *MANIFEST_DURABLE]),
-        # The folder gets its name as it is completed.
-        (
-            "versions",
-            True,
-            [*BEGUN, "data on disk", *HEAD_DURABLE, "names on disk", *MANIFEST_DURABLE],
-        ),
+        (True, [*BEGUN, "manifest"]),
+        (False, [*BEGUN, *DATA_DURABLE, *MANIFEST_DURABLE]),
     ],
 )
 def test_a_publish_writes_in_an_order_that_any_crash_may_interrupt(
-    tmp_path, steps, layout, fsync, order
+    tmp_path, steps, monkeypatch, layout, in_memory, order
 ):
-    with SnapshotWriter(tmp_path, layout=layout, fsync=fsync) as writer:
+    monkeypatch.setattr(writer_module, "is_memory_file_system", lambda path: in_memory)
+    with SnapshotWriter(tmp_path, layout=layout) as writer:
         for version in range(5):  # into new folders, and over old ones
             steps.clear()
             writer.publish([("weight", torch.rand(300))], METADATA, version)

@@ -11,8 +11,8 @@ from ray import exceptions
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
-from tests.unit.test_dispatch import FakeActor, Rig, ids, make_requests, raises
-from tests.unit.test_snapshot_leases import headless
+from tests.fakes.requests import FakeActor, Rig, ids, make_requests, raises
+from tests.unit.test_snapshot_locks import headless
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine import processes
 from torchrl_vllm_sync.engine.processes import end_replica

@@ -12,7 +12,7 @@ from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest, SpanChe
 from torchrl_vllm_sync.requests.continuation import AnswerSoFar, unsound_settings
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 from torchrl_vllm_sync.requests.wire import pack_output, unpack_output
-from torchrl_vllm_sync.testing.tokenizer import make_tiny_tokenizer
+from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 PROMPT_TEXT = "Zwölf Boxkämpfer: "
 ANSWER_TEXT = "jagen 🦊 über den Sylter 🦊🦊 Deich, ünd so weiter."
@@ -143,7 +143,7 @@ def broken_run(tokenizer, request, prompt, answer, cuts, versions=(0,)):
                 break
         if yielded[-1].finished:
             break
-        assert not so_far.verdict
+        assert not so_far.final_reason
     return yielded
 
 

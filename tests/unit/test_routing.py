@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.fakes.routing import snapshot
 from torchrl_vllm_sync import (
     ReplicaState,
     RoutingRequest,
@@ -18,7 +19,6 @@ from torchrl_vllm_sync.errors import (
     UnknownStrategyError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 from torchrl_vllm_sync.routing.prefix_index import PrefixIndex
 from torchrl_vllm_sync.routing.strategies import not_overloaded, strategy_factory
 
@@ -26,14 +26,12 @@ SYSTEM = list(range(1000, 1512))
 
 
 def idle(num=4, **figures):
-    return [
-        LoadSnapshot(replica_id=str(i), state=ReplicaState.SERVING, **figures) for i in range(num)
-    ]
+    return [snapshot(str(i), state=ReplicaState.SERVING, **figures) for i in range(num)]
 
 
 def loaded(*counts):
     return [
-        LoadSnapshot(replica_id=str(i), state=ReplicaState.SERVING, in_flight=count)
+        snapshot(str(i), state=ReplicaState.SERVING, in_flight=count)
         for i, count in enumerate(counts)
     ]
 
@@ -108,9 +106,9 @@ def test_requests_takes_the_least_loaded_and_spreads_ties():
 def test_requests_sees_load_of_other_processes_while_the_report_is_fresh():
     now = time.monotonic()
     serving = ReplicaState.SERVING
-    busy = LoadSnapshot(replica_id="0", state=serving, num_elsewhere=1000, measured_at=now)
-    mine = LoadSnapshot(replica_id="1", state=serving, in_flight=2)
-    stale = LoadSnapshot(replica_id="0", state=serving, num_elsewhere=1000, measured_at=now - 60)
+    busy = snapshot("0", state=serving, num_elsewhere=1000, measured_at=now)
+    mine = snapshot("1", state=serving, in_flight=2)
+    stale = snapshot("0", state=serving, num_elsewhere=1000, measured_at=now - 60)
     router = strategy("requests")
     assert choose(router, None, [busy, mine]) == 1
     assert choose(router, None, [stale, mine]) == 0
@@ -121,8 +119,8 @@ def test_kv_cache_takes_the_emptiest_and_cannot_tell_without_every_figure():
 
     def replicas(*usages, age_s=0.0):
         return [
-            LoadSnapshot(
-                replica_id=str(i),
+            snapshot(
+                str(i),
                 state=ReplicaState.SERVING,
                 kv_cache_usage=usage,
                 measured_at=now - age_s,
@@ -143,8 +141,8 @@ def test_kv_cache_does_not_send_everything_to_one_replica_between_reports():
     router, counts = strategy("kv-cache"), [0, 0, 0, 0]
     for _ in range(100):
         snapshots = [
-            LoadSnapshot(
-                replica_id=str(i),
+            snapshot(
+                str(i),
                 state=ReplicaState.SERVING,
                 in_flight=count,
                 kv_cache_usage=i / 10,
@@ -317,8 +315,9 @@ def test_a_report_of_a_full_cache_counts_while_it_is_fresh():
     for age_s, chosen in ((0, 1), (60, 0)):
         caches = Caches()
         caches.hold(SYSTEM, "0")
-        replicas = idle(2, kv_cache_tokens=10_000)
-        replicas[0].kv_cache_usage, replicas[0].measured_at = 0.95, now - age_s
+        full = {"kv_cache_usage": 0.95, "measured_at": now - age_s}
+        replicas = [snapshot("0", kv_cache_tokens=10_000, **full), *idle(2)[1:]]
+        replicas[1].kv_cache_tokens = 10_000
         assert caches.send(SYSTEM, replicas) == chosen
 
 

@@ -35,11 +35,8 @@ from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, open_tensor
 from torchrl_vllm_sync.weights.snapshots.records import (
     COMMIT,
     CURRENT,
-    EPOCH,
-    HEAD,
     LOCK,
     MARKER,
-    READERS,
     TEMPORARY,
 )
 
@@ -97,7 +94,7 @@ def test_everything_is_made_for_its_owner_alone_whatever_the_umask(tmp_path, lay
     ]
     names = {path.name for path in made}
     assert not wrong
-    assert {CURRENT, MARKER, EPOCH, LOCK, COMMIT, READERS, HEAD, DATA_FILE} <= names
+    assert {CURRENT, MARKER, LOCK, COMMIT, DATA_FILE} <= names
 
 
 def test_the_default_directory_is_its_owners_alone(umask):
@@ -118,18 +115,15 @@ def entries(directory):
         "directory": directory,
         "current": directory / CURRENT,
         "folder": folder,
-        "head": folder / HEAD,
         "data": folder / DATA_FILE,
-        "leases": directory / READERS,
         "marker": directory / MARKER,
-        "epoch": directory / EPOCH,
         "commit": directory / COMMIT,
         "lock": directory / LOCK,
     }
 
 
-READ = ("directory", "current", "folder", "head", "data", "leases")
-WRITTEN = ("directory", "current", "leases", "marker", "epoch", "commit", "lock")
+READ = ("directory", "current", "folder", "data")
+WRITTEN = ("directory", "current", "marker", "commit", "lock")
 
 
 def assert_refused(published, layout, path, name, message):
@@ -315,15 +309,15 @@ def malicious(tmp_path):
     return pickled, trace
 
 
-@pytest.mark.parametrize("name", [CURRENT, MARKER, EPOCH, HEAD, DATA_FILE])
+@pytest.mark.parametrize("name", [CURRENT, MARKER, DATA_FILE])
 def test_a_pickle_in_place_of_any_file_is_not_executed(published, layout, name, malicious):
     pickled, trace = malicious
     entries = {path.name: path for path in published.rglob("*") if path.is_file()}
     entries[name].write_bytes(pickled)
-    if name not in {MARKER, EPOCH}:  # which readers have no use for
+    if name != MARKER:  # which readers have no use for
         with pytest.raises(SnapshotError):
             read(published)
-    if name not in {HEAD, DATA_FILE}:  # which are written anew
+    if name != DATA_FILE:  # which is written anew
         with pytest.raises(SnapshotError):
             SnapshotWriter(published, layout=layout)
     assert not trace.exists()

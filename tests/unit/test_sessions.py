@@ -12,7 +12,7 @@ from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.routing.placer import Home, SessionLedger, as_keys, key_per_prompt
+from torchrl_vllm_sync.routing.placer import CachedAt, KeyLedger, as_keys, key_per_prompt
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,14 @@ def test_keys_to_release_are_one_or_several():
 # The ledger
 
 
-def test_homes_are_found_by_their_keys_and_sessions_are_no_groups():
-    ledger = SessionLedger()
-    numbered, named, group = Home("0"), Home("1"), Home("2")
-    ledger.put_session(1, numbered)
-    ledger.put_session("1", named)
-    ledger.put_group(1, group)
-    assert ledger.session(1) is numbered
-    assert ledger.session("1") is named
-    assert ledger.group(1) is group
-    assert ledger.group("1") is ledger.session(2) is None
+def test_a_key_is_known_by_its_type_too():
+    ledger = KeyLedger(8)
+    numbered, named = CachedAt("0"), CachedAt("1")
+    ledger.note(1, numbered)
+    ledger.note("1", named)
+    assert ledger.get(1) is numbered
+    assert ledger.get("1") is named
+    assert ledger.get(2) is None
     assert len(ledger) == 2
 
 
@@ -81,17 +79,17 @@ def test_homes_are_found_by_their_keys_and_sessions_are_no_groups():
     st.integers(1, 4),
 )
 def test_the_least_recently_used_are_forgotten(steps, capacity):
-    ledger, model = SessionLedger(capacity), {}
+    ledger, model = KeyLedger(capacity), {}
     for what, key in steps:
         if what == "put":
-            home = Home(str(key))
-            ledger.put_session(key, home)
+            where = CachedAt(str(key))
+            ledger.note(key, where)
             model.pop(key, None)
-            model[key] = home  # the youngest now
+            model[key] = where  # the youngest now
             if len(model) > capacity:
                 del model[next(iter(model))]
         elif what == "look":
-            assert ledger.session(key) is model.get(key)
+            assert ledger.get(key) is model.get(key)
         else:
             assert ledger.release([key, "unknown"]) == (model.pop(key, None) is not None)
         assert len(ledger) == len(model)
@@ -99,7 +97,7 @@ def test_the_least_recently_used_are_forgotten(steps, capacity):
 
 def test_a_ledger_remembers_at_least_one_session():
     with pytest.raises(UnsupportedArgumentError, match="max_sessions must be at least 1, got 0"):
-        SessionLedger(0)
+        KeyLedger(0)
 
 
 # Through a balancer
@@ -127,6 +125,13 @@ def test_sessions_stay_under_every_strategy(strategy):
     homes = [{send(balancer, session_id=at % 10) for _ in range(3)} for at in range(30)]
     assert all(len(home) == 1 for home in homes)
     assert all(homes[at] == homes[at % 10] for at in range(30))
+
+
+def test_sessions_are_no_groups():
+    balancer = LoadBalancer(Service(), "round-robin")
+    session = send(balancer, session_id=1)
+    assert send(balancer, group_id=1) != session
+    assert send(balancer, session_id=1) == session
 
 
 def test_keyed_requests_that_stay_cost_others_no_turn():

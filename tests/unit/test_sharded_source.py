@@ -208,7 +208,14 @@ def read_and_compare(rank, kind, wrap="layers", train=False, lose=False):
     return True
 
 
-@pytest.mark.parametrize("wrap", ["layers", "columns", "mixed", "root"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        "layers",
+        "mixed",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("columns", "root")),
+    ],
+)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_sending_rank_reads_the_whole_model(kind, wrap):
     assert succeed(read_and_compare, kind=kind, wrap=wrap) == [True, True]
@@ -398,7 +405,10 @@ def fail_and_live_on(rank, **how):
     return results
 
 
-@pytest.mark.parametrize(("wrap", "when"), [("layers", 2), ("grid", 0), ("grid", 2)])
+@pytest.mark.parametrize(
+    ("wrap", "when"),
+    [("layers", 2), *(pytest.param("grid", one, marks=pytest.mark.slow) for one in (0, 2))],
+)
 @pytest.mark.parametrize("who", [0, 1])
 def test_nobody_stays_in_a_collective_that_a_rank_could_not_begin(who, when, wrap):
     """Those on a mesh of several dimensions are gathered by calls that block."""
@@ -487,11 +497,18 @@ STRANGE = {
 }
 
 
-@pytest.fixture
-def ranks():
-    """The leading rank and another one, and a third connection to their store."""
+@pytest.fixture(scope="module")
+def connections():
+    """Three connections to a store; one in ten takes torch five seconds to make."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    two = [TrainerRanks([0, 1], rank, store.clone(), timeout_s=5) for rank in (0, 1)]
+    return store, store.clone(), store.clone()
+
+
+@pytest.fixture
+def ranks(connections, request):
+    """The leading rank and another one, and a third connection to their store."""
+    store, *theirs = (PrefixStore(request.node.name, one) for one in connections)
+    two = [TrainerRanks([0, 1], rank, theirs[rank], timeout_s=5) for rank in (0, 1)]
     return *two, PrefixStore("torchrl_vllm_sync/0-1", store)
 
 

@@ -14,8 +14,13 @@ import torch
 from torchrl_vllm_sync import MemmapTransport, ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
-from torchrl_vllm_sync.weights.snapshots.files import TEMPORARY_PREFIX, read_json, write_json
-from torchrl_vllm_sync.weights.snapshots.records import CURRENT, HEAD, MARKER, write_manifest
+from torchrl_vllm_sync.weights.snapshots.files import (
+    TEMPORARY_PREFIX,
+    _signature,
+    read_json,
+    write_json,
+)
+from torchrl_vllm_sync.weights.snapshots.records import CURRENT, MARKER, ManifestFile
 
 PAGE = 4096
 
@@ -103,8 +108,6 @@ def test_an_unusable_place_is_named(tmp_path, place):
         ({"layout": "files"}, "'files'"),
         ({"num_slots": 1}, "num_slots must be at least 2, got 1"),
         ({"max_slots": 2}, "max_slots must be at least num_slots"),
-        ({"lease_timeout_s": 0}, "lease_timeout_s must be positive"),
-        ({"slot_timeout_s": -1}, "slot_timeout_s must not be negative"),
         ({"run_id": "two words"}, "run_id"),
     ],
 )
@@ -113,8 +116,6 @@ def test_settings_are_refused_by_name(tmp_path, setting, message):
         SnapshotWriter(tmp_path / "run", **setting)
     with pytest.raises(ValueError, match="version must not be negative"):
         publish(SnapshotWriter(tmp_path / "run"), -1)
-    with pytest.raises(ValueError, match="reader_id"):
-        SnapshotReader(tmp_path, reader_id="../up")
 
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_written(published, layout):
@@ -183,39 +184,39 @@ def test_a_truncated_manifest_is_named(published, keep):
 def test_a_changed_manifest_is_named(published, layout):
     content = (published / CURRENT).read_bytes()
     (published / CURRENT).write_bytes(content.replace(b'"int8"', b'"int4"', 1))
-    with pytest.raises(SnapshotError, match=f"{CURRENT}: corrupted: checksum"):
+    with pytest.raises(SnapshotError, match=f"{CURRENT}: truncated, corrupted"):
         SnapshotReader(published).current()
-    with pytest.raises(SnapshotError, match=f"{CURRENT}: corrupted: checksum"):
+    with pytest.raises(SnapshotError, match=f"{CURRENT}: truncated, corrupted"):
         SnapshotWriter(published, layout=layout)
 
 
 @pytest.mark.parametrize("field", ["version", "epoch"])
 def test_a_number_that_does_not_fit_into_63_bits_is_named(published, layout, field):
     manifest = SnapshotReader(published).current()
-    write_manifest(published, replace(manifest, **{field: 1 << 63}), fsync=False)
-    with pytest.raises(SnapshotError, match=f"{CURRENT}: corrupted: .*{field} '{1 << 63}'"):
+    file = ManifestFile(published)
+    file.write(replace(manifest, **{field: 1 << 63}), fsync=False)
+    with pytest.raises(SnapshotError, match=f"{CURRENT}: corrupted: {field} .*{1 << 63}"):
         SnapshotReader(published).current()
-    write_manifest(published, replace(manifest, **{field: (1 << 63) - 1}), fsync=False)
+    file.write(replace(manifest, **{field: (1 << 63) - 1}), fsync=False)
     assert getattr(SnapshotReader(published).current(), field) == (1 << 63) - 1
 
 
 def test_a_record_of_any_depth_ends_in_a_typed_error(tmp_path):
-    """Writing a record, for its checksum, gives up at another depth than reading it does."""
     path = tmp_path / "record"
     path.touch(mode=0o600)
-    for depth in (*range(800, 1000), 100_000):
-        path.write_text('{"a":' + "[" * depth + "]" * depth + "}")
+    for depth in (1_000, 10_000, 100_000):
+        rest = b'"a":' + b"[" * depth + b"]" * depth + b"}"
+        path.write_bytes(_signature(rest) + rest)
         with pytest.raises(SnapshotError, match=r"not JSON|corrupted"):
             read_json(path)
 
 
 def test_another_format_is_named(published):
-    content = (published / CURRENT).read_bytes()
-    (published / CURRENT).write_bytes(content.replace(b" 2 ", b" 9 ", 1))
-    with pytest.raises(SnapshotError, match="format must be 2, got '9'"):
+    write_json(published / CURRENT, {"format": 9}, fsync=False)
+    with pytest.raises(SnapshotError, match="format must be 3, got 9"):
         SnapshotReader(published).current()
     write_json(published / MARKER, {"format": 9}, fsync=False)
-    with pytest.raises(SnapshotError, match="format must be 1, got 9"):
+    with pytest.raises(SnapshotError, match="format must be 2, got 9"):
         SnapshotWriter(published)
 
 
@@ -235,7 +236,7 @@ def test_a_missing_data_file_is_named_within_the_deadline(published):
 def test_a_flipped_bit_is_found_by_the_checksum_and_only_by_it(published):
     path = data_file(published)
     content = bytearray(path.read_bytes())
-    content[PAGE] ^= 1
+    content[2 * PAGE] ^= 1
     path.write_bytes(content)
     with pytest.raises(SnapshotError, match=r"1 of 2 tensors differ .* first b"):
         read_version(published)
@@ -250,13 +251,14 @@ def test_a_damaged_description_is_named(published):
     with pytest.raises(SnapshotError, match="description is not the published one"):
         read_version(published, verify=False)
     path.write_bytes(content[:-8] + b"\xff" * 8)
-    with pytest.raises(SnapshotError, match="no description at its end"):
+    with pytest.raises(SnapshotError, match="description is not the published one"):
         read_version(published, verify=False)
 
 
-def test_a_damaged_head_is_named_by_readers_and_healed_by_the_writer(published, layout):
-    (data_file(published).parent / HEAD).write_text("{")
-    with pytest.raises(SnapshotError, match=f"{HEAD}: not JSON"):
+def test_a_damaged_tag_is_named_by_readers_and_healed_by_the_writer(published, layout):
+    with data_file(published).open("r+b") as file:
+        file.write(b"{")
+    with pytest.raises(SnapshotError, match=f"{DATA_FILE}: was recycled"):
         read_version(published)
     with SnapshotWriter(published, layout=layout) as writer:
         for version in (2, 3, 4):
@@ -281,13 +283,10 @@ def test_a_slot_left_half_written_is_taken_again(published, layout):
 
 
 def test_temporary_files_of_killed_writers_go_with_the_next(published, layout):
-    folder = data_file(published).parent if layout == "slots" else published / ".building-1-2"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    left = [published / f"{TEMPORARY_PREFIX}1", folder / f"{TEMPORARY_PREFIX}2"]
-    for path in left:
-        path.touch(mode=0o600)
+    left = published / f"{TEMPORARY_PREFIX}1"
+    left.touch(mode=0o600)
     with SnapshotWriter(published, layout=layout):
-        assert not any(path.exists() for path in left)
+        assert not left.exists()
     assert read_version(published) == 1
 
 
@@ -368,7 +367,8 @@ def test_a_directory_made_anew_by_another_writer_is_not_taken_for_ones_own(tmp_p
     first = SnapshotWriter(tmp_path / "run")
     publish(first, 1)
     shutil.rmtree(tmp_path / "run")
-    first._lock._process = replace(first._lock._process, pid=1)  # as if of another process
+    elsewhere = replace(first._lock.owner.process, pid=1)  # as if of another process
+    first._lock.owner = replace(first._lock.owner, process=elsewhere)
     with SnapshotWriter(tmp_path / "run") as second:
         publish(second, 1)
         with pytest.raises(FencedWriterError):

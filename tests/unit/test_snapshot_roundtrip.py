@@ -191,10 +191,10 @@ def test_versions_keep_the_current_the_one_before_and_the_leased(tmp_path):
         with SnapshotReader(tmp_path).read() as snapshot:
             for version in (2, 3, 7, 9):
                 publish(writer, version)
-            assert sorted(path.name for path in tmp_path.glob("v*")) == ["v1", "v7", "v9"]
+            assert sorted(path.name for path in tmp_path.glob("v*")) == ["v1-1", "v7-1", "v9-1"]
             assert snapshot.tensordict.get("model.embed.weight").unique().tolist() == [1.0]
         publish(writer, 10)
-        assert sorted(path.name for path in tmp_path.glob("v*")) == ["v10", "v9"]
+        assert sorted(path.name for path in tmp_path.glob("v*")) == ["v10-1", "v9-1"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchrl_vllm_sync import LoadReport, PushReport, ReplicaState
+from tests.fakes.service import replicas_of, service_of
+from torchrl_vllm_sync import AsyncVLLM, LoadReport, PushReport, ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError, WeightSyncError
 from torchrl_vllm_sync.observe.status import (
     MAX_FAILURES,
@@ -16,8 +17,7 @@ from torchrl_vllm_sync.observe.status import (
 )
 from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus
 from torchrl_vllm_sync.routing.ledger import LoadTracker, token_rates
-from torchrl_vllm_sync.service.service import ServiceView
-from torchrl_vllm_sync.service.weights import ServiceWeights
+from torchrl_vllm_sync.service.weights import Weights
 from torchrl_vllm_sync.weights.push import failed_push, finished_push
 
 SERVING, STALE, FAILED = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.FAILED
@@ -295,43 +295,39 @@ def test_a_finished_push_keeps_seconds_and_leaves_counts_out():
 # ---------------------------------------------------------------- the method
 
 
-class View(ServiceView):
-    """As much of a service as looking at it needs."""
-
-    def __init__(self, scene, *, launched=True):
-        self.name, self.load, self._log = "rollouts", scene.load, scene.log
-        self._membership = SimpleNamespace(members=scene.members) if launched else None
-        self._is_copy = False
-        self._pusher = SimpleNamespace(committed=2)
+def view(scene, *, launched=True):
+    """A service of the scene's replicas."""
+    replicas = replicas_of(scene.members, load=scene.load, launched=launched)
+    return service_of(replicas, log=scene.log, committed=2)
 
 
 def test_status_asks_nobody():
     scene = Scene("0", "1")
     for replica_id in ("0", "1"):
         scene.report(replica_id, weight_version=3)
-    status = View(scene).status()  # there are no actors to ask
+    status = view(scene).status()  # there are no actors to ask
     assert (status.name, status.weight_version, status.num_serving) == ("rollouts", 3, 2)
-    assert replace(status, time=0.0) == replace(View(scene).status(), time=0.0)
+    assert replace(status, time=0.0) == replace(view(scene).status(), time=0.0)
 
 
 def test_a_service_that_is_not_there_has_no_status():
     with pytest.raises(ServiceClosedError, match="rollouts"):
-        View(Scene("0"), launched=False).status()
+        view(Scene("0"), launched=False).status()
 
 
 # ---------------------------------------------------------------- pushes
 
 
-class Pushing(ServiceWeights):
-    """As much of a service as pushing needs; its pusher does what a test says."""
+class Pushing(AsyncVLLM):
+    """A service whose pusher does what a test says, and which notes what its replicas are told."""
 
     def __init__(self, push):
-        self.load = LoadTracker([])
-        self._log, self._membership = StatusLog(self.load), SimpleNamespace()
-        self._pusher = SimpleNamespace(push=push)
-        self.told = []
+        self.replicas = replicas_of()
+        self.weights = Weights(self.replicas)
+        self.weights.pusher, self.log = SimpleNamespace(push=push), self.weights.log
+        self.replicas.learn, self.told = self.note, []
 
-    def _learn_states(self, doubtful=(), pushed=None):
+    def note(self, *, doubtful=(), pushed=None):
         self.told.append((dict(doubtful), pushed))
 
 
@@ -345,12 +341,12 @@ def test_a_push_is_noted_here_and_told_to_the_replicas(left):
 
     service = Pushing(pushed)
     assert service.push_weights({}) == "the report"
-    assert service._log.pushes == (ended,)
+    assert service.log.pushes == (ended,)
     assert service.told == [(left, ended)]
 
 
 def test_an_interrupted_push_is_no_push():
     service = Pushing(lambda weights, *, on_end, **options: on_end(None))
     service.push_weights({})
-    assert service._log.pushes == ()
+    assert service.log.pushes == ()
     assert service.told == [({}, None)]

@@ -13,7 +13,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from tests.unit.status_scenes import HOSTILE, Moving, hostile, troubled
+from tests.fakes.observe import HOSTILE, Moving, hostile, troubled
 from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.observe.page import Dashboard, _sample_of
 from torchrl_vllm_sync.observe.views import UNKNOWN, printable

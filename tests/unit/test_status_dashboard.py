@@ -10,18 +10,16 @@ import os
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.status_scenes import HOSTILE, NOON, Moving, hostile, push, replica, status
+from tests.fakes.observe import HOSTILE, NOON, Moving, hostile, push, replica, status
+from tests.fakes.service import replicas_of, service_of
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe import page as page_module
 from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError, _sample_of
-from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.service.service import ServiceView
 
 
 def threads():
@@ -354,32 +352,26 @@ def test_figures_that_are_not_finite_are_unknown_wherever_they_are():
 # ---------------------------------------------------------------- of a service
 
 
-class View(ServiceView):
-    """As much of a service as a dashboard needs."""
-
-    name, _is_copy = "rollouts", False
-
-    def __init__(self):
-        self.load = LoadTracker(["0"], state=ReplicaState.SERVING)
-        self._log, self._dashboards = StatusLog(self.load), []
-        self._membership = SimpleNamespace(members=[])
-        self._pusher = SimpleNamespace(committed=3)
+def view():
+    """A service of one replica."""
+    load = LoadTracker(["0"], state=ReplicaState.SERVING)
+    return service_of(replicas_of(load=load), committed=3)
 
 
 def test_a_service_shows_itself_and_takes_its_dashboards_along():
-    service = View()
+    service = view()
     first, second = service.dashboard(), service.dashboard()
     assert first.port != second.port
     assert first.url.startswith("http://127.0.0.1:")
     assert json.loads(ask(second, "/status.json")[2])["weight_version"] == 3
     first.close()
-    service._close_dashboards()
-    service._close_dashboards()
+    service._end_views()
+    service._end_views()
     assert not second.is_open
 
 
 def test_a_dashboard_does_not_keep_its_service():
-    service = View()
+    service = view()
     board = service.dashboard()
     del service
     gc.collect()
@@ -387,7 +379,7 @@ def test_a_dashboard_does_not_keep_its_service():
 
 
 def test_a_service_that_is_not_launched_has_no_dashboard():
-    service = View()
-    service._membership = None
+    service = view()
+    service.replicas.close()
     with pytest.raises(ServiceClosedError):
         service.dashboard()

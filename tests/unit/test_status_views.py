@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.unit.status_scenes import HOSTILE, replica, status, troubled
-from tests.unit.status_scenes import hostile as hostile_status
+from tests.fakes.observe import HOSTILE, replica, status, troubled
+from tests.fakes.observe import hostile as hostile_status
+from tests.fakes.service import replicas_of, service_of
 from torchrl_vllm_sync import ReplicaState, cli
 from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.observe.status import ReplicaStatus
@@ -27,7 +28,6 @@ from torchrl_vllm_sync.observe.views import (
     status_html,
     status_view,
 )
-from torchrl_vllm_sync.service.service import ServiceView
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -118,7 +118,7 @@ def test_hostile_texts_are_neither_markup_nor_terminal_codes():
 def test_a_bar_is_never_longer_than_the_whole():
     from dataclasses import replace
 
-    from tests.unit.status_scenes import push
+    from tests.fakes.observe import push
 
     strange = replace(push(1), seconds=0.0, phases={"send": 5.0, "back": -1.0})
     text = plain(status_view(status(replica("0"), pushes=(strange,))))
@@ -151,8 +151,7 @@ def test_hostile_texts_are_escaped_in_a_notebook():
 
 
 def test_a_service_that_is_not_launched_has_a_line_only():
-    service = object.__new__(ServiceView)
-    service.name, service._membership = "rollouts", None
+    service = service_of(replicas_of(launched=False))
     assert service._repr_html_() == absent_html("rollouts")
 
 
@@ -181,7 +180,7 @@ class Attached:
 @pytest.fixture
 def cluster(monkeypatch):
     """Runs the command where one service, or whatever a test says, is on a cluster."""
-    from torchrl_vllm_sync.service import launch, service
+    from torchrl_vllm_sync.service import members, service
 
     services = {"rollouts": Attached(troubled())}
 
@@ -191,7 +190,7 @@ def cluster(monkeypatch):
         return services[name]
 
     monkeypatch.setattr(service, "attach", attach)
-    monkeypatch.setattr(launch, "running_services", lambda: dict.fromkeys(services, 3))
+    monkeypatch.setattr(members, "running_services", lambda: dict.fromkeys(services, 3))
     monkeypatch.setattr(cli, "_connect", lambda address: None)
     monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("COLUMNS", "120")
@@ -322,21 +321,21 @@ def test_the_command_and_the_page_are_in_the_package():
 
 
 def test_the_registry_lists_services_by_their_actors(monkeypatch):
-    from torchrl_vllm_sync.service import launch
+    from torchrl_vllm_sync.service import members
 
     named = [
-        {"namespace": "torchrl_vllm", "name": launch.actor_name(name, replica_id)}
+        {"namespace": "torchrl_vllm", "name": members.actor_name(name, replica_id)}
         for name, replica_id in (("b", "0"), ("a-b", "1"), ("a-b", "0"), ("a", "10"), ("a", "9"))
     ]
     named += [
-        {"namespace": "other", "name": launch.actor_name("c", "0")},
+        {"namespace": "other", "name": members.actor_name("c", "0")},
         {"namespace": "torchrl_vllm", "name": "something-else-0"},
-        {"namespace": "torchrl_vllm", "name": launch.actor_name("d", "one")},
+        {"namespace": "torchrl_vllm", "name": members.actor_name("d", "one")},
     ]
-    monkeypatch.setattr(launch.ray.util, "list_named_actors", lambda all_namespaces: named)
-    assert launch.running_services() == {"a": 2, "a-b": 2, "b": 1}
-    assert launch.living_ids("a") == ["9", "10"]
-    assert launch.living_ids("a-b") == ["0", "1"]
+    monkeypatch.setattr(members.ray.util, "list_named_actors", lambda all_namespaces: named)
+    assert members.running_services() == {"a": 2, "a-b": 2, "b": 1}
+    assert members.living_ids("a") == ["9", "10"]
+    assert members.living_ids("a-b") == ["0", "1"]
 
 
 def test_rich_is_imported_only_when_something_is_shown():

@@ -10,7 +10,7 @@ import torch
 from torchrl_vllm_sync import ParamMeta
 from torchrl_vllm_sync.weights.snapshots import data_file
 from torchrl_vllm_sync.weights.snapshots.data_file import (
-    BUFFERS_PER_LANE,
+    BUFFERS_PER_THREAD,
     CHUNK_BYTES,
     TensorWriter,
     checksum,
@@ -43,13 +43,14 @@ def place(request, monkeypatch):
     return request.param
 
 
-def fill(writer, file, tensors, dtype=torch.float32, *, stays=True):
+def fill(file, tensors, dtype=torch.float32, *, num_threads=1, stays=True, buffers=None):
     offset = 0
-    with writer.filling(file) as filling:
+    buffers = [] if buffers is None else buffers
+    with TensorWriter(file, buffers, num_threads=num_threads) as writer:
         for tensor in tensors:
-            filling.add(tensor, ParamMeta("w", dtype, tuple(tensor.shape)), offset, stays=stays)
+            writer.add(tensor, ParamMeta("w", dtype, tuple(tensor.shape)), offset, stays=stays)
             offset += tensor.numel() * dtype.itemsize
-        return filling.finish()
+        return writer.finish()
 
 
 def many(*, seed=0):
@@ -60,24 +61,20 @@ def many(*, seed=0):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("stays", [True, False])
-@pytest.mark.parametrize("num_lanes", [1, 3])
-def test_every_byte_is_where_it_belongs_and_hashed(place, dtype, stays, num_lanes):
-    writer = TensorWriter(checksums=True, num_lanes=num_lanes)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_every_byte_is_where_it_belongs_and_hashed(place, dtype, stays, num_threads):
+    buffers = []
     for seed in range(2):  # with the same buffers again
         tensors = [one.to(dtype) for one in many(seed=seed)]
         wanted = torch.cat(tensors).view(torch.uint8)
         file = Memory(len(wanted))
-        found, seconds = fill(writer, file, many(seed=seed), dtype, stays=stays)
+        found, seconds = fill(
+            file, many(seed=seed), dtype, num_threads=num_threads, stays=stays, buffers=buffers
+        )
         assert torch.equal(file.content, wanted)
-        assert found == [checksum(one) for one in tensors]
+        assert found == tuple(checksum(one) for one in tensors)
         assert seconds["copy"] > 0
         assert seconds["hash"] > 0
-
-
-def test_without_checksums_nothing_is_hashed(place):
-    found, seconds = fill(TensorWriter(checksums=False), Memory(8), [torch.ones(2)])
-    assert found == [None]
-    assert seconds["hash"] == 0
 
 
 def test_tensors_that_stay_are_stored_at_the_same_time(place):
@@ -85,27 +82,27 @@ def test_tensors_that_stay_are_stored_at_the_same_time(place):
     meeting = threading.Barrier(2)
     tensors = [torch.ones(PIECE), torch.ones(PIECE)]
     file = Memory(2 * CHUNK_BYTES, lambda offset: meeting.wait(20))
-    fill(TensorWriter(checksums=True, num_lanes=2), file, tensors)
+    fill(file, tensors, num_threads=2)
     assert meeting.n_waiting == 0
     assert not meeting.broken
 
 
-def test_one_lane_would_fail_the_check_above(place):
+def test_one_thread_would_fail_the_check_above(place):
     meeting = threading.Barrier(2)
     tensors = [torch.ones(PIECE), torch.ones(PIECE)]
     file = Memory(2 * CHUNK_BYTES, lambda offset: meeting.wait(0.2))
     with pytest.raises(threading.BrokenBarrierError):
-        fill(TensorWriter(checksums=True, num_lanes=1), file, tensors)
+        fill(file, tensors)
 
 
 def test_a_tensor_may_change_as_soon_as_it_was_added_if_it_does_not_stay(place):
-    writer, file = TensorWriter(checksums=True, num_lanes=3), Memory(6 * CHUNK_BYTES)
+    file = Memory(6 * CHUNK_BYTES)
     reused = torch.zeros(PIECE)
     meta = ParamMeta("w", torch.float32, (PIECE,))
-    with writer.filling(file) as filling:
+    with TensorWriter(file, [], num_threads=3) as writer:
         for index in range(6):
-            filling.add(reused.fill_(index), meta, index * CHUNK_BYTES, stays=False)
-        filling.finish()
+            writer.add(reused.fill_(index), meta, index * CHUNK_BYTES, stays=False)
+        writer.finish()
     stored = file.content.view(torch.float32).view(6, PIECE)
     assert [one.unique().tolist() for one in stored] == [[0], [1], [2], [3], [4], [5]]
 
@@ -126,37 +123,35 @@ def test_no_piece_is_stored_before_it_has_arrived_from_its_device(monkeypatch):
     tensors = many()
     num_bytes = sum(one.nbytes for one in tensors)
     file = Memory(num_bytes, lambda offset: stored.append(len(arrived)))
-    fill(TensorWriter(checksums=True, num_lanes=1), file, tensors)
+    fill(file, tensors)
     assert len(stored) == len(arrived) == sum(-(-max(len(one), 1) // PIECE) for one in tensors)
     assert all(there > before for before, there in enumerate(stored))
 
 
 def test_a_slow_disk_has_the_caller_wait_for_buffers(place):
     slow = threading.Event()
-    writer = TensorWriter(checksums=True, num_lanes=1)
-    tensor = torch.arange(PIECE * (BUFFERS_PER_LANE + 5), dtype=torch.float32)
+    tensor = torch.arange(PIECE * (BUFFERS_PER_THREAD + 5), dtype=torch.float32)
     file = Memory(tensor.nbytes, lambda offset: slow.wait(0.02))
-    found, _ = fill(writer, file, [tensor])
+    found, _ = fill(file, [tensor])
     assert torch.equal(file.content.view(torch.float32), tensor)
-    assert found == [checksum(tensor)]
+    assert found == (checksum(tensor),)
 
 
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_piece_that_cannot_be_stored_ends_it_and_the_next_version_is_whole(place, stays):
     """More often than there are buffers: none is lost."""
-    writer = TensorWriter(checksums=True, num_lanes=2)
-    tensors = many()
+    buffers, tensors = [], many()
     num_bytes = sum(one.nbytes for one in tensors)
 
     def full(offset):
         if offset > 3 * CHUNK_BYTES:
             raise OSError(28, "No space left on device")
 
-    for _ in range(3 * BUFFERS_PER_LANE):
+    for _ in range(3 * BUFFERS_PER_THREAD):
         with pytest.raises(OSError, match="No space left"):
-            fill(writer, Memory(num_bytes, full), tensors, stays=stays)
+            fill(Memory(num_bytes, full), tensors, num_threads=2, stays=stays, buffers=buffers)
     file = Memory(num_bytes)
-    fill(writer, file, tensors, stays=stays)
+    fill(file, tensors, num_threads=2, stays=stays, buffers=buffers)
     assert torch.equal(file.content, torch.cat(tensors).view(torch.uint8))
 
 
@@ -168,11 +163,11 @@ def test_nothing_is_stored_any_more_after_a_caller_gave_up(place):
         gate.wait(0.05)
         stored.append(offset)
 
-    writer = TensorWriter(checksums=True, num_lanes=2)
-    with suppress(KeyboardInterrupt), writer.filling(Memory(9 * CHUNK_BYTES, slow)) as filling:
+    file = Memory(9 * CHUNK_BYTES, slow)
+    with suppress(KeyboardInterrupt), TensorWriter(file, [], num_threads=2) as writer:
         for index in range(9):
             meta = ParamMeta("w", torch.float32, (PIECE,))
-            filling.add(torch.ones(PIECE), meta, index * CHUNK_BYTES, stays=True)
+            writer.add(torch.ones(PIECE), meta, index * CHUNK_BYTES, stays=True)
         raise KeyboardInterrupt
     ended = len(stored)
     assert ended < 9
@@ -183,17 +178,15 @@ def test_nothing_is_stored_any_more_after_a_caller_gave_up(place):
 def test_a_slow_disk_may_take_its_time(place, monkeypatch):
     monkeypatch.setattr(data_file, "STORE_TIMEOUT_S", 1.0)
     slow = threading.Event()
-    writer = TensorWriter(checksums=True, num_lanes=1)
     tensor = torch.arange(10 * PIECE, dtype=torch.float32)
     file = Memory(tensor.nbytes, lambda offset: slow.wait(0.2))
-    fill(writer, file, [tensor])
+    fill(file, [tensor])
     assert torch.equal(file.content.view(torch.float32), tensor)
 
 
 def test_waiting_for_a_disk_that_hangs_ends(place, monkeypatch):
     monkeypatch.setattr(data_file, "STORE_TIMEOUT_S", 0.1)
     hung = threading.Event()
-    writer = TensorWriter(checksums=True, num_lanes=1)
     file = Memory(40 * CHUNK_BYTES, lambda offset: hung.wait(2))
     with pytest.raises(data_file.SnapshotError, match=r"weights.td: nothing was stored within"):
-        fill(writer, file, [torch.ones(40 * PIECE)])
+        fill(file, [torch.ones(40 * PIECE)])

@@ -12,7 +12,7 @@ from torchrl_vllm_sync import LoadReport, MemmapTransport, ParamMeta, PushReport
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.observe.timeline import trace_of
 from torchrl_vllm_sync.weights.push import WeightPusher
-from torchrl_vllm_sync.weights.snapshots.data_file import Filling
+from torchrl_vllm_sync.weights.snapshots.data_file import TensorWriter
 from torchrl_vllm_sync.weights.source import WeightSource
 
 BEGAN = 1.75e9 + 0.123456
@@ -255,9 +255,9 @@ class Computed(WeightSource):
 def test_only_weights_that_stay_in_place_are_stored_while_others_are(
     tmp_path, monkeypatch, weights, stay
 ):
-    seen, add = [], Filling.add
+    seen, add = [], TensorWriter.add
     monkeypatch.setattr(
-        Filling, "add", lambda *args, stays: seen.append(stays) or add(*args, stays=stays)
+        TensorWriter, "add", lambda *args, stays: seen.append(stays) or add(*args, stays=stays)
     )
     pusher = WeightPusher(Loading(a=0), lambda: [ParamMeta("weight", torch.float32, (2, 2))])
     pusher.use(MemmapTransport(tmp_path / "weights"))

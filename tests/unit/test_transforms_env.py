@@ -19,11 +19,11 @@ from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm.policies import ChatHistory
 
-from tests.unit.stamped_rows import Service
+from tests.fakes.rl import Service
 from torchrl_vllm_sync import GenerationStatistics, VersionStamp, WeightUpdater
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl import keys
-from torchrl_vllm_sync.rl.collectors import hear
+from torchrl_vllm_sync.rl.collectors import move_collector
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 TOKENIZER = make_tiny_tokenizer()
@@ -181,7 +181,7 @@ def test_a_collector_that_hears_of_a_version_twice_moves_once():
     for version in (1, 2):
         service.weight_version = version
         for one in [*collectors, *collectors]:
-            hear(one, version)
+            move_collector(one, version)
         assert [one.policy_version for one in collectors] == [version, version]
     for one in collectors:
         one.shutdown()
@@ -195,6 +195,10 @@ with_updater = pytest.mark.filterwarnings(
 
 class Announced(Service):
     """A service that says when it has a new version."""
+
+    @property
+    def weights(self):
+        return self
 
     def listen_to_versions(self, listener):
         self.announce = listener
@@ -403,7 +407,7 @@ def test_a_collectors_copy_hears_of_a_push_before_its_service_does():
     behind = Service(1)  # a copy of the service, in a collector's actor
     for version in (2, 3, 7):
         collector = make_collector(Policy(behind), VersionStamp(behind))
-        hear(collector, version)
+        move_collector(collector, version)
         assert collector.policy_version == version
         collector.shutdown()
 

@@ -18,7 +18,7 @@ from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.envs.transforms import Compose, PolicyAgeFilter
 from torchrl.objectives.llm.grpo import MCAdvantage
 
-from tests.unit.stamped_rows import Service, stamped_rows
+from tests.fakes.rl import Service, stamped_rows
 from torchrl_vllm_sync import StalenessFilter, StalenessWeight, WeightUpdater
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl.keys import FULL_VERSIONS, POLICY_VERSION, RESPONSE_VERSIONS

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
-from tests.unit.stamped_rows import stamped_rows
+from tests.fakes.rl import stamped_rows
 from torchrl_vllm_sync import GenerationStatistics, StalenessFilter
 from torchrl_vllm_sync.errors import UnstampedRowsError
 from torchrl_vllm_sync.rl import keys

@@ -13,8 +13,9 @@ from torchrl_vllm_sync.engine.arrivals import SnapshotLoads
 from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, TORN_SILENCE_S, Updates
 from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, StaleVersionError, SyncError
-from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
-from torchrl_vllm_sync.weights.snapshots.records import held_leases
+from torchrl_vllm_sync.weights.snapshots import writer as writer_module
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
+from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity, is_locked
 from torchrl_vllm_sync.weights.source import MappingSource
 
 STARTING, SERVING, STALE = ReplicaState.STARTING, ReplicaState.SERVING, ReplicaState.STALE
@@ -191,8 +192,8 @@ class Stored:
     def __init__(self, updates, directory, monkeypatch):
         self.updates, self.directory, self.done = updates, directory, []
         self.during, self.error = lambda: None, ""
-        self.loads = SnapshotLoads(updates, "rollouts", list)
-        self.writer = SnapshotWriter(directory, num_slots=2, max_slots=2, lease_timeout_s=1e-3)
+        self.loads = SnapshotLoads(updates, list)
+        self.writer = SnapshotWriter(directory, num_slots=2, max_slots=2)
         self.publish(1)
         monkeypatch.setattr(internals, "call_workers", self.call_workers)
         monkeypatch.setattr(internals, "set_weight_label", self.step("label"))
@@ -206,7 +207,8 @@ class Stored:
 
     def step(self, name):
         async def taken(*_):
-            self.done.append((name, len(held_leases(self.directory, 0.0))))
+            locked = [is_locked(path) for path in self.directory.glob(f"*/{DATA_FILE}")]
+            self.done.append((name, sum(locked)))
 
         return taken
 
@@ -230,14 +232,15 @@ def stored(updates, tmp_path, monkeypatch):
 
 async def test_what_was_read_is_proved_whole_before_it_is_labelled(stored):
     assert (await stored.load()).version == 1
-    assert stored.done == [("label", 0), ("resume", 0)], "with no lease held any more"
+    assert stored.done == [("label", 0), ("resume", 0)], "with no lock held any more"
     assert stored.updates._gate.state is SERVING
 
 
 @pytest.mark.parametrize("fault", ["recycled", "removed"])
-async def test_what_was_torn_while_it_was_read_is_not_served(stored, fault):
+async def test_what_was_torn_while_it_was_read_is_not_served(stored, fault, monkeypatch):
+    monkeypatch.setattr(writer_module, "is_locked", lambda path: False)  # locks do not reach
     stored.during = {
-        "recycled": lambda: stored.publish(2, 3),  # the lease has expired, and the slot is 3's now
+        "recycled": lambda: stored.publish(2, 3),  # the slot is 3's now
         "removed": lambda: shutil.rmtree(stored.directory),
     }[fault]
     with pytest.raises(SnapshotError, match="discard what was read"):

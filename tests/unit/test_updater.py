@@ -37,6 +37,10 @@ class Service:
             listener(version)
         return Report(version)
 
+    @property
+    def weights(self):
+        return self
+
     def listen_to_versions(self, listener):
         self.listeners.append(listener)
         return lambda: self.listeners.remove(listener)

@@ -6,17 +6,17 @@ import time
 
 import pytest
 
-from tests.unit.test_dispatch import FakeActor, Rig, ids, make_requests
+from tests.fakes.requests import FakeActor, Rig, ids, make_requests
+from tests.fakes.service import replicas_of, service_of
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     UnsupportedArgumentError,
     VersionNotReachedError,
 )
-from torchrl_vllm_sync.replica import EngineReport, Replica
+from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
-from torchrl_vllm_sync.service.weights import ServiceVersions
 from torchrl_vllm_sync.weights.push import VersionHooks
 
 
@@ -181,22 +181,14 @@ def test_the_monitor_asks_more_often_while_somebody_watches():
 # ---------------------------------------------------------------- waiting
 
 
-class Versions(ServiceVersions):
-    """The part of a service under test, with no replica behind it."""
-
-    class Pusher:
-        committed = 0
-
-    def __init__(self, *replica_ids):
-        self.name, self._is_copy = "fake", False
-        self.load = LoadTracker(replica_ids, state=ReplicaState.SERVING)
-        self._pusher, self._version_hooks = self.Pusher(), VersionHooks()
-        self._membership = type("Membership", (), {})()
-        self._membership.joined = [Replica(one, None) for one in replica_ids]
+def versions(*replica_ids):
+    """A service of replicas that nobody can call."""
+    load = LoadTracker(replica_ids, state=ReplicaState.SERVING)
+    return service_of(replicas_of(load=load))
 
 
 def test_who_holds_what_is_what_was_reported():
-    service = Versions("a", "b")
+    service = versions("a", "b")
     assert service.weight_versions == {"a": None, "b": None}
     at(service.load, "a", 3)
     at(service.load, "b", 2)
@@ -205,14 +197,14 @@ def test_who_holds_what_is_what_was_reported():
 
 
 def test_a_copy_that_heard_of_some_replicas_asks_the_others_once(monkeypatch):
-    service, asked = Versions("a", "b", "c"), []
+    service, asked = versions("a", "b", "c"), []
     monkeypatch.setattr("ray.is_initialized", lambda: True)
 
     def answer():
         asked.append(1)
         at(service.load, "b", 2)
 
-    service._is_copy, service._learn_states = True, answer
+    service.replicas.is_copy, service.replicas.learn = True, answer
     at(service.load, "a", 3)
     assert service.weight_version == 2
     assert service.weight_versions == {"a": 3, "b": 2, "c": None}
@@ -220,7 +212,7 @@ def test_a_copy_that_heard_of_some_replicas_asks_the_others_once(monkeypatch):
 
 
 def test_the_version_stays_while_no_replica_serves():
-    service = Versions("a", "b")
+    service = versions("a", "b")
     at(service.load, "a", 3)
     at(service.load, "b", 4)
     assert service.weight_version == 3
@@ -234,7 +226,7 @@ def test_the_version_stays_while_no_replica_serves():
 
 @pytest.mark.parametrize("_", range(20))
 def test_waiting_ends_when_every_serving_replica_is_there(_):
-    service, reached = Versions("a", "b"), []
+    service, reached = versions("a", "b"), []
     at(service.load, "a", 1)
     at(service.load, "b", 1)
     assert service.wait_for_version(1, timeout_s=0) == 1
@@ -255,7 +247,7 @@ def test_waiting_ends_when_every_serving_replica_is_there(_):
 
 
 def test_waiting_in_vain_says_what_each_replica_holds():
-    service = Versions("a", "b")
+    service = versions("a", "b")
     at(service.load, "a", 1)
     with pytest.raises(VersionNotReachedError, match=r"within 0\.05 s: replica a holds version 1"):
         service.wait_for_version(2, timeout_s=0.05)
@@ -277,7 +269,7 @@ def test_waiting_in_vain_says_what_each_replica_holds():
 )
 def test_waiting_for_nonsense_is_refused(arguments, options, name):
     with pytest.raises(UnsupportedArgumentError, match=f"^{name} must be"):
-        Versions("a").wait_for_version(*arguments, **options)
+        versions("a").wait_for_version(*arguments, **options)
 
 
 # ---------------------------------------------------------------- hooks

@@ -86,11 +86,9 @@ class EngineActor:
         replica_id: str,
         engine_args: AsyncEngineArgs,
         environment: dict[str, str],
-        service_name: str = "alone",
         unresponsive_after_s: float = UNRESPONSIVE_AFTER_S,
     ) -> None:
         self.replica_id = replica_id
-        self._service_name = service_name
         self._engine_args = engine_args
         self._environment = environment
         self._unresponsive_after_s = unresponsive_after_s
@@ -128,7 +126,7 @@ class EngineActor:
                 await asyncio.to_thread(self.engine.shutdown)
                 raise TransferError(refusal)
         internals.watch_samples(self.engine, self._gate.register)
-        self._take_weights(self._service_name)
+        self._take_weights()
         if not self._joins_later:
             self._gate.set(ReplicaState.SERVING)
         self._health.start()
@@ -136,12 +134,12 @@ class EngineActor:
         self._device_uuids = tuple(uuid for uuid in found if uuid)
         return self.describe()
 
-    def _take_weights(self, service_name: str) -> None:
+    def _take_weights(self) -> None:
         """Makes what brings weights to the engine, and what tells whether it is alive."""
         self._updates = updates = Updates(self.engine, self._gate)
         self._answers.begin(self.engine, updates)
         self._native = NativeCalls(updates, self.engine, self._gate)
-        self._snapshots = SnapshotLoads(updates, service_name, self._model_metadata)
+        self._snapshots = SnapshotLoads(updates, self._model_metadata)
         self._broadcasts = BroadcastLoads(updates)
         self._peers = PeerLoads(updates)
         self._health = EngineHealth(
@@ -215,7 +213,7 @@ class EngineActor:
 
     def keep_card(self, card: dict[str, Any]) -> None:
         """Keeps what a process needs to attach to the service, unless it has a newer one."""
-        epoch = card["_membership"].epoch
+        epoch = card["membership"].epoch
         if epoch >= self._membership_epoch:
             self._card, self._membership_epoch = card, epoch
 

@@ -254,15 +254,12 @@ async def _within(call: Any, deadline: float) -> Any:
 class SnapshotLoads:
     """Applies stored versions to one engine, each at most once."""
 
-    def __init__(
-        self, updates: Updates, service_name: str, expected: Callable[[], list[ParamMeta]]
-    ) -> None:
+    def __init__(self, updates: Updates, expected: Callable[[], list[ParamMeta]]) -> None:
         self._updates = updates
         self._expected = functools.cache(expected)
         self._follower: asyncio.Task[None] | None = None
         self._load: asyncio.Future[LoadReport] | None = None
         self._readers: dict[tuple[str, str | None, bool], SnapshotReader] = {}
-        self._reader_id = f"{service_name}-{updates.replica_id}"
         self._source: dict[str, Any] | None = None
 
     def source(self) -> dict[str, Any] | None:
@@ -361,7 +358,6 @@ class SnapshotLoads:
             to_json(snapshot.metadata),
             snapshot.manifest.trailer_checksum,
             timeout_s=timeout_s,
-            heartbeat=snapshot.heartbeat,
         )
         if not any(answer["error"] for answer in answers):
             await asyncio.to_thread(reading.close)
@@ -371,9 +367,7 @@ class SnapshotLoads:
         """Returns the reader of one directory; readers keep mappings from load to load."""
         key = (directory, run_id, verify)
         if key not in self._readers:
-            self._readers[key] = SnapshotReader(
-                directory, reader_id=self._reader_id, run_id=run_id, verify=verify
-            )
+            self._readers[key] = SnapshotReader(directory, run_id=run_id, verify=verify)
         return self._readers[key]
 
     def follow(

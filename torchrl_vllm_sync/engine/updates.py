@@ -42,8 +42,6 @@ SHORT_TIMEOUT_S = 30.0
 SEND_BACK_TIMEOUT_S = 10.0
 # Seconds within which a paused engine must answer the call to resume.
 RESUME_TIMEOUT_S = 30.0
-# Seconds between signs of life to whoever waits for a load under way.
-HEARTBEAT_S = 5.0
 # Seconds between looks at whether an engine core that owes an answer is still alive.
 POLL_S = 0.5
 # What a replica adds to the reason when a load broke off that had begun to write.
@@ -292,11 +290,10 @@ class Updates:
         *args: Any,
         timeout_s: float,
         what: str = "loading",
-        heartbeat: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Calls a method of every worker and returns their answers; see :meth:`ask`."""
         call = internals.call_workers(self._engine, method, args)
-        return await self.ask(what, call, timeout_s, heartbeat=heartbeat)
+        return await self.ask(what, call, timeout_s)
 
     async def ask_workers(
         self, method: str, *args: Any, timeout_s: float = SHORT_TIMEOUT_S, what: str
@@ -315,22 +312,15 @@ class Updates:
         what: str,
         call: Awaitable[Any],
         timeout_s: float,
-        *,
-        heartbeat: Callable[[], None] | None = None,
     ) -> Any:
         """Awaits the engine's answer, and notices if its core dies: vLLM answers no call then."""
         answer = asyncio.ensure_future(call)
-        beaten = time.perf_counter()
-        deadline = beaten + timeout_s
+        deadline = time.perf_counter() + timeout_s
         try:
             while not (await asyncio.wait({answer}, timeout=min(POLL_S, timeout_s)))[0]:
                 self._require_alive()
-                now = time.perf_counter()
-                if now >= deadline:
+                if time.perf_counter() >= deadline:
                     raise SilentEngineError(f"{what} took longer than {timeout_s:.3g} s")
-                if heartbeat is not None and now - beaten > HEARTBEAT_S:
-                    heartbeat()
-                    beaten = now
         finally:
             answer.cancel()
         try:

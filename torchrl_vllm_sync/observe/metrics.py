@@ -1,4 +1,4 @@
-"""What of a service is exported as metrics: names, and the numbers at one moment.
+"""A service's metrics among Ray's own, which Prometheus scrapes: names, numbers, the exporter.
 
 Names are stable. Prometheus sees them behind the ``ray_`` that Ray puts before all its metrics.
 """
@@ -10,254 +10,128 @@ import os
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
+from torchrl_vllm_sync.checks import check_seconds
+from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.routing.monitor import staying_connected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from types import TracebackType
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import Self
 
-    from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
+    from torchrl_vllm_sync.observe.status import ServiceStatus
     from torchrl_vllm_sync.replica import PushStatus
 
 
 PREFIX = "torchrl_vllm_sync_"
+# Stands for the whole push among the phases on the trainer's side.
 WHOLE = "whole"
-"""Stands for the whole push among the phases on the trainer's side."""
-SECONDS_BOUNDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    300.0,
-)
-"""Upper bounds of the histograms' buckets, in seconds."""
-
-Kind = Literal["gauge", "counter", "histogram"]
+# Upper bounds of the histograms' buckets, in seconds.
+SECONDS_BOUNDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0]
+SECONDS_BOUNDS += [10.0, 30.0, 60.0, 300.0]
+_JOIN_TIMEOUT_S = 10.0
+_GONE = math.nan  # what Ray does not show
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One metric.
-
-    Attributes:
-        name: Its name, behind ``PREFIX``.
-        kind: ``"gauge"``, ``"counter"`` or ``"histogram"``.
-        unit: What it is counted in.
-        tags: Names of its tags.
-        about: What it is.
-    """
+class Metric(NamedTuple):
+    """One metric; its name, which tells its kind too, stands behind ``PREFIX``."""
 
     name: str
-    kind: Kind
     unit: str
     tags: tuple[str, ...]
     about: str
 
+    @property
+    def kind(self) -> str:
+        ends = {"total": "counter", "seconds": "histogram"}
+        return ends.get(self.name.rpartition("_")[2], "gauge")
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One number.
 
-    Attributes:
-        name: Name of the metric, behind ``PREFIX``.
-        value: A gauge's value, what is added to a counter, or its new total, or what a histogram
-            observes.
-        tags: Value of each tag of the metric, but for ``service``.
-    """
+# Name, unit, tags beside "service"; and what it is.
+_TABLE = """
+weight_version; policy version;
+    Newest version that every serving replica is known to hold
+replica_state; 0 or 1; replica state
+    1 for the state that the replica is in, and 0 for each other
+replica_weight_version; policy version; replica
+    Version that the replica last said it holds
+replica_in_flight; samples; replica
+    Samples that the exporting process has there, exact
+replica_running; requests; replica
+    Requests in the engine's running batch
+replica_waiting; requests; replica
+    Requests queued in the engine
+replica_kv_cache_usage; share, 0 to 1; replica
+    KV-cache blocks in use
+replica_prefix_cache_hit_rate; share, 0 to 1; replica
+    Prompt tokens found in the prefix cache since the engine's start, of those looked up
+replica_prompt_tokens_total; tokens; replica
+    Tokens of prompts whose prefill has ended, cached ones included
+replica_generated_tokens_total; tokens; replica
+    Tokens sampled
+replica_restarts_total; restarts; replica
+    How often the replica's actor was replaced
+requests_total; requests; end
+    Requests of the exporting process that ended: answered, lost, failed or cancelled
+pushes_total; pushes; end
+    Pushes of the exporting process that ended: committed or failed
+pushed_bytes_total; bytes;
+    Bytes of all tensors of committed pushes, once a push
+left_behind_total; pushes; replica
+    Pushes that did not bring the replica to their version
+push_seconds_total; seconds; phase
+    Time of committed pushes, exact, by phase on the trainer's side, and whole
+push_seconds; seconds; phase
+    Time of a committed push, by phase on the trainer's side, and whole
+replica_push_seconds; seconds; replica phase
+    Time of a committed push, by phase in the replica
+""".strip().splitlines()
+
+METRICS: dict[str, Metric] = {}
+for _head, _about in zip(_TABLE[::2], _TABLE[1::2], strict=True):
+    _name, _unit, _tags = _head.split(";")
+    METRICS[_name] = Metric(_name, _unit.strip(), ("service", *_tags.split()), _about.strip())
+
+Tags: TypeAlias = tuple[tuple[str, str], ...]
+
+
+class Reading(NamedTuple):
+    """One number: of a gauge, to add to a counter or its new total, or for a histogram."""
 
     name: str
     value: float
-    tags: tuple[tuple[str, str], ...] = ()
-
-
-_SERVICE = ("service",)
-_REPLICA = ("service", "replica")
-
-METRICS = {
-    one.name: one
-    for one in (
-        Metric(
-            "weight_version",
-            "gauge",
-            "policy version",
-            _SERVICE,
-            "Newest version that every serving replica is known to hold",
-        ),
-        Metric(
-            "replica_state",
-            "gauge",
-            "0 or 1",
-            (*_REPLICA, "state"),
-            "1 for the state that the replica is in, and 0 for each other",
-        ),
-        Metric(
-            "replica_weight_version",
-            "gauge",
-            "policy version",
-            _REPLICA,
-            "Version that the replica last said it holds",
-        ),
-        Metric(
-            "replica_in_flight",
-            "gauge",
-            "samples",
-            _REPLICA,
-            "Samples that the exporting process has there, exact",
-        ),
-        Metric(
-            "replica_running",
-            "gauge",
-            "requests",
-            _REPLICA,
-            "Requests in the engine's running batch",
-        ),
-        Metric(
-            "replica_waiting",
-            "gauge",
-            "requests",
-            _REPLICA,
-            "Requests queued in the engine",
-        ),
-        Metric(
-            "replica_kv_cache_usage",
-            "gauge",
-            "share, 0 to 1",
-            _REPLICA,
-            "KV-cache blocks in use",
-        ),
-        Metric(
-            "replica_prefix_cache_hit_rate",
-            "gauge",
-            "share, 0 to 1",
-            _REPLICA,
-            "Prompt tokens found in the prefix cache since the engine's start, of those looked up",
-        ),
-        Metric(
-            "replica_prompt_tokens_total",
-            "counter",
-            "tokens",
-            _REPLICA,
-            "Tokens of prompts whose prefill has ended, cached ones included",
-        ),
-        Metric(
-            "replica_generated_tokens_total",
-            "counter",
-            "tokens",
-            _REPLICA,
-            "Tokens sampled",
-        ),
-        Metric(
-            "replica_restarts_total",
-            "counter",
-            "restarts",
-            _REPLICA,
-            "How often the replica's actor was replaced",
-        ),
-        Metric(
-            "requests_total",
-            "counter",
-            "requests",
-            (*_SERVICE, "end"),
-            "Requests of the exporting process that ended: answered, lost, failed or cancelled",
-        ),
-        Metric(
-            "pushes_total",
-            "counter",
-            "pushes",
-            (*_SERVICE, "end"),
-            "Pushes of the exporting process that ended: committed or failed",
-        ),
-        Metric(
-            "pushed_bytes_total",
-            "counter",
-            "bytes",
-            _SERVICE,
-            "Bytes of all tensors of committed pushes, once a push",
-        ),
-        Metric(
-            "left_behind_total",
-            "counter",
-            "pushes",
-            _REPLICA,
-            "Pushes that did not bring the replica to their version",
-        ),
-        Metric(
-            "push_seconds_total",
-            "counter",
-            "seconds",
-            (*_SERVICE, "phase"),
-            "Time of committed pushes, exact, by phase on the trainer's side, and whole",
-        ),
-        Metric(
-            "push_seconds",
-            "histogram",
-            "seconds",
-            (*_SERVICE, "phase"),
-            "Time of a committed push, by phase on the trainer's side, and whole",
-        ),
-        Metric(
-            "replica_push_seconds",
-            "histogram",
-            "seconds",
-            (*_REPLICA, "phase"),
-            "Time of a committed push, by phase in the replica",
-        ),
-    )
-}
-"""Every metric by its name."""
+    tags: Tags = ()  # but for ``service``
 
 
 def status_readings(status: ServiceStatus) -> Iterator[Reading]:
-    """Yields gauges, and the replicas' totals, as they are now, without those that are not
-    known."""
+    """Yields gauges, and totals of the replicas; nothing of what is not known."""
     yield Reading("weight_version", status.weight_version)
     for one in status.replicas:
-        yield from _replica_readings(one)
+        tags = (("replica", one.replica_id),)
+        for state in ReplicaState:
+            yield Reading("replica_state", state is one.state, (*tags, ("state", state.value)))
+        figures = {
+            "weight_version": one.weight_version,
+            "in_flight": one.in_flight,
+            "running": one.num_running,
+            "waiting": one.num_waiting,
+            "kv_cache_usage": one.kv_cache_usage,
+            "prefix_cache_hit_rate": one.prefix_cache_hit_rate,
+            "prompt_tokens_total": one.counters and one.counters.num_prompt_tokens,
+            "generated_tokens_total": one.counters and one.counters.num_generated_tokens,
+            "restarts_total": one.num_restarts,
+        }
+        for name, value in figures.items():
+            if value is not None:
+                yield Reading(f"replica_{name}", value, tags)
 
 
 def request_readings(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[Reading]:
     """Yields what requests that have ended in between add to counters."""
     for end, total in now.items():
         yield Reading("requests_total", total - before[end], (("end", end),))
-
-
-def _replica_readings(one: ReplicaStatus) -> Iterator[Reading]:
-    tags = (("replica", one.replica_id),)
-    for state in ReplicaState:
-        value = float(state is one.state)
-        yield Reading("replica_state", value, (*tags, ("state", state.value)))
-    counters = one.counters
-    figures = {
-        "replica_weight_version": one.weight_version,
-        "replica_in_flight": one.in_flight,
-        "replica_running": one.num_running,
-        "replica_waiting": one.num_waiting,
-        "replica_kv_cache_usage": one.kv_cache_usage,
-        "replica_prefix_cache_hit_rate": one.prefix_cache_hit_rate,
-        "replica_prompt_tokens_total": counters and counters.num_prompt_tokens,
-        "replica_generated_tokens_total": counters and counters.num_generated_tokens,
-        "replica_restarts_total": one.num_restarts,
-    }
-    for name, value in figures.items():
-        if value is not None:
-            yield Reading(name, value, tags)
 
 
 def push_readings(push: PushStatus) -> Iterator[Reading]:
@@ -284,19 +158,6 @@ def push_readings(push: PushStatus) -> Iterator[Reading]:
                 yield Reading("replica_push_seconds", seconds, tags)
 
 
-# Metrics of a service in Ray's own metrics, which Prometheus scrapes.
-
-
-Tags: TypeAlias = tuple[tuple[str, str], ...]
-
-_JOIN_TIMEOUT_S = 10.0
-_GONE = math.nan  # what Ray does not show
-
-# A series of this process's outlives the exporter, so that its next one must not count twice.
-_exported_totals: dict[tuple[str, str, Tags], float] = {}
-_totals_lock = threading.Lock()
-
-
 def metrics_port() -> int | None:
     """Returns the port at which Ray serves this node's metrics; ``None`` if it does not."""
     import ray
@@ -304,27 +165,6 @@ def metrics_port() -> int | None:
     own = ray.get_runtime_context().get_node_id()
     ports = (one["MetricsExportPort"] for one in ray.nodes() if one["NodeID"] == own)
     return next((port for port in ports if port > 0), None)
-
-
-class ExportedService(Protocol):
-    """What the exporter needs of a service."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        ...
-
-    def status(self) -> ServiceStatus:
-        """What it is and does now."""
-        ...
-
-    def request_totals(self) -> Mapping[str, int]:
-        """How the requests of this process have ended."""
-        ...
-
-    def listen_to_pushes(self, listener: Callable[[PushStatus], object]) -> Callable[[], None]:
-        """Has ``listener`` called with each push that ends; returns what ends that."""
-        ...
 
 
 class MetricsExporter:
@@ -352,17 +192,16 @@ class MetricsExporter:
         UnsupportedArgumentError: ``interval_s`` is no such number.
     """
 
-    def __init__(self, service: ExportedService, *, interval_s: float = 5.0) -> None:
-        if not (isinstance(interval_s, int | float) and 0 < interval_s < math.inf):
-            raise UnsupportedArgumentError(
-                f"interval_s must be a finite number greater than 0, got {interval_s!r}"
-            )
+    def __init__(self, service: Any, *, interval_s: float = 5.0) -> None:
+        check_seconds("interval_s", interval_s)
         self._interval_s = interval_s
         self._service = weakref.ref(service)
         self._name = service.name
-        self._requests = service.request_totals()
+        self._requests = service.requests.request_totals()
         self._pushes: deque[PushStatus] = deque()
-        self._deaf = service.listen_to_pushes(self._pushes.append)
+        self._unsubscribe = service.weights.listen_to_pushes(self._pushes.append)
+        self._instruments: dict[str, Any] = {}
+        self._shown: set[tuple[str, Tags]] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics-exporter", daemon=True)
         self._pid = os.getpid()
@@ -375,7 +214,7 @@ class MetricsExporter:
 
     def stop(self) -> None:
         """Exports once more, withdraws every gauge and ends the thread; idempotent."""
-        self._deaf()
+        self._unsubscribe()
         self._stop.set()
         if self._pid == os.getpid() and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_TIMEOUT_S)
@@ -383,110 +222,86 @@ class MetricsExporter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _run(self) -> None:
         try:
-            self._export_until_stopped()
+            is_last = False
+            while not is_last:
+                is_last = self._stop.wait(self._interval_s if self._instruments else 0)
+                with staying_connected() as is_connected:
+                    if not is_connected:
+                        return
+                    self._instruments = self._instruments or _instruments()
+                    is_last = not self._export() or is_last
+                    if is_last:
+                        self._show(())
         finally:
-            self._deaf()
+            self._unsubscribe()
 
-    def _export_until_stopped(self) -> None:
-        instruments: _Instruments | None = None
-        is_last = False
-        while not is_last:
-            is_last = self._stop.wait(0 if instruments is None else self._interval_s)
-            with staying_connected() as is_connected:
-                if not is_connected:
-                    return
-                if instruments is None:
-                    instruments = _Instruments(self._name)
-                is_last = not self._export(instruments) or is_last
-                if is_last:
-                    instruments.withdraw()
-
-    def _export(self, instruments: _Instruments) -> bool:
+    def _export(self) -> bool:
         """Exports what is known now; returns whether the service is still there."""
         while self._pushes:
-            instruments.add(push_readings(self._pushes.popleft()))
+            self._record(push_readings(self._pushes.popleft()))
         service = self._service()
         if service is None:
             return False
         try:
-            status, requests = service.status(), service.request_totals()
+            status, requests = service.status(), service.requests.request_totals()
         except ServiceClosedError:
             return False
         before, self._requests = self._requests, requests
-        instruments.add(request_readings(before, requests))
-        instruments.show(status_readings(status))
+        self._record(request_readings(before, requests))
+        self._show(status_readings(status))
         return True
 
-
-class _Instruments:
-    """Ray's objects for the metrics of one service."""
-
-    def __init__(self, service: str) -> None:
-        from ray.util import metrics as ray_metrics
-
-        self._service = service
-        self._shown: set[tuple[str, Tags]] = set()
-        self._of: dict[str, Any] = {}
-        for one in METRICS.values():
-            name, about = PREFIX + one.name, f"{one.about} ({one.unit})"
-            if one.kind == "gauge":
-                self._of[one.name] = ray_metrics.Gauge(name, about, one.tags)
-            elif one.kind == "counter":
-                self._of[one.name] = ray_metrics.Counter(name, about, one.tags)
-            else:
-                bounds = list(SECONDS_BOUNDS)
-                self._of[one.name] = ray_metrics.Histogram(name, about, bounds, one.tags)
-
-    def show(self, readings: Iterable[Reading]) -> None:
+    def _show(self, readings: Iterable[Reading]) -> None:
         """Exports gauges and totals as they are; gauges that are not among them disappear."""
-        shown: set[tuple[str, Tags]] = set()
-        for one in readings:
-            if METRICS[one.name].kind == "gauge":
-                self._of[one.name].set(one.value, tags=self._tags(one.tags))
-                shown.add((one.name, one.tags))
-            else:
-                self.add([Reading(one.name, _growth(self._service, one), one.tags)])
-        self._hide(self._shown - shown)
+        readings = list(readings)
+        shown = {(one.name, one.tags) for one in readings if METRICS[one.name].kind == "gauge"}
+        self._record(
+            one if (one.name, one.tags) in shown else one._replace(value=_growth(self._name, one))
+            for one in readings
+        )
+        self._record(Reading(name, _GONE, tags) for name, tags in self._shown - shown)
         self._shown = shown
 
-    def add(self, readings: Iterable[Reading]) -> None:
-        """Adds to counters, and has histograms observe."""
+    def _record(self, readings: Iterable[Reading]) -> None:
         for one in readings:
-            if METRICS[one.name].kind == "histogram":
-                self._of[one.name].observe(one.value, tags=self._tags(one.tags))
+            instrument, tags = (
+                self._instruments[one.name],
+                {"service": self._name, **dict(one.tags)},
+            )
+            kind = METRICS[one.name].kind
+            if kind == "gauge":
+                instrument.set(float(one.value), tags=tags)
+            elif kind == "histogram":
+                instrument.observe(one.value, tags=tags)
             elif one.value:  # Ray refuses to add nothing
-                self._of[one.name].inc(one.value, tags=self._tags(one.tags))
+                instrument.inc(one.value, tags=tags)
 
-    def withdraw(self) -> None:
-        """Has every gauge disappear."""
-        self._hide(self._shown)
-        self._shown = set()
 
-    def _hide(self, gauges: Iterable[tuple[str, Tags]]) -> None:
-        for name, tags in gauges:
-            self._of[name].set(_GONE, tags=self._tags(tags))
+def _instruments() -> dict[str, Any]:
+    """Ray's object for each metric."""
+    from ray.util.metrics import Counter, Gauge, Histogram
 
-    def _tags(self, tags: Iterable[tuple[str, str]]) -> dict[str, str]:
-        return {"service": self._service, **dict(tags)}
+    def instrument(one: Metric) -> Any:
+        name, about = PREFIX + one.name, f"{one.about} ({one.unit})"
+        if one.kind == "histogram":
+            return Histogram(name, about, SECONDS_BOUNDS, one.tags)
+        return (Gauge if one.kind == "gauge" else Counter)(name, about, one.tags)
+
+    return {name: instrument(one) for name, one in METRICS.items()}
+
+
+# A series of this process's outlives the exporter, so that its next one must not count twice.
+_exported_totals: dict[tuple[str, str, Tags], float] = {}
 
 
 def _growth(service: str, one: Reading) -> float:
-    """By how much a total is more than this process has exported of it.
-
-    One that is smaller than before has begun anew.
-    """
+    """By how much a total is more than this process has exported; one that is less began anew."""
     key = (service, one.name, one.tags)
-    with _totals_lock:
-        before = _exported_totals.get(key, 0.0)
-        _exported_totals[key] = one.value
+    before = _exported_totals.get(key, 0.0)
+    _exported_totals[key] = one.value
     return one.value - before if one.value >= before else one.value

@@ -14,6 +14,7 @@ from collections import deque
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import parse_qs, urlsplit
 
@@ -22,7 +23,6 @@ from torchrl_vllm_sync.observe.status import finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
 
@@ -30,14 +30,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-# How long the page's plots reach back: a quarter of an hour.
-MAX_SAMPLES = 900
-# How often the thread looks whether it is to end.
-_POLL_S = 0.2
-# Connections at once; each holds a file descriptor and a thread of the trainer's process.
-MAX_CONNECTIONS = 64
-# How long one connection may take, from its beginning to the last byte of the answer.
-_REQUEST_S = 10.0
+MAX_SAMPLES = 900  # of the plots: a quarter of an hour
+MAX_CONNECTIONS = 64  # at once; each holds a file descriptor and a thread of the trainer's process
+_REQUEST_S = 10.0  # for one connection, from its beginning to the last byte of the answer
+_POLL_S = 0.2  # between looks whether the thread is to end
 _JOIN_TIMEOUT_S = 10.0
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -82,11 +78,20 @@ class Dashboard:
     def __init__(
         self, look: Callable[[], ServiceStatus], *, host: str = "127.0.0.1", port: int = 0
     ) -> None:
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+            raise UnsupportedArgumentError(f"port must be an integer from 0 to 65535, got {port!r}")
+        if not isinstance(host, str) or not host:
+            raise UnsupportedArgumentError(f"host must be a name or an address, got {host!r}")
         self._look = look
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
-        self._sampled_at = float("-inf")
+        self._sampled_at = -math.inf
         self._stop = threading.Event()
-        self._server = _listen(self, host, port)
+        try:
+            self._server = _Server(self, host, port)
+        except (OSError, UnicodeError) as error:
+            raise UnsupportedArgumentError(
+                f"host and port must be free to listen on, got {host!r} and {port}: {error}"
+            ) from error
         self.host, self.port = self._server.server_name, self._server.server_port
         self._thread = threading.Thread(target=self._run, name="dashboard", daemon=True)
         self._thread.start()
@@ -114,12 +119,7 @@ class Dashboard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -186,50 +186,30 @@ def _sample_of(status: ServiceStatus) -> dict[str, Any]:
     return finite({"time": status.time, "replicas": replicas})
 
 
-def _listen(board: Dashboard, host: str, port: int) -> _Server:
-    """Binds a server to an address."""
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
-        raise UnsupportedArgumentError(f"port must be an integer from 0 to 65535, got {port!r}")
-    if not isinstance(host, str) or not host:
-        raise UnsupportedArgumentError(f"host must be a name or an address, got {host!r}")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return _Server(board, family, address[:2], host)
-    except (OSError, UnicodeError) as error:
-        raise UnsupportedArgumentError(
-            f"host and port must be free to listen on, got {host!r} and {port}: {error}"
-        ) from error
-
-
 class _Server(ThreadingHTTPServer):
     """Answers each connection in a thread of its own; so many at once, and each for so long."""
 
     timeout = _POLL_S
     request_queue_size = MAX_CONNECTIONS
-    allow_reuse_address = True
     allow_reuse_port = False
 
-    def __init__(
-        self, board: Dashboard, family: socket.AddressFamily, address: tuple[Any, ...], host: str
-    ) -> None:
+    def __init__(self, board: Dashboard, host: str, port: int) -> None:
         self.board = board
-        self.address_family = family
         # The thread of each connection, and the time.monotonic() at which it is ended.
         self._open: dict[socket.socket, tuple[threading.Thread, float]] = {}
-        super().__init__(address, _Handler)
+        found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self.address_family = found[0]
+        super().__init__(found[4][:2], _Handler)
         # Other sites' pages can have a browser here ask, under a name that they point to this
         # address. On the loopback address only its own names are answered.
         own = ipaddress.ip_address(self.server_name)
         self.names = {"localhost", "127.0.0.1", "[::1]", host.lower()} if own.is_loopback else None
 
     def server_bind(self) -> None:
-        """Binds without asking a name server for this host's name, as the base class does."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
+        TCPServer.server_bind(self)  # HTTPServer's asks a name server for this host's name
         self.server_name, self.server_port = self.socket.getsockname()[:2]
 
     def process_request(self, request: Any, client_address: object) -> None:
-        """Starts a thread for one connection, or closes it if there are too many."""
         self._open = {one: held for one, held in self._open.items() if held[0].is_alive()}
         if len(self._open) >= MAX_CONNECTIONS:
             self.shutdown_request(request)
@@ -244,7 +224,6 @@ class _Server(ThreadingHTTPServer):
         thread.start()
 
     def handle_error(self, request: Any, client_address: object) -> None:  # noqa: ARG002
-        """Logs what a connection ended with, instead of printing it."""
         gone = isinstance(sys.exc_info()[1], OSError)  # the browser has left, or took too long
         level = logging.DEBUG if gone else logging.ERROR
         logger.log(level, "a connection to the dashboard ended", exc_info=True)
@@ -263,7 +242,7 @@ class _Server(ThreadingHTTPServer):
         return overdue
 
     def end(self) -> None:
-        """Takes no more connections, ends those there are, and waits for their threads."""
+        """Takes no more connections, and ends those there are."""
         self.server_close()
         for thread in self.end_overdue(now=math.inf):
             thread.join(_JOIN_TIMEOUT_S)
@@ -273,32 +252,28 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "torchrl_vllm_sync", ""
 
     def do_GET(self) -> None:
-        """Answers the page or its data."""
         server: Any = self.server
         names, board, host = server.names, server.board, self.headers.get("Host", "").lower()
         if names is not None and host.rsplit(":", 1)[0] not in names and host not in names:
-            self._send(421, "text/plain", b"this address is not served under that name\n")
-            return
+            return self._send(421, "text/plain", b"this address is not served under that name\n")
         try:
             asked = urlsplit(self.path)
             since = _number(parse_qs(asked.query).get("since", ["0"])[-1])
         except ValueError as error:
-            self._send(400, "text/plain", f"not an address: {error}\n".encode())
-            return
+            return self._send(400, "text/plain", f"not an address: {error}\n".encode())
         if asked.path == "/":
-            self._send(200, "text/html; charset=utf-8", _page())
-        elif asked.path == "/status.json":
-            self._send_json(board.status)
-        elif asked.path == "/history.json":
-            self._send_json(lambda: board.history(since))
-        else:
-            self._send(404, "text/plain", b"there is /, /status.json and /history.json\n")
+            return self._send(200, "text/html; charset=utf-8", _page())
+        if asked.path == "/status.json":
+            return self._send_json(board.status)
+        if asked.path == "/history.json":
+            return self._send_json(lambda: board.history(since))
+        return self._send(404, "text/plain", b"there is /, /status.json and /history.json\n")
 
     do_HEAD = do_GET  # noqa: N815  the base class's name
 
-    def _send_json(self, told: Callable[[], dict[str, Any]]) -> None:
+    def _send_json(self, made: Callable[[], dict[str, Any]]) -> None:
         try:
-            code, body = 200, json.dumps(told(), allow_nan=False)
+            code, body = 200, json.dumps(made(), allow_nan=False)
         except Exception as error:  # noqa: BLE001  the page says what it is
             name = "" if isinstance(error, SyncError) else f"{type(error).__name__}: "
             code, body = 503, json.dumps({"error": f"{name}{error}"})
@@ -315,12 +290,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class's name
-        """Logs a request instead of printing it."""
         logger.debug(format, *args)
 
 
 def _number(text: str) -> float:
-    """A number in a query; 0 for anything else."""
     try:
         return float(text)
     except ValueError:

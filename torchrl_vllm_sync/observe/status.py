@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchrl_vllm_sync.replica import PushStatus, ReplicaState
-from torchrl_vllm_sync.routing.ledger import TokenRates, token_rates
+from torchrl_vllm_sync.routing.ledger import token_rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -21,47 +21,36 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
 
 
-# The last few pushes and failures of a service, as one process heard of them.
-
-
 MAX_PUSHES = 8
 MAX_FAILURES = 16
+# An engine's figures that are older than this many seconds count as unknown.
+MAX_AGE_S = 5.0
 _TROUBLE = (ReplicaState.STALE, ReplicaState.FAILED)
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureStatus:
-    """Something that went wrong.
+    """Something that went wrong."""
 
-    Attributes:
-        at: When this process heard of it, in seconds since 1970.
-        what: ``"push"``, or the state that a replica came to: ``"failed"`` or ``"stale"``.
-        replica_id: The replica; ``None`` for a push.
-        reason: What is known of the cause.
-    """
-
-    at: float
-    what: str
-    replica_id: str | None = None
+    at: float  # when this process heard of it, in seconds since 1970
+    what: str  # "push", or the state that a replica came to: "failed" or "stale"
+    replica_id: str | None = None  # None for a push
     reason: str = ""
 
 
 class StatusLog:
-    """Remembers pushes and failures. Safe for threads.
-
-    It watches a ledger for replicas that fail or go stale; pushes it is told of, by the process
-    that pushed or through the replicas' reports.
-    """
+    """The last pushes, as it is told of them, and failures, of a ledger's replicas too."""
 
     def __init__(self, load: LoadTracker, wall_clock: Callable[[], float] = time.time) -> None:
         self._load, self._wall_clock = load, wall_clock
         self._lock = threading.Lock()
         self._pushes: list[PushStatus] = []
         self._failures: deque[FailureStatus] = deque(maxlen=MAX_FAILURES)
-        self._states: dict[str, tuple[ReplicaState, str]] = {}
+        self._states: dict[str, ReplicaState] = {}
         self._listeners: list[Callable[[PushStatus], object]] = []
         self._watching = contextlib.ExitStack()
-        self._watching.enter_context(load.watched(self._look, urgent=False))
+        self._watching.enter_context(load.watched(self._note_failures, urgent=False))
 
     @property
     def pushes(self) -> tuple[PushStatus, ...]:
@@ -114,25 +103,24 @@ class StatusLog:
         for listener in listeners:
             listener(push)
 
-    def _look(self) -> None:
+    def _note_failures(self) -> None:
         """Notes who is in trouble now and was not before; the ledger is locked meanwhile."""
-        now = self._wall_clock()
-        states = {one.replica_id: (one.state, one.reason) for one in self._load.snapshots()}
+        snapshots = self._load.snapshots()
         with self._lock:
-            for replica_id, (state, reason) in states.items():
-                was, _ = self._states.get(replica_id, (None, ""))
+            for one in snapshots:
                 # One that joins is stale for a moment, and has no reason to be.
-                if state in _TROUBLE and state is not was and (reason or state is not _TROUBLE[0]):
+                joins = one.state is ReplicaState.STALE and not one.reason
+                is_news = one.state is not self._states.get(one.replica_id)
+                if one.state in _TROUBLE and is_news and not joins:
                     self._failures.append(
-                        FailureStatus(at=now, what=state, replica_id=replica_id, reason=reason)
+                        FailureStatus(
+                            at=self._wall_clock(),
+                            what=one.state,
+                            replica_id=one.replica_id,
+                            reason=one.reason,
+                        )
                     )
-            self._states = states
-
-
-_Number = TypeVar("_Number", int, float)
-
-MAX_AGE_S = 5.0
-"""An engine's figures that are older than this many seconds count as unknown."""
+            self._states = {one.replica_id: one.state for one in snapshots}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,12 +218,12 @@ class ServiceStatus:
     @property
     def generated_tokens_per_s(self) -> float | None:
         """Tokens that all replicas sample per second; ``None`` if one that serves is not known."""
-        return self._total([one.generated_tokens_per_s for one in self._serving])
+        return _total(one.generated_tokens_per_s for one in self._serving)
 
     @property
     def prompt_tokens_per_s(self) -> float | None:
         """The same of prompts whose prefill ended, cached tokens included."""
-        return self._total([one.prompt_tokens_per_s for one in self._serving])
+        return _total(one.prompt_tokens_per_s for one in self._serving)
 
     @property
     def samples(self) -> int | None:
@@ -243,29 +231,28 @@ class ServiceStatus:
 
         As well as this process can tell: see ``ReplicaStatus.samples``.
         """
-        return self._total([one.samples for one in self._serving])
+        return _total(one.samples for one in self._serving)
 
     @property
     def _serving(self) -> list[ReplicaStatus]:
         return [one for one in self.replicas if one.state.admits_requests]
 
-    @staticmethod
-    def _total(figures: Sequence[_Number | None]) -> _Number | None:
-        known = [one for one in figures if one is not None]
-        return sum(known[1:], known[0]) if known and len(known) == len(figures) else None
-
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as dictionaries, lists, strings and finite numbers, for JSON."""
-        told = dataclasses.asdict(self) | {
-            "replicas": [
-                dataclasses.asdict(one) | {"samples": one.samples} for one in self.replicas
-            ],
-            "num_serving": self.num_serving,
-            "samples": self.samples,
-            "generated_tokens_per_s": self.generated_tokens_per_s,
-            "prompt_tokens_per_s": self.prompt_tokens_per_s,
-        }
-        return finite(told)
+        totals = ("num_serving", "samples", "generated_tokens_per_s", "prompt_tokens_per_s")
+        whole = dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
+        for one, shown in zip(self.replicas, whole["replicas"], strict=True):
+            shown["samples"] = one.samples
+        return finite(whole)
+
+
+def _total(figures: Iterable[_Number | None]) -> _Number | None:
+    total = None
+    for one in figures:
+        if one is None:
+            return None
+        total = one if total is None else total + one
+    return total
 
 
 def finite(value: Any) -> Any:
@@ -300,36 +287,23 @@ def collect_status(
     )
 
 
+# What a status has by the names of the ledger's record: always, and while its report is fresh.
+_HERE = ("replica_id", "state", "reason", "in_flight", "weight_version")
+_REPORTED = ("num_unfinished", "num_running", "num_waiting", "kv_cache_usage", "counters")
+
+
 def _of_replica(known: LoadSnapshot, member: Member | None, now: float) -> ReplicaStatus:
-    status = ReplicaStatus(
-        replica_id=known.replica_id,
-        state=known.state,
-        reason=known.reason,
-        in_flight=known.in_flight,
-        weight_version=known.weight_version,
-        report_age_s=None if known.measured_at is None else max(0.0, now - known.measured_at),
-    )
+    figures = {name: getattr(known, name) for name in _HERE}
+    if known.measured_at is not None:
+        figures["report_age_s"] = max(0.0, now - known.measured_at)
     if member is not None:
-        status = dataclasses.replace(
-            status,
-            num_restarts=member.num_restarts,
-            node=member.description.node_ip,
-            pid=member.description.pid,
-            device_type=member.description.device_type,
-        )
-    if not known.is_fresh(now, MAX_AGE_S):
-        return status
-    counters = known.counters
-    rates: TokenRates = token_rates(known.counted)
-    return dataclasses.replace(
-        status,
-        elsewhere=known.num_elsewhere,
-        num_unfinished=known.num_unfinished,
-        num_running=known.num_running,
-        num_waiting=known.num_waiting,
-        kv_cache_usage=known.kv_cache_usage,
-        prefix_cache_hit_rate=counters.prefix_cache_hit_rate if counters else None,
-        generated_tokens_per_s=rates.generated_tokens_per_s,
-        prompt_tokens_per_s=rates.prompt_tokens_per_s,
-        counters=counters,
-    )
+        about = member.description
+        figures |= {"node": about.node_ip, "pid": about.pid, "device_type": about.device_type}
+        figures["num_restarts"] = member.num_restarts
+    if known.is_fresh(now, MAX_AGE_S):
+        figures |= {name: getattr(known, name) for name in _REPORTED}
+        figures |= token_rates(known.counted)._asdict()
+        figures["elsewhere"] = known.num_elsewhere
+        if known.counters is not None:
+            figures["prefix_cache_hit_rate"] = known.counters.prefix_cache_hit_rate
+    return ReplicaStatus(**figures)

@@ -56,28 +56,24 @@ def save_timeline(path: str | os.PathLike[str], reports: PushReport | Iterable[P
 
 
 def trace_of(reports: PushReport | Iterable[PushReport]) -> dict[str, Any]:
-    """Returns what :func:`save_timeline` writes: ``traceEvents`` and what goes with them.
-
-    Times are microseconds from the beginning of the first push. ``otherData`` has that in seconds
-    of Unix time, as ``began_at``.
-    """
+    """Returns what :func:`save_timeline` writes; times are microseconds from the first push on."""
     pushes = _in_order([reports] if isinstance(reports, PushReport) else list(reports))
     first = pushes[0][0]
     replicas = dict.fromkeys(one.replica_id for _, report in pushes for one in report.replicas)
-    lanes = _lanes(pushes)
-    names = ["trainer", *(f"trainer {lane + 1}" for lane in range(1, max(lanes) + 1))]
+    trainers = _trainer_tracks(pushes)
+    names = ["trainer", *(f"trainer {track + 1}" for track in range(1, max(trainers) + 1))]
     tracks = {name: number for number, name in enumerate(replicas, start=len(names))}
     names += [f"replica {name}" for name in replicas]
-    events = list(_metadata(names))
-    for lane, (began_at, report) in zip(lanes, pushes, strict=True):
-        events += _trainer_events(report, began_at - first, lane)
+    events = [_event("M", "process_name", None, {"name": "torchrl_vllm_sync"})]
+    for track, name in enumerate(names):
+        events.append(_event("M", "thread_name", track, {"name": name}))
+        events.append(_event("M", "thread_sort_index", track, {"sort_index": track}))
+    for track, (began_at, report) in zip(trainers, pushes, strict=True):
+        events += _trainer_events(report, began_at - first, track)
         for one in report.replicas:
             events += _replica_events(one, first, tracks[one.replica_id])
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"began_at": first},
-    }
+    about = {"began_at": first}  # seconds of Unix time
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
 def _in_order(reports: Sequence[PushReport]) -> list[tuple[float, PushReport]]:
@@ -91,23 +87,16 @@ def _in_order(reports: Sequence[PushReport]) -> list[tuple[float, PushReport]]:
     return sorted(begun, key=lambda one: one[0])
 
 
-def _lanes(pushes: Sequence[tuple[float, PushReport]]) -> list[int]:
+def _trainer_tracks(pushes: Sequence[tuple[float, PushReport]]) -> list[int]:
     """A trainer's track for each push: the first, unless one waits there for another's end."""
     ends: list[float] = []
-    lanes: list[int] = []
+    tracks: list[int] = []
     for began_at, report in pushes:
-        free = (lane for lane, end in enumerate(ends) if end <= began_at)
-        lane = next(free, len(ends))
-        ends[lane : lane + 1] = [began_at + report.seconds]
-        lanes.append(lane)
-    return lanes
-
-
-def _metadata(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    yield _event("M", "process_name", None, args={"name": "torchrl_vllm_sync"})
-    for track, name in enumerate(names):
-        yield _event("M", "thread_name", track, args={"name": name})
-        yield _event("M", "thread_sort_index", track, args={"sort_index": track})
+        free = (track for track, end in enumerate(ends) if end <= began_at)
+        track = next(free, len(ends))
+        ends[track : track + 1] = [began_at + report.seconds]
+        tracks.append(track)
+    return tracks
 
 
 def _trainer_events(report: PushReport, begin: float, track: int) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from rich.console import RenderableType
 
@@ -21,30 +21,26 @@ if TYPE_CHECKING:
 
 
 UNKNOWN = "\N{EN DASH}"
-"""What stands for a figure that is not known."""
-MAX_LENGTH = 300
-COLUMNS = (
-    "replica",
-    "state",
-    "version",
-    "in flight",
-    "running",
-    "waiting",
-    "KV",
-    "hits",
-    "tokens/s",
-    "prompt/s",
-    "restarts",
-    "node",
-)
-"""Headings of the table of replicas."""
+MAX_LENGTH = 300  # of a text
+MAX_FAILURES = 5
+BAR_WIDTH = 40
+# Columns of a terminal from which on all of the table is shown.
+WIDE = 100
+_FOR_WIDE = ("prompt/s", "restarts", "node")
+_STYLES = {
+    "serving": "green",
+    "updating": "cyan",
+    "starting": "yellow",
+    "draining": "yellow",
+    "stale": "red",
+    "failed": "bold red",
+    "closed": "dim",
+}
+_CELL = "padding:2px 8px;text-align:right;white-space:nowrap"
 
 
 def printable(text: str) -> str:
-    """Returns a text's first line, without control characters, and cut if it is very long.
-
-    What Ray says of a dead actor goes on for many lines; errors and the log have all of it.
-    """
+    """Returns a text's first line, without control characters, and cut if it is very long."""
     text = text.lstrip().partition("\n")[0]
     clean = "".join(one if one.isprintable() else " " for one in text[: MAX_LENGTH + 1])
     return clean if len(text) <= MAX_LENGTH else f"{clean[: MAX_LENGTH - 1]}…"
@@ -70,26 +66,30 @@ def milliseconds_text(seconds: float | None) -> str:
 
 
 def clock_text(at: float) -> str:
-    """Returns a time in seconds since 1970 as hours, minutes and seconds of this machine's zone."""
+    """Returns a time in seconds since 1970 as one of day, of this machine's zone."""
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
+# Headings of the table of replicas, and the text below each.
+COLUMNS: dict[str, Callable[[ReplicaStatus], str]] = {
+    "replica": lambda one: printable(one.replica_id),
+    "state": lambda one: str(one.state),
+    "version": lambda one: UNKNOWN if one.weight_version is None else str(one.weight_version),
+    "in flight": lambda one: number_text(one.samples),
+    "running": lambda one: number_text(one.num_running),
+    "waiting": lambda one: number_text(one.num_waiting),
+    "KV": lambda one: share_text(one.kv_cache_usage),
+    "hits": lambda one: share_text(one.prefix_cache_hit_rate),
+    "tokens/s": lambda one: number_text(one.generated_tokens_per_s),
+    "prompt/s": lambda one: number_text(one.prompt_tokens_per_s),
+    "restarts": lambda one: number_text(one.num_restarts),
+    "node": lambda one: UNKNOWN if one.node is None else printable(one.node),
+}
+
+
 def replica_cells(replica: ReplicaStatus) -> tuple[str, ...]:
-    """Returns a replica's row in the table: one text for each of ``COLUMNS``."""
-    return (
-        printable(replica.replica_id),
-        str(replica.state),
-        UNKNOWN if replica.weight_version is None else str(replica.weight_version),
-        number_text(replica.samples),
-        number_text(replica.num_running),
-        number_text(replica.num_waiting),
-        share_text(replica.kv_cache_usage),
-        share_text(replica.prefix_cache_hit_rate),
-        number_text(replica.generated_tokens_per_s),
-        number_text(replica.prompt_tokens_per_s),
-        number_text(replica.num_restarts),
-        UNKNOWN if replica.node is None else printable(replica.node),
-    )
+    """Returns a replica's row in the table."""
+    return tuple(text(replica) for text in COLUMNS.values())
 
 
 def headline(status: ServiceStatus) -> str:
@@ -127,12 +127,6 @@ def failure_text(failure: FailureStatus) -> str:
     return f"{clock_text(failure.at)} {who} {what}{why}"
 
 
-# A status as a small table for a notebook.
-
-
-_CELL = "padding:2px 8px;text-align:right;white-space:nowrap"
-
-
 def status_html(status: ServiceStatus) -> str:
     """Returns a page's fragment: a line, a table of replicas, and the last push."""
     heads = "".join(f'<th style="{_CELL}">{escape(one)}</th>' for one in COLUMNS)
@@ -154,29 +148,8 @@ def _row(replica: ReplicaStatus) -> str:
     return f'<tr title="{escape(replica.reason)}">{cells}</tr>'
 
 
-# A status in a terminal, drawn by ``rich``.
-
-
-MAX_FAILURES = 5
-BAR_WIDTH = 40
-WIDE = 100
-_FOR_WIDE = ("prompt/s", "restarts", "node")
-_STYLES = {
-    "serving": "green",
-    "updating": "cyan",
-    "starting": "yellow",
-    "draining": "yellow",
-    "stale": "red",
-    "failed": "bold red",
-    "closed": "dim",
-}
-
-
 def status_view(status: ServiceStatus, width: int = WIDE) -> RenderableType:
-    """Returns a service's status: replicas, the last push by phase, and what went wrong.
-
-    All texts are shown as they are: none is taken for markup or for terminal codes.
-    """
+    """Returns a status for ``rich``; none of its texts is taken for markup or terminal codes."""
     title = Text.assemble((printable(status.name), "bold"), " ", headline(status))
     parts: list[RenderableType] = [title, _replicas(status, width)]
     if status.pushes:
@@ -205,15 +178,13 @@ def services_view(services: Mapping[str, int]) -> RenderableType:
 
 def _replicas(status: ServiceStatus, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
-    shown = [at for at, one in enumerate(COLUMNS) if width >= WIDE or one not in _FOR_WIDE]
-    for column in (COLUMNS[at] for at in shown):
-        left = column in ("replica", "state", "node")
-        justify = "left" if left else "right"
+    shown = [one for one in COLUMNS if width >= WIDE or one not in _FOR_WIDE]
+    for column in shown:
+        justify = "left" if column in ("replica", "state", "node") else "right"
         table.add_column(column, justify=justify, no_wrap=column == "state", overflow="fold")
-    for replica in status.replicas:
-        style = _STYLES[replica.state]
-        cells = replica_cells(replica)
-        table.add_row(*(Text(cells[at], style if COLUMNS[at] == "state" else "") for at in shown))
+    for one in status.replicas:
+        styles = {"state": _STYLES[one.state]}
+        table.add_row(*(Text(COLUMNS[name](one), styles.get(name, "")) for name in shown))
     return table
 
 

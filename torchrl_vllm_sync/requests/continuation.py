@@ -17,7 +17,8 @@ from torchrl_vllm_sync.requests.wire import unpack_output
 from torchrl_vllm_sync.versions import spans_from_starts
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+    from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, SampleReport
+    from torchrl_vllm_sync.requests.wire import WireOutput
 
 
 # Fields of vLLM's SamplingParams with which an answer can be gone on with. A field that is not here
@@ -90,16 +91,23 @@ class AnswerSoFar:
 
         self._request = request
         self._only_new = request.sampling_params.output_kind is RequestOutputKind.DELTA
-        self._heard: list[EngineResult] = []
+        # Outputs that hold all tokens so far together, with what the replica reported of samples.
+        self._steps: list[tuple[WireOutput, tuple[SampleReport, ...]]] = []
 
     def add(self, result: EngineResult) -> None:
-        """Takes note of what is yielded next."""
+        """Notes what is yielded next."""
         if not self._only_new:
-            self._heard.clear()
-        self._heard.append(result)
+            self._steps.clear()
+        if result.output is not None:
+            self._steps.append((result.output, result.samples))
 
     @property
-    def verdict(self) -> str:
+    def is_whole(self) -> bool:
+        """Whether the last output has all tokens, not only those of a step or of one sample."""
+        return self._request.sampling_params.n == 1 and not self._only_new
+
+    @property
+    def final_reason(self) -> str:
         """Why no other replica can take the request up; empty if one can."""
         if not self._only_new or not self._num_tokens():
             return ""
@@ -114,7 +122,7 @@ class AnswerSoFar:
     def follow_up(self, request: EngineRequest) -> EngineRequest:
         """Returns what to ask the next replica for."""
         if not self._num_tokens() or self._obstacles():
-            self._heard.clear()
+            self._steps.clear()
             return request
         return dataclasses.replace(request, begun=self._begun())
 
@@ -126,46 +134,35 @@ class AnswerSoFar:
         return unsound
 
     def _num_tokens(self) -> int:
-        outputs = (one.output for one in self._heard if one.output is not None)
-        return sum(len(one.answers[0]) for one in outputs)
+        return sum(len(output.answers[0]) for output, _ in self._steps)
 
     def _begun(self) -> BegunAnswer:
-        outputs = [
-            unpack_output(one.output, prompt_token_ids=())
-            for one in self._heard
-            if one.output is not None
-        ]
+        outputs = [unpack_output(output, prompt_token_ids=()) for output, _ in self._steps]
+        reports = [samples[0] for _, samples in self._steps]
         parts = [output.outputs[0] for output in outputs]
-        token_ids = [token for part in parts for token in part.token_ids]
+        token_ids: list[int] = []
+        starts: list[tuple[int, int]] = []  # where each version began, over all parts
         logprobs: Any = copy.deepcopy(parts[0].logprobs)  # may be the result's own
-        if logprobs is not None:
-            for part in parts[1:]:
+        for at, (part, report) in enumerate(zip(parts, reports, strict=True)):
+            starts += [(one.version, len(token_ids) + one.start) for one in report.spans]
+            token_ids += part.token_ids
+            if logprobs is not None and at:
                 logprobs.extend(part.logprobs or ())
-        last = self._heard[-1].samples[0]
         prompt_logprobs: Any = outputs[-1].prompt_logprobs
         if self._only_new and prompt_logprobs is not None:
             prompt_logprobs = []
         return BegunAnswer(
             token_ids=tuple(token_ids),
-            spans=spans_from_starts(self._version_starts(), len(token_ids)),
+            spans=spans_from_starts(starts, len(token_ids)),
             logprobs=logprobs,
             cumulative_logprob=parts[-1].cumulative_logprob,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=last.num_cached_tokens,
-            queue_s=last.queue_s,
-            prefill_s=last.prefill_s,
+            prompt_logprobs=prompt_logprobs
+            if prompt_logprobs is None or not self._only_new
+            else [],
+            num_cached_tokens=reports[-1].num_cached_tokens,
+            queue_s=reports[-1].queue_s,
+            prefill_s=reports[-1].prefill_s,
         )
-
-    def _version_starts(self) -> list[tuple[int, int]]:
-        """Where each version began, over all parts."""
-        starts: list[tuple[int, int]] = []
-        length = 0
-        for result in self._heard:
-            if result.output is None:
-                continue
-            starts += [(one.version, length + one.start) for one in result.samples[0].spans]
-            length += len(result.output.answers[0])
-        return starts
 
 
 def _equal(value: object, default: object) -> bool:

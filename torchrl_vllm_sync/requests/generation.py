@@ -46,10 +46,8 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
     from torchrl_vllm_sync.replica import EngineDescription, Replica
-    from torchrl_vllm_sync.requests.prompts import PromptRecord
     from torchrl_vllm_sync.routing.balancer import LoadBalancer, Reservation
     from torchrl_vllm_sync.routing.ledger import LoadTracker
-    from torchrl_vllm_sync.routing.placer import RequestKey
 
 
 # One event loop in a background thread, on which blocking calls run the asynchronous code.
@@ -64,10 +62,13 @@ CLEAN_UP_TIMEOUT_S = 10.0
 _lock = threading.Lock()
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
 _closing: set[asyncio.Task[None]] = set()
+# Streams that are iterated over. The garbage collector must not find one with its iterator:
+# it would finalize the stream while the loop closes it.
+_streams: set[AsyncIterator[object]] = set()
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """Returns this process's background loop; a forked child gets one of its own."""
+    """This process's background loop; a forked child gets one of its own."""
     with _lock:
         loop = _loops.get(os.getpid())
         if loop is None:
@@ -105,6 +106,7 @@ def iterate_blocking(stream: AsyncIterator[_Result]) -> Iterator[_Result]:
 
     Dropping the iterator closes the stream, which ends whatever feeds it.
     """
+    _streams.add(stream)
     try:
         while True:
             try:
@@ -141,7 +143,10 @@ async def _next(stream: AsyncIterator[_Result]) -> _Result:
 
 
 async def _close(stream: AsyncIterator[object]) -> None:
-    await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]  an asynchronous generator
+    try:
+        await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]  an async generator
+    finally:
+        _streams.discard(stream)
 
 
 # How many requests of this process have ended, and how.
@@ -159,15 +164,14 @@ class RequestCounts:
         self._counts = dict.fromkeys(REQUEST_ENDS, 0)
 
     def totals(self) -> dict[str, int]:
-        """Returns how many have ended in each of ``REQUEST_ENDS``."""
+        """How many have ended in each of ``REQUEST_ENDS``."""
         with self._lock:
             return dict(self._counts)
 
     @contextlib.contextmanager
     def following(self, num_requests: int) -> Iterator[Callable[[Exception | None], None]]:
-        """Counts the requests of one call, each once.
+        """Gives a function to be called with the error of each request as it ends, or ``None``.
 
-        Gives a function to be called with the error of each request as it ends, or with ``None``.
         Those that it was not called for have failed if the block raises, and were cancelled if it
         is cancelled or closed.
         """
@@ -201,25 +205,15 @@ TOKENIZER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A checked call to ``generate``: nothing has been sent yet.
+    """A checked call to ``generate``, of which nothing has been sent yet."""
 
-    Attributes:
-        requests: One for each prompt, in the caller's order.
-        records: The prompts.
-        is_batch: Whether the caller passed a batch, and so gets a list.
-    """
-
-    requests: list[EngineRequest]
-    records: list[PromptRecord]
-    is_batch: bool
+    requests: list[EngineRequest]  # one for each prompt, in the caller's order
+    is_batch: bool  # whether the caller passed a batch, and so gets a list
+    only: str | None  # the replica that the caller chose: there is no second choice
 
 
 class Generation:
-    """Checks calls, runs them over replicas and rebuilds vLLM's outputs.
-
-    Attributes:
-        counts: How the requests of this process have ended.
-    """
+    """Checks calls, runs them over replicas and rebuilds vLLM's outputs."""
 
     def __init__(
         self,
@@ -230,7 +224,7 @@ class Generation:
     ) -> None:
         self._replicas, self._description = replicas, description
         self._dispatcher = Dispatcher(replicas, load, recovers)
-        self.counts = RequestCounts()
+        self.counts = RequestCounts()  # of this process
         self._tokenizer: Any = None
         self._prefix = uuid.uuid4().hex[:12]
         self._counter = itertools.count()
@@ -247,6 +241,7 @@ class Generation:
         min_version: int | None = None,
         session_id: Any = None,
         group_id: Any = None,
+        only: str | None = None,
     ) -> PreparedBatch:
         """Checks everything about a call before any of it is sent."""
         if not (isinstance(timeout_s, int | float) and timeout_s > 0):
@@ -255,40 +250,38 @@ class Generation:
             )
         if min_version is not None:
             check_version("min_version", min_version)
-        normalised = as_requests(
+        checked, is_batch = as_requests(
             prompts,
             prompt_token_ids,
             encode=self._encode,
             max_model_len=self._description.max_model_len,
             vocab_size=self._description.vocab_size,
         )
-        if stream and len(normalised.prompts) > 1:
-            raise InvalidPromptError(
-                f"a stream must have exactly 1 prompt, got {len(normalised.prompts)}"
-            )
-        sessions = key_per_prompt("session_id", session_id, len(normalised.prompts))
-        groups = key_per_prompt("group_id", group_id, len(normalised.prompts))
-        given = check_sampling_params(sampling_params, len(normalised.prompts))
-        prepared = _prepared_sampling_params(given, stream=stream)
+        num = len(checked)
+        if stream and num > 1:
+            raise InvalidPromptError(f"a stream must have exactly 1 prompt, got {num}")
+        sessions = key_per_prompt("session_id", session_id, num)
+        groups = key_per_prompt("group_id", group_id, num)
+        params = _prepared_sampling_params(
+            check_sampling_params(sampling_params, num), stream=stream
+        )
         requests = [
             EngineRequest(
                 request_id=f"{self._prefix}-{next(self._counter)}",
                 prompt=record.as_tokens_prompt(),
-                sampling_params=params,
+                sampling_params=params[at],
                 lora_request=lora_request,
                 timeout_s=timeout_s,
                 min_version=min_version or 0,
-                session_id=session,
-                group_id=group,
+                session_id=sessions[at],
+                group_id=groups[at],
             )
-            for record, params, session, group in zip(
-                normalised.prompts, prepared, sessions, groups, strict=True
-            )
+            for at, record in enumerate(checked)
         ]
-        return PreparedBatch(requests, normalised.prompts, normalised.is_batch)
+        return PreparedBatch(requests, is_batch, only)
 
     async def run(
-        self, batch: PreparedBatch, balancer: LoadBalancer | PinnedBalancer, *, use_tqdm: bool
+        self, batch: PreparedBatch, balancer: LoadBalancer, *, use_tqdm: bool
     ) -> list[RequestOutput | Exception]:
         """Runs a prepared call; each entry is an output, or the error of that request."""
         total = len(batch.requests)
@@ -309,25 +302,22 @@ class Generation:
             ) as progress,
         ):
             results = await self._dispatcher.run(
-                batch.requests, _reserver(balancer), on_result=on_result
+                batch.requests, _reserver(balancer, batch.only), on_result=on_result
             )
-        return [
-            _as_output(result, record)
-            for result, record in zip(results, batch.records, strict=True)
-        ]
+        return [_as_output(*one) for one in zip(results, batch.requests, strict=True)]
 
     async def stream(
-        self, batch: PreparedBatch, balancer: LoadBalancer | PinnedBalancer
+        self, batch: PreparedBatch, balancer: LoadBalancer
     ) -> AsyncGenerator[RequestOutput]:
         """Yields the outputs of a prepared call with one prompt as they grow."""
-        (request,), (record,) = batch.requests, batch.records
-        results = self._dispatcher.stream(request, _reserver(balancer))
+        (request,) = batch.requests
+        results = self._dispatcher.stream(request, _reserver(balancer, batch.only))
         with self.counts.following(1) as end:
             async with contextlib.aclosing(results):
                 async for result in results:
                     if result.error is not None or result.finished:
                         end(result.error)
-                    output = _as_output(result, record)
+                    output = _as_output(result, request)
                     if isinstance(output, Exception):
                         raise output
                     yield output
@@ -350,45 +340,23 @@ class Generation:
         raise NoReplicaAvailableError(f"no replica could send its tokenizer: {', '.join(reasons)}")
 
 
-class PinnedBalancer:
-    """Stands for a balancer where the caller chose the replica: there is no second choice."""
+def _reserver(
+    balancer: LoadBalancer, only: str | None = None
+) -> Callable[[Sequence[EngineRequest], Collection[str]], list[Reservation]]:
+    """What reserves places for requests: on one replica, or on any but some."""
 
-    def __init__(self, balancer: LoadBalancer, replica_id: str) -> None:
-        self._balancer = balancer
-        self._others = {one for one in balancer.load.replica_ids if one != replica_id}
-
-    def reserve_batch(
-        self,
-        prompts: Sequence[object],
-        *,
-        exclude: Collection[str] = (),
-        min_version: int = 0,
-        session_id: Sequence[RequestKey | None] | None = None,
-        group_id: Sequence[RequestKey | None] | None = None,
-        sampling_params: Sequence[Any] | None = None,
-    ) -> list[Reservation]:
-        """Reserves on the chosen replica, where the sessions are from then on."""
-        return self._balancer.reserve_batch(
-            prompts,
-            exclude={*self._others, *exclude},
-            min_version=min_version,
-            session_id=session_id,
-            group_id=group_id,
-            sampling_params=sampling_params,
+    def reserve(requests: Sequence[EngineRequest], avoid: Collection[str]) -> list[Reservation]:
+        others = [one for one in balancer.load.replica_ids if one != only] if only else ()
+        return balancer.reserve_batch(
+            [_routed(request) for request in requests],
+            exclude={*others, *avoid},
+            min_version=requests[0].min_version,
+            session_id=[request.session_id for request in requests],
+            group_id=[request.group_id for request in requests],
+            sampling_params=[request.sampling_params for request in requests],
         )
 
-
-def _reserver(
-    balancer: LoadBalancer | PinnedBalancer,
-) -> Callable[[Sequence[EngineRequest], Collection[str]], list[Reservation]]:
-    return lambda requests, avoid: balancer.reserve_batch(
-        [_routed(request) for request in requests],
-        exclude=avoid,
-        min_version=requests[0].min_version,
-        session_id=[request.session_id for request in requests],
-        group_id=[request.group_id for request in requests],
-        sampling_params=[request.sampling_params for request in requests],
-    )
+    return reserve
 
 
 def _routed(request: EngineRequest) -> dict[str, Any]:
@@ -415,12 +383,15 @@ def _prepared_sampling_params(given: Sequence[Any], *, stream: bool) -> list[Any
     return [copies[id(one)] for one in given]
 
 
-def _as_output(result: EngineResult, record: PromptRecord) -> RequestOutput | Exception:
+def _as_output(result: EngineResult, request: EngineRequest) -> RequestOutput | Exception:
     """Rebuilds vLLM's output and adds what only this library knows of it."""
     if result.error is not None:
         return result.error
     assert result.output is not None, "a result without an error has an output"
-    output = unpack_output(result.output, prompt_token_ids=record.token_ids, prompt=record.text)
     assert result.version is not None, "and its replica's version"
+    prompt = request.prompt
+    output = unpack_output(
+        result.output, prompt_token_ids=prompt["prompt_token_ids"], prompt=prompt.get("prompt")
+    )
     mark_output(output, result.samples, replica_id=result.replica_id, version=result.version)
     return output

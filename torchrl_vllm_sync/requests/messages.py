@@ -18,57 +18,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunAnswer:
-    """What a replica that was lost had sent of the one sample of a request, for another to go on.
+    """What a lost replica had sent of the one sample of a request, for another to go on."""
 
-    Attributes:
-        token_ids: All tokens that were received, at least one.
-        spans: Which version sampled which of them.
-        logprobs: vLLM's ``SampleLogprobs`` of all of them, or ``None``.
-        cumulative_logprob: Their sum, or ``None``.
-        prompt_logprobs: What outputs are to say of the prompt: vLLM's ``PromptLogprobs``, nothing
-            where each holds only what is new, or ``None``.
-        num_cached_tokens: Tokens of the prompt that came from the first replica's prefix cache.
-        queue_s: Seconds in the first replica's queue.
-        prefill_s: Seconds to its first token.
-    """
-
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # all that were received, at least one
     spans: tuple[VersionSpan, ...]
-    logprobs: Any = None
+    logprobs: Any = None  # vLLM's SampleLogprobs of all of them
     cumulative_logprob: float | None = None
+    # What outputs are to say of the prompt: vLLM's PromptLogprobs, nothing where each output holds
+    # only what is new, or None.
     prompt_logprobs: Any = None
-    num_cached_tokens: int | None = None
+    num_cached_tokens: int | None = None  # these three were measured by the first replica
     queue_s: float | None = None
     prefill_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One prompt with its sampling parameters, on its way to an engine.
+    """One checked prompt with its sampling parameters, on its way to an engine."""
 
-    Attributes:
-        request_id: Unique within the service.
-        prompt: vLLM ``TokensPrompt``: ``prompt_token_ids`` and whatever else vLLM accepts there.
-        sampling_params: vLLM ``SamplingParams``.
-        lora_request: vLLM ``LoRARequest``, or ``None``.
-        timeout_s: Seconds after which the engine ends the request.
-        min_version: Oldest policy version to begin it under; 0 takes any.
-        session_id: The conversation that it belongs to, or ``None``.
-        group_id: The group of requests with the same prompt that it belongs to, or ``None``.
-        begun: The answer so far, to go on with; ``None`` to begin.
-        attempt: How often it was sent before.
-    """
-
-    request_id: str
-    prompt: dict[str, Any]
-    sampling_params: Any
-    timeout_s: float
-    lora_request: Any = None
-    min_version: int = 0
-    session_id: str | int | None = None
-    group_id: str | int | None = None
-    begun: BegunAnswer | None = None
-    attempt: int = 0
+    request_id: str  # unique within the service
+    prompt: dict[str, Any]  # vLLM's TokensPrompt: prompt_token_ids, and what else vLLM accepts
+    sampling_params: Any  # vLLM's SamplingParams
+    timeout_s: float  # seconds after which the engine ends it
+    lora_request: Any = None  # vLLM's LoRARequest
+    min_version: int = 0  # oldest policy version to begin it under; 0 takes any
+    session_id: str | int | None = None  # the conversation that it belongs to
+    group_id: str | int | None = None  # the group of requests with the same prompt
+    begun: BegunAnswer | None = None  # the answer so far, to go on with
+    attempt: int = 0  # how often it was sent before
 
     @property
     def abort_id(self) -> str:
@@ -82,45 +59,26 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleReport:
-    """What the engine's replica knows of one sample beside vLLM's output.
+    """What the replica knows of one sample beside vLLM's output; None is what vLLM has not said."""
 
-    Attributes:
-        spans: Which version sampled which of the tokens that came with it.
-        num_cached_tokens: Tokens of its prompt that came from the prefix cache; ``None`` if vLLM
-            has not said.
-        queue_s: Seconds in vLLM's queue; ``None`` if vLLM has not said, as below.
-        prefill_s: Seconds from the first batch that it was part of to its first token.
-        decode_s: Seconds from the first token to the last.
-    """
-
-    spans: tuple[VersionSpan, ...] = ()
-    num_cached_tokens: int | None = None
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    decode_s: float | None = None
+    spans: tuple[VersionSpan, ...] = ()  # of the tokens that came with it
+    num_cached_tokens: int | None = None  # tokens of its prompt from the prefix cache
+    queue_s: float | None = None  # in vLLM's queue
+    prefill_s: float | None = None  # from the first batch that it was part of to its first token
+    decode_s: float | None = None  # from the first token to the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineResult:
-    """The end of one request, or one step of it when streaming.
-
-    Attributes:
-        request_id: Id of the request it answers.
-        replica_id: Replica that answered.
-        output: The output, flattened; ``None`` when ``error`` is set.
-        finished: Whether this is the request's last output.
-        error: Why the request failed; ``None`` when it did not.
-        samples: One report for each of the output's samples, in its order.
-        version: What the replica held when it answered.
-    """
+    """The end of one request, or one step of it when streaming."""
 
     request_id: str
     replica_id: str
-    output: WireOutput | None = None
+    output: WireOutput | None = None  # None when there is an error
     finished: bool = True
     error: Exception | None = None
-    samples: tuple[SampleReport, ...] = ()
-    version: int | None = None
+    samples: tuple[SampleReport, ...] = ()  # one for each of the output's samples, in its order
+    version: int | None = None  # what the replica held when it answered
 
 
 def mark_output(

@@ -29,37 +29,18 @@ _KNOWN_KEYS = ("prompt", "prompt_token_ids", *_EXTRA_KEYS)
 _NUM_INT32_IDS = 2**31
 
 _INTEGER_DTYPES = frozenset(
-    {
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    }
+    getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
 )
-
 _FORMS = "text, token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """One prompt as the rest of the library sees it.
+    """One checked prompt. Its ids are a tuple: what routing has hashed, no caller changes."""
 
-    The ids are a tuple of plain integers: nobody can change them after routing has hashed them, and
-    a request that is retried carries the same ones.
-
-    Attributes:
-        token_ids: The prompt, at least one id.
-        text: The prompt as text, if the caller gave text.
-        extras: Other entries of vLLM's ``TokensPrompt``, such as ``multi_modal_data``.
-    """
-
-    token_ids: tuple[int, ...]
-    text: str | None = None
-    extras: Mapping[str, object] = field(default_factory=dict)
+    token_ids: tuple[int, ...]  # at least one
+    text: str | None = None  # if the caller gave text
+    extras: Mapping[str, object] = field(default_factory=dict)  # others of vLLM's TokensPrompt
 
     def as_tokens_prompt(self) -> dict[str, object]:
         """Returns a fresh dict of the shape of vLLM's ``TokensPrompt``."""
@@ -70,12 +51,7 @@ class PromptRecord:
 
 
 class NormalisedPrompts(NamedTuple):
-    """What ``as_requests`` returns.
-
-    Attributes:
-        prompts: One record a prompt, in the caller's order.
-        is_batch: Whether the caller passed a batch, and so gets a list back, of one result too.
-    """
+    """Checked prompts in the caller's order, and whether they were a batch, which gets a list."""
 
     prompts: list[PromptRecord]
     is_batch: bool
@@ -115,11 +91,11 @@ def as_requests(
     if prompts is None and prompt_token_ids is None:
         raise InvalidPromptError("pass prompts or prompt_token_ids, got None for both")
 
-    door = _Door(encode, max_model_len, vocab_size)
+    rules = _Rules(encode, max_model_len, vocab_size)
     if prompts is not None:
-        name, given, read = "prompts", prompts, door.read_prompt
+        name, given, read = "prompts", prompts, rules.read_prompt
     else:
-        name, given, read = "prompt_token_ids", prompt_token_ids, door.read_ids_prompt
+        name, given, read = "prompt_token_ids", prompt_token_ids, rules.read_ids_prompt
 
     if not isinstance(given, (list, tuple)) or _is_flat(given):
         return NormalisedPrompts([read(given, name)], is_batch=False)
@@ -149,7 +125,7 @@ def check_sampling_params(
 
 
 @dataclass(frozen=True, slots=True)
-class _Door:
+class _Rules:
     """The rules of one call. ``where`` names the value in messages, for example ``prompts[3]``."""
 
     encode: Callable[[str], Sequence[int]] | None
@@ -173,20 +149,10 @@ class _Door:
                 f"{where} may have the keys {', '.join(_KNOWN_KEYS)}, got {shown(unknown)}"
             )
         extras = {key: prompt[key] for key in _EXTRA_KEYS if prompt.get(key) is not None}
-        if not isinstance(salt := extras.get("cache_salt", ""), str):
-            raise InvalidPromptError(
-                f"{where}['cache_salt'] must be text, got {type(salt).__name__} {shown(salt)}"
-            )
-
-        _check_is_unicode(salt, f"{where}['cache_salt']")
-
+        _as_text(extras.get("cache_salt", ""), f"{where}['cache_salt']")
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if text is not None and not isinstance(text, str):
-            raise InvalidPromptError(
-                f"{where}['prompt'] must be text, got {type(text).__name__} {shown(text)}"
-            )
         if text is not None:
-            _check_is_unicode(text, f"{where}['prompt']")
+            text = _as_text(text, f"{where}['prompt']")
         if ids is not None:
             checked = self._checked(ids, f"{where}['prompt_token_ids']", expected="token ids")
         elif text is not None:
@@ -200,7 +166,7 @@ class _Door:
     def _encoded(self, text: str, where: str) -> tuple[int, ...]:
         if not text:
             raise InvalidPromptError(f"{where} must not be empty, got ''")
-        _check_is_unicode(text, where)
+        _as_text(text, where)
         if self.encode is None:
             raise InvalidPromptError(
                 f"{where} is text and there is no tokenizer to encode it: pass token ids, "
@@ -241,11 +207,8 @@ class _Door:
             )
 
     def _from_array(self, ids: torch.Tensor | np.ndarray, where: str) -> list[int]:
-        if isinstance(ids, torch.Tensor):
-            integral = ids.dtype in _INTEGER_DTYPES
-        else:
-            integral = ids.dtype.kind in "iu"
-        if not integral:
+        is_tensor = isinstance(ids, torch.Tensor)
+        if not (ids.dtype in _INTEGER_DTYPES if is_tensor else ids.dtype.kind in "iu"):
             raise InvalidPromptError(f"{where} must have an integer dtype, got {ids.dtype}")
         if ids.ndim != 1:
             raise InvalidPromptError(
@@ -266,14 +229,17 @@ def _is_flat(given: list[object] | tuple[object, ...]) -> bool:
     return bool(given) and isinstance(given[0], (int, float, np.number, np.bool_))
 
 
-def _check_is_unicode(text: str, where: str) -> None:
-    """Refuses half of a surrogate pair, which neither tokenizers nor engines can encode."""
+def _as_text(value: object, where: str) -> str:
+    """Refuses other than text, and half of a surrogate pair, which no tokenizer can encode."""
+    if not isinstance(value, str):
+        raise InvalidPromptError(f"{where} must be text, got {type(value).__name__} {shown(value)}")
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError as error:
         raise InvalidPromptError(
-            f"{where} must be Unicode text, got {text[error.start]!r} at character {error.start}"
+            f"{where} must be Unicode text, got {value[error.start]!r} at character {error.start}"
         ) from error
+    return value
 
 
 def _as_id(value: object, where: str, at: int) -> int:

@@ -1,4 +1,4 @@
-"""TorchRL's collectors beside a service: each is told of each version once; a Ray buffer."""
+"""TorchRL's collectors beside a service: their versions are the service's; a Ray buffer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import threading
 import types
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -22,22 +22,17 @@ from torchrl_vllm_sync.ray_errors import is_away, is_gone
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchrl_vllm_sync.rl.local_llm import LocalLLM
+    from torchrl_vllm_sync.service.service import AsyncVLLM
+
 logger = logging.getLogger(__name__)
 
-# A collector in an actor hears between two rollouts. Nobody waits longer than this for that.
-HEAR_TIMEOUT_S = 30.0
-
-
-class VersionedService(Protocol):
-    """What collectors need of a service."""
-
-    def listen_to_versions(self, listener: Callable[[int], object]) -> Callable[[], None]:
-        """Has ``listener`` called with each version; returns a function that ends this."""
-        ...
+# A collector in an actor answers between two rollouts. Nobody waits longer than this for that.
+MOVE_TIMEOUT_S = 30.0
 
 
 class ServiceVersion(PolicyVersion):
-    """Takes the place of a collector's counter: the version moves when the service's does only.
+    """Takes the place of a collector's counter: the version moves only when the service's does.
 
     TorchRL moves a collector's version from several places: ``update_policy_weights_`` by itself,
     updaters, senders and whatever hooks a user adds. With this in its place the version is what
@@ -50,7 +45,7 @@ class ServiceVersion(PolicyVersion):
         Transform.__init__(self)
         # No attribute of the module, or it would be a transform inside a transform.
         self.__dict__["counter"] = counter
-        self.heard: int | None = None
+        self.announced: int | None = None
 
     @property
     def version(self) -> str | int:
@@ -67,22 +62,19 @@ class ServiceVersion(PolicyVersion):
         return self.counter.version_type
 
     def increment_version(self) -> None:
-        """Does nothing: :meth:`hear` has moved the version already, or there is no new one."""
+        """Does nothing: :meth:`move` has moved the version already, or there is no new one."""
 
-    def hear(self, version: int) -> None:
-        """Brings the collector's counter to the service's ``version``.
-
-        A counter of made-up ids gets a new one, once for each version.
-        """
+    def move(self, version: int) -> None:
+        """Brings the counter to ``version``; one of made-up ids gets a new one a version."""
         if self.version_type not in (int, "int"):
-            if version != self.heard:
+            if version != self.announced:
                 self.counter.increment_version()
         else:
             if version == int(self.version) + 1:
                 self.counter.increment_version()  # which keeps TorchRL's history of versions
             if version != self.version:  # also a counter that follows the service, and is behind
                 self.counter.version = version
-        self.heard = version
+        self.announced = version
 
 
 class _Counterless:
@@ -98,14 +90,13 @@ class _Counterless:
         super().__setattr__(name, value)
         if name == "env" and isinstance(vars(self)["policy_version_tracker"], PolicyVersion):
             self.__class__ = type(self).__bases__[0]
-            hear(self, vars(self).pop("_heard"))
+            move_collector(self, vars(self).pop("_announced"))
 
 
-def hear(collector: Any, version: int) -> None:
-    """Brings a collector of this process to ``version``.
+def move_collector(collector: Any, version: int) -> None:
+    """Brings a collector of this process to ``version``, or as soon as it is built.
 
-    One that is still being built comes to it when it has a counter; one that tracks no version
-    stays as it is.
+    One that tracks no version stays as it is.
     """
     counter = getattr(collector, "policy_version_tracker", None)
     if not isinstance(counter, PolicyVersion):
@@ -113,15 +104,15 @@ def hear(collector: Any, version: int) -> None:
             kind = type(collector)
             if not isinstance(collector, _Counterless):
                 collector.__class__ = types.new_class(kind.__name__, (kind, _Counterless))
-            vars(collector)["_heard"] = version
+            vars(collector)["_announced"] = version
         return
     if not isinstance(counter, ServiceVersion):
         counter = collector.policy_version_tracker = ServiceVersion(counter)
-    counter.hear(version)
+    counter.move(version)
 
 
 class CollectorVersions:
-    """The collectors that hear of one service's versions; they are held weakly.
+    """The collectors that follow one service's versions; they are held weakly.
 
     A collector that is gone, or whose actor died, is forgotten with a warning. A pickled copy has
     none. Announcements that come late, from another thread, bring no collector back.
@@ -131,17 +122,16 @@ class CollectorVersions:
         self._lock = threading.RLock()
         self._newest = 0
         self._collectors: list[weakref.ref[Any]] = []
-        self._told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._unheard: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._busy: weakref.WeakSet[Any] = weakref.WeakSet()
         self._end: Callable[[], None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
-    def follow(self, service: VersionedService) -> None:
+    def follow(self, service: AsyncVLLM | LocalLLM) -> None:
         """Announces each version that this process brings ``service`` to, whoever pushes it."""
         if self._end is None:
-            self._end = service.listen_to_versions(self.announce)
+            self._end = service.weights.listen_to_versions(self.announce)
 
     def stop(self) -> None:
         """Ends :meth:`follow` and forgets the collectors; idempotent."""
@@ -150,8 +140,8 @@ class CollectorVersions:
         with self._lock:
             self._end, self._collectors, self._newest = None, [], 0
 
-    def register(self, collector: Any, version: int | None) -> None:
-        """Brings ``collector`` to ``version`` and to each one announced from now on.
+    def register(self, collector: Any, service: AsyncVLLM | LocalLLM | None) -> None:
+        """Brings ``collector`` to the version of ``service``, and to each one announced from now.
 
         Registering it again makes it the last one of :attr:`live`.
         """
@@ -162,15 +152,16 @@ class CollectorVersions:
         with self._lock:
             others = [ref for ref in self._collectors if ref() is not collector]
             self._collectors = [*others, weakref.ref(collector)]
-        if version is not None:
-            self._tell([collector], version)
+        if service is not None:
+            self.follow(service)
+            self._move([collector], service.weight_version)
 
     def announce(self, version: int) -> None:
-        """Brings every collector to ``version``; one that died or is busy does not make it fail.
+        """Brings every collector to ``version``, or to the newest announced, if that is newer.
 
-        A version older than one announced before stands for that one.
+        One that died or is busy does not make it fail.
         """
-        self._tell(self.live, version, unless_told=True)
+        self._move(self.live, version)
 
     @property
     def live(self) -> list[Any]:
@@ -181,35 +172,34 @@ class CollectorVersions:
             self._collectors = [ref for ref in self._collectors if ref() is not None]
         return [one for one in found if one is not None]
 
-    def _tell(self, collectors: list[Any], version: int, *, unless_told: bool = False) -> None:
+    def _move(self, collectors: list[Any], version: int) -> None:
         calls: dict[Any, Any] = {}
         with self._lock:
             version = self._newest = max(version, self._newest)
             for collector in collectors:
-                if not isinstance(collector, RayLLMCollector):
-                    hear(collector, version)
-                elif not (unless_told and self._told.get(collector) == version):
-                    calls[collector] = collector._collector.__ray_call__.remote(hear, version)
-                    self._told[collector] = version
-        # One that has not even heard the version before is busy: it hears both when it is free.
-        waited = [ref for one, ref in calls.items() if one not in self._unheard]
+                if isinstance(collector, RayLLMCollector):
+                    actor = collector._collector
+                    calls[collector] = actor.__ray_call__.remote(move_collector, version)
+                else:
+                    move_collector(collector, version)
+        # One that has not even taken the version before is busy: it takes both when it is free.
+        waited = [ref for one, ref in calls.items() if one not in self._busy]
         if waited:
-            ray.wait(waited, num_returns=len(waited), timeout=HEAR_TIMEOUT_S)
+            ray.wait(waited, num_returns=len(waited), timeout=MOVE_TIMEOUT_S)
         for collector, ref in calls.items():
-            self._settle(collector, ref, version)
-
-    def _settle(self, collector: Any, ref: Any, version: int) -> None:
-        """Looks at one actor's answer."""
-        if not ray.wait([ref], timeout=0)[0]:
-            if collector not in self._unheard:
+            if ray.wait([ref], timeout=0)[0]:
+                self._busy.discard(collector)
+                self._check(collector, ref, version)
+            elif collector not in self._busy:
+                self._busy.add(collector)
                 logger.warning(
                     "a collector was busy for %g s; it hears of version %d when it is free",
-                    HEAR_TIMEOUT_S,
+                    MOVE_TIMEOUT_S,
                     version,
                 )
-            self._unheard[collector] = ref
-            return
-        self._unheard.pop(collector, None)
+
+    def _check(self, collector: Any, ref: Any, version: int) -> None:
+        """Looks at one actor's answer."""
         try:
             ray.get(ref)
         except RayError as error:
@@ -220,9 +210,6 @@ class CollectorVersions:
                 logger.warning("a collector did not hear of version %d: %s", version, error)
             else:
                 raise
-
-
-# TorchRL's replay buffer in a Ray actor, made so that collectors and trainers can be given it.
 
 
 class RayReplayBuffer(_TorchRLBuffer):

@@ -33,16 +33,3 @@ PREFILL_TIME = (GENERATION, "prefill_time")
 DECODE_TIME = (GENERATION, "decode_time")
 # Text: id of the replica that answered.
 REPLICA_ID = (GENERATION, "replica_id")
-
-STAMPED_KEYS = (
-    POLICY_VERSION,
-    MAX_POLICY_VERSION,
-    RESPONSE_VERSIONS,
-    FULL_VERSIONS,
-    FINISH_REASON,
-    NUM_CACHED_TOKENS,
-    QUEUE_TIME,
-    PREFILL_TIME,
-    DECODE_TIME,
-    REPLICA_ID,
-)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.actor import EngineActor
@@ -16,28 +14,29 @@ from torchrl_vllm_sync.engine.gate import AdmissionGate, SampleVersions
 from torchrl_vllm_sync.engine.reload import check_can_be_filled
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import EngineDescription, ReplicaState
+from torchrl_vllm_sync.replica import EngineDescription, Member, Replica, ReplicaState
 from torchrl_vllm_sync.requests.generation import run_blocking
 from torchrl_vllm_sync.requests.messages import mark_output
-from torchrl_vllm_sync.weights.metadata import from_json
+from torchrl_vllm_sync.service.members import Membership, ServiceSettings
+from torchrl_vllm_sync.service.replicas import ReplicaCalls, Replicas
+from torchrl_vllm_sync.service.weights import Weights
 from torchrl_vllm_sync.weights.places import this_node
-from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
 from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Mapping
 
+    import torch
     from vllm import LLM, RequestOutput
 
     from torchrl_vllm_sync.engine.internals import SampleState
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
+    from torchrl_vllm_sync.routing.ledger import LoadSnapshot
+    from torchrl_vllm_sync.weights.transport import PushReport, WeightTransport
 
 
 EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
 REPLICA_ID = "0"
 LOCAL_ADDRESS = "127.0.0.1"
-METADATA_TIMEOUT_S = 60.0
 # Where an LLM's engine keeps what follows it, so that a second updater counts versions on.
 REPLICA_ATTRIBUTE = "torchrl_vllm_sync_replica"
 
@@ -63,29 +62,23 @@ class LocalLLM:
     def __init__(self, llm: LLM) -> None:
         _require_extension(llm)
         check_can_be_filled(llm.llm_engine.vllm_config.model_config)
-        known = vars(llm.llm_engine).get(REPLICA_ATTRIBUTE)
-        self._replica: _LocalReplica = known or _LocalReplica(llm)
-        self._metadata: list[ParamMeta] | None = None
-        self._hooks = VersionHooks()
-        self._pusher = WeightPusher(self, self._expected_weights, self._hooks.announce)
-        if known is None:
-            run_blocking(self._replica.start())
-            setattr(llm.llm_engine, REPLICA_ATTRIBUTE, self._replica)
+        replica: _LocalReplica | None = vars(llm.llm_engine).get(REPLICA_ATTRIBUTE)
+        if replica is None:
+            replica = _LocalReplica(llm)
+            run_blocking(replica.start())
+            setattr(llm.llm_engine, REPLICA_ATTRIBUTE, replica)
+        self.replicas = LocalReplicas(replica)
+        self.weights = Weights(self.replicas)
 
     @property
-    def service_name(self) -> str:
+    def name(self) -> str:
         """Tells this ``LLM`` from those of other processes."""
-        return f"llm-{os.getpid()}-{id(self._replica):x}"
-
-    @property
-    def rendezvous(self) -> tuple[str, int | None]:
-        """Where transports meet the workers, which are on this host."""
-        return LOCAL_ADDRESS, None
+        return self.replicas.service_name
 
     @property
     def weight_version(self) -> int:
         """Policy version of the weights; 0 before any push."""
-        return self._replica.report().weight_version or 0
+        return self.weights.version
 
     @property
     def weight_versions(self) -> dict[str, int | None]:
@@ -94,86 +87,27 @@ class LocalLLM:
 
     def register_version_hook(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
         """Has ``hook`` called at each new version; see ``AsyncVLLM.register_version_hook``."""
-        return self._hooks.register(hook)
+        return self.weights.hooks.register(hook)
 
-    def listen_to_versions(self, listener: Callable[[int], object]) -> Callable[[], None]:
-        """Has ``listener`` called with each version pushed; see ``AsyncVLLM``."""
-        return self._hooks.listen(listener)
-
-    def push_weights(
-        self,
-        weights: Any,
-        *,
-        version: int | None = None,
-        transport: WeightTransport | None = None,
-        timeout_s: float | None = None,
-        clear_cache: bool = False,
-        mode: PauseMode = "keep",
-        strict: bool | None = None,
-    ) -> PushReport:
+    def push_weights(self, weights: Any, **options: Any) -> PushReport:
         """Brings the ``LLM`` to new weights; see ``AsyncVLLM.push_weights``."""
-        if transport is not None:
-            self._pusher.use(transport)
-        return self._pusher.push(
-            weights,
-            version=version,
-            timeout_s=timeout_s,
-            clear_cache=clear_cache,
-            mode=mode,
-            strict=strict,
-        )
+        return self.weights.push(weights, **options)
 
     def use_transport(self, transport: WeightTransport) -> None:
         """Makes ``transport`` the one that pushes use, and closes the one before."""
-        self._pusher.use(transport)
+        self.weights.pusher.use(transport)
 
     def init_weight_update_group(self) -> None:
         """Opens the transport, once it is known."""
-        self._pusher.open()
-
-    def close(self) -> None:
-        """Closes the transport; the ``LLM`` lives on. Idempotent."""
-        self._pusher.close()
-
-    def refresh_members(self) -> None:
-        """Does nothing: there is one; see ``ReplicaClient``."""
-
-    def standings(self) -> dict[str, Standing]:
-        """The ``LLM`` is there as long as its process is; see ``ReplicaClient``."""
-        return {REPLICA_ID: Standing(state=ReplicaState.SERVING)}
-
-    def note_left_behind(self, version: int, replica_ids: Collection[str]) -> None:
-        """Does nothing: nobody but the caller sends it requests; see ``ReplicaClient``."""
-
-    def call_replicas(
-        self, method: str, *args: Any, deadline_s: float, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Calls the replica's method and waits; see ``ReplicaClient``."""
-        return self.start_calls(method, {REPLICA_ID: args}, **kwargs).answers(deadline_s)
-
-    def start_calls(
-        self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any
-    ) -> _LocalCalls:
-        """Calls the replica's method and does not wait; see ``ReplicaClient``."""
-        target = getattr(self._replica, method)
-        pool = ThreadPoolExecutor(1, "local-llm")
-        futures = {name: pool.submit(_settle, target, args, kwargs) for name, args in calls.items()}
-        pool.shutdown(wait=False)
-        return _LocalCalls(futures)
+        self.weights.pusher.open()
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Returns name to dtype and full shape of each tensor that a push must hold."""
-        return {
-            meta.name: (meta.dtype, torch.Size(meta.shape)) for meta in self._expected_weights()
-        }
+        return self.weights.model_metadata()
 
-    def _expected_weights(self) -> list[ParamMeta]:
-        if self._metadata is None:
-            answer = self.call_replicas("model_metadata", deadline_s=METADATA_TIMEOUT_S)[REPLICA_ID]
-            if isinstance(answer, BaseException):
-                raise answer
-            self._metadata = from_json(answer)
-        return self._metadata
+    def close(self) -> None:
+        """Closes the transport; the ``LLM`` lives on. Idempotent."""
+        self.weights.pusher.close()
 
 
 def _require_extension(llm: LLM) -> None:
@@ -187,6 +121,47 @@ def _require_extension(llm: LLM) -> None:
         )
 
 
+class LocalReplicas(Replicas):
+    """The one replica of an ``LLM``, which is called in threads of this process."""
+
+    def __init__(self, replica: _LocalReplica) -> None:
+        settings = ServiceSettings(
+            name=f"llm-{os.getpid()}-{id(replica):x}",
+            engine_args=replica.engine,
+            rendezvous=(LOCAL_ADDRESS, None),
+        )
+        member = Member(replica=Replica(REPLICA_ID, replica), description=replica.describe())
+        super().__init__(settings, Membership([member]))
+        self._replica = replica
+
+    def start(
+        self,
+        replicas: Iterable[Replica],
+        method: str,
+        calls: Mapping[str, tuple[Any, ...]],
+        **kwargs: Any,
+    ) -> _LocalCalls:
+        """Calls the replica's method and does not wait."""
+        pool = ThreadPoolExecutor(1, "local-llm")
+        futures = {
+            one.replica_id: pool.submit(
+                _settle, getattr(one.actor, method), calls[one.replica_id], kwargs
+            )
+            for one in replicas
+        }
+        pool.shutdown(wait=False)
+        return _LocalCalls(futures, lambda _: None)
+
+    def standings(self) -> dict[str, Standing]:
+        """The ``LLM`` is there as long as its process is."""
+        return {REPLICA_ID: Standing(state=ReplicaState.SERVING)}
+
+    def known(self) -> list[LoadSnapshot]:
+        """What it is now: another updater may have pushed."""
+        self.load.observe(self._replica.report())
+        return self.load.snapshots()
+
+
 def _settle(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     answer = target(*args, **kwargs)
     if not asyncio.iscoroutine(answer):
@@ -195,24 +170,16 @@ def _settle(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return run_blocking(coroutine)
 
 
-class _LocalCalls:
-    """Calls under way; see ``PendingCalls``."""
+class _LocalCalls(ReplicaCalls):
+    """Calls under way, whose references are futures of this process."""
 
-    def __init__(self, futures: dict[str, Future[Any]]) -> None:
-        self._futures = futures
+    def _ready(self, timeout_s: float) -> list[str]:
+        wait_for(self._refs.values(), timeout=timeout_s)
+        return [name for name, one in self._refs.items() if one.done()]
 
-    def failures(self) -> dict[str, BaseException]:
-        done = {name: one.exception() for name, one in self._futures.items() if one.done()}
-        return {name: error for name, error in done.items() if error is not None}
-
-    def answers(self, deadline_s: float) -> dict[str, Any]:
-        wait_for(self._futures.values(), timeout=deadline_s)
-        return {
-            name: (one.exception() or one.result())
-            if one.done()
-            else TimeoutError(f"no answer within {deadline_s:g} s")
-            for name, one in self._futures.items()
-        }
+    def _answer(self, replica_id: str) -> Any:
+        future = self._refs[replica_id]
+        return future.exception() or future.result()
 
 
 class _LocalReplica(EngineActor):
@@ -220,9 +187,7 @@ class _LocalReplica(EngineActor):
 
     def __init__(self, llm: LLM) -> None:
         engine: Any = llm.llm_engine
-        super().__init__(
-            replica_id=REPLICA_ID, engine_args=engine, environment={}, service_name="local"
-        )
+        super().__init__(replica_id=REPLICA_ID, engine_args=engine, environment={})
         self.engine: Any = _AsyncFace(llm)
         self._gate: Any = _FollowedRequests(REPLICA_ID)
         self._llm_engine = engine
@@ -231,7 +196,7 @@ class _LocalReplica(EngineActor):
         """Begins to take pushes; the engine runs already."""
         internals.watch_samples(self.engine, self._gate.register)
         self._stamp_outputs()
-        self._take_weights(f"llm-{os.getpid()}")
+        self._take_weights()
         self._gate.set(ReplicaState.SERVING)
         found = await internals.call_workers(self.engine, "native_device_uuid", ())
         self._device_uuids = tuple(uuid for uuid in found if uuid)

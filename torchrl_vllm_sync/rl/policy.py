@@ -11,9 +11,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xxhash
-from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm import vLLMWrapper as _TorchRLWrapper
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
@@ -30,28 +31,19 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.requests.messages import SampleReport
 
 
-# Which conversation each row of a policy call belongs to, from what TorchRL's data tell.
-
-
 # Where TorchRL's collectors and its TrajCounter write the number of a row's trajectory.
 TRAJECTORY_KEYS: tuple[NestedKey, ...] = (("collector", "traj_ids"), "traj_ids", "traj_count")
 # Where AsyncEnvPool writes which of its environments a row is of.
-ENVIRONMENT_KEY = "env_index"
+ENVIRONMENT_KEYS: tuple[NestedKey, ...] = ("env_index",)
 _CAPACITY = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The conversation that one row of a policy call belongs to.
+    """The conversation that one row of a policy call belongs to."""
 
-    Attributes:
-        session_id: Its own name, the same at every turn.
-        group_id: The name of all conversations that began with the same prompt, the samples of one
-            GRPO group among them; the same in every process.
-    """
-
-    session_id: str
-    group_id: str
+    session_id: str  # the same at every turn
+    group_id: str  # of all that began with the same prompt; the same in every process
 
 
 class ConversationFinder:
@@ -92,7 +84,7 @@ class ConversationFinder:
         by_position: bool = True,
     ) -> list[Conversation] | None:
         """Returns the conversation of each row; ``None`` if nothing tells."""
-        numbers, environments = _trajectories(rows), _environments(rows)
+        numbers, environments = _numbers(rows, TRAJECTORY_KEYS), _numbers(rows, ENVIRONMENT_KEYS)
         if numbers is None and not by_content:
             return None
         found: list[Conversation] = []
@@ -140,15 +132,15 @@ class ConversationFinder:
             return ended
 
     def _continued(self, digests: list[int]) -> Conversation | None:
-        for digest in reversed(digests):
-            if digest in self._waiting:
-                session_id = self._waiting[digest][0]
-                self._known.move_to_end(session_id)
-                one, ends = self._known[session_id]
-                ends.remove(digest)
-                self._unwait(session_id, digest)
-                return one
-        return None
+        end = next((one for one in reversed(digests) if one in self._waiting), None)
+        if end is None:
+            return None
+        session_id = self._waiting[end][0]
+        self._known.move_to_end(session_id)
+        one, ends = self._known[session_id]
+        ends.remove(end)
+        self._unwait(session_id, end)
+        return one
 
     def _named(self, session_id: str) -> Conversation | None:
         if session_id not in self._known:
@@ -199,38 +191,25 @@ def _digests(messages: Sequence[str | bytes]) -> Iterator[int]:
         yield digest.intdigest()
 
 
-def _trajectories(rows: TensorDictBase) -> list[int] | None:
-    """Number of each row's trajectory; ``None`` if the data have none."""
-    for key in TRAJECTORY_KEYS:
-        numbers = rows.get(key, None)
-        if isinstance(numbers, torch.Tensor) and numbers.numel() == rows.numel():
-            return numbers.flatten().tolist()
+def _numbers(rows: TensorDictBase, names: Sequence[NestedKey]) -> list[int] | None:
+    """The first of ``names`` that holds one number a row, however they are nested."""
+    for name in names:
+        entry: Any = rows.get(name, None)
+        if entry is not None:
+            flat = np.ravel(entry.tolist() if hasattr(entry, "tolist") else entry).tolist()
+            if len(flat) == rows.numel():
+                return flat
     return None
 
 
-def _environments(rows: TensorDictBase) -> list[int] | None:
-    """Index of each row's environment; ``None`` outside a pool."""
-    given: Any = rows.get(ENVIRONMENT_KEY, None)
-    if isinstance(given, (NonTensorData, NonTensorStack)):
-        given = given.tolist()
-    elif isinstance(given, torch.Tensor):
-        given = given.flatten().tolist()
-    if not isinstance(given, list):
-        return None
-    flat = list(_flat(given))
-    return flat if len(flat) == rows.numel() else None
-
-
-def _flat(nested: list[Any]) -> Iterator[Any]:
-    for one in nested:
-        if isinstance(one, list):
-            yield from _flat(one)
-        else:
-            yield one
-
-
-# What is stamped, by the names at the top.
-_STAMPS = list(dict.fromkeys(one if isinstance(one, str) else one[0] for one in keys.STAMPED_KEYS))
+# Top-level entries of what is stamped.
+_STAMPS = [
+    keys.POLICY_VERSION,
+    keys.MAX_POLICY_VERSION,
+    keys.POLICY_VERSIONS,
+    keys.FINISH_REASON,
+    keys.GENERATION,
+]
 
 # The outputs of the engine call that is being turned into a TensorDict, in this thread.
 _outputs: ContextVar[list[Any]] = ContextVar("torchrl_vllm_sync_outputs")
@@ -364,18 +343,14 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     def _find_conversations(self, rows: TensorDictBase) -> list[Conversation] | None:
         if self.input_key not in rows:
             return None  # TorchRL is about to say so
-        if self.input_mode == "history":
+        said = self.input_mode == "history"
+        if said:
             prompts = _messages(rows.get(self.input_key), 1)
         else:
             prompts = [[_as_text(row.get(self.input_key))] for row in rows.unbind(0)]
-        found = self._finder.find(
-            rows,
-            prompts,
-            by_content=self.input_mode == "history",
-            by_position=not self.batching,  # which merges the rows of several callers
-        )
-        over = self._finder.ended()
-        if over:
+        # Batching merges the rows of several callers, so that their positions say nothing.
+        found = self._finder.find(rows, prompts, by_content=said, by_position=not self.batching)
+        if over := self._finder.ended():
             self.model.release_sessions(over)
         return found
 
@@ -422,22 +397,20 @@ def _as_text(prompt: Any) -> str:
 
 def _row(output: Any, completion: Any, sample: SampleReport) -> TensorDictBase:
     """Returns the entries of one response that do not depend on its layout."""
-    seconds = {
-        keys.QUEUE_TIME: sample.queue_s,
-        keys.PREFILL_TIME: sample.prefill_s,
-        keys.DECODE_TIME: sample.decode_s,
-    }
     cached = sample.num_cached_tokens
     counts = {
         keys.POLICY_VERSION: min_version(sample.spans, default=output.min_version),
         keys.MAX_POLICY_VERSION: max_version(sample.spans, default=output.max_version),
         keys.NUM_CACHED_TOKENS: keys.UNKNOWN_COUNT if cached is None else cached,
     }
-    row = TensorDict()
-    for key, count in counts.items():
-        row.set(key, torch.tensor(count, dtype=torch.int64))
-    for key, value in seconds.items():
-        row.set(key, torch.tensor(math.nan if value is None else value, dtype=torch.float32))
+    seconds = {
+        keys.QUEUE_TIME: sample.queue_s,
+        keys.PREFILL_TIME: sample.prefill_s,
+        keys.DECODE_TIME: sample.decode_s,
+    }
+    row = TensorDict({key: torch.tensor(one, dtype=torch.int64) for key, one in counts.items()})
+    for key, one in seconds.items():
+        row.set(key, torch.tensor(math.nan if one is None else one, dtype=torch.float32))
     row.set_non_tensor(keys.FINISH_REASON, completion.finish_reason)
     row.set_non_tensor(keys.REPLICA_ID, output.replica_id)
     return row

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
 from torchrl.weight_update.utils import _resolve_model
 
+from torchrl_vllm_sync.checks import check_integer, check_seconds
 from torchrl_vllm_sync.engine.args import num_workers
 from torchrl_vllm_sync.errors import (
     SyncError,
@@ -40,37 +40,8 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
 
-# The trainer's end of a weight sync scheme: what GRPO scripts call, over the updater's pushes.
-
-
 # Name to dtype and full shape, as ``torchrl.weight_update.llm.get_model_metadata`` returns them.
 ModelMetadata: TypeAlias = "Mapping[str, tuple[torch.dtype, torch.Size]]"
-
-
-class SenderSettings(Protocol):
-    """What a sender asks its scheme."""
-
-    push_options: dict[str, Any]
-
-    def new_transport(self) -> WeightTransport:
-        """Returns the transport to push through."""
-        ...
-
-    def check_service(self, service: AsyncVLLM | LocalLLM) -> None:
-        """Refuses a service that is not what the scheme was made for."""
-        ...
-
-    def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
-        """Returns where trainer and engines meet, if that was given."""
-        ...
-
-
-class DirectorySettings(SenderSettings, Protocol):
-    """What a sender that stores asks besides."""
-
-    remote_addr: str
-    local_addr: str
-    layout: LayoutName
 
 
 class VLLMWeightSender:
@@ -88,7 +59,7 @@ class VLLMWeightSender:
         >>> sender.update_weights()
     """
 
-    def __init__(self, scheme: SenderSettings) -> None:
+    def __init__(self, scheme: ServiceScheme) -> None:
         self._scheme = scheme
         self._model: weakref.ref[Any] | None = None
         self._connected = False
@@ -121,28 +92,25 @@ class VLLMWeightSender:
             ) from None
 
     def init_all_workers_group(
-        self,
-        model_metadata: ModelMetadata,
-        vllm_engine: Any = None,
+        self, model_metadata: ModelMetadata, vllm_engine: Any = None
     ) -> None:
         """Connects to a service and checks that the model fits its engines'."""
         if self._connected:
             raise UnsupportedArgumentError("the sender is connected already: call shutdown first")
-        if vllm_engine is None:
-            self._connected = True
-            return
-        service = find_service(vllm_engine)
-        check_metadata(model_metadata, service)
-        self.connect(service)
+        if vllm_engine is not None:
+            service = find_service(vllm_engine)
+            check_metadata(model_metadata, service)
+            self.connect(service)
+        self._connected = True
 
     def connect(self, service: AsyncVLLM | LocalLLM) -> None:
         """Opens the transport to ``service``; does nothing when it is connected to it."""
-        known = self._updater.service
+        known = self.service
         if known is not None:
-            if known.service_name != service.service_name:
+            if known.name != service.name:
                 raise UnsupportedArgumentError(
-                    f"the sender is connected to service {known.service_name}, so it cannot be "
-                    f"to {service.service_name}"
+                    f"the sender is connected to service {known.name}, so it cannot be "
+                    f"to {service.name}"
                 )
             return
         self._scheme.check_service(service)
@@ -159,10 +127,7 @@ class VLLMWeightSender:
         self._updater.register_collector(collector)
 
     def update_weights(
-        self,
-        weights: Any = None,
-        *,
-        version: int | None = None,
+        self, weights: Any = None, *, version: int | None = None
     ) -> PushReport | PublishReport:
         """Brings every replica to new weights, and every registered collector to their version."""
         if not self._connected:
@@ -170,10 +135,9 @@ class VLLMWeightSender:
                 "the sender is not connected: call init_all_workers_group, or give the scheme to a "
                 "collector, before update_weights"
             )
-        return self._updater.push_weights(self.to_send(weights), version=version)
+        return self._updater.push_weights(self._to_send(weights), version=version)
 
-    def to_send(self, weights: Any) -> Any:
-        """Returns ``weights``, or the registered model in their place."""
+    def _to_send(self, weights: Any) -> Any:
         if weights is None and self._model is not None:
             weights = self._model()
         if weights is None:
@@ -182,6 +146,13 @@ class VLLMWeightSender:
                 + ("no model was registered" if self._model is None else "the model is gone")
             )
         return weights
+
+    def send_weights(self, weights: Any) -> None:
+        """The same as :meth:`update_weights`, as a ``TransportBackend`` of TorchRL's."""
+        self.update_weights(weights)
+
+    def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None:
+        """Receives nothing: this is the sending end."""
 
     def shutdown(self) -> None:
         """Closes the transport and forgets the service and the collectors; idempotent."""
@@ -197,11 +168,11 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
     receiver then moves collectors, since the sender does not know when that is.
     """
 
-    _scheme: DirectorySettings
+    _scheme: VLLMDoubleBufferSyncScheme
     _writer: SnapshotWriter | None = None
 
     def connect(self, service: AsyncVLLM | LocalLLM) -> None:
-        """Opens the transport to ``service``; see ``VLLMWeightSender``."""
+        """Opens the transport to ``service``, in the place of the writer that only stores."""
         if self._scheme.local_addr != self._scheme.remote_addr:
             raise UnsupportedArgumentError(
                 "local_addr must be remote_addr to push to a service, got "
@@ -212,7 +183,7 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
         super().connect(service)
 
     def register_collector(self, collector: Any) -> None:
-        """Keeps ``collector``'s version equal to the service's; see ``VLLMWeightSender``."""
+        """Keeps ``collector``'s version equal to the service's, which must be connected."""
         if self.service is None:
             raise TransferNotReadyError(
                 "a sender that is not connected stores versions only: register the collector with "
@@ -221,10 +192,7 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
         super().register_collector(collector)
 
     def update_weights(
-        self,
-        weights: Any = None,
-        *,
-        version: int | None = None,
+        self, weights: Any = None, *, version: int | None = None
     ) -> PushReport | PublishReport:
         """Stores the next version, and has the service load it if there is one."""
         if self._connected:
@@ -235,7 +203,7 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
                 raise UnsupportedArgumentError(
                     f"version must be at most {MAX_VERSION}, got {version}"
                 )
-        source = as_weight_source(self.to_send(weights))
+        source = as_weight_source(self._to_send(weights))
         if self._writer is None:
             self._writer = SnapshotWriter(self._scheme.remote_addr, layout=self._scheme.layout)
         if version is None:
@@ -251,23 +219,6 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-
-
-class SenderTransport:
-    """What TorchRL sends through: a sender, behind TorchRL's ``TransportBackend`` interface."""
-
-    def __init__(self, sender: VLLMWeightSender) -> None:
-        self._sender = sender
-
-    def send_weights(self, weights: Any) -> None:
-        """Pushes, and returns when every replica has answered."""
-        self._sender.update_weights(weights)
-
-    def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None:
-        """Receives nothing: this is the sending end."""
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Sends nothing: the engines hold what they were launched with."""
 
 
 def find_service(engine: Any) -> AsyncVLLM | LocalLLM:
@@ -296,21 +247,16 @@ def check_metadata(metadata: ModelMetadata, service: AsyncVLLM | LocalLLM) -> No
 
 
 class _Announced:
-    """A source of which the metadata are known only."""
+    """A source of which the metadata alone are known."""
 
-    def __init__(self, metadata: list[ParamMeta]) -> None:
-        self._metadata = metadata
+    def __init__(self, given: list[ParamMeta]) -> None:
+        self._given = given
 
     def metadata(self) -> list[ParamMeta]:
-        """Returns what was announced."""
-        return self._metadata
+        return self._given
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Has nothing."""
         return iter(())
-
-
-# The engines' end of a weight sync scheme: says what arrived, or has what is stored loaded.
 
 
 # A replica keeps to the time limit itself. One silent for this much longer has hung.
@@ -318,12 +264,12 @@ GRACE_S = 10.0
 
 
 class VLLMWeightReceiver:
-    """Tells when pushes have reached a service; ``scheme.create_receiver(service)`` makes it.
+    """Says when pushes have reached a service; ``scheme.create_receiver(service)`` makes it.
 
     The sender's push brings the weights into the engines, so there is nothing to fetch here.
     """
 
-    def __init__(self, scheme: SenderSettings, vllm_engine: Any) -> None:
+    def __init__(self, scheme: ServiceScheme, vllm_engine: Any) -> None:
         self._scheme = scheme
         self.service = find_service(vllm_engine)
         scheme.check_service(self.service)
@@ -336,20 +282,14 @@ class VLLMWeightReceiver:
 
     def register_collector(self, collector: Any) -> None:
         """Brings ``collector`` to the service's version now, and at each poll that finds news."""
-        self._versions.register(collector, self.service.weight_version)
-        self._versions.follow(self.service)
+        self._versions.register(collector, self.service)
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Says whether a push has been committed since the last poll that said so."""
-        if isinstance(self.service, AsyncVLLM):
-            try:
-                version = self.service.wait_for_version(self._seen + 1, timeout_s=timeout)
-            except VersionNotReachedError:
-                return False
-        elif (version := self.service.weight_version) <= self._seen:
-            return False  # an LLM of this process: nobody pushes while this waits
-        self._seen = version
-        self._versions.announce(version)
+        """Returns whether a push has been committed since the last poll that returned true."""
+        try:
+            self._moved(self.service.weights.wait_for_version(self._seen + 1, timeout))
+        except VersionNotReachedError:
+            return False
         return True
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> PushReport:
@@ -357,23 +297,35 @@ class VLLMWeightReceiver:
         if not inplace:
             raise UnsupportedArgumentError("inplace must be True: engines load into their own")
         report = self.service.push_weights(weights, **self._scheme.push_options)
-        self._seen = report.version
-        self._versions.announce(report.version)
+        self._moved(report.version)
         return report
+
+    def _moved(self, version: int) -> None:
+        self._seen = version
+        self._versions.announce(version)
+
+    def send_weights(self, weights: Any) -> None:
+        """The same as :meth:`apply_weights`, as a ``TransportBackend`` of TorchRL's."""
+        self.apply_weights(weights)
+
+    def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None:
+        """Polls once; there are no weights to hand over, since the engines hold them."""
+        del kwargs
+        self.poll_and_apply(*([] if timeout is None else [timeout]))
+
+    def setup_connection_and_weights_on_receiver(self, **kwargs: Any) -> None:
+        """Receives nothing: the engines hold what they were launched with, or were sent since."""
 
 
 class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
     """Has a service load what a directory holds; ``scheme.create_receiver(service)`` makes it."""
 
-    _scheme: DirectorySettings
+    _scheme: VLLMDoubleBufferSyncScheme
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Has every replica load the newest version that the directory holds."""
-        if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
-            raise UnsupportedArgumentError(
-                f"timeout must be a finite number greater than 0, got {timeout!r}"
-            )
-        answers = self.service.call_replicas(
+        check_seconds("timeout", timeout)
+        answers = self.service.replicas.call_replicas(
             "load_snapshot",
             self._scheme.local_addr,
             None,
@@ -384,90 +336,55 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
             clear_cache=self._scheme.push_options["clear_cache"],
             mode=self._scheme.push_options["mode"],
         )
-        if isinstance(self.service, AsyncVLLM):
-            self.service.learn_versions()
-        failures = [one for one in answers.values() if isinstance(one, BaseException)]
-        loaded = [one for one in answers.values() if isinstance(one, dict) and one["loaded"]]
-        if failures and len(failures) == len(answers) and isinstance(failures[0], SyncError):
-            raise failures[0]
+        self.service.weights.learn_versions()
+        failures = answers.failures
+        reports = [one for one in answers.values() if isinstance(one, dict)]
         if failures:
-            reasons = {
-                name: str(one) for name, one in answers.items() if isinstance(one, BaseException)
-            }
-            held = [one["version"] for one in answers.values() if isinstance(one, dict)]
-            raise WeightSyncError(max(held, default=self._seen), reasons)
+            error = next(iter(failures.values()))
+            if len(failures) == len(answers) and isinstance(error, SyncError):
+                raise error
+            held = max((one["version"] for one in reports), default=self._seen)
+            raise WeightSyncError(held, {name: str(one) for name, one in failures.items()})
+        loaded = [one["version"] for one in reports if one["loaded"]]
         if loaded:
-            self._seen = max(one["version"] for one in loaded)
-            self._versions.announce(self._seen)
+            self._moved(max(loaded))
         return bool(loaded)
-
-
-class ReceiverTransport:
-    """What TorchRL receives through: a receiver, behind its ``TransportBackend`` interface."""
-
-    def __init__(self, receiver: VLLMWeightReceiver) -> None:
-        self._receiver = receiver
-
-    def send_weights(self, weights: Any) -> None:
-        """Pushes from this end."""
-        self._receiver.apply_weights(weights)
-
-    def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None:
-        """Polls once; there are no weights to hand over, since the engines hold them."""
-        del kwargs
-        self._receiver.poll_and_apply(*([] if timeout is None else [timeout]))
-
-    def setup_connection_and_weights_on_receiver(self, **kwargs: Any) -> None:
-        """Receives nothing: the engines hold what they were launched with, or were sent since."""
-
-
-# What TorchRL's weight sync schemes over a service share: its interfaces over one sender.
-#
-# One scheme serves both of TorchRL's interfaces: as a collector's ``weight_sync_schemes=``, and
-# through ``create_sender`` and ``create_receiver``, as the GRPO scripts use it.
 
 
 Strategy: TypeAlias = Literal["tensordict", "state_dict"]
 
 
 class ServiceScheme(_TorchRLScheme):
-    """What TorchRL's schemes over a service share; see ``sync_scheme``.
+    """What the two schemes share: both of TorchRL's interfaces over one sender.
 
     Given to a collector (``weight_sync_schemes={"policy": scheme}``, which TorchRL's ``Collector``
     takes and its ``LLMCollector`` refuses) it finds the service in the collector's policy. Then
     ``collector.update_policy_weights_(weights)`` and :meth:`send` push, and so does the sender; the
     collector's version is the service's after each. Connecting sends nothing: until the first push
-    the engines compute with what they were launched with.
+    the engines compute with what they were launched with. The GRPO scripts use
+    :meth:`create_sender` and :meth:`create_receiver` instead.
 
     A pickled copy is not connected, and has no model.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        *,
-        service: Any,
-        timeout_s: float | None,
-        clear_cache: bool,
-        mode: PauseMode,
-        strict: bool | None,
-    ) -> None:
-        if strategy not in ("tensordict", "state_dict"):
+    _sender_type: type[VLLMWeightSender] = VLLMWeightSender
+    _receiver_type: type[VLLMWeightReceiver] = VLLMWeightReceiver
+    # What a scheme may be told to expect; whatever the service has, where it is None.
+    num_replicas: int | None = None
+    gpus_per_replica: int | None = None
+    master_address: str | None = None
+    master_port: int | None = None
+
+    def __init__(self, strategy: Strategy, service: Any, **push_options: Any) -> None:
+        if strategy not in get_args(Strategy):
             raise UnsupportedArgumentError(
                 f"strategy must be 'tensordict' or 'state_dict', got {strategy!r}"
             )
         super().__init__()  # without it: TorchRL would warn of its own way to read a state dict
         self.strategy_str = self.strategy_name = strategy
-        self.push_options: dict[str, Any] = {
-            "timeout_s": timeout_s,
-            "clear_cache": clear_cache,
-            "mode": mode,
-            "strict": strict,
-        }
+        self.push_options = push_options
         self._service = service
         self._sender: VLLMWeightSender | None = None
-
-    # ---------------------------------------------------------------- what schemes differ in
 
     def new_transport(self) -> WeightTransport:
         """Returns the transport that the sender pushes through."""
@@ -475,14 +392,30 @@ class ServiceScheme(_TorchRLScheme):
 
     def new_sender(self) -> VLLMWeightSender:
         """Returns the trainer's end."""
-        return VLLMWeightSender(self)
+        return self._sender_type(self)
 
     def check_service(self, service: AsyncVLLM | LocalLLM) -> None:
-        """Refuses a service that is not what the scheme was made for.
+        """Refuses a service of other replicas than the scheme was made for.
 
         Args:
             service: The service.
+
+        Raises:
+            UnsupportedArgumentError: ``num_replicas`` or ``gpus_per_replica`` is another.
         """
+        if not isinstance(service, AsyncVLLM) or self.num_replicas is None:
+            return
+        if self.num_replicas != service.num_replicas:
+            raise UnsupportedArgumentError(
+                f"num_replicas must be {service.num_replicas}, as the service has, "
+                f"got {self.num_replicas}"
+            )
+        sizes = {service.get_tp_size(), num_workers(service.engine_args)}
+        if self.gpus_per_replica not in sizes:
+            raise UnsupportedArgumentError(
+                f"gpus_per_replica must be {' or '.join(map(str, sorted(sizes)))}, as the service "
+                f"has, got {self.gpus_per_replica}"
+            )
 
     def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
         """Returns where trainer and engines meet, if that was given.
@@ -490,16 +423,9 @@ class ServiceScheme(_TorchRLScheme):
         Args:
             service: The service.
         """
-        del service
+        if isinstance(service, AsyncVLLM):
+            return {"master_address": self.master_address, "master_port": self.master_port}
         return {}
-
-    # ---------------------------------------------------------------- TorchRL's scripts
-
-    def create_sender(self) -> VLLMWeightSender:
-        """Returns the scheme's one sender, the same each time."""
-        if self._sender is None:
-            self._sender = self.new_sender()
-        return self._sender
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
         """Returns a new receiver for a service, or for a ``vllm.LLM``.
@@ -507,26 +433,25 @@ class ServiceScheme(_TorchRLScheme):
         Args:
             vllm_engine: A service, or a ``vllm.LLM`` of this process.
         """
-        return VLLMWeightReceiver(self, vllm_engine)
+        return self._receiver_type(self, vllm_engine)
 
-    # ---------------------------------------------------------------- TorchRL's collectors
+    def create_sender(self) -> VLLMWeightSender:
+        """Returns the scheme's one sender, the same each time."""
+        if self._sender is None:
+            self._sender = self.new_sender()
+        return self._sender
 
-    def create_transport(self, **kwargs: Any) -> SenderTransport:
+    def create_transport(self, **kwargs: Any) -> VLLMWeightSender:
         """Returns what TorchRL sends through: the scheme's sender.
 
         Args:
             **kwargs: What TorchRL says of the worker; not needed here.
         """
         del kwargs
-        return SenderTransport(self.create_sender())
+        return self.create_sender()
 
     def _init_on_sender_impl(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        **kwargs: Any,
+        self, *, model_id: str | None = None, context: Any = None, model: Any = None, **kwargs: Any
     ) -> None:
         """Finds the service, and registers what TorchRL hands over."""
         kwargs.pop("ctx", None)  # how a collector of several processes starts them
@@ -544,27 +469,20 @@ class ServiceScheme(_TorchRLScheme):
             sender.register_collector(context)
         if model_id is not None:
             self.model_id = model_id
-        self._register_worker_sender(worker_idx=0, transport=self.create_transport())
+        self._register_worker_sender(worker_idx=0, transport=sender)
 
-    def _init_on_receiver_impl(
-        self,
-        model_id: str,
-        context: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def _init_on_receiver_impl(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         self.model_id, self.worker_idx = model_id, kwargs.get("worker_idx")
-        policy = kwargs.get("model")
-        receiver = self.create_receiver(self._find_service(context, model_id, policy))
+        receiver = self.create_receiver(
+            self._find_service(context, model_id, policy=kwargs.get("model"))
+        )
         if context is not None:
             self.context = context
             receiver.register_collector(context)
-        self._register_transport_receiver(transport=ReceiverTransport(receiver))
+        self._register_transport_receiver(transport=receiver)
 
     def _find_service(
-        self,
-        context: Any,
-        model_id: str | None,
-        policy: Any = None,
+        self, context: Any, model_id: str | None, policy: Any = None
     ) -> AsyncVLLM | LocalLLM:
         if self._service is not None:
             return find_service(self._service)
@@ -619,10 +537,7 @@ class ServiceScheme(_TorchRLScheme):
         return super().prepare_weights(weights, *args, **kwargs) if named else weights
 
     def _setup_connection_and_weights_on_sender_impl(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
+        self, *, worker_idx: int | None = None, weights: Any = None
     ) -> None:
         del worker_idx
         if weights is not None:
@@ -655,16 +570,16 @@ class VLLMWeightSyncScheme(ServiceScheme):
         master_port: Port of the rendezvous; found when ``None``.
         gpus_per_replica: Tensor-parallel size of a replica, or all of its workers.
         num_replicas: Replicas of the service.
-        strategy: See ``ServiceScheme``.
+        strategy: ``"tensordict"`` or ``"state_dict"``, as TorchRL's; both push the same.
         device: The trainer's device for the broadcast, an integer being a GPU's index. ``None``
             sends from where the weights are.
-        service: See ``ServiceScheme``.
+        service: The service; by default that of the collector's policy.
         transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, or a
             ``WeightTransport``; see ``WeightUpdater``. A ``device`` makes ``"auto"`` a broadcast.
-        timeout_s: See ``ServiceScheme``.
+        timeout_s: See ``WeightUpdater``.
         clear_cache: Recompute keys and values of requests in flight after each push.
         mode: What becomes of requests in flight.
-        strict: See ``ServiceScheme``.
+        strict: See ``WeightUpdater``.
 
     Raises:
         UnsupportedArgumentError: There is no such ``strategy``, ``transport`` or ``device``.
@@ -688,7 +603,7 @@ class VLLMWeightSyncScheme(ServiceScheme):
     ) -> None:
         super().__init__(
             strategy,
-            service=service,
+            service,
             timeout_s=timeout_s,
             clear_cache=clear_cache,
             mode=mode,
@@ -715,39 +630,6 @@ class VLLMWeightSyncScheme(ServiceScheme):
             return TRANSPORTS[self._transport]()
         return self._transport
 
-    def check_service(self, service: AsyncVLLM | LocalLLM) -> None:
-        """Refuses a service of other replicas than the scheme was made for.
-
-        Args:
-            service: The service.
-
-        Raises:
-            UnsupportedArgumentError: ``num_replicas`` or ``gpus_per_replica`` is another.
-        """
-        if not isinstance(service, AsyncVLLM):
-            return
-        if self.num_replicas != service.num_replicas:
-            raise UnsupportedArgumentError(
-                f"num_replicas must be {service.num_replicas}, as the service has, "
-                f"got {self.num_replicas}"
-            )
-        sizes = {service.get_tp_size(), num_workers(service.engine_args)}
-        if self.gpus_per_replica not in sizes:
-            raise UnsupportedArgumentError(
-                f"gpus_per_replica must be {' or '.join(map(str, sorted(sizes)))}, as the service "
-                f"has, got {self.gpus_per_replica}"
-            )
-
-    def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
-        """Returns where trainer and engines meet, if that was given.
-
-        Args:
-            service: The service.
-        """
-        if isinstance(service, AsyncVLLM):
-            return {"master_address": self.master_address, "master_port": self.master_port}
-        return {}
-
 
 class VLLMDoubleBufferSyncScheme(ServiceScheme):
     """Passes weights through memory-mapped TensorDicts in a directory that both sides see.
@@ -772,19 +654,22 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         remote_addr: Directory that the sender writes.
         local_addr: The same directory as the replicas see it; by default under the same path.
         num_threads: Must be at least 1; stores and loads are bounded by memory, and use one.
-        strategy: See ``ServiceScheme``.
-        service: See ``ServiceScheme``.
+        strategy: ``"tensordict"`` or ``"state_dict"``, as TorchRL's; both push the same.
+        service: The service; by default that of the collector's policy.
         layout: ``"slots"`` rewrites a few buffers in turn, for one host; ``"versions"`` writes new
             files each time, for shared file systems.
-        timeout_s: See ``ServiceScheme``.
+        timeout_s: See ``WeightUpdater``.
         clear_cache: Recompute keys and values of requests in flight after each load.
         mode: What becomes of requests in flight.
-        strict: See ``ServiceScheme``.
+        strict: See ``WeightUpdater``.
 
     Raises:
         UnsupportedArgumentError: There is no such ``strategy`` or ``layout``, an address is no
             path, or ``num_threads`` is below 1.
     """
+
+    _sender_type = VLLMDoubleBufferWeightSender
+    _receiver_type = VLLMDoubleBufferWeightReceiver
 
     def __init__(
         self,
@@ -802,14 +687,13 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
     ) -> None:
         super().__init__(
             strategy,
-            service=service,
+            service,
             timeout_s=timeout_s,
             clear_cache=clear_cache,
             mode=mode,
             strict=strict,
         )
-        if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
-            raise UnsupportedArgumentError(f"num_threads must be at least 1, got {num_threads!r}")
+        check_integer("num_threads", num_threads, 1)
         if layout not in get_args(LayoutName):
             raise UnsupportedArgumentError(
                 f"layout must be one of {get_args(LayoutName)}, got {layout!r}"
@@ -824,18 +708,6 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
     def new_transport(self) -> MemmapTransport:
         """Returns the transport that the sender pushes through once it is connected."""
         return MemmapTransport(self.remote_addr, layout=self.layout)
-
-    def new_sender(self) -> VLLMDoubleBufferWeightSender:
-        """Returns the trainer's end."""
-        return VLLMDoubleBufferWeightSender(self)
-
-    def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
-        """Returns a new receiver, which has a service load what the directory holds.
-
-        Args:
-            vllm_engine: A service, or a ``vllm.LLM`` of this process.
-        """
-        return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
 
 def _as_device(device: torch.device | str | int | None) -> torch.device | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from tensordict import LazyStackedTensorDict
@@ -26,75 +26,46 @@ if TYPE_CHECKING:
 
     from tensordict import NestedKey, TensorDictBase
 
+    from torchrl_vllm_sync.rl.local_llm import LocalLLM
+    from torchrl_vllm_sync.service.service import AsyncVLLM
 
-# Reads the version stamps of rows, however the rows are stacked or padded.
+
+STALENESS = "staleness"
+STALENESS_WEIGHT = "staleness_weight"
+
+VersionLike: TypeAlias = (
+    "int | Callable[[], int] | AsyncVLLM | LocalLLM | WeightUpdater | PolicyVersion"
+)
 
 
 def oldest_versions(tensordict: TensorDictBase, key: NestedKey) -> torch.Tensor:
-    """Returns the oldest version stamped on each row."""
-    if isinstance(tensordict, LazyStackedTensorDict):
+    """Returns the oldest version stamped on each row, however the rows are stacked or padded."""
+    shape = tensordict.batch_size
+    if isinstance(tensordict, LazyStackedTensorDict) and tensordict.tensordicts:
         parts = [oldest_versions(one, key) for one in tensordict.tensordicts]
-        if parts:
-            return torch.stack(parts, tensordict.stack_dim)
+        return torch.stack(parts, tensordict.stack_dim)
     value = tensordict.get(key, None)
-    if value is None or not tensordict.batch_size.numel():
-        return torch.full(
-            tensordict.batch_size, NO_VERSION, dtype=torch.int64, device=tensordict.device
-        )
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.is_floating_point()
-        or value.dtype is torch.bool
-    ):
-        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+    if value is None or not shape.numel():
+        return torch.full(shape, NO_VERSION, dtype=torch.int64, device=tensordict.device)
+    kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+    if not isinstance(kind, torch.dtype) or kind.is_floating_point or kind is torch.bool:
         raise UnsupportedArgumentError(
             f"{key!r} must hold integer policy versions, got {kind}; versions that are no "
             "integers, such as UUIDs, have no age"
         )
     if not value.numel():  # rows without a token
-        return value.new_full(tensordict.batch_size, NO_VERSION, dtype=torch.int64)
-    versions = value.to(torch.int64).reshape(*tensordict.batch_size, -1)
+        return value.new_full(shape, NO_VERSION, dtype=torch.int64)
+    versions = value.to(torch.int64).reshape(*shape, -1)
     newest = torch.iinfo(torch.int64).max
     oldest = versions.masked_fill(versions < 0, newest).amin(-1)
     return oldest.masked_fill(oldest == newest, NO_VERSION)
 
 
-def staleness_of(versions: torch.Tensor, now: int) -> torch.Tensor:
-    """Returns how many versions old each of ``versions`` is at version ``now``.
-
-    Versions newer than ``now``, which a late report may hold, are 0 old.
-    """
+def staleness_of(versions: torch.Tensor, newest: int | Callable[[], int]) -> torch.Tensor:
+    """Returns how many versions older than ``newest`` each is; those that are newer are 0 old."""
+    now = newest() if callable(newest) else newest
     check_version("the newest version", now)
     return (now - versions).clamp(min=0)
-
-
-# Where the newest policy version is read from, whatever a transform was given for it.
-
-
-@runtime_checkable
-class HoldsWeightVersion(Protocol):
-    """What a transform needs of a service."""
-
-    @property
-    def weight_version(self) -> int:
-        """Newest policy version that every serving replica holds."""
-        ...
-
-
-VersionLike: TypeAlias = (
-    "int | Callable[[], int] | HoldsWeightVersion | WeightUpdater | PolicyVersion"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Attribute:
-    """Reads one attribute anew at each call; pickles with its owner."""
-
-    owner: Any
-    name: str
-
-    def __call__(self) -> int:
-        return int(getattr(self.owner, self.name))
 
 
 def as_version_source(version: VersionLike) -> int | Callable[[], int]:
@@ -105,20 +76,27 @@ def as_version_source(version: VersionLike) -> int | Callable[[], int]:
         if version < 0:
             raise UnsupportedArgumentError(f"version must be at least 0, got {version}")
         return version
+    owner: Any = version
     if isinstance(version, WeightUpdater):
-        if version.service is None:
+        owner = version.service
+        if owner is None:
             raise UnsupportedArgumentError("version: this updater has no service to ask")
-        return _Attribute(version.service, "weight_version")
-    if isinstance(version, PolicyVersion):
-        return _Attribute(version, "version")
-    if isinstance(version, HoldsWeightVersion):
-        return _Attribute(version, "weight_version")
-    if callable(version) and not isinstance(version, (type, nn.Module)):
+    name = "version" if isinstance(version, PolicyVersion) else "weight_version"
+    if hasattr(owner, name) and not isinstance(owner, type):
+        return partial(getattr, owner, name)  # which pickles
+    if callable(version) and not isinstance(version, (type, nn.Module, WeightUpdater)):
         return version
     raise UnsupportedArgumentError(
         "version must be an int, a function that returns one, a service, a WeightUpdater or a "
         f"PolicyVersion, got {type(version).__name__}"
     )
+
+
+def _check_bound(max_staleness: object) -> None:
+    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int):
+        raise UnsupportedArgumentError(f"max_staleness must be an int, got {max_staleness!r}")
+    if max_staleness < 0:
+        raise UnsupportedArgumentError(f"max_staleness must be at least 0, got {max_staleness}")
 
 
 class StalenessFilter(PolicyAgeFilter):
@@ -164,10 +142,7 @@ class StalenessFilter(PolicyAgeFilter):
         version_key: NestedKey = POLICY_VERSION,
         allow_unstamped: bool = False,
     ) -> None:
-        if isinstance(max_staleness, bool) or not isinstance(max_staleness, int):
-            raise UnsupportedArgumentError(f"max_staleness must be an int, got {max_staleness!r}")
-        if max_staleness < 0:
-            raise UnsupportedArgumentError(f"max_staleness must be at least 0, got {max_staleness}")
+        _check_bound(max_staleness)
         super().__init__(
             as_version_source(version),
             max_staleness,
@@ -204,15 +179,12 @@ class StalenessFilter(PolicyAgeFilter):
         versions = oldest_versions(tensordict, self.policy_version_key).reshape(len(tensordict), -1)
         missing = versions == NO_VERSION
         if self.strict and missing.any():
+            num_missing = int(missing.any(-1).sum())
             raise UnstampedRowsError(
-                type(self).__name__,
-                self.policy_version_key,
-                int(missing.any(-1).sum()),
-                len(tensordict),
+                type(self).__name__, self.policy_version_key, num_missing, len(tensordict)
             )
-        # TorchRL's way of asking would round what is no integer.
-        now = self.current_version() if callable(self.current_version) else self.current_version
-        staleness = staleness_of(versions, now)
+        # Not TorchRL's way of asking, which would round what is no integer.
+        staleness = staleness_of(versions, self.current_version)
         staleness = staleness.masked_fill(missing, 0).amax(-1)  # of the steps of a row
         stale = staleness > self.max_staleness
         if not stale.any():
@@ -234,13 +206,6 @@ class StalenessFilter(PolicyAgeFilter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._lock = threading.Lock()
-
-
-# Has old rows count less in training.
-
-
-STALENESS = "staleness"
-STALENESS_WEIGHT = "staleness_weight"
 
 
 class StalenessWeight(Transform):
@@ -299,14 +264,7 @@ class StalenessWeight(Transform):
         ):
             raise UnsupportedArgumentError(f"half_life must be greater than 0, got {half_life!r}")
         if max_staleness is not None:
-            if isinstance(max_staleness, bool) or not isinstance(max_staleness, int):
-                raise UnsupportedArgumentError(
-                    f"max_staleness must be an int, got {max_staleness!r}"
-                )
-            if max_staleness < 0:
-                raise UnsupportedArgumentError(
-                    f"max_staleness must be at least 0, got {max_staleness}"
-                )
+            _check_bound(max_staleness)
         super().__init__()
         self._source = as_version_source(version)
         self.half_life, self.max_staleness = half_life, max_staleness
@@ -344,8 +302,7 @@ class StalenessWeight(Transform):
             raise UnstampedRowsError(
                 type(self).__name__, self.version_key, missing, tensordict.batch_size.numel()
             )
-        now = self._source() if callable(self._source) else self._source
-        staleness = staleness_of(versions, now)
+        staleness = staleness_of(versions, self._source)
         weight = self.weight_of(staleness)
         out = tensordict.copy()
         if self.multiply is not None:
@@ -372,9 +329,6 @@ def _multiply(tensordict: TensorDictBase, key: NestedKey, weight: torch.Tensor) 
         )
     extra = value.ndim - weight.ndim
     tensordict.set(key, value * weight.to(value.dtype).reshape(*weight.shape, *(1,) * extra))
-
-
-# The version in an environment's output: the one that sampled the row, not the one of the day.
 
 
 class VersionStamp(PolicyVersion):
@@ -420,7 +374,7 @@ class VersionStamp(PolicyVersion):
                 f"version must be something to follow, or None to count, got {source}"
             )
         self._source: Callable[[], int] | None = source
-        self._heard = 0
+        self._announced = 0
         super().__init__(version_type=int)
 
     @property
@@ -428,7 +382,7 @@ class VersionStamp(PolicyVersion):
         """The newest version."""
         if self._source is None:
             return int(super().version)
-        return max(int(self._source()), self._heard)
+        return max(int(self._source()), self._announced)
 
     @version.setter
     def version(self, value: str | int) -> None:
@@ -442,7 +396,7 @@ class VersionStamp(PolicyVersion):
         if self._source is None:
             self._current_version = value
         else:
-            self._heard = max(value, self._heard)
+            self._announced = max(value, self._announced)
 
     def _increment_version(self, init: bool = False) -> int:
         """Counts on, or notes in ``version_history`` what the source says now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tensordict import NestedKey
+    from torchrl.record.loggers import Logger
 
+    from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.rl.staleness import VersionLike
+    from torchrl_vllm_sync.service.service import AsyncVLLM
     from torchrl_vllm_sync.weights.transport import PushReport
 
 
@@ -134,33 +137,32 @@ class GenerationStatistics(Transform):
                 rows = tensordict.batch_size.numel()
                 raise UnstampedRowsError(type(self).__name__, key, rows, rows)
 
-        sampled = _count(tensordict, RESPONSE_VERSIONS, lambda row: row != NO_VERSION)
-        assert sampled is not None  # it is required
-        attended = _count(tensordict, _ATTENTION_MASK, lambda row: row.bool())
-        prompt = torch.full_like(sampled, -1) if attended is None else attended - sampled
-        cached = tensordict.get(NUM_CACHED_TOKENS)
-        decode_time = tensordict.get(DECODE_TIME).to(torch.float32)
+        rows = tensordict.reshape(-1)
+        sampled = _count(rows, RESPONSE_VERSIONS, lambda row: row != NO_VERSION)
+        prompt = torch.full_like(sampled, -1)
+        if _entry(rows, _ATTENTION_MASK) is not None:
+            prompt = _count(rows, _ATTENTION_MASK, torch.Tensor.bool) - sampled
+        cached = rows.get(NUM_CACHED_TOKENS)
+        decode_time = rows.get(DECODE_TIME).to(torch.float32)
+        truncated = [reason == "length" for reason in _texts(rows.get(FINISH_REASON))]
         nan = torch.full_like(decode_time, math.nan)
         figures = {
             "prompt_length": prompt,
             "response_length": sampled,
-            "truncated": torch.tensor(
-                [reason == "length" for reason in _texts(tensordict.get(FINISH_REASON))],
-                dtype=torch.bool,
-                device=sampled.device,
-            ).view(shape),
+            "truncated": torch.tensor(truncated, dtype=torch.bool, device=sampled.device),
             "cached_fraction": torch.where(
                 (cached != UNKNOWN_COUNT) & (prompt > 0), cached / prompt, nan
             ),
-            "queue_time": tensordict.get(QUEUE_TIME),
+            "queue_time": rows.get(QUEUE_TIME),
             "decode_time": decode_time,
             "tokens_per_second": torch.where(
                 (sampled > 1) & (decode_time > 0), (sampled - 1) / decode_time, nan
             ),
-            "staleness_span": tensordict.get(MAX_POLICY_VERSION) - tensordict.get(POLICY_VERSION),
+            "staleness_span": rows.get(MAX_POLICY_VERSION) - rows.get(POLICY_VERSION),
         }
         return TensorDict(
-            {name: figures[name].to(dtype) for name, dtype in _DTYPES.items()}, batch_size=shape
+            {name: figures[name].to(dtype).view(shape) for name, dtype in _DTYPES.items()},
+            batch_size=shape,
         )
 
     def _add(self, figures: TensorDict) -> None:
@@ -251,30 +253,18 @@ def _entry(tensordict: TensorDictBase, key: NestedKey) -> Any:
     return tensordict.get(key, None, as_list=True)  # pyright: ignore[reportCallIssue]
 
 
-def _count(tensordict: TensorDictBase, key: NestedKey, chosen: Any) -> torch.Tensor | None:
-    """Returns how many items of each row's entry are ``chosen``: int64, of the batch's shape.
-
-    ``None`` if there is no such entry. Rows may be ragged, then lists of lists, or padded.
-    """
-    entry = _entry(tensordict, key)
-    if entry is None:
-        return None
-    return _counts(entry, chosen, tensordict.batch_dims).reshape(tensordict.batch_size)
-
-
-def _counts(entry: Any, chosen: Any, dims: int) -> torch.Tensor:
+def _count(rows: TensorDictBase, key: NestedKey, chosen: Callable[..., Any]) -> torch.Tensor:
+    """Returns how many items of each row's entry, ragged or padded, are ``chosen``."""
+    entry = _entry(rows, key)
     if isinstance(entry, torch.Tensor):
-        return chosen(entry).flatten(dims).sum(-1) if entry.ndim > dims else chosen(entry)
-    return torch.stack([_counts(one, chosen, dims - 1) for one in entry])
+        return chosen(entry).flatten(1).sum(-1)
+    return torch.stack([chosen(row).sum() for row in entry])
 
 
 def _texts(entry: Any) -> list[str]:
-    if isinstance(entry, str):
-        return [entry]
-    if entry is None or isinstance(entry, int | float):
+    if entry is None or isinstance(entry, torch.Tensor):
         raise UnsupportedArgumentError(f"{FINISH_REASON!r} must hold text, got {entry!r}")
-    found = entry if isinstance(entry, list) else entry.tolist()
-    return [found] if isinstance(found, str) else [text for one in found for text in _texts(one)]
+    return entry if isinstance(entry, list) else entry.tolist()
 
 
 # Pushes and rollouts in TorchRL's loggers: CSV, TensorBoard, W&B and whatever else it has.
@@ -285,24 +275,8 @@ REWARD = ("next", "reward")
 _SUMMED = ("num_kept", "num_restarted")
 
 
-class LogsMetrics(Protocol):
-    """What is needed of a logger; every ``torchrl.record.loggers.Logger`` has it."""
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> Any:
-        """Logs numbers by name."""
-        ...
-
-
-class AnnouncesPushes(Protocol):
-    """What is needed of a service: an ``AsyncVLLM`` or a ``LocalLLM``."""
-
-    def register_version_hook(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
-        """Has ``hook`` called with the report of each push; returns what ends that."""
-        ...
-
-
 def log_pushes(
-    service: AnnouncesPushes, logger: LogsMetrics, *, prefix: str = "push"
+    service: AsyncVLLM | LocalLLM, logger: Logger, *, prefix: str = "push"
 ) -> Callable[[], None]:
     """Logs each push that commits a new version, at the step of that version's number.
 
@@ -365,7 +339,7 @@ def push_scalars(report: PushReport) -> dict[str, float]:
 
 
 def log_rollouts(
-    logger: LogsMetrics,
+    logger: Logger,
     batch: TensorDictBase,
     step: int | None = None,
     *,
@@ -424,7 +398,7 @@ def log_rollouts(
 
 def _generated(batch: TensorDictBase) -> dict[str, float]:
     """Means of the figures of generation that are known; nothing if the rows are not stamped."""
-    if batch.get(RESPONSE_VERSIONS, None, as_list=True) is None:  # pyright: ignore[reportCallIssue]
+    if _entry(batch, RESPONSE_VERSIONS) is None:
         return {}
     statistics = GenerationStatistics()
     statistics(batch.exclude(STATISTICS))
@@ -440,23 +414,15 @@ def _ages(batch: TensorDictBase, version: VersionLike | None) -> dict[str, float
     stamped = versions[versions >= 0]
     if not stamped.numel():
         return {}
-    ages = staleness_of(stamped, source if isinstance(source, int) else source())
+    ages = staleness_of(stamped, source)
     return {"staleness": float(ages.double().mean()), "staleness_max": float(ages.max())}
 
 
 def _earned(batch: TensorDictBase, key: NestedKey) -> dict[str, float]:
     """The mean reward over all rows, whose rewards may be ragged."""
-    rewards = batch.get(key, None, as_list=True)  # pyright: ignore[reportCallIssue]
+    rewards = _entry(batch.reshape(-1), key)
     if rewards is None:
         return {}
-    values = list(_leaves(rewards))
-    count = sum(one.numel() for one in values)
-    return {"reward": sum(float(one.double().sum()) for one in values) / count} if count else {}
-
-
-def _leaves(entry: Any) -> Any:
-    if isinstance(entry, list):
-        for one in entry:
-            yield from _leaves(one)
-    else:
-        yield entry
+    parts = [rewards] if isinstance(rewards, torch.Tensor) else rewards
+    values = torch.cat([one.flatten() for one in parts])
+    return {"reward": float(values.double().mean())} if values.numel() else {}

@@ -132,7 +132,8 @@ class WeightUpdater:
                     "WeightUpdater(service, ...)"
                 )
             report = self._take_part(weights)
-        else:
+            self._versions.announce(report.version)
+        else:  # whose listener tells the collectors
             report = self.service.push_weights(
                 weights,
                 version=version,
@@ -143,7 +144,6 @@ class WeightUpdater:
                 strict=self._strict,
             )
         self.last_report = report
-        self._versions.announce(report.version)
         for hook in list(self._post_hooks):
             hook()
         return report
@@ -196,8 +196,8 @@ class WeightUpdater:
             raise UnsupportedArgumentError("there is no service to open a transport to")
         self.service.use_transport(self._transport)
         self.service.init_weight_update_group(**meeting_point)
-        self._versions.announce(self.service.weight_version)
         self._versions.follow(self.service)
+        self._versions.announce(self.service.weight_version)
 
     def disconnect(self) -> None:
         """Closes the transport, and forgets the service and the collectors; idempotent.
@@ -219,11 +219,7 @@ class WeightUpdater:
         Raises:
             UnsupportedArgumentError: It is none of TorchRL's collectors.
         """
-        if self.service is None:
-            self._versions.register(collector, None)
-            return
-        self._versions.register(collector, self.service.weight_version)
-        self._versions.follow(self.service)
+        self._versions.register(collector, self.service)
 
     @property
     def collector(self) -> Any | None:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence, Sized
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.checks import check_integer, check_number
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
@@ -25,7 +25,6 @@ from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import TracebackType
     from typing import Self
 
     import numpy as np
@@ -34,56 +33,17 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.placer import RequestKey
 
 
-# The ledger of a list of actors that no service feeds.
-
-
-class BareActors:
-    """Actors with TorchRL's methods, counted as serving until they prove dead.
-
-    Their ids are ``"0"``, ``"1"``, ...; a pickled copy has an empty ledger, and asks nobody before
-    :meth:`start`.
-
-    Attributes:
-        tracker: The ledger.
-    """
-
-    def __init__(self, actors: Sequence[Any], *, interval_s: float) -> None:
-        self._actors = list(actors)
-        ids = [str(index) for index in range(len(actors))]
-        self.tracker = LoadTracker(ids, state=ReplicaState.SERVING)
-        self._monitor = LoadMonitor(
-            self.tracker, self._replicas, interval_s=interval_s, read=BareActorReader()
-        )
-
-    def start(self) -> None:
-        """Begins to ask the actors; does nothing while that goes on."""
-        self._monitor.start()
-
-    def stop(self) -> None:
-        """Stops asking them."""
-        self._monitor.stop()
-
-    def _replicas(self) -> list[Replica]:
-        return [Replica(str(index), actor) for index, actor in enumerate(self._actors)]
-
-
-# One request's place on a replica.
-
-
 class Reservation:
     """One request that counts as in flight on a replica until ``release``.
 
     Made by ``LoadBalancer.reserve``, which has counted it already. Leaving ``with`` or
-    ``async with`` releases it, whichever way it is left.
-
-    Attributes:
-        replica_id: Stable id of the replica.
-        index: Its position in the balancer's ``actors`` when the request was reserved.
+    ``async with`` releases it, whichever way it is left. ``index`` is the position that the replica
+    had in the balancer's ``actors`` when the request was reserved.
     """
 
     __slots__ = (
-        "_num_samples", "_placer", "_released", "_request", "_tokens", "_tracker", "_version",
-        "index", "replica_id",
+        "_placer", "_released", "_request", "_tokens", "_tracker", "_version", "index",
+        "replica_id",
     )  # fmt: skip
 
     def __init__(
@@ -96,19 +56,22 @@ class Reservation:
         tokens: int,
     ) -> None:
         self._tracker, self._placer, self._request = tracker, placer, request
-        self._tokens, self._num_samples = tokens, request.num_samples
-        self._version, self._released = snapshot.cache_version, False
+        self._tokens, self._version, self._released = tokens, snapshot.cache_version, False
         self.replica_id, self.index = snapshot.replica_id, index
 
     def release(
         self, answers: Sequence[Sequence[int] | np.ndarray] = (), version: int | None = None
     ) -> None:
-        """Gives the place back; does nothing the second time."""
+        """Gives the place back; does nothing the second time.
+
+        Requests that go on from the answers are then placed where they are cached, under the
+        version that began them.
+        """
         with self._tracker.lock:
             if self._released:
                 return
             self._released = True
-            self._tracker.release(self.replica_id, self._num_samples, self._tokens)
+            self._tracker.release(self.replica_id, self._request.num_samples, self._tokens)
             if answers:
                 begun = self._version if version is None else version
                 self._placer.finish(self._request, self.replica_id, begun, answers)
@@ -116,50 +79,18 @@ class Reservation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.release()
 
 
 _DEFAULT_STRATEGY = ("prefix-aware", "requests")
 _MAX_REPORT_AGE_S = 5.0
-
-
-@runtime_checkable
-class BalancedService(Protocol):
-    """What a balancer needs of a service: its actors, and the ledger that the service feeds."""
-
-    @property
-    def actors(self) -> list[Any]:
-        """Actor handles, in the order of ``load.replica_ids``."""
-        ...
-
-    @property
-    def load(self) -> LoadTracker:
-        """The ledger of these replicas."""
-        ...
-
-
-class SampledAs(Protocol):
-    """What a balancer reads of vLLM's ``SamplingParams``."""
-
-    n: int
-    max_tokens: int | None
 
 
 class LoadBalancer:
@@ -218,7 +149,7 @@ class LoadBalancer:
 
     def __init__(
         self,
-        actors_or_service: Sequence[Any] | BalancedService,
+        actors_or_service: Any,
         strategy: str | Sequence[str] | None = None,
         prefix_length: int = 8,
         overload_threshold: float = 1.5,
@@ -233,7 +164,6 @@ class LoadBalancer:
         names = [strategy] if isinstance(strategy, str) else strategy
         if not isinstance(names, Collection) or not names:
             raise UnsupportedArgumentError(f"strategy must name at least one, got {strategy!r}")
-        self.strategies = list(names)
         check_integer("prefix_length", prefix_length, 1)
         check_number("overload_threshold", overload_threshold, 1)
         check_number("monitor_interval_s", monitor_interval_s, 0)
@@ -242,29 +172,41 @@ class LoadBalancer:
             raise UnsupportedArgumentError(
                 f"monitor_interval_s must be greater than 0, got {monitor_interval_s}"
             )
+        self.strategies = list(names)
         self.strategy = self.strategies[0]
         self._factories = {name: strategy_factory(name) for name in self.strategies}
         self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
         self.seed = int(seed)
         self._monitor_interval_s = monitor_interval_s
         self._max_sessions = max_sessions
-        self._service: BalancedService | None = None
+        # Either a service, with a ledger that it feeds, or actors and a ledger of their own.
+        self._service: Any = None
         self._actors: list[Any] = []
         self._tracker = tracker
-        self._bare: BareActors | None = None
+        self._asks_actors = False
         if isinstance(actors_or_service, (list, tuple)):
-            self._take_actors(list(actors_or_service))
-        elif isinstance(actors_or_service, BalancedService):
+            self._actors = list(actors_or_service)
+            if self._actors and tracker is None:
+                ids = [str(index) for index in range(len(self._actors))]
+                self._tracker = LoadTracker(ids, state=ReplicaState.SERVING)
+                self._asks_actors = True
+        elif hasattr(actors_or_service, "actors") and hasattr(actors_or_service, "load"):
             self._service = actors_or_service
-            if not self.actors:
-                raise UnsupportedArgumentError("actors_or_service must have at least 1 actor")
-            self._check_tracker(len(self.actors))
         else:
             raise UnsupportedArgumentError(
                 "actors_or_service must be a service with actors and load, or a list of actors, "
                 f"got {actors_or_service!r}"
             )
-        self._build_strategies(first_turn=0, clock=self.load.clock)
+        num_actors = len(self.actors)
+        if not num_actors:
+            raise UnsupportedArgumentError("actors_or_service must have at least 1 actor, got none")
+        if tracker is not None and len(tracker.replica_ids) != num_actors:
+            raise UnsupportedArgumentError(
+                f"tracker must have one replica for each of the {num_actors} actors, "
+                f"got {tracker.replica_ids}"
+            )
+        self._build(first_turn=0, clock=self.load.clock)
+        self._ready()
 
     @property
     def actors(self) -> list[Any]:
@@ -274,10 +216,7 @@ class LoadBalancer:
     @property
     def load(self) -> LoadTracker:
         """The ledger."""
-        if self._tracker is not None:
-            return self._tracker
-        assert self._service is not None, "a balancer without a service has its own tracker"
-        return self._service.load
+        return self._service.load if self._tracker is None else self._tracker
 
     def select_actor(
         self, prompt: object = None, request_context: Mapping[str, Any] | None = None
@@ -292,11 +231,10 @@ class LoadBalancer:
             InvalidPromptError: The prompt is empty or of a wrong type.
             NoReplicaAvailableError: No replica can take a request.
         """
-        prompt, salt = routing_prompt(prompt)
-        request = RoutingRequest(prompt, request_context, salt=salt)
-        tracker = self._ready()
-        with tracker.lock:
-            candidates, position = self._choose(tracker, request, (), 0)
+        seen, salt = routing_prompt(prompt)
+        request = RoutingRequest(seen, request_context, salt=salt)
+        with self._ready().lock:
+            candidates, position = self._choose(request, (), 0)
             return candidates.indices[position]
 
     def reserve(
@@ -335,11 +273,10 @@ class LoadBalancer:
             session_id = as_key("session_id", session_id)
         if group_id is not None:
             group_id = as_key("group_id", group_id)
-        prompt, salt = routing_prompt(prompt)
-        request = RoutingRequest(prompt, context, session_id, group_id, salt)
-        tracker = self._ready()
-        with tracker.lock:
-            return self._reserve(tracker, request, exclude, min_version)
+        seen, salt = routing_prompt(prompt)
+        request = RoutingRequest(seen, context, session_id, group_id, salt)
+        with self._ready().lock:
+            return self._reserve(request, exclude, min_version)
 
     def reserve_batch(
         self,
@@ -350,7 +287,7 @@ class LoadBalancer:
         min_version: int = 0,
         session_id: RequestKey | Sequence[RequestKey | None] | None = None,
         group_id: RequestKey | Sequence[RequestKey | None] | None = None,
-        sampling_params: Sequence[SampledAs] | None = None,
+        sampling_params: Sequence[Any] | None = None,
     ) -> list[Reservation]:
         """Reserves for every prompt of a batch in one step: for all of them, or for none.
 
@@ -395,15 +332,13 @@ class LoadBalancer:
             for request, params in zip(requests, sampling_params, strict=True):
                 request.num_samples, request.max_tokens = _sampled_as(params)
         num_coming = sum(request.num_samples for request in requests)
-        tracker = self._ready()
         reservations: list[Reservation] = []
-        with tracker.lock, ExitStack() as undo:
+        with self._ready().lock, ExitStack() as undo:
             for request in requests:
                 request.num_coming = num_coming
-                reservation = self._reserve(tracker, request, exclude, min_version)
                 num_coming -= request.num_samples
-                undo.callback(reservation.release)
-                reservations.append(reservation)
+                place = undo.enter_context(self._reserve(request, exclude, min_version))
+                reservations.append(place)
             undo.pop_all()
         return reservations
 
@@ -435,7 +370,7 @@ class LoadBalancer:
         tracker = self._ready()
         with tracker.lock:
             snapshots, now = tracker.snapshots(), tracker.clock()
-            round_robin_index = self._placer.chain.turn(snapshots)
+            round_robin_index = self._placer.turn(snapshots)
         return {
             "strategies": list(self.strategies),
             "primary_strategy": self.strategy,
@@ -451,35 +386,18 @@ class LoadBalancer:
 
     def close(self) -> None:
         """Stops asking the actors of a list; the balancer goes on with what it counts itself."""
-        bare, self._bare = self._bare, None
-        if bare is not None:
-            bare.stop()
-
-    def _take_actors(self, actors: list[Any]) -> None:
-        if not actors:
-            raise UnsupportedArgumentError("actors_or_service must have at least 1 actor, got []")
-        self._actors = actors
-        if self._tracker is None:
-            self._bare = BareActors(actors, interval_s=self._monitor_interval_s)
-            self._tracker = self._bare.tracker
-            self._bare.start()
-        else:
-            self._check_tracker(len(actors))
-
-    def _check_tracker(self, num_actors: int) -> None:
-        if self._tracker is not None and len(self._tracker.replica_ids) != num_actors:
-            raise UnsupportedArgumentError(
-                f"tracker must have one replica for each of the {num_actors} actors, "
-                f"got {self._tracker.replica_ids}"
-            )
+        self._asks_actors = False
+        if self._monitor is not None:
+            self._monitor.stop()
 
     def _ready(self) -> LoadTracker:
         """The ledger, with its monitor running: a copy's, or a forked child's, is started here."""
-        if self._bare is not None:
-            self._bare.start()
+        if self._asks_actors and self._monitor is not None:
+            self._monitor.start()
         return self.load
 
-    def _build_strategies(self, first_turn: int, clock: Callable[[], float]) -> None:
+    def _build(self, first_turn: int, clock: Callable[[], float]) -> None:
+        """Makes what a copy does not take along."""
         settings = StrategySettings(
             overload_threshold=self.overload_threshold,
             max_report_age_s=max(_MAX_REPORT_AGE_S, 3 * self._monitor_interval_s),
@@ -489,52 +407,53 @@ class LoadBalancer:
             index=PrefixIndex(index_block_tokens(self.prefix_length)),
         )
         self._placer = RequestPlacer(self._factories, settings, self._max_sessions)
+        self._monitor: LoadMonitor | None = None
+        if self._asks_actors:
+            self._monitor = LoadMonitor(
+                self.load,
+                self._bare_replicas,
+                interval_s=self._monitor_interval_s,
+                read=BareActorReader(),
+            )
+
+    def _bare_replicas(self) -> list[Replica]:
+        return [Replica(str(index), actor) for index, actor in enumerate(self._actors)]
 
     def _choose(
-        self,
-        tracker: LoadTracker,
-        request: RoutingRequest,
-        exclude: Collection[str],
-        min_version: int,
+        self, request: RoutingRequest, exclude: Collection[str], min_version: int
     ) -> tuple[Candidates, int]:
         """Candidates for a request, and which of them to use. The ledger must be locked."""
-        candidates = tracker.candidates()
+        candidates = self.load.candidates()
         self._placer.sync(candidates)
         if exclude or min_version or not candidates.snapshots:
             if isinstance(exclude, str):
                 raise UnsupportedArgumentError(f"exclude must be several ids, got {exclude!r}")
             check_version("min_version", min_version)
-            candidates = tracker.candidates_for(exclude, min_version)
+            candidates = self.load.candidates_for(exclude, min_version)
         return candidates, self._placer.choose(request, candidates)
 
     def _reserve(
-        self,
-        tracker: LoadTracker,
-        request: RoutingRequest,
-        exclude: Collection[str],
-        min_version: int,
+        self, request: RoutingRequest, exclude: Collection[str], min_version: int
     ) -> Reservation:
-        candidates, position = self._choose(tracker, request, exclude, min_version)
+        candidates, position = self._choose(request, exclude, min_version)
         snapshot, index = candidates.snapshots[position], candidates.indices[position]
         tokens = self._placer.place(request, snapshot, candidates)
         snapshot.hold(request.num_samples, tokens)
-        return Reservation(tracker, self._placer, request, snapshot, index, tokens)
+        return Reservation(self.load, self._placer, request, snapshot, index, tokens)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        del state["_placer"]
-        return state
+        return {k: v for k, v in self.__dict__.items() if k not in ("_placer", "_monitor")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A service that holds this balancer may not be whole yet: leave it alone. A copied ledger
         # has the usual clock.
         self.__dict__.update(state)
         self.seed = secrets.randbits(63)
-        self._build_strategies(first_turn=self.seed, clock=time.monotonic)
+        self._build(first_turn=self.seed, clock=time.monotonic)
 
 
-def _sampled_as(params: SampledAs) -> tuple[int, int | None]:
-    """How many samples are asked for, and their length at most: such as the ledger can count."""
+def _sampled_as(params: Any) -> tuple[int, int | None]:
+    """How many samples are asked for, and their length at most, as the ledger can count them."""
     n, max_tokens = params.n, params.max_tokens
     if not isinstance(n, int) or n < 1 or not (max_tokens is None or max_tokens >= 0):
         raise UnsupportedArgumentError(

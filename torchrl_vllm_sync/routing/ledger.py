@@ -1,26 +1,26 @@
-"""The ledger of every replica's load: what this process counted, beside what engines reported."""
+"""The ledger of every replica's traffic: what this process counted, beside the engines' reports."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import sys
 import threading
 import time
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     UnsupportedArgumentError,
     VersionNotReachedError,
 )
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.replica import EngineCounters, EngineReport, ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-
-    from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus
 
 
 # Tokens per second of an engine, from what its last few reports had counted.
@@ -32,29 +32,17 @@ WINDOW_S = 2.0
 _SHORTEST_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """An engine's counters, and when they came.
-
-    Attributes:
-        at: Time by the ledger's clock, in seconds.
-        counters: What it had done by then.
-    """
+class Counted(NamedTuple):
+    """An engine's counters, and the time by the ledger's clock when they came."""
 
     at: float
     counters: EngineCounters
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRates:
-    """How fast an engine is; each is ``None`` if it is unknown.
+class TokenRates(NamedTuple):
+    """How fast an engine is; each is ``None`` if it is unknown."""
 
-    Attributes:
-        prompt_tokens_per_s: Tokens of prompts whose prefill ended, cached ones included.
-        generated_tokens_per_s: Tokens sampled.
-    """
-
-    prompt_tokens_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None  # of prompts whose prefill ended, cached ones included
     generated_tokens_per_s: float | None = None
 
 
@@ -77,7 +65,7 @@ def count(
 
 
 def token_rates(counted: Sequence[Counted]) -> TokenRates:
-    """Returns the rates between the first and the last of ``counted``."""
+    """The rates between the first and the last of ``counted``."""
     if not counted or (passed_s := counted[-1].at - counted[0].at) < _SHORTEST_S:
         return TokenRates()
     first, last = counted[0].counters, counted[-1].counters
@@ -87,11 +75,18 @@ def token_rates(counted: Sequence[Counted]) -> TokenRates:
     )
 
 
-# What is known of one replica's load.
+# What is known of one replica's traffic.
 
 
 MAX_KV_USAGE = 0.9
 """Replicas whose KV cache would be fuller than this get nothing while others would not be."""
+NOT_REPORTED = EngineReport(replica_id="", state=ReplicaState.STARTING)
+"""What is known before the first report: nothing."""
+
+
+def _reported(name: str) -> Any:
+    """An attribute that is one of the last report's."""
+    return property(attrgetter(f"report.{name}"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,54 +102,54 @@ class LoadSnapshot:
         in_flight: Samples that this process reserved and has not released; exact. A request for
             one sample is one of them.
         held_tokens: Tokens, of prompts and expected of answers, of these samples.
-        num_elsewhere: Samples of other processes, estimated when the last report came: those in the
-            engine beyond the ones that this process had in flight. None until reported.
+        report: What its engine last said of itself, whole; the attributes below are read from it.
         num_unfinished: Samples inside the engine, from every process; None until reported.
         num_running: Samples in the engine's running batch; None until reported.
         num_waiting: Samples queued in the engine; None until reported.
         kv_cache_usage: Share of KV-cache blocks in use, 0 to 1; None until reported.
         weight_version: Policy version it serves with; None before the first push or report.
+        membership_epoch: Changes of the service's membership that it had been told of.
+        counters: What the engine has done since it started; None until reported.
+        last_push: The last push that the replica was told of; None before one.
         measured_at: Time of the last report, by the ledger's clock; None before it.
+        num_elsewhere: Samples of other processes, estimated when the last report came: those in the
+            engine beyond the ones that this process had in flight. None until reported.
         held_when_measured: ``held_tokens`` at the time of the last report.
         kv_cache_tokens: Tokens for which its KV cache has room; None if unknown.
         block_size: Tokens in a block of its KV cache; None if unknown.
-        membership_epoch: Changes of the service's membership that it had been told of.
         reason: Why it is ``STALE`` or ``FAILED``; empty otherwise.
         away_since: Time, by the ledger's clock, since which it is ``FAILED`` only because its actor
             cannot be reached and may be back; None otherwise.
         counted: The engine's counters of the last few seconds' reports, oldest first.
-        last_push: The last push that the replica was told of; None before one.
     """
 
     replica_id: str
     state: ReplicaState
     in_flight: int = 0
     held_tokens: int = 0
-    num_elsewhere: int | None = None
-    num_unfinished: int | None = None
-    num_running: int | None = None
-    num_waiting: int | None = None
-    kv_cache_usage: float | None = None
-    weight_version: int | None = None
+    report: EngineReport = NOT_REPORTED
     measured_at: float | None = None
+    num_elsewhere: int | None = None
     held_when_measured: int = 0
     kv_cache_tokens: int | None = None
     block_size: int | None = None
-    membership_epoch: int = 0
     reason: str = ""
     away_since: float | None = None
     counted: tuple[Counted, ...] = ()
-    last_push: PushStatus | None = None
 
-    @property
-    def counters(self) -> EngineCounters | None:
-        """What the engine has done since it started, as of its last report; None until reported."""
-        return self.counted[-1].counters if self.counted else None
+    num_unfinished = _reported("num_unfinished")
+    num_running = _reported("num_running")
+    num_waiting = _reported("num_waiting")
+    kv_cache_usage = _reported("kv_cache_usage")
+    weight_version = _reported("weight_version")
+    membership_epoch = _reported("membership_epoch")
+    counters = _reported("counters")
+    last_push = _reported("last_push")
 
     @property
     def cache_version(self) -> int:
         """Version that its cache is of; as long as none is known, that of the first weights."""
-        return self.weight_version or 0
+        return self.report.weight_version or 0
 
     def hold(self, num_samples: int, tokens: int) -> None:
         """Counts samples, and the tokens that they hold, as in flight; only its ledger does so.
@@ -167,7 +162,7 @@ class LoadSnapshot:
         self.held_tokens += tokens
 
     def is_fresh(self, now: float, max_age_s: float) -> bool:
-        """Whether the last report is at most ``max_age_s`` older than ``now``, by the clock.
+        """Whether the last report is at most ``max_age_s`` older than ``now``; else it is unknown.
 
         Args:
             now: Time by the ledger's clock.
@@ -180,36 +175,25 @@ class LoadSnapshot:
 
         Those counted here, which is exact, and those of other processes as of the last report, as
         long as that is fresh: so the error is what other processes sent or got back since then.
-
-        Args:
-            now: Time by the ledger's clock.
-            max_age_s: Older reports count as unknown.
+        Arguments are those of :meth:`is_fresh`.
         """
         if self.num_elsewhere and self.is_fresh(now, max_age_s):
             return self.in_flight + self.num_elsewhere
         return self.in_flight
 
     def predicted_usage(self, now: float, max_age_s: float) -> float | None:
-        """Share of the KV cache that its requests use, or will; above 1 if they will have to wait.
+        """Returns the share of the KV cache that its requests use, or will; above 1 they must wait.
 
         The engine's own figure while it is fresh, and what this process has reserved since.
         Otherwise all that this process has reserved. Blocks that requests share count once in the
-        first and several times in the second. None if neither is known.
-
-        Args:
-            now: Time by the ledger's clock.
-            max_age_s: Older reports count as unknown.
-
-        Returns:
-            Share of the KV cache, 0 to 1 or more; None if unknown.
+        first and several times in the second. None if neither is known. Arguments are those of
+        :meth:`is_fresh`.
         """
-        reserved = 0.0
-        if self.kv_cache_usage is not None and self.is_fresh(now, max_age_s):
-            if self.kv_cache_tokens:
-                since = self.held_tokens - self.held_when_measured
-                reserved = max(0, since) / self.kv_cache_tokens
-            return self.kv_cache_usage + reserved
-        return self.held_tokens / self.kv_cache_tokens if self.kv_cache_tokens else None
+        room = self.kv_cache_tokens
+        if self.report.kv_cache_usage is not None and self.is_fresh(now, max_age_s):
+            since = max(0, self.held_tokens - self.held_when_measured)
+            return self.report.kv_cache_usage + (since / room if room else 0.0)
+        return self.held_tokens / room if room else None
 
     def has_room(self, tokens: int, now: float, max_age_s: float) -> bool:
         """Whether the KV cache would be at most 90 % full with so many tokens more.
@@ -222,7 +206,7 @@ class LoadSnapshot:
             max_age_s: Older reports count as unknown.
         """
         room = self.kv_cache_tokens
-        if self.kv_cache_usage is None:  # the usual case, without a report: quick
+        if self.report.kv_cache_usage is None:  # the usual case, without a report: quick
             return room is None or self.held_tokens + tokens <= MAX_KV_USAGE * room
         usage = self.predicted_usage(now, max_age_s)
         if usage is not None and room:
@@ -276,43 +260,41 @@ def describe_replicas(snapshots: Sequence[LoadSnapshot], exclude: Collection[str
     )
 
 
-_Number = TypeVar("_Number", int, float)
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Replicas among which a request can be placed.
+    """Replicas among which a request can be placed; strategies must not reorder them."""
 
-    Attributes:
-        snapshots: The ledger's own, in its order. A tuple, as strategies are handed it and must
-            not reorder it.
-        indices: Position of each among all replicas.
-        positions: Position of each among the candidates, by replica id.
-    """
+    snapshots: tuple[LoadSnapshot, ...]  # the ledger's own, in its order
+    indices: list[int]  # position of each among all replicas
+    positions: dict[str, int]  # position of each among the candidates, by replica id
 
-    snapshots: tuple[LoadSnapshot, ...]
-    indices: list[int]
-    positions: dict[str, int]
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, LoadSnapshot]]) -> Candidates:
+        """Makes candidates of replicas and their positions among all."""
+        kept = list(pairs)
+        return cls(
+            tuple(one for _, one in kept),
+            [index for index, _ in kept],
+            {one.replica_id: at for at, (_, one) in enumerate(kept)},
+        )
 
     def only(self, keep: Callable[[LoadSnapshot], bool]) -> Candidates:
         """Those for which ``keep`` is true."""
         pairs = zip(self.indices, self.snapshots, strict=True)
-        return candidates_of((index, one) for index, one in pairs if keep(one))
+        return Candidates.of(pair for pair in pairs if keep(pair[1]))
 
 
-def candidates_of(pairs: Iterable[tuple[int, LoadSnapshot]]) -> Candidates:
-    """Makes candidates of replicas and their positions among all."""
-    kept = list(pairs)
-    return Candidates(
-        tuple(one for _, one in kept),
-        [index for index, _ in kept],
-        {one.replica_id: at for at, (_, one) in enumerate(kept)},
-    )
-
-
-def _figure(reported: _Number | None) -> _Number | None:
-    """What an engine reported, unless it can be no count and no share."""
-    return reported if reported is not None and 0 <= reported <= sys.maxsize else None
+def _plausible(report: EngineReport) -> EngineReport:
+    """A report in which figures that can be no count and no share are unknown."""
+    odd: dict[str, Any] = {}
+    for name in ("num_unfinished", "num_running", "num_waiting", "kv_cache_usage"):
+        given = getattr(report, name)
+        if given is not None and not 0 <= given <= sys.maxsize:
+            odd[name] = None
+    return dataclasses.replace(report, **odd) if odd else report
 
 
 def _below(floor: int) -> str:
@@ -343,11 +325,8 @@ class LoadTracker:
         [0, 1]
         >>> tracker.release("1")
 
-    Attributes:
-        lock: Guards the ledger.
-        clock: As given.
-        newest_version: Newest policy version that a replica ever reported, one that is dead or gone
-            now too; 0 before the first.
+    ``newest_version`` is the newest that a replica ever reported, one that is dead or gone now too;
+    0 before the first.
     """
 
     def __init__(
@@ -405,7 +384,7 @@ class LoadTracker:
         ``lock`` must be held, also while they are used. The same object until one of them changes.
         """
         if self._candidates is None:
-            self._candidates = candidates_of(
+            self._candidates = Candidates.of(
                 (index, one)
                 for index, one in enumerate(self._snapshots.values())
                 if one.state.admits_requests
@@ -443,6 +422,21 @@ class LoadTracker:
             with self.lock:
                 del self._watchers[key]
                 self._num_urgent -= urgent
+
+    def wait_until(self, test: Callable[[], _Result | None], timeout_s: float) -> _Result | None:
+        """Returns the first result of ``test`` that is not None, or None when the time is over.
+
+        It is called whenever a replica changes, and at least once a second.
+        """
+        deadline, changed = time.monotonic() + timeout_s, threading.Event()
+        with self.watched(changed.set):
+            while True:
+                changed.clear()
+                result = test()
+                left_s = deadline - time.monotonic()
+                if result is not None or left_s <= 0:
+                    return result
+                changed.wait(min(left_s, 1.0))  # a shutdown tells nobody
 
     def add(self, replica_id: str, state: ReplicaState = ReplicaState.STARTING) -> None:
         """Tracks one more replica, at the end of the order."""
@@ -500,7 +494,6 @@ class LoadTracker:
             del self._snapshots[replica_id]
             self._marked_at.pop(replica_id, None)
             self._floors.pop(replica_id, None)
-            self._candidates = None
             if snapshot.in_flight:
                 self._removed[replica_id] = snapshot
             self._announce()
@@ -531,47 +524,41 @@ class LoadTracker:
         asked_at: float | None = None,
         in_flight_then: int | None = None,
     ) -> None:
-        """Takes over what an engine said of itself.
+        """Notes what an engine said of itself; what a replica says that is not tracked is dropped.
 
         The figures are always taken; one that cannot be, such as NaN or a number below 0, counts as
-        unknown. The state is not, if the report was asked for before the last
-        ``mark``; and a replica marked ``FAILED`` leaves that state only by a report of ``SERVING``
-        or ``STALE``, unless it was only out of reach: then it is back with whatever it reports. One
-        that says it serves counts as ``STALE`` below its :meth:`set_floor`.
-        A report of a replica that is not tracked (any more) is dropped.
+        unknown. The state is not, if the report was asked for before the last ``mark``; and a
+        replica marked ``FAILED`` leaves that state only by a report of ``SERVING`` or ``STALE``,
+        unless it was only out of reach: then it is back with whatever it reports. One that says it
+        serves counts as ``STALE`` below its :meth:`set_floor`.
         """
         now = self.clock()
         with self.lock:
-            known = self._snapshots.get(report.replica_id)
-            if known is None:
+            if report.replica_id not in self._snapshots:
                 return
-            before = known.state, known.weight_version
-            asked_at = now if asked_at is None else asked_at
-            outdated = asked_at < self._marked_at.get(report.replica_id, asked_at)
-            alive = report.state in (ReplicaState.SERVING, ReplicaState.STALE)
-            is_away = known.away_since is not None
-            stays_failed = known.state is ReplicaState.FAILED and not alive and not is_away
-            if not outdated and not stays_failed:
-                known.state, known.reason = self._fenced(report)
-                known.away_since = None
-            known.num_unfinished = _figure(report.num_unfinished)
-            known.num_running = _figure(report.num_running)
-            known.num_waiting = _figure(report.num_waiting)
-            known.kv_cache_usage = _figure(report.kv_cache_usage)
-            known.weight_version = report.weight_version
-            self.newest_version = max(self.newest_version, report.weight_version or 0)
-            known.membership_epoch = report.membership_epoch
-            known.measured_at = now
-            known.counted = count(known.counted, report.counters, now)
-            known.last_push = report.last_push
-            known.held_when_measured = known.held_tokens
-            inside = known.num_unfinished
-            if inside is None and known.num_running is not None and known.num_waiting is not None:
-                inside = known.num_running + known.num_waiting
-            if inside is not None:
-                inside = max(0, inside - max(known.in_flight, in_flight_then or 0))
-            known.num_elsewhere = inside
-            self._changed(known, before)
+            with self._changing(report.replica_id) as known:
+                asked_at = now if asked_at is None else asked_at
+                outdated = asked_at < self._marked_at.get(report.replica_id, asked_at)
+                alive = report.state in (ReplicaState.SERVING, ReplicaState.STALE)
+                is_away = known.away_since is not None
+                stays_failed = known.state is ReplicaState.FAILED and not alive and not is_away
+                if not outdated and not stays_failed:
+                    known.state, known.reason = self._fenced(report)
+                    known.away_since = None
+                known.report = report = _plausible(report)
+                known.measured_at, known.held_when_measured = now, known.held_tokens
+                known.counted = count(known.counted, report.counters, now)
+                self.newest_version = max(self.newest_version, report.weight_version or 0)
+                inside = report.num_unfinished
+                if (
+                    inside is None
+                    and report.num_running is not None
+                    and report.num_waiting is not None
+                ):
+                    inside = report.num_running + report.num_waiting
+                if inside is not None:
+                    inside = max(0, inside - max(known.in_flight, in_flight_then or 0))
+                known.num_elsewhere = inside
 
     def mark(
         self, replica_id: str, state: ReplicaState, reason: str = "", *, may_return: bool = False
@@ -581,18 +568,15 @@ class LoadTracker:
         One that was ``CLOSED`` before its actor died has not failed, and stays so. Nor has one that
         failed otherwise become one that may return.
         """
-        with self.lock:
-            known = self._tracked(replica_id)
+        with self._changing(replica_id) as known:
             if known.state is ReplicaState.CLOSED and state is ReplicaState.FAILED:
                 return
-            before = known.state, known.weight_version
             if not may_return:
                 known.away_since = None
             elif known.state is not ReplicaState.FAILED:
                 known.away_since = self.clock()
             known.state, known.reason = state, reason
             self._marked_at[replica_id] = self.clock()
-            self._changed(known, before)
 
     def set_floor(self, replica_id: str, version: int) -> None:
         """Keeps requests from a replica until it reports ``version`` or a later one.
@@ -600,13 +584,10 @@ class LoadTracker:
         Whatever it says of itself meanwhile: one that was silent when others went on does not know
         yet that it is behind.
         """
-        with self.lock:
-            known = self._tracked(replica_id)
+        with self._changing(replica_id) as known:
             floor = self._floors[replica_id] = max(version, self._floors.get(replica_id, 0))
-            before = known.state, known.weight_version
             if known.state.admits_requests:
                 known.state, known.reason = ReplicaState.STALE, _below(floor)
-            self._changed(known, before)
 
     def _fenced(self, report: EngineReport) -> tuple[ReplicaState, str]:
         """Returns the state that counts, and why; a floor that was reached is forgotten."""
@@ -617,9 +598,15 @@ class LoadTracker:
             return ReplicaState.STALE, _below(floor)
         return report.state, report.reason
 
-    def _changed(self, known: LoadSnapshot, before: tuple[ReplicaState, int | None]) -> None:
-        if (known.state, known.weight_version) != before:
-            self._announce()
+    @contextlib.contextmanager
+    def _changing(self, replica_id: str) -> Iterator[LoadSnapshot]:
+        """A record to change with the ledger locked; a new state or version is announced."""
+        with self.lock:
+            known = self._tracked(replica_id)
+            before = known.state, known.weight_version
+            yield known
+            if (known.state, known.weight_version) != before:
+                self._announce()
 
     def _announce(self) -> None:
         self._candidates = None
@@ -639,20 +626,12 @@ class LoadTracker:
         return self._tracked(replica_id) if removed is None else removed
 
     def __getstate__(self) -> dict[str, Any]:
+        kept = ("replica_id", "state", "reason", "block_size", "kv_cache_tokens")
         with self.lock:
-            facts = [
-                (s.replica_id, s.state, s.reason, s.block_size, s.kv_cache_tokens)
-                for s in self._snapshots.values()
-            ]
-        return {"replicas": facts}
+            known = self._snapshots.values()
+            return {"replicas": [{name: getattr(one, name) for name in kept} for one in known]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__([])
-        for replica_id, replica_state, reason, block_size, kv_cache_tokens in state["replicas"]:
-            self._snapshots[replica_id] = LoadSnapshot(
-                replica_id=replica_id,
-                state=replica_state,
-                reason=reason,
-                block_size=block_size,
-                kv_cache_tokens=kv_cache_tokens,
-            )
+        for one in state["replicas"]:
+            self._snapshots[one["replica_id"]] = LoadSnapshot(**one)

@@ -11,7 +11,7 @@ import weakref
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from inspect import ismethod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState, Silence
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 logger = logging.getLogger(__name__)
-
-# This process's connection to Ray, as background threads may use it.
-
 
 # Starting a cluster holds the lock for some seconds.
 LOCK_TIMEOUT_S = 5.0
@@ -56,27 +53,15 @@ _JOIN_TIMEOUT_S = 5.0
 _WATCHED_INTERVAL_S = 0.1
 
 
-class LoadReader(Protocol):
-    """How to learn the load of one kind of actor."""
+class ReportReader:
+    """Asks this library's engine actors: ``report() -> EngineReport``."""
 
     def ask(self, replica: Replica) -> list[Any]:
         """Starts the actor calls that the load is read from; returns their object refs."""
-        ...
-
-    def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:
-        """Makes a report of the answers, one for each ref; a failed call's answer is its error."""
-        ...
-
-
-class ReportReader:
-    """Reads this library's engine actors: ``report() -> EngineReport``."""
-
-    def ask(self, replica: Replica) -> list[Any]:
-        """Asks for the report."""
         return [replica.actor.report.remote()]
 
     def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:
-        """The report itself."""
+        """Makes a report of the answers, one for each ref; a failed call's answer is its error."""
         del replica_id
         (report,) = answers
         if isinstance(report, Exception):
@@ -86,8 +71,8 @@ class ReportReader:
         return report
 
 
-class BareActorReader:
-    """Reads actors with TorchRL's methods, which know no state: whoever answers is serving.
+class BareActorReader(ReportReader):
+    """Asks actors with TorchRL's methods, which know no state: whoever answers is serving.
 
     ``get_num_unfinished_requests() -> int`` and ``get_cache_usage() -> float`` are taken at their
     word; a figure whose call fails stays unknown.
@@ -122,12 +107,12 @@ class _Ask:
 
 
 class LoadMonitor:
-    """Asks every replica for its load once an interval and tells a tracker.
+    """Asks every replica for its load once an interval, for a ledger to note.
 
-    While somebody watches the tracker the interval is at most 0.1 s.
+    While somebody watches the ledger the interval is at most 0.1 s.
 
     One daemon thread a process. Calls are asynchronous, so an actor that hangs delays nobody's
-    news; it is asked again only when it has answered, is logged once when it has been silent for
+    report; it is asked again only when it has answered, is logged once when it has been silent for
     ``timeout_s``, and meanwhile its figures just age. The thread ends by itself when Ray is shut
     down, or when the object whose bound method ``replicas`` is has gone; it keeps neither alive.
 
@@ -143,7 +128,7 @@ class LoadMonitor:
     Silence counts only as long as the thread itself is awake, so that a process which was stopped
     does not take everybody for dead.
 
-    A pickled copy is not started. In a forked child the thread is gone; ``start`` starts another.
+    In a forked child the thread is gone; ``start`` starts another.
 
     Example:
         >>> monitor = LoadMonitor(tracker, lambda: replicas)
@@ -159,7 +144,7 @@ class LoadMonitor:
         interval_s: float = 1.0,
         timeout_s: float = 5.0,
         unresponsive_after_s: float | None = None,
-        read: LoadReader | None = None,
+        read: ReportReader | None = None,
     ) -> None:
         for name, value in (
             ("interval_s", interval_s),
@@ -172,12 +157,12 @@ class LoadMonitor:
         self._replicas = weakref.WeakMethod(replicas) if ismethod(replicas) else lambda: replicas
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._unresponsive_after_s = unresponsive_after_s
-        self._reader: LoadReader = ReportReader() if read is None else read
+        self._reader = ReportReader() if read is None else read
         self._lock = threading.Lock()
         self._started_in: int | None = None
         self._thread: threading.Thread | None = None
         self._stop: Future[None] = Future()
-        self._complained: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def is_running(self) -> bool:
@@ -267,11 +252,12 @@ class LoadMonitor:
         for replica_id, replica in current.items():
             if replica_id in asks:
                 continue
-            asked_at, in_flight = time.monotonic(), self._in_flight(replica_id)
+            known = self._tracker.snapshot(replica_id)
+            asked_at, in_flight = time.monotonic(), 0 if known is None else known.in_flight
             try:
                 futures = [ref.future() for ref in self._reader.ask(replica)]
             except AttributeError as error:  # the actor lacks a method
-                self._complain(replica_id, f"cannot be asked for its load: {error}")
+                self._warn_once(replica_id, f"cannot be asked for its load: {error}")
                 continue
             asks[replica_id] = _Ask(replica, futures, asked_at, in_flight)
 
@@ -282,11 +268,11 @@ class LoadMonitor:
             ask.silence.reset()
             return
         if silent_s > self._timeout_s:
-            self._complain(replica_id, f"no answer for {silent_s:.1f} s; its figures age")
+            self._warn_once(replica_id, f"no answer for {silent_s:.1f} s; its figures age")
         limit_s = self._unresponsive_after_s
         if limit_s is not None and silent_s > limit_s and not ask.given_up:
             ask.given_up = True
-            self._bury(replica_id, f"its actor has not answered for {silent_s:.1f} s")
+            self._mark_failed(replica_id, f"its actor has not answered for {silent_s:.1f} s")
 
     def _take_answers(self, asks: dict[str, _Ask]) -> None:
         from ray.exceptions import RayError
@@ -301,54 +287,35 @@ class LoadMonitor:
             errors = [answer for answer in answers if isinstance(answer, RayError)]
             lost = next(filter(None, [loss(replica_id, error) for error in errors]), None)
             if lost is not None:
-                self._bury(replica_id, lost.reason, may_return=lost.may_return)
+                self._mark_failed(replica_id, lost.reason, may_return=lost.may_return)
                 continue
             try:
                 report = self._reader.read(replica_id, answers)
             except (RayError, TypeError) as error:  # the call failed inside a live actor
-                self._complain(replica_id, f"its report failed: {error}")
+                self._warn_once(replica_id, f"its report failed: {error}")
                 continue
-            self._complained.discard(replica_id)
+            self._warned.discard(replica_id)
             self._tracker.observe(report, asked_at=ask.asked_at, in_flight_then=ask.in_flight)
 
-    def _in_flight(self, replica_id: str) -> int:
-        with self._tracker.lock:
-            known = replica_id in self._tracker.replica_ids
-            return self._tracker.in_flight(replica_id) if known else 0
-
     def _state(self, replica_id: str) -> ReplicaState | None:
-        """The replica's state in the ledger; ``None`` if it is not tracked."""
-        found = (one.state for one in self._tracker.snapshots() if one.replica_id == replica_id)
-        return next(found, None)
+        known = self._tracker.snapshot(replica_id)
+        return None if known is None else known.state
 
-    def _bury(self, replica_id: str, reason: str, *, may_return: bool = False) -> None:
+    def _mark_failed(self, replica_id: str, reason: str, *, may_return: bool = False) -> None:
         """Marks a replica that is dead or silent; one that was closed before stays so."""
         if self._state(replica_id) is ReplicaState.CLOSED:
             return
-        self._complain(replica_id, reason)
+        self._warn_once(replica_id, reason)
         with self._tracker.lock:
             if replica_id in self._tracker.replica_ids:
                 failed = ReplicaState.FAILED
                 self._tracker.mark(replica_id, failed, reason, may_return=may_return)
 
-    def _complain(self, replica_id: str, what: str) -> None:
+    def _warn_once(self, replica_id: str, what: str) -> None:
         """Logs what is wrong with a replica, once until it answers again."""
-        if replica_id not in self._complained:
-            self._complained.add(replica_id)
+        if replica_id not in self._warned:
+            self._warned.add(replica_id)
             logger.warning("replica %s: %s", replica_id, what)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "tracker": self._tracker,
-            "replicas": self._replicas(),
-            "interval_s": self._interval_s,
-            "timeout_s": self._timeout_s,
-            "unresponsive_after_s": self._unresponsive_after_s,
-            "read": self._reader,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state.pop("tracker"), state.pop("replicas"), **state)
 
 
 def _connection() -> tuple[str, str]:

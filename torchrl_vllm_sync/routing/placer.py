@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
 from torchrl_vllm_sync.checks import check_integer, shown
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.routing.prefix_index import index_block_tokens
-from torchrl_vllm_sync.routing.strategies import StrategyChain, loads_of, not_overloaded
+from torchrl_vllm_sync.routing.strategies import (
+    LeastRequests,
+    RoundRobin,
+    loads_of,
+    not_overloaded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,8 +34,6 @@ if TYPE_CHECKING:
 
 RequestKey: TypeAlias = str | int
 """Names a session or a group; ``1`` and ``"1"`` are different keys."""
-
-_CAPACITY = 65536
 
 
 def key_per_prompt(
@@ -69,66 +71,37 @@ def as_key(name: str, key: object) -> RequestKey:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Where a session or a group is.
+class CachedAt(NamedTuple):
+    """Where a session or a group was served last, and with which weights.
 
-    Attributes:
-        replica_id: The replica that served it last.
-        version: Weight version that it was served with; its cache is worth nothing under another.
+    The replica's cache is worth nothing under others.
     """
 
     replica_id: str
     version: int = 0
 
 
-class SessionLedger:
-    """Remembers where sessions and groups went last.
+class KeyLedger(OrderedDict[RequestKey, CachedAt]):
+    """Where keys were served last; beyond its capacity the least recently noted are forgotten.
 
-    A ledger is not locked: a balancer calls it while it holds the lock of its load tracker.
-
-    Example:
-        >>> ledger = SessionLedger()
-        >>> ledger.put_session("chat 7", Home("0"))
-        >>> ledger.session("chat 7").replica_id
-        '0'
+    Not locked: a balancer uses it while it holds the lock of its load ledger.
     """
 
-    def __init__(self, capacity: int = _CAPACITY) -> None:
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
         check_integer("max_sessions", capacity, 1)
         self._capacity = capacity
-        self._sessions: OrderedDict[RequestKey, Home] = OrderedDict()
-        self._groups: OrderedDict[RequestKey, Home] = OrderedDict()
 
-    def __len__(self) -> int:
-        """Sessions remembered."""
-        return len(self._sessions)
+    def note(self, key: RequestKey, where: CachedAt) -> None:
+        """Notes where a key is from now on; it counts as used."""
+        self[key] = where
+        self.move_to_end(key)
+        if len(self) > self._capacity:
+            self.popitem(last=False)
 
-    def session(self, session_id: RequestKey) -> Home | None:
-        """Where a session is; None if it is new."""
-        return self._sessions.get(session_id)
-
-    def group(self, group_id: RequestKey) -> Home | None:
-        """Where a group is; None if it is new."""
-        return self._groups.get(group_id)
-
-    def put_session(self, session_id: RequestKey, home: Home) -> None:
-        """Notes where a session is from now on; it counts as used."""
-        self._put(self._sessions, session_id, home)
-
-    def put_group(self, group_id: RequestKey, home: Home) -> None:
-        """Notes where a group is from now on; it counts as used."""
-        self._put(self._groups, group_id, home)
-
-    def release(self, session_ids: Iterable[RequestKey]) -> int:
-        """Forgets sessions that are over; returns how many of them were remembered."""
-        return sum(self._sessions.pop(one, None) is not None for one in session_ids)
-
-    def _put(self, homes: OrderedDict[RequestKey, Home], key: RequestKey, home: Home) -> None:
-        homes[key] = home
-        homes.move_to_end(key)
-        if len(homes) > self._capacity:
-            homes.popitem(last=False)
+    def release(self, keys: Iterable[RequestKey]) -> int:
+        """Forgets keys that are over; returns how many of them were known."""
+        return sum(self.pop(one, None) is not None for one in keys)
 
 
 # A group stays together on a replica that holds fewer samples than this, however idle the others
@@ -152,10 +125,6 @@ class RequestPlacer:
 
     Not safe for threads; a balancer uses it with its ledger locked.
 
-    Attributes:
-        chain: The strategies.
-        sessions: The ledger of sessions and groups.
-        mean_output: Mean tokens of an answer, the latest weighing most; None before the first.
     """
 
     def __init__(
@@ -165,8 +134,10 @@ class RequestPlacer:
         max_sessions: int,
     ) -> None:
         self._settings, self._index = settings, settings.index
-        self.chain = StrategyChain(factories, settings)
-        self.sessions = SessionLedger(max_sessions)
+        self._strategies = {name: factory(settings) for name, factory in factories.items()}
+        self._last_resort = LeastRequests(settings)
+        self.sessions, self.groups = KeyLedger(max_sessions), KeyLedger(max_sessions)
+        # Mean tokens of an answer, the latest weighing most.
         self.mean_output: float | None = None
         self._replicas: Candidates | None = None
 
@@ -187,40 +158,63 @@ class RequestPlacer:
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> int:
         """Position among ``candidates`` of the replica to use; at least one is there."""
-        home = None
+        session = None
         if request.session_id is not None:
-            home = self.sessions.session(request.session_id)
-            if home is not None:
-                position = _where(candidates, home)
+            session = self.sessions.get(request.session_id)
+            if session is not None:
+                position = _position(candidates, session)
                 if position is not None:
                     return self._with_session(request, candidates, position)
-        if request.group_id is not None and home is None:
+        if request.group_id is not None and session is None:
             position = self._with_group(request, candidates)
             if position is not None:
                 return position
-        return self.chain.choose(request, candidates.snapshots)
+        return self._by_strategies(request, candidates.snapshots)
+
+    def _by_strategies(self, request: RoutingRequest, choices: Sequence[LoadSnapshot]) -> int:
+        """Asks the strategies in order; where none can tell, the fewest requests decide."""
+        for name, strategy in self._strategies.items():
+            position = strategy.choose(request, choices)
+            if position is None:
+                continue
+            is_integer = isinstance(position, (int, np.integer)) and not isinstance(position, bool)
+            if not is_integer or not 0 <= position < len(choices):
+                raise IndexError(
+                    f"strategy {name!r} must choose one of {len(choices)} positions, "
+                    f"got {position!r}"
+                )
+            return int(position)
+        return self._last_resort.choose(request, choices)
+
+    def turn(self, snapshots: Sequence[LoadSnapshot]) -> int:
+        """Position among all replicas whose turn is next; 0 if none, or without ``round-robin``."""
+        admitting = [at for at, one in enumerate(snapshots) if one.state.admits_requests]
+        for strategy in self._strategies.values():
+            if isinstance(strategy, RoundRobin) and admitting:
+                return admitting[strategy.peek([snapshots[at] for at in admitting])]
+        return 0
 
     def place(self, request: RoutingRequest, snapshot: LoadSnapshot, candidates: Candidates) -> int:
-        """Takes note that a request goes to a replica."""
+        """Notes that a request goes to a replica; returns the tokens that it will hold there."""
         num_tokens, replica_id = request.num_tokens, snapshot.replica_id
+        version = snapshot.cache_version
         if request.session_id is not None:
-            home = self.sessions.session(request.session_id)
-            version = snapshot.cache_version
-            if home is None or home.replica_id != replica_id or home.version < version:
-                home = Home(replica_id, version)
-            self.sessions.put_session(request.session_id, home)
+            session = self.sessions.get(request.session_id)
+            if session is None or session.replica_id != replica_id or session.version < version:
+                session = CachedAt(replica_id, version)
+            self.sessions.note(request.session_id, session)
         if request.group_id is not None:
-            home = self.sessions.group(request.group_id)
+            group = self.groups.get(request.group_id)
             # Not if it went past its group, which is overloaded, or stayed with its session.
-            if home is None or _where(candidates, home) is None:
-                home = Home(replica_id, snapshot.cache_version)
-            self.sessions.put_group(request.group_id, home)
+            if group is None or _position(candidates, group) is None:
+                group = CachedAt(replica_id, version)
+            self.groups.note(request.group_id, group)
         chain = request.known_chain
         if chain is not None:
             # What is cached is in use already, as a rule: by requests that begin alike.
-            cached = self._index.cached_tokens(chain, replica_id, snapshot.cache_version)
+            cached = self._index.cached_tokens(chain, replica_id, version)
             num_tokens = chain.num_tokens - cached
-            self._index.insert(chain, replica_id, snapshot.cache_version)
+            self._index.insert(chain, replica_id, version)
         expected = self.mean_output
         if expected is None:
             return num_tokens
@@ -235,7 +229,7 @@ class RequestPlacer:
         version: int,
         answers: Sequence[Sequence[int] | np.ndarray],
     ) -> None:
-        """Takes note of a request's answers."""
+        """Notes a request's answers."""
         for answer in answers:
             length = len(answer)
             if self.mean_output is None:
@@ -243,9 +237,9 @@ class RequestPlacer:
             else:
                 self.mean_output += (length - self.mean_output) * _LATEST
         if request.session_id is not None:
-            home = self.sessions.session(request.session_id)
-            if home is not None and home.replica_id == replica_id and home.version < version:
-                self.sessions.put_session(request.session_id, Home(replica_id, version))
+            session = self.sessions.get(request.session_id)
+            if session and session.replica_id == replica_id and session.version < version:
+                self.sessions.note(request.session_id, CachedAt(replica_id, version))
         chain = request.known_chain
         if chain is not None and self._remembers(replica_id, chain.block_tokens):
             for answer in answers:
@@ -267,13 +261,13 @@ class RequestPlacer:
         roomy = [at for at, one in enumerate(snapshots) if one.has_room(tokens, now, max_age_s)]
         if not roomy:
             return position
-        return roomy[self.chain.choose(request, [snapshots[at] for at in roomy])]
+        return roomy[self._by_strategies(request, [snapshots[at] for at in roomy])]
 
     def _with_group(self, request: RoutingRequest, candidates: Candidates) -> int | None:
         """Position of the replica that has the request's group; None if there is none."""
         assert request.group_id is not None, "the caller has looked"
-        home = self.sessions.group(request.group_id)
-        position = None if home is None else _where(candidates, home)
+        group = self.groups.get(request.group_id)
+        position = None if group is None else _position(candidates, group)
         if position is None:
             return None
         loads = loads_of(candidates.snapshots, self._settings)
@@ -282,9 +276,9 @@ class RequestPlacer:
         return position if position in not_overloaded(loads, request, self._settings) else None
 
 
-def _where(candidates: Candidates, home: Home) -> int | None:
-    """Position of the candidate that has what ``home`` says in its cache; None if there is none."""
-    position = candidates.positions.get(home.replica_id)
-    if position is None or candidates.snapshots[position].cache_version > home.version:
+def _position(candidates: Candidates, cached: CachedAt) -> int | None:
+    """Position of the candidate that has it in its cache still; None if there is none."""
+    position = candidates.positions.get(cached.replica_id)
+    if position is None or candidates.snapshots[position].cache_version > cached.version:
         return None  # it is no candidate, or has newer weights than then
     return position

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-# Prompts as chains of block digests, by which two prompts that begin alike are recognised.
-
-
 BYTES_PER_TOKEN = 4
 """Bytes of a token id; as many bytes of text, which is not tokenised here, count as one token."""
 
@@ -30,14 +27,8 @@ class PromptChain:
     """Stable digests of a prompt's beginnings, 64 bits each, the same in every process.
 
     As in vLLM's prefix cache (``vllm/v1/core/kv_cache_utils.py``), a block's digest covers the
-    digest of the block before, so equal digests mean equal beginnings. What is left behind the last
-    whole block has a digest too, which recognises the whole prompt.
-
-    Attributes:
-        block_tokens: Tokens in a block.
-        num_tokens: Tokens of the prompt.
-        digests: One for each whole block, and one for the rest if there is any.
-        num_blocks: How many of the digests are those of whole blocks.
+    digest of the block before, so equal digests mean equal beginnings. ``digests`` has one for each
+    whole block, and one for the rest if there is any, which recognises the whole prompt.
     """
 
     __slots__ = ("_rest", "block_tokens", "digests", "num_blocks", "num_tokens")
@@ -48,7 +39,6 @@ class PromptChain:
         block_tokens: int,
         salt: str | None = None,
     ) -> None:
-        """Digests a prompt."""
         if isinstance(prompt, str):
             seed, data = _TEXT, prompt.encode("utf-8", "surrogatepass")
         else:
@@ -133,9 +123,6 @@ class PrefixIndex:
         >>> index.insert(prompt, "0", version=3)
         >>> index.cached_tokens(index.chain(range(300)), "0", version=3)
         256
-
-    Attributes:
-        block_tokens: Tokens in a block.
     """
 
     def __init__(self, block_tokens: int) -> None:

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.prefix_index import PromptChain
 
 
-# The part of a prompt that strategies look at.
-
-
 _FLAT = (list, tuple, str, np.ndarray)
 
 
@@ -58,9 +55,6 @@ def routing_prompt(prompt: object) -> tuple[str | Sequence[int] | None, str | No
     ):
         raise InvalidPromptError(f"token ids must be integers, got {type(prompt[0]).__name__}")
     return prompt, salt  # pyright: ignore[reportReturnType] - an integer array is a sequence of ids
-
-
-# What routing may know of a request.
 
 
 @dataclass(slots=True)
@@ -241,16 +235,11 @@ class PrefixAware:
 
     For each candidate the tokens of the prompt that it would have to compute, as ``PrefixIndex``
     tells, and 64 more for the request itself, are multiplied by the samples that it would hold with
-    this one; the smallest product wins. So a prompt goes where its beginning is cached, unless the
-    way that it would have to wait there is worth more; prompts that share a beginning which all
-    replicas have spread by load; and a new prompt goes to the least loaded replica. Equal products
-    are decided by rendezvous hashing of the prompt, so that every process decides alike. Cannot
-    tell without a prompt.
+    this one; the smallest product wins. Equal products are decided by rendezvous hashing of the
+    prompt, so that every process decides alike. Cannot tell without a prompt.
 
-    Whatever the prompts, no replica takes more than its bounded share while others can take work:
-    see ``not_overloaded``. Nor does one whose KV cache would be more than 90 % full by
-    ``LoadSnapshot.predicted_usage`` and the tokens left to compute, while others' that may take the
-    request would not.
+    No replica takes more than its bounded share while others can take work, see ``not_overloaded``;
+    nor one whose KV cache would be more than 90 % full while others' would not be.
 
     The product is that of SGLang's ``lmetric`` policy (sgl-project/sglang,
     ``sgl-model-gateway/src/policies/lmetric.rs``), to which the 64 tokens are added.
@@ -372,46 +361,3 @@ def strategy_factory(name: str) -> StrategyFactory:
     if not isinstance(name, str) or name not in _FACTORIES:
         raise UnknownStrategyError(f"strategy must be one of {', '.join(_FACTORIES)}, got {name!r}")
     return _FACTORIES[name]
-
-
-# Several strategies in fallback order: the first that can tell decides.
-
-
-class StrategyChain:
-    """Asks strategies in order; where none can tell, the fewest requests decide.
-
-    Not safe for threads; whoever calls holds the ledger's lock.
-    """
-
-    def __init__(
-        self, factories: Mapping[str, StrategyFactory], settings: StrategySettings
-    ) -> None:
-        self._names = list(factories)
-        self._strategies = [factory(settings) for factory in factories.values()]
-        self._last_resort = LeastRequests(settings)
-
-    def choose(self, request: RoutingRequest, choices: Sequence[LoadSnapshot]) -> int:
-        """Position among ``choices`` of the replica to use."""
-        for name, strategy in zip(self._names, self._strategies, strict=True):
-            position = strategy.choose(request, choices)
-            if position is None:
-                continue
-            if (
-                isinstance(position, bool)
-                or not isinstance(position, (int, np.integer))
-                or not 0 <= position < len(choices)
-            ):
-                raise IndexError(
-                    f"strategy {name!r} must choose one of {len(choices)} positions, "
-                    f"got {position!r}"
-                )
-            return int(position)
-        return self._last_resort.choose(request, choices)
-
-    def turn(self, snapshots: Sequence[LoadSnapshot]) -> int:
-        """Position among all replicas whose turn is next; 0 if none, or without ``round-robin``."""
-        admitting = [at for at, one in enumerate(snapshots) if one.state.admits_requests]
-        for strategy in self._strategies:
-            if isinstance(strategy, RoundRobin) and admitting:
-                return admitting[strategy.peek([snapshots[at] for at in admitting])]
-        return 0

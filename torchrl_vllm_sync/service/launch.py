@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import math
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-import ray.util
 from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from torchrl_vllm_sync.engine.args import for_replica
-from torchrl_vllm_sync.errors import (
-    LaunchError,
-    PlacementError,
-    ServiceClosedError,
-    UnsupportedArgumentError,
+from torchrl_vllm_sync.errors import LaunchError, PlacementError, UnsupportedArgumentError
+from torchrl_vllm_sync.replica import Member, Replica
+from torchrl_vllm_sync.service.members import (
+    NAMESPACE,
+    ReplicaResources,
+    ServiceSettings,
+    actor_name,
+    ensure_ray,
 )
-from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, Member, Replica
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-
-    from vllm import AsyncEngineArgs
+    from collections.abc import Collection, Mapping, Sequence
 
     from torchrl_vllm_sync.replica import EngineDescription
-    from torchrl_vllm_sync.service.replicas import Membership
 
 logger = logging.getLogger(__name__)
 
@@ -45,30 +46,10 @@ PLACE_TIMEOUT_S = 6.0
 NO_NODE = "no single node holds one replica's share"
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaResources:
-    """What one replica claims.
-
-    Attributes:
-        num_gpus: GPUs, one for each worker: tensor x pipeline x data parallel size.
-        num_cpus: CPUs; 0 claims none, which leaves them to collectors on a small machine.
-    """
-
-    num_gpus: int
-    num_cpus: float
-
-    def bundle(self) -> dict[str, float]:
-        """Returns the placement-group bundle of one replica, without zero entries."""
-        claims = {"GPU": float(self.num_gpus), "CPU": float(self.num_cpus)}
-        return {name: amount for name, amount in claims.items() if amount}
-
-
 def spread(
     resources: ReplicaResources, num_replicas: int, taken: Mapping[str, int]
 ) -> list[str | None]:
     """Chooses a node for each replica, so that as few as can be are on one."""
-    import ray
-
     bundle = resources.bundle()
     counts = {
         node["NodeID"]: taken.get(node["NodeID"], 0)
@@ -92,9 +73,6 @@ def place(
     preferred_nodes: Sequence[str | None] = (),
 ) -> list[Any]:
     """Reserves one placement group for each replica, each on a single node."""
-    import ray
-    from ray.util.placement_group import placement_group
-
     bundle = resources.bundle()
     if not bundle:
         return []
@@ -130,10 +108,9 @@ def place(
 
 def remove(groups: Sequence[Any]) -> None:
     """Gives placement groups back; those that are gone already do no harm."""
-    from ray.util.placement_group import remove_placement_group
-
     for group in groups:
-        remove_placement_group(group)
+        if group is not None:
+            remove_placement_group(group)
 
 
 def actor_options(
@@ -144,16 +121,12 @@ def actor_options(
     """Returns the Ray options that put an actor into its replica's placement group."""
     options: dict[str, Any] = {"num_gpus": resources.num_gpus, "num_cpus": resources.num_cpus}
     if group is not None:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             placement_group=group,
             placement_group_bundle_index=0,
             placement_group_capture_child_tasks=True,
         )
     elif preferred_node is not None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(preferred_node, soft=True)
     return options
 
@@ -168,8 +141,6 @@ def _missing(bundle: dict[str, float], num_replicas: int, free: Mapping[str, flo
 
 
 def _refusal(bundle: dict[str, float], num_replicas: int, why: str) -> str:
-    import ray
-
     asked = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
     free, total = ray.available_resources(), ray.cluster_resources()
     state = ", ".join(
@@ -182,115 +153,6 @@ def _refusal(bundle: dict[str, float], num_replicas: int, why: str) -> str:
     )
 
 
-# Finding a running service by its name, through the names of its replicas' actors.
-
-
-NAMESPACE = "torchrl_vllm"
-ATTACH_TIMEOUT_S = 30.0
-
-
-def actor_name(service_name: str, replica_id: str) -> str:
-    """Returns the name of one replica's actor in :data:`NAMESPACE`."""
-    return f"async-vllm-replica-{service_name}-{replica_id}"
-
-
-def living_ids(service_name: str) -> list[str]:
-    """Returns the ids of a service's replicas whose actors are alive."""
-    return sorted((one for name, one in _living() if name == service_name), key=int)
-
-
-def running_services() -> dict[str, int]:
-    """Returns the names of all services, and how many of each one's replicas have a living actor.
-
-    Of the Ray cluster that this process is connected to.
-    """
-    return dict(sorted(Counter(name for name, _ in _living()).items()))
-
-
-def _living() -> Iterator[tuple[str, str]]:
-    """Service name and id of each replica on the cluster whose actor is alive."""
-    named: Any = ray.util.list_named_actors(all_namespaces=True)  # dicts, whatever its type says
-    prefix = actor_name("", "").removesuffix("-")
-    for one in named:
-        name, dash, replica_id = one["name"].removeprefix(prefix).rpartition("-")
-        ours = one["namespace"] == NAMESPACE and one["name"].startswith(prefix)
-        if ours and dash and replica_id.isdecimal():
-            yield name, replica_id
-
-
-def named_actors(service_name: str) -> dict[str, Any]:
-    """Returns the actors of a service that are alive, by replica id."""
-    actors: dict[str, Any] = {}
-    for replica_id in living_ids(service_name):
-        try:
-            actors[replica_id] = ray.get_actor(actor_name(service_name, replica_id), NAMESPACE)
-        except ValueError:  # it ended since it was listed
-            logger.debug("replica %s of service %s is gone", replica_id, service_name)
-    return actors
-
-
-def find_service(service_name: str, *, timeout_s: float = ATTACH_TIMEOUT_S) -> dict[str, Any]:
-    """Returns the shared state of a running service, with its living replicas as its members."""
-    try:
-        ensure_ray("auto")
-    except ConnectionError as error:
-        raise ServiceClosedError(
-            f"no service named {service_name!r}: no Ray cluster was found on this machine; "
-            "set RAY_ADDRESS, or call ray.init(address=...) first"
-        ) from error
-    actors = named_actors(service_name)
-    if not actors:
-        address = ray.get_runtime_context().gcs_address
-        raise ServiceClosedError(
-            f"no service named {service_name!r} runs on the Ray cluster at {address}; RAY_ADDRESS "
-            "names another, of which this machine may have several"
-        )
-    state = _newest_card([actor.card.remote() for actor in actors.values()], timeout_s)
-    if state is None:
-        raise ServiceClosedError(
-            f"no replica of service {service_name!r} answered within {timeout_s:g} s"
-        )
-    return {**state, "_membership": _with_actors(state["_membership"], actors)}
-
-
-def _with_actors(membership: Membership, actors: Mapping[str, Any]) -> Membership:
-    """Fills actor handles in; members whose actor is gone are left out."""
-    members = [
-        dataclasses.replace(one, replica=Replica(one.replica_id, actors[one.replica_id]))
-        for one in membership.members
-        if one.replica_id in actors
-    ]
-    return membership.of(members)
-
-
-def _newest_card(refs: list[Any], timeout_s: float) -> dict[str, Any] | None:
-    """Returns the card that knows most, of those that come within a moment of the first.
-
-    Replicas that are about to join have none.
-    """
-    deadline = time.monotonic() + timeout_s
-    best: dict[str, Any] | None = None
-    while refs:
-        ready, refs = ray.wait(refs, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        try:
-            card = ray.get(ready[0])
-        except RayError as error:
-            logger.warning("a replica is dead, or cannot say who is in its service: %s", error)
-            continue
-        if card and (best is None or card["_membership"].epoch > best["_membership"].epoch):
-            best = card
-            deadline = min(deadline, time.monotonic() + 1.0)
-    return best
-
-
-def ensure_ray(default: str) -> None:
-    """Joins the cluster named by ``RAY_ADDRESS``, or else by ``default``, unless one is joined."""
-    if not ray.is_initialized():
-        ray.init(address=os.environ.get("RAY_ADDRESS", default))
-
-
 LAUNCH_TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
 CLOSE_TIMEOUT_S = 20.0
 # Other processes ask each actor once a second. One that restarts replicas must hear that they were
@@ -300,31 +162,6 @@ CLOSE_LINGER_S = 2.0
 FAILURE_GRACE_S = 2.0
 # Questions about an actor must not queue behind its requests: it would be taken for silent.
 MAX_CONCURRENT_CALLS = 65536
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchPlan:
-    """Everything needed to start replicas.
-
-    Attributes:
-        name: Name of the service, unique on the cluster.
-        engine_args: Prepared engine arguments.
-        resources: What each claims.
-        environment: Environment variables of the replicas' processes.
-        actor_class: ``EngineActor`` or a subclass of it, decorated by ``ray.remote`` or not.
-        detached: Whether replicas outlive the process that starts them.
-        timeout_s: Seconds until all must have started.
-        unresponsive_after_s: Seconds of silence after which an engine has failed.
-    """
-
-    name: str
-    engine_args: AsyncEngineArgs
-    resources: ReplicaResources
-    environment: dict[str, str]
-    actor_class: Any
-    detached: bool
-    timeout_s: float
-    unresponsive_after_s: float = UNRESPONSIVE_AFTER_S
 
 
 def launch_timeout_s() -> float:
@@ -342,7 +179,7 @@ def launch_timeout_s() -> float:
 
 
 def launch_replicas(
-    plan: LaunchPlan,
+    settings: ServiceSettings,
     replica_ids: Sequence[str],
     *,
     beside: Collection[Member] = (),
@@ -350,49 +187,45 @@ def launch_replicas(
     num_restarts: int = 0,
 ) -> list[Member]:
     """Starts replicas, spread over the nodes, and waits until all have started."""
+    timeout_s = launch_timeout_s()
     ensure_ray("local")
     taken = Counter(
         one.description.processes.node_id
         for one in beside
         if one.joined and one.description.processes is not None
     )
-    nodes = spread(plan.resources, len(replica_ids), taken)
-    groups = place(plan.resources, len(replica_ids), detached=plan.detached, preferred_nodes=nodes)
+    resources, lifetime = settings.resources, "detached" if settings.detached else None
+    nodes = spread(resources, len(replica_ids), taken)
+    groups = place(
+        resources, len(replica_ids), detached=settings.detached, preferred_nodes=nodes
+    ) or [None] * len(replica_ids)
     replicas: list[Replica] = []
     try:
-        actor_class = _as_remote(plan.actor_class)
-        for at, replica_id in enumerate(replica_ids):
+        actor_class = _as_remote(settings.actor_class)
+        for replica_id, group, node in zip(replica_ids, groups, nodes, strict=True):
             actor = actor_class.options(
-                name=actor_name(plan.name, replica_id),
+                name=actor_name(settings.name, replica_id),
                 namespace=NAMESPACE,
-                lifetime="detached" if plan.detached else None,
+                lifetime=lifetime,
                 max_concurrency=MAX_CONCURRENT_CALLS,
-                **actor_options(
-                    plan.resources, groups[at] if groups else None, preferred_node=nodes[at]
-                ),
+                **actor_options(resources, group, preferred_node=node),
             ).remote(
                 replica_id=replica_id,
-                engine_args=for_replica(plan.engine_args, int(replica_id), num_restarts),
-                environment=plan.environment,
-                service_name=plan.name,
-                unresponsive_after_s=plan.unresponsive_after_s,
+                engine_args=for_replica(settings.engine_args, int(replica_id), num_restarts),
+                environment=settings.environment,
+                unresponsive_after_s=settings.unresponsive_after_s,
             )
             replicas.append(Replica(replica_id, actor))
             if join_later:
                 actor.join_later.remote()
-        descriptions = _await_start(replicas, plan.timeout_s)
+        descriptions = _await_start(replicas, timeout_s)
         _check_block_sizes([*(one.description for one in beside), *descriptions])
     except BaseException:
         close_replicas(replicas, groups, timeout_s=0.0)
         raise
     return [
-        Member(
-            replica=replica,
-            description=description,
-            group=groups[at] if groups else None,
-            num_restarts=num_restarts,
-        )
-        for at, (replica, description) in enumerate(zip(replicas, descriptions, strict=True))
+        Member(replica=replica, description=description, group=group, num_restarts=num_restarts)
+        for replica, description, group in zip(replicas, descriptions, groups, strict=True)
     ]
 
 
@@ -432,20 +265,22 @@ def _await_start(replicas: Sequence[Replica], timeout_s: float) -> list[EngineDe
     return [started[replica.replica_id] for replica in replicas]
 
 
+def close_members(members: Sequence[Member], *, timeout_s: float, linger_s: float = 0.0) -> None:
+    """Ends replicas and frees their resources; one that does not answer is ended all the same."""
+    close_replicas(
+        [one.replica for one in members],
+        [one.group for one in members],
+        timeout_s=timeout_s,
+        linger_s=linger_s,
+    )
+
+
 def close_replicas(
     replicas: Sequence[Replica], groups: Sequence[Any], *, timeout_s: float, linger_s: float = 0.0
 ) -> None:
-    """Ends replicas and frees their resources.
-
-    A replica that is dead already, or does not answer, is ended all the same.
-    """
-    deadline = time.monotonic() + timeout_s
-    if timeout_s > 0:
-        closing = [replica.actor.close.remote() for replica in replicas]
-        if closing:
-            ray.wait(
-                closing, num_returns=len(closing), timeout=max(0.0, deadline - time.monotonic())
-            )
+    """The same for replicas that are no members yet."""
+    if timeout_s > 0 and (closing := [one.actor.close.remote() for one in replicas]):
+        ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
     time.sleep(linger_s)
     for replica in replicas:
         ray.kill(replica.actor)
@@ -453,6 +288,8 @@ def close_replicas(
 
 
 def _as_remote(actor_class: Any) -> Any:
-    if inspect.isclass(actor_class):
-        return ray.remote(actor_class)
-    return actor_class
+    if actor_class is None:
+        from torchrl_vllm_sync.engine.actor import EngineActor
+
+        actor_class = EngineActor
+    return ray.remote(actor_class) if inspect.isclass(actor_class) else actor_class

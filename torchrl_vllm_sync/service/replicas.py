@@ -1,125 +1,53 @@
-"""Which replicas a service has, as one process knows it, and calling all of them at once."""
+"""A service's replicas as one process knows them, and the one way to call them."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import ray
+import ray.util
 from ray.exceptions import RayError, RayTaskError
 
 from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.ray_errors import loss
-from torchrl_vllm_sync.replica import Member, Replica, ReplicaState
+from torchrl_vllm_sync.replica import EngineReport, Member, Replica, ReplicaState
+from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.service.members import Membership, ServiceSettings, find_service
+from torchrl_vllm_sync.weights.broadcast.group import free_port
 from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from torchrl_vllm_sync.errors import ReplicaUnavailableError
-    from torchrl_vllm_sync.routing.ledger import LoadTracker
+    from torchrl_vllm_sync.replica import PushStatus
+    from torchrl_vllm_sync.routing.ledger import LoadSnapshot
+
+logger = logging.getLogger(__name__)
 
 
-class Membership:
-    """The replicas of a service, in the order of their joining. Safe for threads.
-
-    A restarted replica keeps its id and its place in the order. A pickled copy has the same
-    members, and goes its own way from then on.
-    """
-
-    def __init__(
-        self, members: Iterable[Member] = (), *, next_id: int | None = None, epoch: int = 0
-    ) -> None:
-        self._lock = threading.Lock()
-        self._members = {one.replica_id: one for one in members}
-        self._next_id = 1 + max(map(int, self._members), default=-1) if next_id is None else next_id
-        self._epoch = epoch
+class Answers(dict[str, Any]):
+    """What each replica answered to one call, or the exception with which its call ended."""
 
     @property
-    def epoch(self) -> int:
-        """Number of changes since the service was launched; tells whose knowledge is newer."""
-        return self._epoch
+    def failures(self) -> dict[str, BaseException]:
+        """The exceptions among them."""
+        return {name: one for name, one in self.items() if isinstance(one, BaseException)}
 
-    @property
-    def members(self) -> list[Member]:
-        """All of them, in order."""
-        with self._lock:
-            return list(self._members.values())
-
-    @property
-    def replicas(self) -> list[Replica]:
-        """All replicas, in order; the actor of one that is being restarted may be dead."""
-        return [one.replica for one in self.members]
-
-    @property
-    def joined(self) -> list[Replica]:
-        """The replicas that may be called, in order."""
-        return [one.replica for one in self.members if one.joined]
-
-    def find(self, replica_id: str) -> Member | None:
-        """Returns a member, or ``None`` if there is none of this id."""
-        with self._lock:
-            return self._members.get(replica_id)
-
-    def new_id(self) -> str:
-        """Returns an id that no replica of the service ever had."""
-        with self._lock:
-            self._next_id += 1
-            return str(self._next_id - 1)
-
-    def put(self, member: Member) -> None:
-        """Adds a member, or replaces the one of its id, which keeps its place in the order."""
-        with self._lock:
-            self._members[member.replica_id] = member
-            self._next_id = max(self._next_id, 1 + int(member.replica_id))
-            self._epoch += 1
-
-    def suspend(self, replica_id: str) -> Member:
-        """Says that a member may not be called until another is put in its place."""
-        with self._lock:
-            member = self._members[replica_id]
-            self._members[replica_id] = dataclasses.replace(member, joined=False)
-            self._epoch += 1
-            return member
-
-    def remove(self, replica_id: str) -> Member:
-        """Takes a member out, and returns it."""
-        with self._lock:
-            member = self._members.pop(replica_id)
-            self._epoch += 1
-            return member
-
-    def follow(self, newer: Membership) -> None:
-        """Takes over what another process knows."""
-        members, next_id, epoch = newer.members, newer._next_id, newer._epoch
-        with self._lock:
-            self._members = {one.replica_id: one for one in members}
-            self._next_id, self._epoch = next_id, epoch
-
-    def of(self, members: Iterable[Member]) -> Membership:
-        """Returns a copy that is as new, with these members instead."""
-        return Membership(members, next_id=self._next_id, epoch=self._epoch)
-
-    def without_actors(self) -> Membership:
-        """Returns a copy without actor handles, which an actor may keep of its own service."""
-        return self.of(
-            dataclasses.replace(one, replica=Replica(one.replica_id, None)) for one in self.members
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"members": self.members, "next_id": self._next_id, "epoch": self._epoch}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
-
-
-# One call to several replicas at once, and what each of them ends with.
+    def raise_failures(self) -> Self:
+        """Raises the first exception, if there is any."""
+        for failure in self.failures.values():
+            raise failure
+        return self
 
 
 class ReplicaCalls:
-    """Calls under way."""
+    """One call to several replicas, under way."""
 
     def __init__(
         self, refs: Mapping[str, Any], on_death: Callable[[ReplicaUnavailableError], None]
@@ -128,25 +56,14 @@ class ReplicaCalls:
 
     def failures(self) -> dict[str, BaseException]:
         """Returns those that have ended with an exception by now, without waiting."""
-        if not self._refs:
-            return {}
-        ready, _ = ray.wait(list(self._refs.values()), num_returns=len(self._refs), timeout=0)
-        answers = {name: self._answer(name) for name, ref in self._refs.items() if ref in ready}
-        return {name: one for name, one in answers.items() if isinstance(one, BaseException)}
+        ready = self._ready(0.0)
+        return Answers({name: self._answer(name) for name in ready}).failures
 
-    def answers(self, deadline_s: float) -> dict[str, Any]:
+    def answers(self, deadline_s: float) -> Answers:
         """Waits for all of them."""
-        if not self._refs:
-            return {}
-        ready, _ = ray.wait(
-            list(self._refs.values()), num_returns=len(self._refs), timeout=deadline_s
-        )
-        return {
-            name: self._answer(name)
-            if ref in ready
-            else TimeoutError(f"no answer within {deadline_s:g} s")
-            for name, ref in self._refs.items()
-        }
+        ready = self._ready(deadline_s)
+        late = TimeoutError(f"no answer within {deadline_s:g} s")
+        return Answers({name: self._answer(name) if name in ready else late for name in self._refs})
 
     def first_answer(self, deadline_s: float) -> Any:
         """Waits for one of them to succeed."""
@@ -162,6 +79,11 @@ class ReplicaCalls:
                 return answer
         return None
 
+    def _ready(self, timeout_s: float) -> list[str]:
+        refs = list(self._refs.values())
+        ready = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0] if refs else []
+        return [name for name, ref in self._refs.items() if ref in ready]
+
     def _answer(self, replica_id: str) -> Any:
         try:
             return ray.get(self._refs[replica_id])
@@ -175,128 +97,137 @@ class ReplicaCalls:
             return lost
 
 
-# A service's replicas, and calling all of them at once.
-
-
 RPC_TIMEOUT_S = 60.0
 FIGURE_TIMEOUT_S = 10.0
+REPORT_TIMEOUT_S = 5.0
+DOUBTFUL_TIMEOUT_S = 0.5
+# A process that is not told of changes looks itself, at most this often, while a replica is dead.
+LOOK_INTERVAL_S = 1.0
+LOOK_TIMEOUT_S = 2.0
 
 
-class ServiceReplicas:
-    """The part of a service that knows its replicas.
+class Replicas(Sequence[Replica]):
+    """The replicas of a service in the order of their joining; none unless it is launched.
 
-    Attributes:
-        name: Name of the service.
-        load: This process's ledger of requests in flight and of the engines' reports.
+    It is the ``ReplicaClient`` through which transports reach the engines. Membership changes of
+    other processes reach this one through the replicas: each keeps the newest membership, and
+    its reports say how new that is.
     """
 
-    name: str
-    load: LoadTracker
-    _membership: Membership | None
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        membership: Membership | None = None,
+        *,
+        is_copy: bool = False,
+    ) -> None:
+        self.settings = settings  # replaced by :meth:`meeting_point` and by a new balancer
+        self.membership = membership  # ``None`` unless the service is launched
+        self.is_copy = is_copy  # of a service that another process launched
+        self.follows = is_copy or settings.detached  # others may change the membership
+        self._has_asked, self._looked_at, self._following = False, 0.0, threading.Lock()
+        self.load = LoadTracker([one.replica_id for one in self], state=ReplicaState.SERVING)
+        for one in self.members:
+            self.describe(one)
+
+    def describe(self, member: Member) -> None:
+        """Tells the ledger the size of a member's KV cache, and whether it may be called."""
+        facts = member.description
+        self.load.describe(
+            member.replica_id, block_size=facts.block_size, num_kv_blocks=facts.num_kv_blocks
+        )
+        if not member.joined:
+            self.load.mark(member.replica_id, ReplicaState.STARTING, "it is being restarted")
+
+    def close(self) -> None:
+        """Leaves none of them: the service was shut down, or this process let go of it."""
+        self.membership, self.load = None, LoadTracker([])
+
+    @property
+    def members(self) -> list[Member]:
+        """All members."""
+        return [] if self.membership is None else self.membership.members
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @overload
+    def __getitem__(self, index: int) -> Replica: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Replica]: ...
+    def __getitem__(self, index: int | slice) -> Replica | list[Replica]:
+        return [one.replica for one in self.members][index]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
 
     @property
     def actors(self) -> list[Any]:
-        """Ray actor handles of the current replicas; empty when the service is not launched.
+        """Their actors; that of one which is being restarted is the former, which is dead."""
+        return [one.actor for one in self]
 
-        The actor of a replica that is being restarted is the former one, which is dead.
-        """
-        return [one.actor for one in self.replicas]
+    def current(self) -> list[Replica]:
+        """Those that may be called: all but those that are being restarted."""
+        return [] if self.membership is None else [one.replica for one in self.membership.joined]
 
-    @property
-    def replicas(self) -> list[Replica]:
-        """The current replicas, in the order of their joining."""
-        return [] if self._membership is None else self._membership.replicas
+    def at(self, actor_index: int) -> Replica:
+        """Returns the one at a position, which must not be negative."""
+        self.require()
+        if not 0 <= actor_index < len(self):
+            raise IndexError(f"actor_index must be in [0, {len(self)}), got {actor_index}")
+        return self[actor_index]
+
+    def require(self) -> Membership:
+        """Returns the membership; raises unless the service is launched."""
+        if self.membership is None:
+            raise ServiceClosedError(
+                f"service {self.service_name} is not launched, or was shut down"
+            )
+        return self.membership
+
+    def shared_state(self) -> dict[str, Any]:
+        """What a process needs to attach, and an actor may keep: without actor handles."""
+        return {"settings": self.settings, "membership": self.require().with_actors(None)}
+
+    # ---------------------------------------------------------------- calling
 
     @property
     def service_name(self) -> str:
-        """The same as ``name``."""
-        return self.name
-
-    @property
-    def _launched(self) -> bool:
-        return self._membership is not None
-
-    def _current_replicas(self) -> list[Replica]:
-        """The replicas that may be called: all but those that are being restarted."""
-        return [] if self._membership is None else self._membership.joined
+        """Name of the service."""
+        return self.settings.name
 
     def call_replicas(
         self, method: str, *args: Any, deadline_s: float = RPC_TIMEOUT_S, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Calls an engine actor's method on every replica at once.
-
-        Args:
-            method: Name of a method of ``EngineActor``.
-            *args: Its arguments.
-            deadline_s: Seconds to wait for all of them.
-            **kwargs: Its keyword arguments.
-
-        Returns:
-            Replica id to the answer, or to the exception with which that call ended.
-
-        Raises:
-            ServiceClosedError: The service is not launched, or was shut down.
-        """
-        self._require_launched()
-        everyone = {one.replica_id: args for one in self._current_replicas()}
+    ) -> Answers:
+        """Calls an engine actor's method on every replica at once, and waits for all of them."""
+        everyone = {one.replica_id: args for one in self.current()}
         return self.start_calls(method, everyone, **kwargs).answers(deadline_s)
 
     def start_calls(
         self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any
     ) -> ReplicaCalls:
-        """Calls an engine actor's method on some replicas and does not wait for them.
+        """Calls a method on some replicas, each with arguments of its own, and does not wait."""
+        self.require()
+        called = [one for one in self.current() if one.replica_id in calls]
+        return self.start(called, method, calls, **kwargs)
 
-        Args:
-            method: Name of a method of ``EngineActor``.
-            calls: Replica id to its positional arguments.
-            **kwargs: Keyword arguments for all of them.
-
-        Returns:
-            The calls under way, whose ``answers(deadline_s)`` waits for them.
-
-        Raises:
-            ServiceClosedError: The service is not launched, or was shut down.
-        """
-        self._require_launched()
-        called = {
-            one.replica_id: one.actor for one in self._current_replicas() if one.replica_id in calls
-        }
+    def start(
+        self,
+        replicas: Iterable[Replica],
+        method: str,
+        calls: Mapping[str, tuple[Any, ...]],
+        **kwargs: Any,
+    ) -> ReplicaCalls:
+        """The same for these actors, whether or not they may be called by everybody."""
+        actors = {one.replica_id: one.actor for one in replicas}
         refs = {
             name: getattr(actor, method).remote(*calls[name], **kwargs)
-            for name, actor in called.items()
+            for name, actor in actors.items()
         }
-        return ReplicaCalls(refs, lambda death: self._note_death(death, called[death.replica_id]))
-
-    def standings(self) -> dict[str, Standing]:
-        """Returns what this process knows of every current replica, by id; asks nobody.
-
-        The ``incarnation`` is the id of its Ray actor, which is another one after a restart.
-        """
-        known = {one.replica_id: one for one in self.load.snapshots()}
-        return {
-            one.replica_id: Standing(
-                state=known[one.replica_id].state
-                if one.replica_id in known
-                else ReplicaState.STARTING,
-                reason=known[one.replica_id].reason if one.replica_id in known else "",
-                incarnation=one.actor._actor_id.hex(),
-            )
-            for one in self._current_replicas()
-        }
-
-    def note_left_behind(self, version: int, replica_ids: Collection[str]) -> None:
-        """Keeps this process's requests from replicas until they report ``version``.
-
-        Args:
-            version: The version that they must report.
-            replica_ids: Ids of the replicas; unknown ones are passed over.
-        """
-        with self.load.lock:
-            for replica_id in set(replica_ids).intersection(self.load.replica_ids):
-                self.load.set_floor(replica_id, version)
+        return ReplicaCalls(refs, lambda death: self._note_death(death, actors[death.replica_id]))
 
     def _note_death(self, death: ReplicaUnavailableError, actor: Any) -> None:
-        now = {one.replica_id: one.actor for one in self._current_replicas()}
+        now = {one.replica_id: one.actor for one in self.current()}
         if now.get(death.replica_id) != actor:
             return  # told late, when another actor has taken its place
         with self.load.lock:
@@ -305,37 +236,141 @@ class ServiceReplicas:
                     death.replica_id, death.state, death.reason, may_return=death.may_return
                 )
 
-    def _call_all(self, method: str, *args: Any) -> list[Any]:
-        """Calls every replica and returns the answers in order; the first failure is raised."""
-        answers = list(self.call_replicas(method, *args).values())
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
-
-    def _figure(self, method: str, actor_index: int | None) -> Any:
+    def figure(self, method: str, actor_index: int | None) -> Any:
         """TorchRL's convention: one replica's figure by position, or the list of all.
 
         What a replica that is dead or silent would have said is unknown: ``None``.
         """
-        chosen = None if actor_index is None else self._at(actor_index).replica_id
+        chosen = None if actor_index is None else self.at(actor_index).replica_id
         answers = self.call_replicas(method, deadline_s=FIGURE_TIMEOUT_S)
-        figures = {
-            replica_id: None if isinstance(answer, BaseException) else answer
-            for replica_id, answer in answers.items()
-        }
+        known = {name: one for name, one in answers.items() if name not in answers.failures}
         if chosen is not None:
-            return figures.get(chosen)
-        return [figures.get(one.replica_id) for one in self.replicas]
+            return known.get(chosen)
+        return [known.get(one.replica_id) for one in self]
 
-    def _at(self, actor_index: int) -> Replica:
-        self._require_launched()
-        replicas = self.replicas
-        if not 0 <= actor_index < len(replicas):
-            raise IndexError(f"actor_index must be in [0, {len(replicas)}), got {actor_index}")
-        return replicas[actor_index]
+    # ---------------------------------------------------------------- what is known of them
 
-    def _require_launched(self) -> None:
-        """Raises unless there are replicas."""
-        if not self._launched:
-            raise ServiceClosedError(f"service {self.name} is not launched, or was shut down")
+    def standings(self) -> dict[str, Standing]:
+        """Returns what this process knows of every current replica, by id; asks nobody."""
+        found: dict[str, Standing] = {}
+        for one in self.current():
+            known = self.load.snapshot(one.replica_id)
+            found[one.replica_id] = Standing(
+                state=known.state if known else ReplicaState.STARTING,
+                reason=known.reason if known else "",
+                incarnation=one.actor._actor_id.hex(),
+            )
+        return found
+
+    def note_left_behind(self, version: int, replica_ids: Collection[str]) -> None:
+        """Keeps this process's requests from replicas until they report ``version``."""
+        with self.load.lock:
+            for replica_id in set(replica_ids).intersection(self.load.replica_ids):
+                self.load.set_floor(replica_id, version)
+
+    def known(self) -> list[LoadSnapshot]:
+        """Returns what is known of each replica; a new copy knows nothing and asks."""
+        known = self.load.snapshots()
+        reported = [one.measured_at is not None for one in known]
+        # The monitor may know some already. One that never answers is asked once.
+        unknown = not any(reported) or not (all(reported) or self._has_asked)
+        if unknown and self.is_copy and self.membership is not None and ray.is_initialized():
+            self._has_asked = True
+            self.learn()
+            known = self.load.snapshots()
+        return known
+
+    def learn(
+        self,
+        replica_ids: Collection[str] | None = None,
+        *,
+        doubtful: Collection[str] = (),
+        pushed: PushStatus | None = None,
+        timeout_s: float = REPORT_TIMEOUT_S,
+    ) -> None:
+        """Asks replicas what they are and hold now, ahead of the monitor's next look.
+
+        They hear of a push meanwhile. Those that may not answer are not waited for long.
+        """
+        standings = self.standings()
+        asked = standings.keys() if replica_ids is None else standings.keys() & set(replica_ids)
+        doubted = {name for name in asked if name in doubtful or standings[name].absence}
+        method, args = ("report", ()) if pushed is None else ("note_push", (pushed,))
+        asked_at = self.load.clock()
+        late = self.start_calls(method, dict.fromkeys(doubted, args))
+        sure = self.start_calls(method, dict.fromkeys(asked - doubted, args))
+        for report in (sure.answers(timeout_s) | late.answers(DOUBTFUL_TIMEOUT_S)).values():
+            if isinstance(report, EngineReport):
+                self.load.observe(report, asked_at=asked_at)
+
+    # ---------------------------------------------------------------- what others change
+
+    def to_ask(self) -> list[Replica]:
+        """Whom the monitor asks; it also is when this process follows changes by others.
+
+        Looking asks nobody as long as all is as it was; while a replica is dead, once a second.
+        What fails for the moment is tried again a second later.
+        """
+        if self.follows and self.membership is not None and ray.is_initialized():
+            snapshots, now = self.load.snapshots(), time.monotonic()
+            newest = max((one.membership_epoch for one in snapshots), default=0)
+            lost = any(one.state in (ReplicaState.FAILED, ReplicaState.CLOSED) for one in snapshots)
+            is_due = now >= self._looked_at + LOOK_INTERVAL_S
+            if is_due and (lost or newest > self.membership.epoch):
+                self._looked_at = now
+                self._follow_found()
+        return self.current()
+
+    def refresh_members(self) -> None:
+        """Follows all changes that another process has made by now, if any replica knows of them.
+
+        One that joins is known to all others before it serves. So a push that begins with this
+        reaches whoever serves, however late this process's monitor is.
+        """
+        if not self.follows or self.membership is None:
+            return
+        everyone = {one.replica_id: () for one in self.current()}
+        report = self.start_calls("report", everyone).first_answer(LOOK_TIMEOUT_S)
+        if report is None or report.membership_epoch > self.membership.epoch:
+            self._follow_found()
+
+    def _follow_found(self) -> None:
+        try:
+            _, newer = find_service(self.service_name, timeout_s=LOOK_TIMEOUT_S)
+        except ServiceClosedError:
+            return  # nobody is there to tell
+        except RayError as error:
+            logger.debug("could not ask who is in service %s: %s", self.service_name, error)
+            return
+        with self._following:
+            if self.membership is not None and newer.epoch > self.membership.epoch:
+                self._follow(self.membership, newer)
+
+    def _follow(self, membership: Membership, newer: Membership) -> None:
+        former = {one.replica_id: one for one in membership.members}
+        membership.follow(newer)
+        self.load.follow([one.replica_id for one in self])
+        for one in self.members:
+            before = former.get(one.replica_id)
+            if before is None or before.num_restarts != one.num_restarts:
+                self.load.renew(one.replica_id, ReplicaState.STARTING)
+                self.describe(one)
+            elif not one.joined:
+                self.load.mark(one.replica_id, ReplicaState.STARTING, "it is being restarted")
+
+    # ---------------------------------------------------------------- where the trainer is
+
+    @property
+    def rendezvous(self) -> tuple[str, int | None]:
+        """This node's address, where transports meet the engines, and a port if one was named."""
+        return self.settings.rendezvous or (ray.util.get_node_ip_address(), None)
+
+    def meeting_point(self, address: str | None = None, port: int | None = None) -> tuple[str, int]:
+        """Returns an address and a port of this node, the same until others are given."""
+        known_address, known_port = self.rendezvous
+        address = known_address if address is None else address
+        if port is None:
+            port = free_port(known_address) if known_port is None else known_port
+        point = address, port
+        self.settings = dataclasses.replace(self.settings, rendezvous=point)
+        return point

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -14,10 +15,9 @@ import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 import ray
-import ray.util
 from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
 
-from torchrl_vllm_sync.checks import check_integer
+from torchrl_vllm_sync.checks import check_integer, check_number
 from torchrl_vllm_sync.engine.args import (
     engine_environment,
     make_engine_args,
@@ -25,75 +25,374 @@ from torchrl_vllm_sync.engine.args import (
     on_cpu,
     prepare_engine_args,
 )
-from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import NoReplicaAvailableError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe.metrics import MetricsExporter, metrics_port
 from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError
-from torchrl_vllm_sync.observe.status import StatusLog, collect_status
+from torchrl_vllm_sync.observe.status import collect_status
 from torchrl_vllm_sync.observe.views import absent_html, status_html
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
-from torchrl_vllm_sync.requests.generation import (
-    REQUEST_ENDS,
-    Generation,
-    PinnedBalancer,
-    iterate_blocking,
-    run_blocking,
-)
+from torchrl_vllm_sync.requests.generation import iterate_blocking, run_blocking
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
-from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.routing.ledger import describe_replicas
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
-from torchrl_vllm_sync.service.fleet import Fleet, ServiceMembers, describe
+from torchrl_vllm_sync.service.fleet import Fleet
 from torchrl_vllm_sync.service.launch import (
     CLOSE_LINGER_S,
     CLOSE_TIMEOUT_S,
-    LaunchPlan,
-    ReplicaResources,
-    close_replicas,
-    find_service,
+    close_members,
     launch_replicas,
-    launch_timeout_s,
+)
+from torchrl_vllm_sync.service.members import (
+    DEFAULT_REQUEST_TIMEOUT_S,
+    Membership,
+    ReplicaResources,
+    ServiceSettings,
+    find_service,
     named_actors,
 )
-from torchrl_vllm_sync.service.replicas import Membership, ServiceReplicas
-from torchrl_vllm_sync.service.weights import ServiceNative, ServiceVersions
-from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
+from torchrl_vllm_sync.service.replicas import Replicas
+from torchrl_vllm_sync.service.requests import Requests
+from torchrl_vllm_sync.service.weights import NativeCalls, Weights, check_wait, is_payload
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
     from types import TracebackType
 
+    import torch
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
-    from torchrl_vllm_sync.replica import PushStatus
-    from torchrl_vllm_sync.requests.generation import PreparedBatch
+    from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
     from torchrl_vllm_sync.routing.placer import RequestKey
-    from torchrl_vllm_sync.service.supervisor import ScalingPolicy, Supervisor
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
+    from torchrl_vllm_sync.service.supervisor import ScalingPolicy
+    from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
 logger = logging.getLogger(__name__)
 
-# The request side of a service: generating, and the load that decides where.
+DEFAULT_TIMEOUT_S = 300.0
+_CONSTRUCTOR_KEYWORDS = (
+    *("actor_class", "name", "detached", "stage_weights", "max_restarts", "scaling"),
+    *("num_cpus_per_replica", "request_timeout_s", "unresponsive_after_s"),
+)
 
 
-class ServiceRequests(ServiceReplicas):
-    """The part of a service that runs requests.
+class AsyncVLLM(RLvLLMEngine):
+    """Replicas of one vLLM engine behind one object, with TorchRL's names and more.
+
+    Every public name, argument and result of TorchRL's ``AsyncVLLM`` is kept, and TorchRL's own
+    ``vLLMWrapper``, ``vLLMUpdaterV2``, ``LLMCollector`` and ``RayLLMCollector`` take it for theirs.
+
+    Lifecycle: :meth:`from_pretrained`, :meth:`launch` or :func:`attach` give a service that serves;
+    :meth:`shutdown`, or leaving ``with``, ends it. The replicas also end with the process that
+    launched them, unless ``detached``. A pickled copy works in any process of the Ray cluster; it
+    counts its own requests and knows the others' from what the engines report.
+
+    Example:
+        >>> with AsyncVLLM.from_pretrained("Qwen/Qwen2.5-0.5B", num_replicas=2) as service:
+        ...     outputs = service.generate(["Hello", "Bonjour"], SamplingParams(max_tokens=8))
+        ...     service.push_weights(trained_model)
+
+    Args:
+        engine_args: vLLM engine arguments; a copy is used. Replica ``i`` samples with
+            ``seed + i``, so that replicas do not give equal prompts equal answers.
+        num_replicas: Engines to start, at least 1.
+        actor_class: ``EngineActor``, the default, or a subclass of it, decorated by ``ray.remote``
+            or not.
+        enable_prefix_caching: Overrides ``engine_args``; when both are ``None`` prefix caching is
+            off, as in TorchRL. ``from_pretrained`` turns it on.
+        num_cpus_per_replica: CPUs that each replica claims in Ray; 0 claims none.
+        name: Name under which other processes attach; unique on the cluster.
+        detached: Replicas outlive this process until somebody calls :meth:`shutdown`.
+        verbose: Leave vLLM's logging in the replicas as it is; ``False`` shows errors only.
+        enable_fp32_output: Compute output layers in float32, for models TorchRL has them for.
+        stage_weights: Reserve memory for a second set of weights in each worker, into which
+            ``BroadcastTransport(staged=True)`` sends while the replica generates.
+        request_timeout_s: Time limit of requests that name none, in seconds.
+        unresponsive_after_s: Seconds of silence, at least 1, after which a replica has failed: see
+            ``EngineHealth`` for its engine and ``LoadMonitor`` for its actor. Longer than any step
+            of the engine takes. What is dead, and not silent, is noticed within about 2 s.
+        max_restarts: How often within an hour a replica that failed is started anew, with pauses
+            that grow from 1 s to 60 s. The process that launched the service does that.
+        scaling: Says how many replicas there should be from moment to moment, such as a
+            ``QueueLengthScaling``; ``None`` leaves that to :meth:`add_replicas` and
+            :meth:`remove_replicas`.
+
+    Raises:
+        UnsupportedArgumentError: A setting is out of range, ``engine_args`` are no
+            ``AsyncEngineArgs``, or the platform cannot run it.
 
     Attributes:
-        engine_args: The arguments that the replicas run with.
-        request_timeout_s: Time limit of requests that name none, in seconds.
+        replicas: The current replicas, in the order of their joining; each has ``replica_id`` and
+            ``actor``. The part that calls them.
+        requests: The part that runs requests.
+        weights: The part that pushes weights and knows their versions.
+        fleet: The part that adds, removes and restarts replicas.
+        scaling: As given; ``None`` in copies.
     """
 
-    engine_args: AsyncEngineArgs
-    request_timeout_s: float
-    _generation: Generation | None
-    _load_balancer: LoadBalancer | None
-    _balancing: dict[str, Any]
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Makes an instance that TorchRL's own classes recognise, of a subclass too."""
+        del args, kwargs
+        return object.__new__(_recognised(_origin(cls)))  # pyright: ignore[reportReturnType]
 
-    def _serving(self) -> tuple[Generation, LoadBalancer]:
-        """Returns the request side."""
-        if self._generation is None or self._load_balancer is None:
-            raise ServiceClosedError(f"service {self.name} is not launched, or was shut down")
-        return self._generation, self._load_balancer
+    def __init__(
+        self,
+        engine_args: AsyncEngineArgs,
+        num_replicas: int = 1,
+        actor_class: Any = None,
+        enable_prefix_caching: bool | None = None,
+        *,
+        num_cpus_per_replica: float = 1,
+        name: str | None = None,
+        detached: bool = False,
+        verbose: bool = True,
+        enable_fp32_output: bool = False,
+        stage_weights: bool = False,
+        request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S,
+        unresponsive_after_s: float = UNRESPONSIVE_AFTER_S,
+        max_restarts: int = 3,
+        scaling: ScalingPolicy | None = None,
+    ) -> None:
+        check_integer("max_restarts", max_restarts, 0)
+        check_number("num_replicas", num_replicas, 1)
+        check_number("num_cpus_per_replica", num_cpus_per_replica, 0)
+        if not request_timeout_s > 0:
+            raise UnsupportedArgumentError(
+                f"request_timeout_s must be greater than 0, got {request_timeout_s}"
+            )
+        if not 1 <= unresponsive_after_s < math.inf:
+            raise UnsupportedArgumentError(
+                f"unresponsive_after_s must be finite and at least 1, got {unresponsive_after_s}"
+            )
+        if name is not None and not re.fullmatch(r"[\w.-]+", name):
+            raise UnsupportedArgumentError(
+                f"name must consist of letters, digits, '_', '.' and '-', got {name!r}"
+            )
+        engine_args = prepare_engine_args(engine_args, stage_weights=stage_weights)
+        if not verbose:
+            engine_args.use_tqdm_on_load = False
+        if enable_prefix_caching is not None:
+            engine_args.enable_prefix_caching = enable_prefix_caching
+        elif engine_args.enable_prefix_caching is None:
+            engine_args.enable_prefix_caching = False
+        self._num_wanted, self.scaling = num_replicas, scaling
+        self._set_up(
+            ServiceSettings(
+                name=name or uuid.uuid4().hex[:8],
+                engine_args=engine_args,
+                resources=ReplicaResources(
+                    0 if on_cpu() else num_workers(engine_args), num_cpus_per_replica
+                ),
+                environment=engine_environment(
+                    engine_args, verbose=verbose, enable_fp32_output=enable_fp32_output
+                ),
+                actor_class=actor_class,
+                detached=detached,
+                request_timeout_s=request_timeout_s,
+                unresponsive_after_s=unresponsive_after_s,
+                max_restarts=max_restarts,
+            )
+        )
+
+    def _set_up(
+        self,
+        settings: ServiceSettings,
+        membership: Membership | None = None,
+        *,
+        is_copy: bool = False,
+    ) -> None:
+        """Makes the parts, which belong to this process alone; with a membership they run."""
+        self.replicas = Replicas(settings, membership, is_copy=is_copy)
+        self.weights = Weights(self.replicas)
+        self.fleet = Fleet(self.replicas, self.weights.pusher)
+        self._native = NativeCalls(self.replicas, self.weights)
+        balancer = LoadBalancer(self, **settings.balancing) if self.replicas else None
+        self.requests = Requests(self.replicas, balancer, self.fleet.recovers)
+        limit_s = settings.unresponsive_after_s
+        self._monitor = LoadMonitor(self.load, self.replicas.to_ask, unresponsive_after_s=limit_s)
+        self._dashboards: list[Dashboard] = []
+        self._exporter: MetricsExporter | None = None
+        if self.replicas:
+            if not is_copy:
+                self._supervise()
+            self._monitor.start()
+
+    def _supervise(self) -> None:
+        me = weakref.ref(self)  # the supervisor's thread keeps no service alive
+        self.fleet.supervise(self.scaling, lambda: me() is not None)
+
+    @property
+    def name(self) -> str:
+        """Name of the service, unique on the cluster."""
+        return self.replicas.service_name
+
+    @property
+    def engine_args(self) -> AsyncEngineArgs:
+        """The arguments that the replicas run with."""
+        return self.replicas.settings.engine_args
+
+    @property
+    def request_timeout_s(self) -> float:
+        """Time limit of requests that name none, in seconds."""
+        return self.replicas.settings.request_timeout_s
+
+    @property
+    def max_restarts(self) -> int:
+        """How often within an hour a replica that failed is started anew."""
+        return self.replicas.settings.max_restarts
+
+    @property
+    def load(self) -> LoadTracker:
+        """This process's ledger of requests in flight and of the engines' reports."""
+        return self.replicas.load
+
+    # ---------------------------------------------------------------- starting and ending
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str,
+        num_devices: int | None = None,
+        num_replicas: int = 1,
+        verbose: bool = True,
+        compile: bool = True,  # noqa: A002  TorchRL's spelling
+        enable_fp32_output: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """Launches a service for a checkpoint.
+
+        Args:
+            model_name: Name or path of the checkpoint.
+            num_devices: Devices of one replica, as tensor-parallel size.
+            num_replicas: Engines to start.
+            verbose: Leave vLLM's logging as it is; ``False`` shows errors only.
+            compile: Let vLLM compile the model; on a CPU models run eagerly.
+            enable_fp32_output: Compute output layers in float32.
+            **kwargs: Keyword arguments of the constructor, and fields of ``AsyncEngineArgs``.
+
+        Returns:
+            The service, which serves.
+
+        Raises:
+            UnsupportedArgumentError: See the constructor.
+            PlacementError: The cluster cannot hold the replicas; said at once.
+            LaunchError: Some did not start; nothing is left behind.
+        """
+        own = {key: kwargs.pop(key) for key in _CONSTRUCTOR_KEYWORDS if key in kwargs}
+        engine_args = make_engine_args(
+            model_name,
+            num_devices=num_devices,
+            compile=compile,
+            also_known=(*_CONSTRUCTOR_KEYWORDS, "num_replicas", "verbose", "enable_fp32_output"),
+            **kwargs,
+        )
+        return cls.launch(
+            engine_args,
+            num_replicas,
+            verbose=verbose,
+            enable_fp32_output=enable_fp32_output,
+            **own,
+        )
+
+    @classmethod
+    def launch(cls, engine_args: AsyncEngineArgs, num_replicas: int = 1, **kwargs: Any) -> Self:
+        """Launches a service from engine arguments.
+
+        Args:
+            engine_args: vLLM engine arguments.
+            num_replicas: Engines to start.
+            **kwargs: Keyword arguments of the constructor.
+
+        Returns:
+            The service, which serves.
+
+        Raises:
+            UnsupportedArgumentError: See the constructor.
+            PlacementError: The cluster cannot hold the replicas; said at once.
+            LaunchError: Some did not start; nothing is left behind.
+        """
+        service = cls(engine_args, num_replicas, **kwargs)
+        service._launch()
+        return service
+
+    def _launch(self) -> None:
+        """Starts the replicas; TorchRL's name for it."""
+        if self._launched:
+            raise UnsupportedArgumentError(f"service {self.name} is launched already")
+        settings = self.replicas.settings
+        ids = [str(index) for index in range(self._num_wanted)]
+        self._set_up(settings, Membership(launch_replicas(settings, ids)))
+        try:
+            self.fleet.share_membership().raise_failures()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def _launched(self) -> bool:
+        """Whether there are replicas; TorchRL's name for it."""
+        return self.replicas.membership is not None
+
+    def shutdown(self) -> None:
+        """Ends every replica and gives back what the service held; idempotent.
+
+        Requests still running end with ``ReplicaUnavailableError``. Called on a pickled or attached
+        copy it ends the service for everybody; leaving ``with`` there only lets go.
+        """
+        self._end_views()
+        self.fleet.close()
+        launched, members = self._launched, self.replicas.members
+        self.replicas.close()
+        if launched and ray.is_initialized():
+            close_members(
+                members,
+                timeout_s=CLOSE_TIMEOUT_S,
+                linger_s=0.0 if self.fleet.supervises else CLOSE_LINGER_S,
+            )
+            for actor in named_actors(self.name).values():  # such as one that was just starting
+                ray.kill(actor)
+        self._let_go()  # after the replicas: that also ends a push which waits for them
+
+    def _let_go(self) -> None:
+        """Ends what belongs to this process alone; replicas live on."""
+        self._end_views()
+        self.fleet.close()
+        self.replicas.close()
+        self._monitor.stop()
+        self.weights.pusher.close()
+        self._set_up(self.replicas.settings, is_copy=self.replicas.is_copy)
+
+    def _end_views(self) -> None:
+        """Ends what shows the service; idempotent."""
+        if self._exporter is not None:
+            self._exporter.stop()
+        for board in self._dashboards:
+            board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.replicas.is_copy:
+            self._let_go()
+        else:
+            self.shutdown()
+
+    def __repr__(self) -> str:
+        replicas = f"{len(self.replicas)} replicas" if self._launched else "not launched"
+        return f"AsyncVLLM(name={self.name!r}, {replicas}, weight_version={self.weight_version})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = self.replicas.settings, self.replicas.membership
+        return _rebuild, (_origin(type(self)), *state)
+
+    # ---------------------------------------------------------------- requests
 
     def generate(
         self,
@@ -173,23 +472,22 @@ class ServiceRequests(ServiceReplicas):
                 raise UnsupportedArgumentError(
                     f"{name} must be None: vLLM no longer has it, got {type(value).__name__}"
                 )
-        batch, balancer = self._prepare(
+        batch = self.requests.prepare(
             prompts,
             sampling_params,
             prompt_token_ids,
-            lora_request,
-            timeout_seconds,
-            actor_index,
+            timeout_s=timeout_seconds,
+            actor_index=actor_index,
+            lora_request=lora_request,
             min_version=min_version,
             session_id=session_id,
             group_id=group_id,
             stream=stream,
         )
-        generation, _ = self._serving()
         if stream:
-            return iterate_blocking(generation.stream(batch, balancer))
-        outputs = run_blocking(generation.run(batch, balancer, use_tqdm=use_tqdm))
-        return _unbatch(outputs, batch, return_exceptions=return_exceptions)
+            return iterate_blocking(self.requests.stream(batch))
+        outputs = self.requests.run(batch, use_tqdm=use_tqdm, return_exceptions=return_exceptions)
+        return run_blocking(outputs)
 
     async def agenerate(
         self,
@@ -210,22 +508,21 @@ class ServiceRequests(ServiceReplicas):
 
         Arguments, results and errors are those of :meth:`generate`.
         """
-        batch, balancer = await asyncio.to_thread(  # fetches the tokenizer, encodes text
-            self._prepare,
+        batch = await asyncio.to_thread(  # fetches the tokenizer, encodes text
+            self.requests.prepare,
             prompts,
             sampling_params,
             prompt_token_ids,
-            lora_request,
-            timeout_seconds,
-            actor_index,
+            timeout_s=timeout_seconds,
+            actor_index=actor_index,
+            lora_request=lora_request,
             min_version=min_version,
             session_id=session_id,
             group_id=group_id,
-            stream=False,
         )
-        generation, _ = self._serving()
-        outputs = await generation.run(batch, balancer, use_tqdm=use_tqdm)
-        return _unbatch(outputs, batch, return_exceptions=return_exceptions)
+        return await self.requests.run(
+            batch, use_tqdm=use_tqdm, return_exceptions=return_exceptions
+        )
 
     async def astream(
         self,
@@ -257,52 +554,22 @@ class ServiceRequests(ServiceReplicas):
             ``RequestOutput`` objects, each with all tokens so far unless ``output_kind`` says
             otherwise. Errors are those of :meth:`generate`.
         """
-        batch, balancer = await asyncio.to_thread(
-            self._prepare,
+        batch = await asyncio.to_thread(
+            self.requests.prepare,
             prompt,
             sampling_params,
             prompt_token_ids,
-            lora_request,
-            timeout_seconds,
-            actor_index,
+            timeout_s=timeout_seconds,
+            actor_index=actor_index,
+            lora_request=lora_request,
             min_version=min_version,
             session_id=session_id,
             group_id=group_id,
             stream=True,
         )
-        async with contextlib.aclosing(self._serving()[0].stream(batch, balancer)) as outputs:
+        async with contextlib.aclosing(self.requests.stream(batch)) as outputs:
             async for output in outputs:
                 yield output
-
-    def _prepare(
-        self,
-        prompts: Any,
-        sampling_params: Any,
-        prompt_token_ids: Any,
-        lora_request: Any,
-        timeout_seconds: float | None,
-        actor_index: int | None,
-        *,
-        min_version: int | None,
-        session_id: Any,
-        group_id: Any,
-        stream: bool,
-    ) -> tuple[PreparedBatch, LoadBalancer | PinnedBalancer]:
-        generation, balancer = self._serving()
-        batch = generation.prepare(
-            prompts,
-            prompt_token_ids,
-            sampling_params,
-            lora_request=lora_request,
-            timeout_s=self.request_timeout_s if timeout_seconds is None else timeout_seconds,
-            stream=stream,
-            min_version=min_version,
-            session_id=session_id,
-            group_id=group_id,
-        )
-        if actor_index is None:
-            return batch, balancer
-        return batch, PinnedBalancer(balancer, self._at(actor_index).replica_id)
 
     def release_sessions(self, session_ids: RequestKey | Iterable[RequestKey]) -> int:
         """Forgets sessions that are over, in this process.
@@ -319,8 +586,7 @@ class ServiceRequests(ServiceReplicas):
             UnsupportedArgumentError: One is neither an integer nor text that is not empty.
             ServiceClosedError: The service is not launched, or was shut down.
         """
-        _, balancer = self._serving()
-        return balancer.release_sessions(session_ids)
+        return self.requests.balancer.release_sessions(session_ids)
 
     def create_load_balancer(
         self, strategy: str | Sequence[str] | None = None, **kwargs: Any
@@ -338,14 +604,15 @@ class ServiceRequests(ServiceReplicas):
             UnknownStrategyError: A strategy's name is not registered.
             ServiceClosedError: The service is not launched, or was shut down.
         """
-        self._serving()
-        self._load_balancer = LoadBalancer(self, strategy, **kwargs)
-        self._balancing = {"strategy": strategy, **kwargs}
-        return self._load_balancer
+        self.replicas.require()
+        balancer = self.requests.balancer = LoadBalancer(self, strategy, **kwargs)
+        balancing = {"strategy": strategy, **kwargs}
+        self.replicas.settings = dataclasses.replace(self.replicas.settings, balancing=balancing)
+        return balancer
 
     def get_random_actor_index(self) -> int:
         """Returns the position of one of :attr:`actors`, at random."""
-        self._serving()
+        self.replicas.require()
         return secrets.randbelow(len(self.replicas))
 
     def get_num_unfinished_requests(
@@ -361,7 +628,7 @@ class ServiceRequests(ServiceReplicas):
         Raises:
             IndexError: ``actor_index`` is out of range.
         """
-        return self._figure("get_num_unfinished_requests", actor_index)
+        return self.replicas.figure("get_num_unfinished_requests", actor_index)
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float | None] | None:
         """Returns the share of KV-cache blocks in use, 0 to 1, of one engine, or the list for all.
@@ -374,7 +641,7 @@ class ServiceRequests(ServiceReplicas):
         Raises:
             IndexError: ``actor_index`` is out of range.
         """
-        return self._figure("get_cache_usage", actor_index)
+        return self.replicas.figure("get_cache_usage", actor_index)
 
     def reset_prefix_cache(self) -> None:
         """Drops cached prefixes on all replicas, unless prefix caching is off.
@@ -384,7 +651,7 @@ class ServiceRequests(ServiceReplicas):
         """
         if not self.engine_args.enable_prefix_caching:
             return
-        for replica_id, done in self.call_replicas("reset_prefix_cache").items():
+        for replica_id, done in self.replicas.call_replicas("reset_prefix_cache").items():
             if done is not True:
                 why = done or "running requests hold KV blocks"
                 logger.warning("replica %s: its prefix cache was not reset: %s", replica_id, why)
@@ -411,28 +678,505 @@ class ServiceRequests(ServiceReplicas):
         Raises:
             ServiceClosedError: The service is not launched, or was shut down.
         """
-        self._serving()
+        self.replicas.require()
         return [actor.collective_rpc.remote(method, timeout, args, kwargs) for actor in self.actors]
 
+    # ---------------------------------------------------------------- weights and their versions
 
-def _unbatch(
-    outputs: list[RequestOutput | Exception], batch: PreparedBatch, *, return_exceptions: bool
-) -> Any:
-    """Gives back a list for a batch and one output otherwise; raises the first error."""
-    if not return_exceptions or not batch.is_batch:
-        for output in outputs:
-            if isinstance(output, Exception):
-                raise output
-    return outputs if batch.is_batch else outputs[0]
+    @property
+    def weight_version(self) -> int:
+        """Newest policy version that every serving replica is known to hold; 0 before any push.
 
+        It is the committed one: pushes that failed for some replica leave it where it was, unless
+        those replicas no longer serve. While none serves it stays. Reading it asks nobody, but
+        for the first time in a pickled or attached copy.
+        """
+        return self.weights.version
 
-# Looking at a service: what it is and does now.
+    @property
+    def weight_versions(self) -> dict[str, int | None]:
+        """Replica id to the policy version it last said it holds; ``None`` if it has not said."""
+        return self.weights.versions
 
+    def wait_for_version(self, version: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Waits until :attr:`weight_version` is ``version`` or later.
 
-class ServiceView(ServiceVersions):
-    """The part of a service that shows what it is and does."""
+        Works in any process that has the service: a push of another process is noticed within
+        0.1 s and the time of one actor call.
 
-    _dashboards: list[Dashboard]
+        Args:
+            version: Policy version; one that nobody has pushed yet is waited for too.
+            timeout_s: Seconds to wait; 0 only looks.
+
+        Returns:
+            The version that was reached.
+
+        Raises:
+            UnsupportedArgumentError: ``version`` is no version, or ``timeout_s`` no time.
+            VersionNotReachedError: It was not reached in time; it says what each replica holds.
+            ServiceClosedError: The service is not launched, or was shut down.
+        """
+        return self.weights.wait_for_version(version, timeout_s)
+
+    def register_version_hook(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
+        """Has ``hook`` called with the report of each push that commits a new version.
+
+        It is called in the thread that pushes, before ``push_weights`` returns, once for each
+        version: not for one that was committed before, such as a push sent again. Pushes of other
+        processes, and updates through vLLM's own calls, are not announced; see
+        :meth:`wait_for_version`. If hooks raise, the others are called all the same, and the first
+        exception leaves ``push_weights``; the version is committed. Copies have no hooks.
+
+        Args:
+            hook: Called with the ``PushReport``.
+
+        Returns:
+            A function that unregisters it; calling it twice does nothing.
+
+        Raises:
+            UnsupportedArgumentError: ``hook`` cannot be called, or is registered already.
+        """
+        return self.weights.hooks.register(hook)
+
+    def push_weights(
+        self,
+        weights: Any,
+        *,
+        version: int | None = None,
+        transport: WeightTransport | None = None,
+        timeout_s: float | None = None,
+        clear_cache: bool = False,
+        mode: PauseMode = "keep",
+        strict: bool | None = None,
+    ) -> PushReport:
+        """Brings every replica to new weights, keeping requests in flight.
+
+        Args:
+            weights: A module, a state dict, a TensorDict, a ``WeightSource``, or an iterable of
+                ``(name, tensor)``.
+            version: Policy version; by default one more than the newest. One version names the same
+                weights each time: repeating the last one is a retry, and where it is held already
+                some transports load nothing. What another process pushed is not known here.
+            transport: How to send from now on; memmap in shared memory to begin with.
+            timeout_s: Seconds after which a silent replica counts as failed, in each attempt: when
+                some die or fall silent, the others get everything once more. By default 30 s and
+                three times the median of pushes like this one, and 300 s for the first.
+            clear_cache: Recompute keys and values of requests in flight under the new weights.
+                Only then do their next tokens equal those of a fresh engine.
+            mode: What becomes of requests in flight: ``"keep"`` freezes them until the new weights
+                are in, ``"wait"`` lets them finish first, ``"abort"`` returns them as they are.
+            strict: Raise if any replica is left behind, and commit nothing. Otherwise the version
+                is committed once one replica holds it, and the report's ``left_behind`` names the
+                others. ``None`` is strict where the service restarts no replicas.
+
+        Returns:
+            What was sent, how long each phase took, and what each replica answered.
+
+        Raises:
+            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number, ``strict`` is
+                no bool, or there is no such ``mode``.
+            WeightMismatchError: The weights do not fit the model; nothing was sent.
+            StaleVersionError: ``version`` is older than the newest, or this process pushed other
+                weights under it; see ``WeightPusher.push``. Nothing was sent.
+            PushUnderWayError: Another trainer is pushing; nothing was sent.
+            SnapshotError: The memmap transport could not store the weights; nothing was loaded.
+            WeightSyncError: No replica reached the version, or with ``strict`` some did not; these
+                take no requests until they do. Pushing the same version again is safe. If none
+                reached it, those that are whole go on with what they hold.
+        """
+        return self.weights.push(
+            weights,
+            version=version,
+            transport=transport,
+            timeout_s=timeout_s,
+            clear_cache=clear_cache,
+            mode=mode,
+            strict=strict,
+        )
+
+    def follow_snapshots(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        run_id: str | None = None,
+        interval_s: float = 1.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        verify: bool = True,
+    ) -> None:
+        """Has every replica load new versions of a snapshot directory on its own, as they appear.
+
+        For a trainer that only writes, with ``SnapshotWriter``, and knows nothing of the service.
+        Each replica applies each version at most once and skips those it was too late for, so
+        that replicas may differ for a moment; outputs say which version sampled them. Following
+        another directory ends following the one before.
+
+        Args:
+            directory: Visible to every replica's node; it need not exist yet.
+            run_id: Load snapshots of this training run only; ``None`` loads those of any.
+            interval_s: Seconds between looks, greater than 0.
+            timeout_s: Seconds for each load.
+            verify: Check the stored checksums before each load.
+
+        Raises:
+            UnsupportedArgumentError: ``interval_s`` is not greater than 0.
+        """
+        if not interval_s > 0:
+            raise UnsupportedArgumentError(f"interval_s must be greater than 0, got {interval_s}")
+        self.replicas.call_replicas(
+            "follow_snapshots",
+            str(directory),
+            run_id,
+            interval_s=interval_s,
+            timeout_s=timeout_s,
+            verify=verify,
+        ).raise_failures()
+
+    def stop_following(self) -> None:
+        """Ends :meth:`follow_snapshots`; a load under way is finished first."""
+        self.replicas.call_replicas("stop_following").raise_failures()
+
+    def use_transport(self, transport: WeightTransport) -> None:
+        """Makes ``transport`` the one that pushes use, and closes the one before.
+
+        Args:
+            transport: What to send through.
+
+        Raises:
+            UnsupportedArgumentError: It has not the methods of a ``WeightTransport``.
+        """
+        self.weights.pusher.use(transport)
+
+    def init_weight_update_group(
+        self, master_address: str | None = None, master_port: int | str | None = None
+    ) -> None:
+        """Opens the transport that pushes use; TorchRL's name for it.
+
+        Args:
+            master_address: Address at which the trainer is reached; found when ``None``.
+            master_port: Port of the rendezvous; found when ``None``.
+        """
+        self.replicas.require()
+        if master_address is not None or master_port is not None:
+            port = None if master_port is None else int(master_port)
+            self.replicas.meeting_point(master_address, port)
+        self.weights.pusher.open()
+
+    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Returns name to dtype and full shape of each tensor that a push must hold.
+
+        Names are those of the loaded model's checkpoint; a tied output head is left out.
+        """
+        return self.weights.model_metadata()
+
+    def get_tp_size(self) -> int:
+        """Returns the tensor-parallel size of a replica."""
+        return self.engine_args.tensor_parallel_size
+
+    def get_world_size(self) -> int:
+        """Returns the number of vLLM workers of all replicas together."""
+        return len(self.replicas) * num_workers(self.engine_args)
+
+    def get_master_address(self) -> str:
+        """Returns this node's address, as the other nodes of the Ray cluster reach it."""
+        return self.replicas.meeting_point()[0]
+
+    def get_master_port(self) -> int:
+        """Returns a port that was free on this node when first asked for; the same ever after."""
+        return self.replicas.meeting_point()[1]
+
+    # ---------------------------------------------------------------- vLLM's own calls
+
+    def init_weight_transfer_engine(
+        self,
+        request: Any,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Initialises the transfer engine of every replica; blocks until the trainer has come.
+
+        Where the payload has a ``rank_offset`` each replica gets its own: the given one, plus the
+        workers of the replicas before it. ``world_size`` must be the trainer's ranks and
+        :meth:`get_world_size`.
+
+        Args:
+            request: vLLM's ``WeightTransferInitRequest``, or a mapping: its ``init_info``, or the
+                fields of that.
+            timeout_s: Seconds to wait for the replicas' answers.
+
+        Raises:
+            UnsupportedArgumentError: ``world_size`` has no room for every worker, or ``request``
+                is nothing of the above.
+            TransferNotReadyError: A weight update is open.
+            TransferError: A replica could not: fields that do not fit, a peer that did not come.
+        """
+        self._native.initialise(request, timeout_s)
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Has every replica leave the trainer's group, and give an open update up.
+
+        :meth:`init_weight_transfer_engine` sets it up again. A replica that had received part of
+        an update is stale until a later update succeeds.
+
+        Raises:
+            TransferNotReadyError: A transfer is under way.
+        """
+        self._native.call_and_learn("shutdown_weight_transfer_engine")
+
+    def use_transfer_engine(self, backend: str | None = None) -> None:
+        """Has every worker use another of vLLM's transfer engines, without a new launch.
+
+        Args:
+            backend: ``"nccl"``, ``"ipc"`` or any other name that vLLM's
+                ``WeightTransferEngineFactory`` knows in the workers; ``None`` goes back to the
+                engine of the launch, which the ``broadcast`` transport needs.
+
+        Raises:
+            UnsupportedArgumentError: No backend of that name.
+            TransferNotReadyError: A weight update is open.
+        """
+        self._native.use_engine(backend)
+
+    def start_weight_update(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Begins an update on every replica; pushes wait until it has ended.
+
+        Engines that nobody paused are paused until :meth:`finish_weight_update`, and their
+        requests in flight kept: vLLM alone loses an engine that steps meanwhile.
+
+        Args:
+            timeout_s: Seconds to wait for a push that is under way.
+
+        Raises:
+            TransferNotReadyError: An update is open, or the transfer engine is not initialised. No
+                replica has begun.
+            SyncError: A replica did not pause, or took pushes all the time.
+        """
+        self._native.start_update(timeout_s)
+
+    def update_weights(
+        self,
+        weights: Any,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Replaces the weights on all replicas; TorchRL's and vLLM's name for it.
+
+        Args:
+            weights: An iterator of ``(name, tensor)`` or whatever :meth:`push_weights` takes: a
+                whole push. Or vLLM's ``WeightTransferUpdateRequest``, a mapping with
+                ``update_info``, that payload itself, or a list of it by worker: one part of an
+                update that :meth:`start_weight_update` began. It returns when that is received, so
+                the trainer sends meanwhile.
+            timeout_s: Seconds for it.
+
+        Raises:
+            TransferNotReadyError: No update was begun.
+            TransferError: A replica did not receive its part. Its update is over, and unless
+                nothing had been touched it is stale until a later update succeeds.
+            WeightMismatchError: See :meth:`push_weights`.
+            WeightSyncError: See :meth:`push_weights`.
+            UnsupportedArgumentError: A list has not one part for each worker.
+        """
+        if is_payload(weights):
+            self._native.update(weights, timeout_s)
+        else:
+            self.push_weights(weights, timeout_s=timeout_s)
+
+    def finish_weight_update(
+        self, weight_version: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Ends an update on every replica; they go on unless :meth:`pause_generation` holds them.
+
+        Args:
+            weight_version: Label of the weights. An integer moves the policy version. Without one
+                the version stays, and new requests keep off the keys of the old weights even so.
+            timeout_s: Seconds for it.
+
+        Raises:
+            TransferNotReadyError: No update was begun.
+            StaleVersionError: An integer older than the version held; the update stays open.
+            UnsupportedArgumentError: One beyond 64 bits; the update stays open.
+            TransferError: A replica could not; it is stale until a later update succeeds.
+        """
+        self._native.finish_update(weight_version, timeout_s)
+
+    def pause_generation(
+        self,
+        *,
+        mode: PauseMode = "abort",
+        clear_cache: bool = True,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Pauses every engine until :meth:`resume_generation`, whatever is pushed in between.
+
+        New requests wait at the replicas.
+
+        Args:
+            mode: What becomes of requests in flight: ``"abort"`` returns them as they are,
+                ``"wait"`` lets them finish, ``"keep"`` freezes them.
+            clear_cache: Drop cached prefixes; frozen requests recompute theirs.
+            timeout_s: Seconds for it; ``"wait"`` takes as long as the requests in flight.
+
+        Raises:
+            UnsupportedArgumentError: There is no such mode.
+            TransferNotReadyError: A weight update is open.
+            SyncError: It took too long; that engine goes on.
+        """
+        self._native.call(
+            "pause_generation", timeout_s=timeout_s, mode=mode, clear_cache=clear_cache
+        )
+
+    def resume_generation(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Ends :meth:`pause_generation`; does nothing to engines that are not paused.
+
+        Args:
+            timeout_s: Seconds for it.
+
+        Raises:
+            TransferNotReadyError: A weight update is open, or an engine is asleep.
+            ReplicaUnavailableError: A replica's weights are not whole; it stays paused.
+        """
+        self._native.call_and_learn("resume_generation", timeout_s=timeout_s)
+
+    def is_paused(self) -> bool:
+        """Returns whether every engine is paused."""
+        return all(self.replicas.call_replicas("is_paused").raise_failures().values())
+
+    def sleep(
+        self, level: int = 1, mode: PauseMode = "abort", *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Puts every engine to sleep; new requests wait at the replicas until :meth:`wake_up`.
+
+        Args:
+            level: 0 pauses only; 1 moves weights to the host and drops keys and values; 2 drops
+                both: then ``wake_up(["weights"])``, an update, ``wake_up(["kv_cache"])``.
+            mode: See :meth:`pause_generation`.
+            timeout_s: Seconds for it.
+
+        Raises:
+            UnsupportedArgumentError: No such level or mode, or engines on GPUs that were launched
+                without ``enable_sleep_mode``.
+            TransferNotReadyError: A weight update is open.
+        """
+        self._native.call("sleep", level, mode, timeout_s=timeout_s)
+
+    def wake_up(
+        self, tags: list[str] | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> bool:
+        """Wakes every engine.
+
+        Args:
+            tags: Memory to wake: ``"weights"``, ``"kv_cache"``; ``None`` wakes all.
+            timeout_s: Seconds for it.
+
+        Returns:
+            Whether all are fully awake and take requests.
+
+        Raises:
+            UnsupportedArgumentError: There is no such tag.
+            TransferNotReadyError: A weight update is open, or weights that level 2 dropped have
+                not been replaced.
+        """
+        awake = self._native.call_and_learn("wake_up", tags, timeout_s=timeout_s)
+        return all(awake.values())
+
+    # ---------------------------------------------------------------- replicas coming and going
+
+    @property
+    def actors(self) -> list[Any]:
+        """Ray actor handles of the current replicas; empty when the service is not launched.
+
+        The actor of a replica that is being restarted is the former one, which is dead.
+        """
+        return self.replicas.actors
+
+    @property
+    def num_replicas(self) -> int:
+        """The replicas there are; before the launch, those that it will start."""
+        return len(self.replicas) if self._launched else self._num_wanted
+
+    def add_replicas(self, num_replicas: int = 1) -> list[str]:
+        """Starts more replicas, while requests run and between or during pushes.
+
+        Each serves as soon as it holds the version that the others serve with: from the stored
+        snapshot, from another replica, or with the next push.
+
+        Args:
+            num_replicas: How many, at least 1.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            UnsupportedArgumentError: ``num_replicas`` is no such number, or another process
+                supervises the service.
+            PlacementError: The cluster cannot hold them; the service is as it was.
+            LaunchError: Some did not start; the service is as it was.
+            ServiceClosedError: The service is not launched, or was shut down.
+        """
+        check_integer("num_replicas", num_replicas, 1)
+        self.fleet.require_supervision()
+        return self.fleet.add(num_replicas)
+
+    def remove_replicas(
+        self,
+        replicas: int | str | Iterable[str] = 1,
+        *,
+        drain_timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[str]:
+        """Ends replicas after they have finished what they are doing.
+
+        They get no new requests at once. What still runs after the time limit goes on elsewhere.
+
+        Args:
+            replicas: How many, of which those go first that do not serve, and then those with the
+                fewest requests of this process; or an id, or several.
+            drain_timeout_s: Seconds that they have for what they are doing; 0 does not wait.
+
+        Returns:
+            Ids of those removed.
+
+        Raises:
+            UnsupportedArgumentError: There is no such replica, none would be left, the time is
+                none, or another process supervises the service.
+            ServiceClosedError: The service is not launched, or was shut down.
+        """
+        self.fleet.require_supervision()
+        check_wait("drain_timeout_s", drain_timeout_s)
+        leaving = self.fleet.choose_leaving(replicas)
+        self.fleet.remove(leaving, drain_timeout_s=drain_timeout_s)
+        return leaving
+
+    def wait_until_serving(
+        self, num_replicas: int | None = None, *, timeout_s: float = 300.0
+    ) -> None:
+        """Waits until replicas serve, such as after one had to be restarted.
+
+        Args:
+            num_replicas: How many; ``None`` for all that the service has.
+            timeout_s: Seconds to wait; 0 only looks.
+
+        Raises:
+            NoReplicaAvailableError: Fewer serve after that time; it says what each is.
+            ServiceClosedError: The service is not launched, or was shut down.
+        """
+
+        def serving() -> bool | None:
+            self.replicas.require()
+            snapshots = load.snapshots()
+            wanted = len(snapshots) if num_replicas is None else num_replicas
+            return num_serving(snapshots) >= wanted or None
+
+        load = self.load
+        if load.wait_until(serving, timeout_s):
+            return
+        snapshots = load.snapshots()
+        wanted = len(snapshots) if num_replicas is None else num_replicas
+        raise NoReplicaAvailableError(
+            f"{num_serving(snapshots)} of {wanted} replicas serve after {timeout_s:g} s: "
+            f"{describe_replicas(snapshots, ())}"
+        )
+
+    # ---------------------------------------------------------------- looking at it
 
     def status(self) -> ServiceStatus:
         """Returns what this process knows of the service now.
@@ -443,16 +1187,15 @@ class ServiceView(ServiceVersions):
         Raises:
             ServiceClosedError: The service is not launched, or was shut down.
         """
-        self._require_launched()
-        snapshots = self._known()
-        membership = self._membership
+        self.replicas.require()
+        snapshots = self.replicas.known()
         return collect_status(
             self.name,
             self.weight_version,
             self.load.total_in_flight,
             snapshots,
-            [] if membership is None else membership.members,
-            self._log,
+            self.replicas.members,
+            self.weights.log,
             self.load.clock(),
         )
 
@@ -474,8 +1217,8 @@ class ServiceView(ServiceVersions):
             UnsupportedArgumentError: There is no such host or port, or it is taken.
             ServiceClosedError: The service is not launched, or was shut down.
         """
-        self._require_launched()
-        me: weakref.ref[ServiceView] = weakref.ref(self)
+        self.replicas.require()
+        me: weakref.ref[AsyncVLLM] = weakref.ref(self)
 
         def look() -> ServiceStatus:
             service = me()
@@ -487,25 +1230,9 @@ class ServiceView(ServiceVersions):
         self._dashboards = [*(one for one in self._dashboards if one.is_open), board]
         return board
 
-    def _close_dashboards(self) -> None:
-        """Ends those that are still open; idempotent."""
-        boards, self._dashboards = self._dashboards, []
-        for board in boards:
-            board.close()
-
     def _repr_html_(self) -> str:
         """What a notebook shows: the replicas as they are at this moment."""
         return status_html(self.status()) if self._launched else absent_html(self.name)
-
-
-# Metrics of a service for Prometheus, through Ray.
-
-
-class ServiceMetrics(ServiceView):
-    """The part of a service that others measure."""
-
-    _generation: Generation | None
-    _exporter: MetricsExporter | None = None
 
     def export_metrics(self, interval_s: float = 5.0) -> MetricsExporter:
         """Exports this service's metrics through Ray, until it ends or the exporter is stopped.
@@ -524,7 +1251,7 @@ class ServiceMetrics(ServiceView):
                 number.
             ServiceClosedError: The service is not launched, or was shut down.
         """
-        self._require_launched()
+        self.replicas.require()
         if self._exporter is not None and self._exporter.is_running:
             raise UnsupportedArgumentError(
                 f"the metrics of service {self.name} are exported by this process already"
@@ -537,372 +1264,10 @@ class ServiceMetrics(ServiceView):
             )
         return self._exporter
 
-    def request_totals(self) -> dict[str, int]:
-        """Returns how many requests of this process have ended, by how they did.
 
-        The ends are ``"answered"``, ``"lost"`` (by a ``RequestLostError``), ``"failed"`` and
-        ``"cancelled"``, which streams that are not read to their end are too.
-        """
-        if self._generation is None:
-            return dict.fromkeys(REQUEST_ENDS, 0)
-        return self._generation.counts.totals()
-
-    def listen_to_pushes(self, listener: Callable[[PushStatus], object]) -> Callable[[], None]:
-        """Has ``listener`` called with each push of this process that ends, well or not.
-
-        It is called in the thread that pushes, before ``push_weights`` returns, and must not raise.
-
-        Args:
-            listener: Called with what became of the push.
-
-        Returns:
-            A function that ends this; calling it twice does nothing.
-        """
-        return self._log.listen(listener)
-
-    def _end_metrics(self) -> None:
-        """Exports nothing any more; idempotent."""
-        exporter, self._exporter = self._exporter, None
-        if exporter is not None:
-            exporter.stop()
-
-
-DEFAULT_REQUEST_TIMEOUT_S = 3600.0
-_CONSTRUCTOR_KEYWORDS = (
-    "actor_class",
-    "num_cpus_per_replica",
-    "name",
-    "detached",
-    "stage_weights",
-    "request_timeout_s",
-    "unresponsive_after_s",
-    "max_restarts",
-    "scaling",
-)
-# What a pickled copy and a process that attaches need; the rest each process makes for itself.
-_SHARED = (
-    "engine_args",
-    "name",
-    "request_timeout_s",
-    "unresponsive_after_s",
-    "max_restarts",
-    "actor_class",
-    "_resources",
-    "_environment",
-    "_detached",
-    "_balancing",
-    "_rendezvous",
-    "_membership",
-)
-
-
-class AsyncVLLM(ServiceRequests, ServiceNative, ServiceMembers, ServiceMetrics, RLvLLMEngine):
-    """Replicas of one vLLM engine behind one object, with TorchRL's names and more.
-
-    Every public name, argument and result of TorchRL's ``AsyncVLLM`` is kept, and TorchRL's own
-    ``vLLMWrapper``, ``vLLMUpdaterV2``, ``LLMCollector`` and ``RayLLMCollector`` take it for theirs.
-
-    Lifecycle: :meth:`from_pretrained`, :meth:`launch` or :func:`attach` give a service that serves;
-    :meth:`shutdown`, or leaving ``with``, ends it. The replicas also end with the process that
-    launched them, unless ``detached``. A pickled copy works in any process of the Ray cluster; it
-    counts its own requests and knows the others' from what the engines report.
-
-    Example:
-        >>> with AsyncVLLM.from_pretrained("Qwen/Qwen2.5-0.5B", num_replicas=2) as service:
-        ...     outputs = service.generate(["Hello", "Bonjour"], SamplingParams(max_tokens=8))
-        ...     service.push_weights(trained_model)
-
-    Args:
-        engine_args: vLLM engine arguments; a copy is used. Replica ``i`` samples with
-            ``seed + i``, so that replicas do not give equal prompts equal answers.
-        num_replicas: Engines to start, at least 1.
-        actor_class: ``EngineActor``, the default, or a subclass of it, decorated by ``ray.remote``
-            or not.
-        enable_prefix_caching: Overrides ``engine_args``; when both are ``None`` prefix caching is
-            off, as in TorchRL. ``from_pretrained`` turns it on.
-        num_cpus_per_replica: CPUs that each replica claims in Ray; 0 claims none.
-        name: Name under which other processes attach; unique on the cluster.
-        detached: Replicas outlive this process until somebody calls :meth:`shutdown`.
-        verbose: Leave vLLM's logging in the replicas as it is; ``False`` shows errors only.
-        enable_fp32_output: Compute output layers in float32, for models TorchRL has them for.
-        stage_weights: Reserve memory for a second set of weights in each worker, into which
-            ``BroadcastTransport(staged=True)`` sends while the replica generates.
-        request_timeout_s: Time limit of requests that name none, in seconds.
-        unresponsive_after_s: Seconds of silence, at least 1, after which a replica has failed: see
-            ``EngineHealth`` for its engine and ``LoadMonitor`` for its actor. Longer than any step
-            of the engine takes. What is dead, and not silent, is noticed within about 2 s.
-        max_restarts: How often within an hour a replica that failed is started anew, with pauses
-            that grow from 1 s to 60 s. The process that launched the service does that.
-        scaling: Says how many replicas there should be from moment to moment, such as a
-            ``QueueLengthScaling``; ``None`` leaves that to :meth:`add_replicas` and
-            :meth:`remove_replicas`.
-
-    Raises:
-        UnsupportedArgumentError: A setting is out of range, ``engine_args`` are no
-            ``AsyncEngineArgs``, or the platform cannot run it.
-
-    Attributes:
-        engine_args: The arguments that the replicas run with.
-        max_restarts: As given.
-        scaling: As given; ``None`` in copies.
-        load: This process's ledger of requests in flight and of the engines' reports.
-        name: Name of the service.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Makes an instance that TorchRL's own classes recognise, of a subclass too."""
-        del args, kwargs
-        return object.__new__(_recognised(_origin(cls)))  # pyright: ignore[reportReturnType]
-
-    def __init__(
-        self,
-        engine_args: AsyncEngineArgs,
-        num_replicas: int = 1,
-        actor_class: Any = None,
-        enable_prefix_caching: bool | None = None,
-        *,
-        num_cpus_per_replica: float = 1,
-        name: str | None = None,
-        detached: bool = False,
-        verbose: bool = True,
-        enable_fp32_output: bool = False,
-        stage_weights: bool = False,
-        request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S,
-        unresponsive_after_s: float = UNRESPONSIVE_AFTER_S,
-        max_restarts: int = 3,
-        scaling: ScalingPolicy | None = None,
-    ) -> None:
-        check_integer("max_restarts", max_restarts, 0)
-        for setting, value, least in (
-            ("num_replicas", num_replicas, 1),
-            ("num_cpus_per_replica", num_cpus_per_replica, 0),
-        ):
-            if value < least:
-                raise UnsupportedArgumentError(f"{setting} must be at least {least}, got {value}")
-        if not request_timeout_s > 0:
-            raise UnsupportedArgumentError(
-                f"request_timeout_s must be greater than 0, got {request_timeout_s}"
-            )
-        if not 1 <= unresponsive_after_s < math.inf:
-            raise UnsupportedArgumentError(
-                f"unresponsive_after_s must be finite and at least 1, got {unresponsive_after_s}"
-            )
-        if name is not None and not re.fullmatch(r"[\w.-]+", name):
-            raise UnsupportedArgumentError(
-                f"name must consist of letters, digits, '_', '.' and '-', got {name!r}"
-            )
-        self.engine_args = prepare_engine_args(engine_args, stage_weights=stage_weights)
-        if not verbose:
-            self.engine_args.use_tqdm_on_load = False
-        if enable_prefix_caching is not None:
-            self.engine_args.enable_prefix_caching = enable_prefix_caching
-        elif self.engine_args.enable_prefix_caching is None:
-            self.engine_args.enable_prefix_caching = False
-        self._num_wanted = num_replicas
-        self.max_restarts, self.scaling = max_restarts, scaling
-        self.name = name or uuid.uuid4().hex[:8]
-        self.request_timeout_s = request_timeout_s
-        self.unresponsive_after_s = unresponsive_after_s
-        self.actor_class = actor_class
-        self._resources = ReplicaResources(
-            0 if on_cpu() else num_workers(self.engine_args), num_cpus_per_replica
-        )
-        self._environment = engine_environment(
-            self.engine_args, verbose=verbose, enable_fp32_output=enable_fp32_output
-        )
-        self._detached = detached
-        self._balancing: dict[str, Any] = {}
-        self._rendezvous: tuple[str, int] | None = None
-        self._membership: Membership | None = None
-        self._is_copy, self._supervises = False, True
-        self._begin()
-
-    # ---------------------------------------------------------------- starting and ending
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        model_name: str,
-        num_devices: int | None = None,
-        num_replicas: int = 1,
-        verbose: bool = True,
-        compile: bool = True,  # noqa: A002  TorchRL's spelling
-        enable_fp32_output: bool = False,
-        **kwargs: Any,
-    ) -> Self:
-        """Launches a service for a checkpoint.
-
-        Args:
-            model_name: Name or path of the checkpoint.
-            num_devices: Devices of one replica, as tensor-parallel size.
-            num_replicas: Engines to start.
-            verbose: Leave vLLM's logging as it is; ``False`` shows errors only.
-            compile: Let vLLM compile the model; on a CPU models run eagerly.
-            enable_fp32_output: Compute output layers in float32.
-            **kwargs: Keyword arguments of the constructor, and fields of ``AsyncEngineArgs``.
-
-        Returns:
-            The service, which serves.
-
-        Raises:
-            UnsupportedArgumentError: See the constructor.
-            PlacementError: The cluster cannot hold the replicas; said at once.
-            LaunchError: Some did not start; nothing is left behind.
-        """
-        own = {key: kwargs.pop(key) for key in _CONSTRUCTOR_KEYWORDS if key in kwargs}
-        engine_args = make_engine_args(
-            model_name,
-            num_devices=num_devices,
-            compile=compile,
-            also_known=(*_CONSTRUCTOR_KEYWORDS, "num_replicas", "verbose", "enable_fp32_output"),
-            **kwargs,
-        )
-        return cls.launch(
-            engine_args,
-            num_replicas,
-            verbose=verbose,
-            enable_fp32_output=enable_fp32_output,
-            **own,
-        )
-
-    @classmethod
-    def launch(cls, engine_args: AsyncEngineArgs, num_replicas: int = 1, **kwargs: Any) -> Self:
-        """Launches a service from engine arguments.
-
-        Args:
-            engine_args: vLLM engine arguments.
-            num_replicas: Engines to start.
-            **kwargs: Keyword arguments of the constructor.
-
-        Returns:
-            The service, which serves.
-
-        Raises:
-            UnsupportedArgumentError: See the constructor.
-            PlacementError: The cluster cannot hold the replicas; said at once.
-            LaunchError: Some did not start; nothing is left behind.
-        """
-        service = cls(engine_args, num_replicas, **kwargs)
-        service._launch()
-        return service
-
-    def _launch(self) -> None:
-        """Starts the replicas; TorchRL's name for it."""
-        if self._launched:
-            raise UnsupportedArgumentError(f"service {self.name} is launched already")
-        ids = [str(index) for index in range(self._num_wanted)]
-        self._membership = Membership(launch_replicas(self._plan(), ids))
-        self._begin()
-        try:
-            self._call_all("keep_card", self._card())
-        except BaseException:
-            self.shutdown()
-            raise
-
-    def _plan(self) -> LaunchPlan:
-        from torchrl_vllm_sync.engine.actor import EngineActor
-
-        return LaunchPlan(
-            name=self.name,
-            engine_args=self.engine_args,
-            resources=self._resources,
-            environment=self._environment,
-            actor_class=self.actor_class or EngineActor,
-            detached=self._detached,
-            timeout_s=launch_timeout_s(),
-            unresponsive_after_s=self.unresponsive_after_s,
-        )
-
-    def _begin(self) -> None:
-        """Makes what belongs to this process alone: ledger, balancer, monitor, pusher."""
-        members = self._membership.members if self._membership else []
-        self.load = LoadTracker([one.replica_id for one in members], state=ReplicaState.SERVING)
-        for one in members:
-            describe(self.load, one)
-            if not one.joined:
-                self.load.mark(one.replica_id, ReplicaState.STARTING, "it is being restarted")
-        self._log, self._dashboards = StatusLog(self.load), []
-        self._metadata: list[ParamMeta] | None = None
-        self._last_served, self._has_asked = 0, False
-        self._version_hooks = VersionHooks()
-        self._pusher = WeightPusher(
-            self,
-            self._expected_weights,
-            self._version_hooks.announce,
-            strict=not self.max_restarts,
-        )
-        self._monitor = LoadMonitor(
-            self.load,
-            self._replicas_to_ask,
-            unresponsive_after_s=self.unresponsive_after_s,
-        )
-        self._load_balancer: LoadBalancer | None = None
-        self._generation: Generation | None = None
-        self._fleet: Fleet | None = None
-        self._supervisor: Supervisor | None = None
-        if members:
-            self._load_balancer = LoadBalancer(self, **self._balancing)
-            self._generation = Generation(
-                self._current_replicas, self.load, members[0].description, self._recovers
-            )
-            self._begin_supervision()
-            self._monitor.start()
-
-    def shutdown(self) -> None:
-        """Ends every replica and gives back what the service held; idempotent.
-
-        Requests still running end with ``ReplicaUnavailableError``. Called on a pickled or attached
-        copy it ends the service for everybody; leaving ``with`` there only lets go.
-        """
-        self._end_metrics()
-        self._end_supervision()
-        membership, self._membership = self._membership, None
-        if membership is not None and ray.is_initialized():
-            members = membership.members
-            groups = [one.group for one in members if one.group is not None]
-            close_replicas(
-                [one.replica for one in members],
-                groups,
-                timeout_s=CLOSE_TIMEOUT_S,
-                linger_s=0.0 if self._supervises else CLOSE_LINGER_S,
-            )
-            for actor in named_actors(self.name).values():  # such as one that was just starting
-                ray.kill(actor)
-        self._let_go()  # after the replicas: that also ends a push which waits for them
-
-    def _let_go(self) -> None:
-        """Ends what belongs to this process alone; replicas live on."""
-        self._end_metrics()
-        self._close_dashboards()
-        self._end_supervision()
-        self._membership = None
-        self._monitor.stop()
-        self._pusher.close()
-        self._begin()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._is_copy:
-            self._let_go()
-        else:
-            self.shutdown()
-
-    def __repr__(self) -> str:
-        replicas = f"{len(self.replicas)} replicas" if self._launched else "not launched"
-        return f"AsyncVLLM(name={self.name!r}, {replicas}, weight_version={self.weight_version})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _SHARED}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (_origin(type(self)), self.__getstate__())
+def num_serving(snapshots: Sequence[LoadSnapshot]) -> int:
+    """Returns how many replicas serve and do not only take requests, as while they are updated."""
+    return sum(one.state is ReplicaState.SERVING for one in snapshots)
 
 
 @functools.cache
@@ -921,10 +1286,12 @@ def _origin(kind: type[AsyncVLLM]) -> type[AsyncVLLM]:
     return kind.__bases__[0] if "_is_recognised" in vars(kind) else kind
 
 
-def _rebuild(kind: type[AsyncVLLM], state: dict[str, Any]) -> AsyncVLLM:
+def _rebuild(
+    kind: type[AsyncVLLM], settings: ServiceSettings, membership: Membership | None
+) -> AsyncVLLM:
     service: AsyncVLLM = object.__new__(_recognised(kind))  # a subclass's may want arguments
-    vars(service).update(state, _is_copy=True, _supervises=False, _num_wanted=0, scaling=None)
-    service._begin()
+    service._num_wanted, service.scaling = 0, None
+    service._set_up(settings, membership, is_copy=True)
     return service
 
 
@@ -941,9 +1308,15 @@ def attach(name: str, *, supervise: bool = False) -> AsyncVLLM:
         UnsupportedArgumentError: ``supervise`` for a service that is not detached: its replicas
             end with the process that launched it.
     """
-    service = _rebuild(AsyncVLLM, find_service(name))
+    settings, membership = find_service(name)
+    service = _rebuild(AsyncVLLM, settings, membership)
     if supervise:
-        service._take_over()
+        if not settings.detached:
+            raise UnsupportedArgumentError(
+                f"supervise must be False: service {name} is not detached, so that its replicas "
+                "end with the process that launched it"
+            )
+        service._supervise()
     return service
 
 

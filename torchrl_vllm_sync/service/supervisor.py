@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ray.exceptions import RayError
 
@@ -86,8 +88,7 @@ class QueueLengthScaling:
         self.min_replicas, self.max_replicas = min_replicas, max_replicas
         self.long_queue, self.idle_load = long_queue, idle_load
         self.patience_s, self.drain_timeout_s = patience_s, drain_timeout_s
-        self._long_since: float | None = None
-        self._idle_since: float | None = None
+        self._long_since = self._idle_since = math.inf
 
     def __call__(self, snapshots: Sequence[LoadSnapshot], now: float) -> int:
         """Returns the number of replicas wanted; see :class:`ScalingPolicy`."""
@@ -102,22 +103,21 @@ class QueueLengthScaling:
         )
         is_long = is_settled and queued > self.long_queue * len(serving)
         is_idle = is_settled and inside <= self.idle_load * (len(serving) - 1)
-        self._long_since = _since(self._long_since, now) if is_long else None
-        self._idle_since = _since(self._idle_since, now) if is_idle else None
-        if self._lasted(self._long_since, now) and num < self.max_replicas:
-            self._long_since = None
+        self._long_since = min(self._long_since, now) if is_long else math.inf
+        self._idle_since = min(self._idle_since, now) if is_idle else math.inf
+        if now - self._long_since >= self.patience_s and num < self.max_replicas:
+            self._long_since = math.inf
             return num + 1
-        if self._lasted(self._idle_since, now) and num > self.min_replicas:
-            self._idle_since = None
+        if now - self._idle_since >= self.patience_s and num > self.min_replicas:
+            self._idle_since = math.inf
             return num - 1
         return num
 
-    def _lasted(self, since: float | None, now: float) -> bool:
-        return since is not None and now - since >= self.patience_s
 
-
-def _since(before: float | None, now: float) -> float:
-    return now if before is None else before
+def idlest(snapshots: Sequence[LoadSnapshot]) -> list[str]:
+    """Returns the ids of replicas in the order in which they should leave."""
+    order = sorted(snapshots, key=lambda one: (one.state.admits_requests, one.in_flight))
+    return [one.replica_id for one in order]
 
 
 RETURN_S = 70.0
@@ -138,26 +138,6 @@ JOIN_TIMEOUT_S = 5.0
 SCALING = "scaling"
 
 
-class Supervised(Protocol):
-    """What a supervisor needs of a service's replicas; see ``Fleet``."""
-
-    def add(self, num_replicas: int) -> list[str]:
-        """Starts new replicas and waits until they have joined."""
-        ...
-
-    def remove(self, replica_ids: Sequence[str], *, drain_timeout_s: float) -> None:
-        """Lets replicas finish what they have, and ends them."""
-        ...
-
-    def restart(self, replica_id: str) -> None:
-        """Ends what is left of a replica, starts it anew and waits until it has joined."""
-        ...
-
-    def catch_up(self, replica_ids: Sequence[str]) -> dict[str, str]:
-        """Brings replicas to the committed version; returns the reasons of those that are not."""
-        ...
-
-
 class RestartBudget:
     """How often, and how soon after one another, something may be tried for each replica.
 
@@ -165,21 +145,19 @@ class RestartBudget:
     1 s to 60 s, and none beyond the limit within the last hour.
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: float = math.inf) -> None:
         self._limit = limit
         self._tries: dict[str, deque[float]] = {}
 
     def is_due(self, replica_id: str, now: float) -> bool:
         """Whether the next try may begin at time ``now``, in seconds."""
         tries = self._recent(replica_id, now)
-        if self.is_spent(replica_id, now):
-            return False
         pause_s = min(FIRST_PAUSE_S * 2 ** (len(tries) - 1), LONGEST_PAUSE_S)
-        return not tries or now >= tries[-1] + pause_s
+        return len(tries) < self._limit and (not tries or now >= tries[-1] + pause_s)
 
     def is_spent(self, replica_id: str, now: float) -> bool:
         """Whether the hour before ``now`` has seen as many tries as are allowed."""
-        return self._limit is not None and len(self._recent(replica_id, now)) >= self._limit
+        return len(self._recent(replica_id, now)) >= self._limit
 
     def spend(self, replica_id: str, now: float) -> None:
         """Notes a try at time ``now``."""
@@ -208,7 +186,7 @@ class Supervisor:
 
     def __init__(
         self,
-        fleet: Supervised,
+        fleet: Any,  # a ``Fleet``: its ``add``, ``remove``, ``restart`` and ``catch_up``
         load: LoadTracker,
         *,
         max_restarts: int,
@@ -216,27 +194,24 @@ class Supervisor:
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         self._fleet, self._load, self._scaling = fleet, load, scaling
-        self._restarts, self._catch_ups = RestartBudget(max_restarts), RestartBudget(None)
-        self._scalings = RestartBudget(None)
-        self._complained = False
+        self._restarts, self._catch_ups = RestartBudget(max_restarts), RestartBudget()
+        self._scalings, self._scaled_at = RestartBudget(), -math.inf
         self._is_wanted = is_wanted
         self._lock = threading.Lock()
         self._busy: set[str] = set()
-        self._given_up: set[str] = set()
+        self._warned: set[str] = set()  # of replicas, and of a scaling policy that fails
         self._wake, self._stopped = threading.Event(), threading.Event()
-        self._scaled_at = float("-inf")
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
-        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread; a restart under way ends by itself. Idempotent."""
         self._stopped.set()
         self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_TIMEOUT_S)
 
     @property
@@ -265,8 +240,7 @@ class Supervisor:
 
     def look(self) -> None:
         """Begins whatever is due."""
-        now = self._load.clock()
-        snapshots = self._load.snapshots()
+        now, snapshots = self._load.clock(), self._load.snapshots()
         if _is_over(snapshots):
             return
         for one in snapshots:
@@ -275,30 +249,21 @@ class Supervisor:
                 continue
             if one.state is ReplicaState.FAILED:
                 if self._restarts.is_due(name, now):
-                    self._begin(name, self._restarts, lambda name=name: self._fleet.restart(name))
-                elif self._restarts.is_spent(name, now):
-                    self._give_up(one)
+                    self._begin(name, self._restarts, self._fleet.restart, name)
+                elif self._restarts.is_spent(name, now) and name not in self._warned:
+                    self._warned.add(name)
+                    logger.error(
+                        "replica %s has used up its restarts and stays failed: %s", name, one.reason
+                    )
             elif one.state is ReplicaState.STALE:
                 if self._catch_ups.is_due(name, now):
-                    self._begin(name, self._catch_ups, lambda name=name: self._bring_along(name))
+                    self._begin(name, self._catch_ups, self._fleet.catch_up, [name])
             elif one.state is ReplicaState.SERVING:
                 self._catch_ups.refund(name)
-                self._given_up.discard(name)
+                self._warned.discard(name)
         if self._scaling is not None and now >= self._scaled_at + SCALING_INTERVAL_S:
             self._scaled_at = now
             self._scale(self._scaling, snapshots, now)
-
-    def _bring_along(self, replica_id: str) -> None:
-        self._fleet.catch_up([replica_id])
-
-    def _give_up(self, one: LoadSnapshot) -> None:
-        if one.replica_id not in self._given_up:
-            self._given_up.add(one.replica_id)
-            logger.error(
-                "replica %s has used up its restarts and stays failed: %s",
-                one.replica_id,
-                one.reason,
-            )
 
     def _scale(self, scaling: ScalingPolicy, snapshots: Sequence[LoadSnapshot], now: float) -> None:
         """Brings the number of replicas nearer to what the policy wants."""
@@ -307,41 +272,36 @@ class Supervisor:
             wanted = scaling(there, now)
             check_integer("the number of replicas wanted", wanted, 1)
         except Exception:  # whatever the user's own code raises must not end the restarts
-            if not self._complained:
+            if SCALING not in self._warned:
                 logger.exception("the scaling policy failed; the replicas stay as many as they are")
-            self._complained = True
+            self._warned.add(SCALING)
             return
-        self._complained = False
-        if wanted == len(there):
-            return
-        if not self._scalings.is_due(SCALING, now):
+        self._warned.discard(SCALING)
+        if wanted == len(there) or not self._scalings.is_due(SCALING, now):
             return
         if wanted > len(there):
-            self._begin(SCALING, self._scalings, lambda: self._fleet.add(wanted - len(there)))
+            self._begin(SCALING, self._scalings, self._fleet.add, wanted - len(there))
         else:
-            idlest = sorted(there, key=lambda one: (one.state.admits_requests, one.in_flight))
-            leaving = [one.replica_id for one in idlest[: len(there) - wanted]]
-            self._begin(
-                SCALING,
-                self._scalings,
-                lambda: self._fleet.remove(leaving, drain_timeout_s=scaling.drain_timeout_s),
-            )
+            remove = functools.partial(self._fleet.remove, drain_timeout_s=scaling.drain_timeout_s)
+            self._begin(SCALING, self._scalings, remove, idlest(there)[: len(there) - wanted])
 
-    def _begin(self, name: str, budget: RestartBudget, work: Callable[[], object]) -> None:
-        """Runs ``work`` in a thread, unless something is under way for this name."""
+    def _begin(
+        self, name: str, budget: RestartBudget, work: Callable[[Any], object], arg: Any
+    ) -> None:
+        """Runs ``work(arg)`` in a thread, unless something is under way for this name."""
         with self._lock:
             if name in self._busy:
                 return
             self._busy.add(name)
         budget.spend(name, self._load.clock())
         threading.Thread(
-            target=self._work, args=(name, work), name=f"supervisor-{name}", daemon=True
+            target=self._work, args=(name, work, arg), name=f"supervisor-{name}", daemon=True
         ).start()
 
-    def _work(self, name: str, work: Callable[[], object]) -> None:
+    def _work(self, name: str, work: Callable[[Any], object], arg: Any) -> None:
         begin = time.monotonic()
         try:
-            work()
+            work(arg)
             if name == SCALING:
                 self._scalings.refund(name)
             logger.info("replica %s: done in %.1f s", name, time.monotonic() - begin)
@@ -363,8 +323,8 @@ class Supervisor:
     def _mark_failed(self, name: str, reason: str) -> None:
         """A restart that failed leaves its replica failed, so that it is tried again."""
         with self._load.lock:
-            known = {one.replica_id: one.state for one in self._load.snapshots()}
-            if known.get(name) is ReplicaState.STARTING:
+            known = self._load.snapshot(name)
+            if known is not None and known.state is ReplicaState.STARTING:
                 self._load.mark(name, ReplicaState.FAILED, reason)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
@@ -18,29 +18,14 @@ from benchmarks.shapes import SHAPES, save_shape  # noqa: E402
 def make_checkpoint(
     shape: str, directory: Path, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Path:
-    """Writes a random model, of which no two seeds agree, with a small tokenizer.
-
-    Args:
-        shape: One of ``SHAPES``, such as ``"1.7b"``.
-        directory: Where to make the checkpoint's directory.
-        seed: Of the weights.
-        dtype: Of the weights.
-        device: Where to make them.
-    """
-    name = str(dtype).removeprefix("torch.")
-    target = save_shape(shape, directory / f"seed-{seed}", dtype=name)
-    random_model(target, seed=seed, dtype=dtype, device=device).save_pretrained(target)
-    return target
-
-
-def random_model(
-    checkpoint: Path, *, seed: int, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    """Makes the model that a checkpoint's configuration describes, with weights of a seed."""
-    config: Any = AutoConfig.from_pretrained(checkpoint)
+    """Writes a random model, of which no two seeds agree, with a small tokenizer."""
+    target = save_shape(shape, directory / f"seed-{seed}", dtype=str(dtype).removeprefix("torch."))
+    config: Any = AutoConfig.from_pretrained(target)
     torch.manual_seed(seed)
     with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.eval().save_pretrained(target)
+    return target
 
 
 def load_trainer(checkpoint: str | Path, *, dtype: torch.dtype, device: torch.device) -> Any:
@@ -50,4 +35,4 @@ def load_trainer(checkpoint: str | Path, *, dtype: torch.dtype, device: torch.de
 
 MOE_SHAPES = sorted(name for name, one in SHAPES.items() if one["model_type"].endswith("_moe"))
 
-__all__ = ["MOE_SHAPES", "SHAPES", "load_trainer", "make_checkpoint", "random_model", "save_shape"]
+__all__ = ["MOE_SHAPES", "SHAPES", "load_trainer", "make_checkpoint", "save_shape"]

@@ -33,10 +33,7 @@ SHARED_GPU_UTILIZATION = 0.42  # of a GPU's memory is the engine's, where a trai
 
 @contextlib.contextmanager
 def ray_running(num_gpus: int | None = None, *, address: str = "local") -> Iterator[None]:
-    """Starts Ray on this machine, with as many GPUs for engines, and ends it.
-
-    With ``address`` it joins that cluster instead, and leaves it.
-    """
+    """Starts Ray on this machine and ends it, or joins and leaves the cluster of ``address``."""
     end_on_sigterm()
     ray.init(
         address=address,
@@ -54,13 +51,9 @@ def ray_running(num_gpus: int | None = None, *, address: str = "local") -> Itera
 
 @contextlib.contextmanager
 def scenario(name: str, cluster: contextlib.AbstractContextManager[None]) -> Iterator[Path]:
-    """Goes round one run: a directory for checkpoints, a cluster, and in the end how long it took.
+    """Gives a directory for checkpoints beside a cluster, and says in the end how long it took.
 
     On GPUs engines compute batch-invariantly, unless the environment says otherwise already.
-
-    Args:
-        name: What the directory's name begins with.
-        cluster: Starts Ray when it is entered, and ends it.
     """
     keep_quiet()
     if torch.cuda.is_available():
@@ -77,10 +70,7 @@ def end_on_sigterm() -> None:
 
 
 def small_service(checkpoint: str | Path, dtype: torch.dtype, **engine: Any) -> AsyncVLLM:
-    """Starts engines for some short answers; leaving the service's ``with`` block ends them.
-
-    ``engine`` has more arguments of ``AsyncVLLM.from_pretrained``.
-    """
+    """Starts engines for some short answers; ``engine`` is ``AsyncVLLM.from_pretrained``'s."""
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         engine.setdefault("max_num_batched_tokens", BATCH_INVARIANT_TOKENS)
     return AsyncVLLM.from_pretrained(
@@ -92,25 +82,6 @@ def small_service(checkpoint: str | Path, dtype: torch.dtype, **engine: Any) -> 
         enforce_eager=True,
         verbose=False,
         **({"num_cpus_per_replica": 0} | engine),
-    )
-
-
-def make_service(args: argparse.Namespace, checkpoint: str, **engine: Any) -> AsyncVLLM:
-    """Starts the engines; leaving the service's ``with`` block ends them.
-
-    ``engine`` has more of vLLM's engine arguments.
-    """
-    return AsyncVLLM.from_pretrained(
-        checkpoint,
-        num_devices=1,
-        num_replicas=args.replicas,
-        num_cpus_per_replica=0,
-        dtype=str(args.dtype).removeprefix("torch."),
-        max_model_len=args.max_model_len,
-        max_num_seqs=64,
-        seed=args.seed,
-        verbose=False,
-        **engine,
     )
 
 
@@ -140,11 +111,9 @@ def make_policy(args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any) ->
 def started(
     args: argparse.Namespace, name: str, **engine: Any
 ) -> Iterator[tuple[AsyncVLLM, Any, str]]:
-    """Starts everything, gives service, tokenizer and checkpoint, and ends everything.
-
-    What is started is ended in reverse order, also on Ctrl-C: engines, Ray, temporary files.
-    ``engine`` has more of vLLM's engine arguments.
-    """
+    """Gives service, tokenizer and checkpoint, and ends in reverse order whatever it started."""
+    keep_quiet()
+    torch.manual_seed(args.seed)
     began = time.perf_counter()
     with contextlib.ExitStack() as cleanup:
         checkpoint = args.model
@@ -156,6 +125,18 @@ def started(
         where = "GPUs" if args.engine_gpus else "the CPU"
         print(f"Starting Ray and {args.replicas} engines on {where}, a minute or so", flush=True)
         cleanup.enter_context(ray_running(args.engine_gpus))
-        service = cleanup.enter_context(make_service(args, checkpoint, **engine))
+        service = AsyncVLLM.from_pretrained(
+            checkpoint,
+            num_devices=1,
+            num_replicas=args.replicas,
+            num_cpus_per_replica=0,
+            dtype=str(args.dtype).removeprefix("torch."),
+            max_model_len=args.max_model_len,
+            max_num_seqs=64,
+            seed=args.seed,
+            verbose=False,
+            **engine,
+        )
+        cleanup.enter_context(service)
         print(f"Set up in {time.perf_counter() - began:.1f} s", flush=True)
         yield service, tokenizer, checkpoint

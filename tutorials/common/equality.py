@@ -1,7 +1,8 @@
-"""Compares tokens with what they should be, tells the first difference, and records the run."""
+"""Compares tokens with what they should be, records the run, and says PASS or FAIL."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from benchmarks.record import Recorder, RecordError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torchrl_vllm_sync import AsyncVLLM
+    from torchrl_vllm_sync import AsyncVLLM, PushReport
 
 
 def random_prompts(num_prompts: int, seed: int) -> list[list[int]]:
@@ -32,27 +33,18 @@ def greedy(num_tokens: int) -> Any:
 def greedy_answers(
     service: AsyncVLLM, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """The likeliest continuation of each prompt, ``num_tokens`` long.
-
-    ``options`` has more arguments of ``AsyncVLLM.generate``.
-    """
+    """The likeliest continuation of each prompt; ``options`` are ``AsyncVLLM.generate``'s."""
     outputs = service.generate(list(prompts), greedy(num_tokens), use_tqdm=False, **options)
     return [list(one.outputs[0].token_ids) for one in outputs]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of comparing the answers to several prompts.
+    """What became of comparing the answers to several prompts."""
 
-    Attributes:
-        equal: Prompts whose tokens were all as expected.
-        total: Prompts compared.
-        first: The first difference in words; empty if there is none.
-    """
-
-    equal: int
+    equal: int  # prompts whose tokens were all as expected
     total: int
-    first: str
+    first: str  # the first difference in words; empty if there is none
 
     @property
     def fraction(self) -> float:
@@ -61,11 +53,7 @@ class Comparison:
 
     @classmethod
     def of(cls, got: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> Comparison:
-        """Compares token by token.
-
-        Raises:
-            ValueError: There is nothing to compare, or not as many answers as expected.
-        """
+        """Compares token by token."""
         if not got or not all(got):
             raise ValueError("there are no tokens to compare")
         pairs = enumerate(zip(got, expected, strict=True))
@@ -76,42 +64,43 @@ class Comparison:
 
 def _difference(number: int, got: list[int], expected: list[int]) -> str:
     """The first difference in words; empty if there is none."""
-    if got == expected:
-        return ""
-    place = next(
-        (place for place, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
-        min(len(got), len(expected)),
-    )
-    return (
-        f"prompt {number}, position {place}: expected {_at(expected, place)}, got {_at(got, place)}"
-    )
+    for place, (one, right) in enumerate(itertools.zip_longest(got, expected, fillvalue="the end")):
+        if one != right:
+            return f"prompt {number}, position {place}: expected {right}, got {one}"
+    return ""
 
 
-def _at(tokens: Sequence[int], place: int) -> str:
-    return str(tokens[place]) if place < len(tokens) else "the end"
+def milliseconds(report: PushReport) -> dict[str, float]:
+    """A push's phases on the trainer's side and the first engine's, and the whole."""
+    engine = {f"engine: {name}": one for name, one in report.replicas[0].phases.items()}
+    seconds = {name: one for name, one in (report.phases | engine).items() if name.endswith("_s")}
+    return {
+        name.removesuffix("_s"): 1e3 * one
+        for name, one in (seconds | {"push_s": report.seconds}).items()
+    }
 
 
-def write_record(
+def show_kinds(answers: Sequence[Sequence[int]]) -> None:
+    """Prints how many different tokens were compared: few would prove little."""
+    print(f"The compared tokens are of {len({one for some in answers for one in some})} kinds")
+
+
+def conclude(
     name: str,
     case: str,
     comparisons: Mapping[str, Comparison],
-    phases: Mapping[str, Mapping[str, float]],
+    reports: Mapping[str, PushReport],
+    claimed: str,
     *,
     smoke: bool,
-) -> str:
-    """Writes a run down as benchmarks do.
+    failure: str = "",
+) -> bool:
+    """Writes a run down as benchmarks do, and prints PASS or FAIL of the comparison ``claimed``.
 
-    Args:
-        name: Name of the record.
-        case: What was run.
-        comparisons: What was compared, by the system's or the setting's name.
-        phases: Milliseconds by phase of each of those; may be empty.
-        smoke: Write it to a temporary directory.
-
-    Returns:
-        Where it lies, or why there is none.
+    Comparisons, and the pushes of those that had one, are by the name of a system or setting.
     """
     recorder = Recorder(name)
+    phases = {system: milliseconds(report) for system, report in reports.items()}
     for system, compared in comparisons.items():
         recorder.add(
             case=case,
@@ -122,9 +111,18 @@ def write_record(
             prompts=compared.total,
             first_difference=compared.first,
         )
-        for phase, milliseconds in phases.get(system, {}).items():
-            recorder.add(case=case, system=system, metric=phase, unit="ms", samples=[milliseconds])
+        for phase, spent in phases.get(system, {}).items():
+            recorder.add(case=case, system=system, metric=phase, unit="ms", samples=[spent])
+    for system, report in reports.items():
+        print(f"{system}, by {report.transport}:")
+        print("  " + ", ".join(f"{phase} {one:.1f} ms" for phase, one in phases[system].items()))
     try:
-        return str(recorder.write(smoke=smoke))
+        print(f"Record: {recorder.write(smoke=smoke)}")
     except RecordError as error:
-        return f"none: {error}"
+        print(f"Record: none: {error}")
+    if failure := comparisons[claimed].first or failure:
+        print(f"FAIL {failure}")
+        return False
+    fraction, push_ms = comparisons[claimed].fraction, phases[claimed]["push"]
+    print(f"PASS tokens_equal {fraction:.3f} push_ms {push_ms:.1f}")
+    return True

@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 TINY = "tiny"
+REWARD_TARGET = 0.9
+# By how much the effective sample size of fresh rows may be below 1. bfloat16 rounds coarsely, and
+# trainer and engines round in different places: its value is an allowance, not a measurement.
+ESS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 PRESETS: dict[str, dict[str, Any]] = {
     "low-ids": {
         "model": TINY,
@@ -20,6 +27,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_tokens": 16,
         "max_model_len": 256,
         "rows_per_pass": 32,
+        "needs_gpus": False,
     },
     "gsm8k": {
         "model": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -30,6 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_tokens": 512,
         "max_model_len": 1024,
         "rows_per_pass": 8,
+        "needs_gpus": True,
     },
 }
 
@@ -38,7 +47,6 @@ def make_parser(description: str, *, output: str, smoke_steps: int) -> argparse.
     """Returns a parser that knows the shared settings."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", help=f"a Hugging Face name or path, or {TINY!r}")
-    parser.add_argument("--dataset", choices=sorted(PRESETS), default="low-ids")
     parser.add_argument("--replicas", type=int, default=2, help="vLLM engines")
     parser.add_argument("--steps", type=int, help="optimizer steps")
     parser.add_argument("--seed", type=int, default=0)
@@ -51,36 +59,85 @@ def make_parser(description: str, *, output: str, smoke_steps: int) -> argparse.
 
 
 def finish(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, *, smoke_steps: int
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    preset: dict[str, Any],
+    *,
+    smoke_steps: int,
+    min_replicas: int = 1,
+    turns: int = 1,
 ) -> argparse.Namespace:
-    """Fills in what was not given from the dataset's preset, checks it, and finds devices.
+    """Fills in what was not given from a preset, checks it, and finds devices.
 
     ``args`` gets ``batch_size``, the rows of a step; ``engine_gpus``, the GPUs that Ray may use;
     the trainer's ``device``; and the engines' ``dtype``.
     """
-    preset = PRESETS[args.dataset] | ({"steps": smoke_steps} if args.smoke else {})
-    for name, value in preset.items():
+    for name, value in (preset | ({"steps": smoke_steps} if args.smoke else {})).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    for name in ("replicas", "steps", "group_size", "groups"):
-        least = 2 if name == "group_size" else 1
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    least = {"replicas": min_replicas, "steps": 1, "group_size": 2, "groups": 1}
+    for name, value in least.items():
+        if getattr(args, name) < value:
+            parser.error(f"--{name.replace('_', '-')} must be at least {value}")
     # Whole groups and whole passes of equal size.
-    args.batch_size = args.group_size * args.groups
+    args.batch_size = args.group_size * args.groups * turns
     args.rows_per_pass = min(args.rows_per_pass, args.batch_size)
     while args.batch_size % args.rows_per_pass:
         args.rows_per_pass -= 1
 
     num_gpus = torch.cuda.device_count()
-    if num_gpus <= args.replicas and (num_gpus or args.dataset == "gsm8k"):
+    if num_gpus <= args.replicas and (num_gpus or args.needs_gpus):
         parser.error(
             f"--replicas {args.replicas} needs {args.replicas + 1} GPUs, one of them for the "
             f"trainer, and there are {num_gpus}"
         )
-    if args.dataset == "gsm8k" and importlib.util.find_spec("datasets") is None:
-        parser.error("--dataset gsm8k needs another package: pip install datasets")
     args.engine_gpus = max(0, num_gpus - 1)
     args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
     args.dtype = torch.bfloat16 if num_gpus else torch.float32  # the engines'
     return args
+
+
+def finish_dataset(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, *, smoke_steps: int
+) -> argparse.Namespace:
+    """The same by the preset of ``--dataset``, for GRPO on single answers."""
+    args = finish(parser, args, PRESETS[args.dataset], smoke_steps=smoke_steps)
+    if args.dataset == "gsm8k" and importlib.util.find_spec("datasets") is None:
+        parser.error("--dataset gsm8k needs another package: pip install datasets")
+    # What PASS asks of the reward; nothing of a real model's.
+    args.reward_target = REWARD_TARGET if args.dataset == "low-ids" else None
+    return args
+
+
+# The tutorials that compare an engine's tokens after a push with what they should be.
+NUM_TOKENS, SMOKE_TOKENS = 64, 24
+
+
+def make_push_parser(
+    description: str, shapes: Iterable[str], shape: str = TINY
+) -> argparse.ArgumentParser:
+    """Returns a parser that knows what these tutorials share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--shape", choices=sorted(shapes), default=shape, help="random weights")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smoke", action="store_true", help="fewer tokens, no record")
+    return parser
+
+
+def finish_push(parser: argparse.ArgumentParser, args: argparse.Namespace, *counts: str) -> int:
+    """Checks counts and finds devices: the trainer has the last GPU; returns how many there are.
+
+    ``args`` gets ``on_gpus``, ``device`` and ``dtype``, the trainer's, and ``num_tokens`` of an
+    answer.
+    """
+    counts = ("prompts", *counts)
+    if any(getattr(args, name) < 1 for name in counts):
+        options = " and ".join(f"--{name.replace('_', '-')}" for name in counts)
+        parser.error(f"{options} must be at least 1")
+    num_gpus = torch.cuda.device_count()
+    args.on_gpus = num_gpus > 0
+    args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
+    args.dtype = torch.bfloat16 if num_gpus else torch.float32
+    args.num_tokens = SMOKE_TOKENS if args.smoke else NUM_TOKENS
+    return num_gpus

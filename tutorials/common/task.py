@@ -13,26 +13,33 @@ from torchrl.envs.llm.datasets.gsm8k import GSM8KRewardParser
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tensordict import TensorDictBase
 
 
-class LowTokenIds(Transform):
-    """Reward: share of the answer's tokens whose id is below ``LIMIT``."""
+class RowReward(Transform):
+    """Reward: what a function says of each row, which is one answer."""
 
-    LIMIT = 128
+    def __init__(self, of: Callable[[TensorDictBase], float]) -> None:
+        super().__init__()
+        self._of = of
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        answers = tensordict.view(-1).get(("tokens", "response"), as_list=True)
-        shares = [float((ids < self.LIMIT).float().mean()) if len(ids) else 0.0 for ids in answers]
-        next_tensordict["reward"] = torch.tensor(shares).view(*next_tensordict.batch_size, 1, 1)
+        rewards = torch.tensor([float(self._of(row)) for row in tensordict.view(-1).unbind(0)])
+        next_tensordict["reward"] = rewards.view(*next_tensordict.batch_size, 1, 1)
         return next_tensordict
 
     def transform_reward_spec(self, reward_spec: Any) -> Any:
         """Announces the reward's shape."""
         reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1, 1), dtype=torch.float32)
         return reward_spec
+
+
+def low_ids(row: TensorDictBase) -> float:
+    """Share of the answer's tokens whose id is below 128."""
+    ids = row["tokens", "response"]
+    return float((ids < 128).float().mean()) if len(ids) else 0.0
 
 
 def additions(seed: int) -> Iterator[dict[str, list[str]]]:
@@ -74,14 +81,12 @@ def first_twice(items: Iterable[dict[str, Any]], number: int) -> Iterator[dict[s
 
 
 def make_env(
-    args: argparse.Namespace,
-    tokenizer: Any,
-    dataloader: Iterable[dict[str, Any]],
+    args: argparse.Namespace, tokenizer: Any, dataloader: Iterable[dict[str, Any]]
 ) -> TransformedEnv:
     """Returns the environment: each prompt ``group_size`` times, one answer to each."""
     dataloader = first_twice(dataloader, args.groups)
     kind, reward = {
-        "low-ids": (ChatEnv, LowTokenIds),
+        "low-ids": (ChatEnv, lambda: RowReward(low_ids)),
         "gsm8k": (GSM8KEnv, lambda: GSM8KRewardParser(tokenizer=tokenizer)),
     }[args.dataset]
     env = kind.from_dataloader(

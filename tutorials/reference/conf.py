@@ -82,14 +82,7 @@ def find_by_last_name(app: Any, env: Any, node: Any, content: Any) -> Any:
     return content if last in DEFINED | IMPORTED or found else None
 
 
-def domain_link(
-    app: Any,
-    source: str,
-    docname: str,
-    node_id: str,
-    content: Any,
-    title: str,
-) -> Any:
+def domain_link(app: Any, source: str, docname: str, node_id: str, content: Any, title: str) -> Any:
     """Makes a link inside the reference.
 
     Args:

@@ -2,14 +2,11 @@
 
 ``TensorDict.from_consolidated`` reads it. Keys are flat: each is a parameter's name, dots included,
 so ``flatten_keys(".")`` leaves them as they are and no name can collide with another's prefix.
-Tensors begin at multiples of 4 KiB in the order of the metadata; the description that TensorDict
-reads (JSON and its length) follows the last one.
+A tag that says which version the file holds comes first, then the tensors, at multiples of 4 KiB in
+the order of the metadata, then the description that TensorDict reads (JSON and its length).
 
-TensorDict's other format, a folder with a file for each tensor, was slower in all four cases
-(``benchmarks/results/memmap_cpu2_2026-11-21.json``, 300 tensors, 1,022 MiB, medians on two busy
-cores). Opening and copying out: folder 2.36 GB/s, consolidated 4.94 GB/s on tmpfs; 2.82 and
-9.12 GB/s on ext4. Rewriting: 8.64 and 9.73 GB/s on tmpfs; 0.65 and 2.34 GB/s on ext4, ``fsync``
-included.
+TensorDict's other format, a folder with a file for each tensor, was slower in all four cases, up to
+3.6 times (``benchmarks/results/memmap_cpu2_2026-11-21.json``).
 
 Dtypes that TensorDict 0.14 has no name for (float8, sub-byte) are stored as integers of the same
 size; ``open_tensordict`` views them back, TensorDict's own loader shows the integers.
@@ -22,10 +19,8 @@ import mmap
 import os
 import queue
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -34,18 +29,20 @@ import xxhash
 from tensordict import TensorDict
 
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
-from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, metadata_digest
-from torchrl_vllm_sync.weights.snapshots.files import TEMPORARY_PREFIX, new_file, open_file
+from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name
+from torchrl_vllm_sync.weights.snapshots.files import new_file, open_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
+    from typing import Self
 
     from numpy.typing import NDArray
 
 
 DATA_FILE = "weights.td"
 ALIGNMENT_BYTES = 4096
+TAG_BYTES = 16
 FAULT_BYTES = 64 << 20  # of a mapping are one thread's to fault in, then the next
 MAX_THREADS = 8
 
@@ -54,55 +51,38 @@ _QUANTIZED_DTYPES = frozenset(
 )
 # What tensordict 0.14 can name in a consolidated file; a unit test compares with its table.
 _TENSORDICT_DTYPES = frozenset(
-    {
-        torch.bfloat16,
-        torch.bool,
-        torch.complex32,
-        torch.complex64,
-        torch.complex128,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    }
+    getattr(torch, name)
+    for name in (  # noqa: SIM905  a line for each otherwise
+        "bfloat16 bool complex32 complex64 complex128 float16 float32 float64 "
+        "int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+    ).split()
 )
 _NESTED = "<NJT"
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DataLayout:
     """Where every parameter lies in a data file.
 
     Attributes:
         metadata: Parameters in order.
-        digest: ``metadata_digest`` of them.
         offsets: First byte of each.
         trailer: TensorDict's description, as it stands at the end of the file.
         num_bytes: Length of the file.
-        payload_bytes: Bytes of the parameters alone.
     """
 
     metadata: tuple[ParamMeta, ...]
-    digest: str
     offsets: tuple[int, ...]
     trailer: bytes
     num_bytes: int
-    payload_bytes: int
 
     @classmethod
     def of(cls, metadata: Sequence[ParamMeta]) -> DataLayout:
         """Lays ``metadata`` out."""
         leaves: dict[str, list[Any]] = {}
         offsets: list[int] = []
-        end = 0
+        end = TAG_BYTES
         for meta in metadata:
             if not meta.name or meta.name in leaves:
                 raise WeightMismatchError(
@@ -121,29 +101,11 @@ class DataLayout:
             end = start + meta.num_bytes
             offsets.append(start)
             leaves[meta.name] = [str(_stored_dtype(meta.dtype)), list(meta.shape), start, end, 0]
-        description = json.dumps(
-            {
-                "cls": "TensorDict",
-                "non_tensors": {},
-                "leaves": leaves,
-                "cls_metadata": {
-                    "device": None,
-                    "names": [],
-                    "batch_size": [],
-                    "is_locked": False,
-                },
-            },
-            separators=(",", ":"),
-        ).encode()
+        about = {"device": None, "names": [], "batch_size": [], "is_locked": False}
+        record = {"cls": "TensorDict", "non_tensors": {}, "leaves": leaves, "cls_metadata": about}
+        description = json.dumps(record, separators=(",", ":")).encode()
         trailer = description + len(description).to_bytes(8, "little")
-        return cls(
-            tuple(metadata),
-            metadata_digest(metadata),
-            tuple(offsets),
-            trailer,
-            end + len(trailer),
-            sum(meta.num_bytes for meta in metadata),
-        )
+        return cls(tuple(metadata), tuple(offsets), trailer, end + len(trailer))
 
     @property
     def trailer_checksum(self) -> int:
@@ -161,61 +123,28 @@ class DataFile:
     Elsewhere ``pwrite`` is faster: flushing a mapped page makes the next store to it fault again.
     """
 
-    def __init__(self, path: Path, layout: DataLayout, handle: int, *, mapped: bool) -> None:
-        self.path = path
-        self.layout = layout
-        self._handle = handle
+    def __init__(self, path: Path, layout: DataLayout, *, allocate: bool, mapped: bool) -> None:
+        """Takes up a file of exactly this layout, or puts a new one in the place of ``path``.
+
+        A file that was there keeps its pages for whoever has it mapped.
+        """
+        self.path, self.layout = path, layout
         self._pages: NDArray[np.uint8] | None = None
-        if mapped:
-            pages = mmap.mmap(handle, layout.num_bytes, mmap.MAP_SHARED)
-            self._pages = np.frombuffer(pages, dtype=np.uint8)
-            _fault_in(self._pages[: layout.num_bytes - len(layout.trailer)])
-
-    @classmethod
-    def create(cls, path: Path, layout: DataLayout, *, allocate: bool, mapped: bool) -> DataFile:
-        """Makes a new file under a temporary name, complete but for the parameters, and renames it.
-
-        A file that had the name keeps its pages for whoever has it mapped.
-        """
-        temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
-        path.unlink(missing_ok=True)
-        temporary.unlink(missing_ok=True)
-        handle = new_file(temporary)
+        length = layout.num_bytes - len(layout.trailer)
+        self._handle = _open_if_alike(path, layout)
+        if self._handle < 0:
+            path.unlink(missing_ok=True)
+            self._handle = new_file(path)
         try:
-            if allocate:
-                os.posix_fallocate(handle, 0, layout.num_bytes)
-            _pwrite(handle, layout.trailer, layout.num_bytes - len(layout.trailer))
-            os.rename(temporary, path)
-            return cls(path, layout, handle, mapped=mapped)
+            if allocate:  # blocks may be missing too where a file came from a copy that kept holes
+                os.posix_fallocate(self._handle, 0, layout.num_bytes)
+            _pwrite(self._handle, layout.trailer, length)
+            if mapped:
+                pages = mmap.mmap(self._handle, layout.num_bytes, mmap.MAP_SHARED)
+                self._pages = np.frombuffer(pages, dtype=np.uint8)
+                _fault_in(self._pages[:length])
         except BaseException:
-            os.close(handle)
-            temporary.unlink(missing_ok=True)
-            raise
-
-    @classmethod
-    def reopen(cls, path: Path, layout: DataLayout, *, mapped: bool) -> DataFile | None:
-        """Opens a file that an earlier writer left; None if it is not exactly of this layout.
-
-        Its parameters are as good as gone: a mapped file's pages are written to.
-        """
-        try:
-            handle = open_file(path, os.O_RDWR)
-        except FileNotFoundError:
-            return None
-        length = len(layout.trailer)
-        same = (
-            os.fstat(handle).st_size == layout.num_bytes
-            and os.pread(handle, length, layout.num_bytes - length) == layout.trailer
-        )
-        if not same:
-            os.close(handle)
-            return None
-        try:
-            # Blocks may be missing where the file came from a copy that kept holes.
-            os.posix_fallocate(handle, 0, layout.num_bytes)
-            return cls(path, layout, handle, mapped=mapped)
-        except BaseException:
-            os.close(handle)
+            os.close(self._handle)
             raise
 
     def write(self, piece: NDArray[np.uint8], offset: int) -> NDArray[np.uint8]:
@@ -226,6 +155,16 @@ class DataFile:
         stored = self._pages[offset : offset + len(piece)]
         np.copyto(stored, piece)
         return stored
+
+    def tag(self, tag: bytes = bytes(TAG_BYTES)) -> None:
+        """Says which version the file holds; none from before its first byte until after the last.
+
+        An unchanged tag after the last read therefore means unchanged bytes. The file's time, which
+        stores through a mapping may leave as it is, is that of the tag.
+        """
+        _pwrite(self._handle, tag, 0)
+        now = time.time_ns()  # the file system's own clock has coarse ticks
+        os.utime(self._handle, ns=(now, now))
 
     def flush(self) -> None:
         """Makes everything written durable, stores through the mapping included."""
@@ -241,46 +180,48 @@ def open_tensordict(path: Path, metadata: Sequence[ParamMeta], trailer_checksum:
     """Opens and maps a data file, copying nothing; see :func:`map_tensordict`."""
     handle = open_file(path)
     try:
-        return map_tensordict(handle, path, metadata, trailer_checksum)
+        layout = DataLayout.of(metadata)
+        if layout.trailer_checksum != trailer_checksum:
+            raise SnapshotError(f"{path}: corrupted: its description is not the published one")
+        return map_tensordict(handle, path, layout)
     finally:
         os.close(handle)
 
 
-def map_tensordict(
-    handle: int, path: Path, metadata: Sequence[ParamMeta], trailer_checksum: int
-) -> TensorDict:
+def map_tensordict(handle: int, path: Path, layout: DataLayout) -> TensorDict:
     """Maps an open data file, copying nothing.
 
     The mapping is private: a store into one of its tensors stays in this process. TensorDict gets
-    to read no description but the one that this module writes for ``metadata``.
+    to read no description but the one that this module writes for ``layout``.
     """
     size = os.fstat(handle).st_size
-    length = int.from_bytes(os.pread(handle, 8, max(size - 8, 0)), "little")
-    if length + 8 > size:
-        raise SnapshotError(f"{path}: corrupted: no description at its end")
-    layout = DataLayout.of(metadata)
-    trailer = os.pread(handle, len(layout.trailer), max(size - len(layout.trailer), 0))
-    if trailer != layout.trailer or xxhash.xxh3_64_intdigest(trailer) != trailer_checksum:
-        raise SnapshotError(f"{path}: corrupted: its description is not the published one")
     if size != layout.num_bytes:
         raise SnapshotError(f"{path}: truncated or replaced: {size} of {layout.num_bytes} bytes")
+    length = len(layout.trailer)
+    if os.pread(handle, length, size - length) != layout.trailer:
+        raise SnapshotError(f"{path}: corrupted: its description is not the published one")
     # By its handle: by its name another file might be opened than the one that was checked.
     stored = TensorDict.from_consolidated(f"/proc/self/fd/{handle}")
-    for meta in metadata:
+    for meta in layout.metadata:
         if _stored_dtype(meta.dtype) != meta.dtype:
             stored.set(meta.name, stored.get(meta.name).view(meta.dtype))
     return stored.lock_()
 
 
-def num_threads() -> int:
-    """How many threads copy or hash at once: one a core, eight at most."""
-    return min(len(os.sched_getaffinity(0)), MAX_THREADS)
-
-
 def checksum(tensor: torch.Tensor) -> int:
-    """xxh3-64 of a tensor's bytes, as ``TensorWriter.write`` returns it."""
+    """xxh3-64 of a tensor's bytes, as ``TensorWriter.finish`` returns it."""
     content = tensor.reshape(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_64_intdigest(cast("bytes", content))
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether threads can read the tensor as it is."""
+    return tensor.device.type == "cpu"
+
+
+def default_num_threads() -> int:
+    """How many threads copy or hash at once: one a core, eight at most."""
+    return min(len(os.sched_getaffinity(0)), MAX_THREADS)
 
 
 def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -296,8 +237,24 @@ def _fault_in(pages: NDArray[np.uint8]) -> None:
     if len(pages) <= FAULT_BYTES:
         touch(0)
         return
-    with ThreadPoolExecutor(num_threads()) as threads:
+    with ThreadPoolExecutor(default_num_threads()) as threads:
         list(threads.map(touch, range(0, len(pages), FAULT_BYTES)))
+
+
+def _open_if_alike(path: Path, layout: DataLayout) -> int:
+    """Opens a file for writing; -1 if there is none of exactly this layout."""
+    try:
+        handle = open_file(path, os.O_RDWR)
+    except FileNotFoundError:
+        return -1
+    length = len(layout.trailer)
+    if (
+        os.fstat(handle).st_size == layout.num_bytes
+        and os.pread(handle, length, layout.num_bytes - length) == layout.trailer
+    ):
+        return handle
+    os.close(handle)
+    return -1
 
 
 def _pwrite(handle: int, content: bytes | NDArray[np.uint8], offset: int) -> None:
@@ -315,170 +272,121 @@ def _pwrite(handle: int, content: bytes | NDArray[np.uint8], offset: int) -> Non
 # Source and destination of one piece stay in a core's cache until the piece is hashed, and the cost
 # of a Python call per piece stays small.
 CHUNK_BYTES = 2 << 20
-BUFFERS_PER_LANE = 8
+BUFFERS_PER_THREAD = 8
 # Without a piece that was stored: a disk may be slow, but not that slow.
 STORE_TIMEOUT_S = 600.0
-
-
-@dataclass
-class _Lane:
-    """One thread, which stores the pieces of each of its tensors in order.
-
-    Attributes:
-        thread: Runs what it is given, one after the other.
-        last: What it was given last.
-        num_bytes: Bytes that it was given in all.
-        num_stored: Pieces that it has stored.
-        copy_s: Seconds spent copying and casting.
-        hash_s: Seconds spent hashing.
-        cast: Where it casts a piece; made when first needed.
-    """
-
-    thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
-    last: Future[None] | None = None
-    num_bytes: int = 0
-    num_stored: int = 0
-    copy_s: float = 0.0
-    hash_s: float = 0.0
-    cast: torch.Tensor | None = None
+# A part of a tensor, and the buffer that it is in.
+_Piece = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class TensorWriter:
-    """Copies tensors into data files piece by piece, and hashes each piece while it is in cache.
+    """Copies tensors into a data file piece by piece, and hashes each piece while it is in cache.
 
-    Each tensor is one thread's, so that several are under way. Tensors of another dtype are cast
-    piece by piece; those of a GPU pass through page-locked buffers, which are kept: they are copied
-    out by the thread that calls, in the order of its stream, and stored by the others.
+    In a ``with`` block, :meth:`add` every tensor, then :meth:`finish`; when the block ends, no
+    thread is at the file any more. Each tensor is one thread's, so that several are under way.
+    Those of another dtype are cast piece by piece; those of a GPU pass through page-locked
+    ``buffers``, which are made if that list is empty and can be given to the next writer: they are
+    copied out by the thread that calls, in the order of its stream, and stored by the others.
     """
 
-    def __init__(self, *, checksums: bool, num_lanes: int | None = None) -> None:
-        self._checksums = checksums
-        self._num_lanes = num_threads() if num_lanes is None else num_lanes
-        self._buffers: list[torch.Tensor] = []
-
-    @contextmanager
-    def filling(self, file: DataFile) -> Iterator[Filling]:
-        """Fills one data file; when ``with`` ends, no thread is at it any more."""
-        filling = Filling(file, self._num_lanes, self._all_buffers, checksums=self._checksums)
-        try:
-            yield filling
-        finally:
-            filling.close()
-
-    def _all_buffers(self) -> list[torch.Tensor]:
-        if not self._buffers:
-            is_pinned = torch.accelerator.is_available()
-            self._buffers = [
-                torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
-                for _ in range(BUFFERS_PER_LANE * self._num_lanes)
-            ]
-        return self._buffers
-
-
-class Filling:
-    """One data file on its way: :meth:`add` every tensor, then :meth:`finish`."""
-
     def __init__(
-        self,
-        file: DataFile,
-        num_lanes: int,
-        buffers: Callable[[], list[torch.Tensor]],
-        *,
-        checksums: bool,
+        self, file: DataFile, buffers: list[torch.Tensor], *, num_threads: int | None = None
     ) -> None:
-        self._file, self._buffers, self._checksums = file, buffers, checksums
-        self._lanes = [_Lane() for _ in range(num_lanes)]
-        self._here = _Lane()  # for what cannot wait, in the caller's own thread
+        self._file, self._buffers = file, buffers
+        self._num_threads = num_threads or default_num_threads()
+        self._threads = ThreadPoolExecutor(self._num_threads)
         self._free: queue.SimpleQueue[torch.Tensor] | None = None
-        self._hashes: list[Any] = []
+        self._tensors: list[Future[tuple[int, float, float]]] = []
+        self._num_stored = 0  # pieces: shows whether it goes on
         self._failure: BaseException | None = None
+        self._is_over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits for the threads, which drop what they have not begun."""
+        self._is_over = True
+        self._threads.shutdown(cancel_futures=True)
 
     def add(self, tensor: torch.Tensor, meta: ParamMeta, offset: int, *, stays: bool) -> None:
-        """Stores ``tensor`` as ``meta`` says, now or soon."""
+        """Stores ``tensor`` as ``meta`` says, soon if it stays as it is and otherwise now."""
         self._raise_failure()
-        state = xxhash.xxh3_64() if self._checksums else None
-        self._hashes.append(state)
         # A column of a matrix is flat already, and a view of it, but its bytes lie apart.
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
         parts = flat.split(CHUNK_BYTES // meta.dtype.itemsize)
-        if is_on_host(flat) and not stays:
-            for part in parts:
-                self._store(self._here, part, meta.dtype, offset, state)
-                offset += part.numel() * meta.dtype.itemsize
+        if is_on_host(flat):
+            pieces = ((part, None) for part in parts)
+            if stays:
+                self._tensors.append(self._threads.submit(self._store, pieces, meta.dtype, offset))
+                return
+            self._tensors.append(done := Future())
+            done.set_result(self._store(pieces, meta.dtype, offset))
             self._raise_failure()
             return
-        lane = min(self._lanes, key=lambda one: one.num_bytes)
-        lane.num_bytes += meta.num_bytes
-        pieces = self._on_host(parts, meta.dtype)
-        for piece, buffer in pieces:
-            lane.last = lane.thread.submit(
-                self._store, lane, piece, meta.dtype, offset, state, buffer
-            )
-            offset += piece.numel() * meta.dtype.itemsize
+        arrived: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        pieces = iter(arrived.get, None)
+        self._tensors.append(self._threads.submit(self._store, pieces, meta.dtype, offset))
+        try:
+            for piece in self._copied_out(parts, meta.dtype):
+                arrived.put(piece)
+        finally:
+            arrived.put(None)
 
-    def finish(self) -> tuple[list[int | None], dict[str, float]]:
-        """Waits until everything is stored."""
-        for lane in self._lanes:
-            self._wait_for(lane)
+    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        """Waits until all is stored; returns checksums, and seconds of all threads together."""
+        num_stored = -1
+        while wait(self._tensors, STORE_TIMEOUT_S).not_done:
+            if num_stored == self._num_stored:
+                raise self._too_slow()
+            num_stored = self._num_stored
         self._raise_failure()
-        lanes = [*self._lanes, self._here]
-        seconds = {
-            "copy": sum(lane.copy_s for lane in lanes),
-            "hash": sum(lane.hash_s for lane in lanes),
-        }
-        return [None if one is None else one.intdigest() for one in self._hashes], seconds
-
-    def close(self) -> None:
-        """Waits for the threads, which drop what they have not begun."""
-        for lane in self._lanes:
-            lane.thread.shutdown(cancel_futures=True)
+        results = [tensor.result() for tensor in self._tensors]
+        seconds = {"copy": sum(one[1] for one in results), "hash": sum(one[2] for one in results)}
+        return tuple(one[0] for one in results), seconds
 
     def _store(
-        self,
-        lane: _Lane,
-        part: torch.Tensor,
-        dtype: torch.dtype,
-        offset: int,
-        state: Any,
-        buffer: torch.Tensor | None = None,
-    ) -> None:
-        """Stores one piece and gives its buffer, if it is in one, back."""
-        try:
-            if self._failure is not None:
-                return
-            begin = time.perf_counter()
-            if part.dtype != dtype:
-                if lane.cast is None:
-                    lane.cast = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-                part = lane.cast.view(dtype)[: part.numel()].copy_(part)
-            stored = self._file.write(part.view(torch.uint8).numpy(), offset)
-            copied = time.perf_counter()
-            lane.copy_s += copied - begin
-            if state is not None:
+        self, pieces: Iterable[_Piece], dtype: torch.dtype, offset: int
+    ) -> tuple[int, float, float]:
+        """Stores one tensor; returns its checksum and the seconds of copying and of hashing."""
+        state, cast_to = xxhash.xxh3_64(), None
+        copy_s = hash_s = 0.0
+        for piece, buffer in pieces:
+            part = piece
+            try:
+                if self._is_over or self._failure is not None:
+                    continue  # what has arrived already gives its buffer back
+                begin = time.perf_counter()
+                if part.dtype != dtype:
+                    if cast_to is None:
+                        cast_to = torch.empty(part.numel(), dtype=dtype)
+                    part = cast_to[: part.numel()].copy_(part)
+                stored = self._file.write(part.view(torch.uint8).numpy(), offset)
+                copied = time.perf_counter()
                 state.update(cast("bytes", stored))
-                lane.hash_s += time.perf_counter() - copied
-            lane.num_stored += 1
-        except BaseException as error:  # noqa: BLE001  raised where it is waited for
-            self._failure = self._failure or error
-        finally:
-            if buffer is not None and self._free is not None:
-                self._free.put(buffer)
+                copy_s += copied - begin
+                hash_s += time.perf_counter() - copied
+                offset += len(stored)
+                self._num_stored += 1
+            except BaseException as error:  # noqa: BLE001  raised where it is waited for
+                self._failure = self._failure or error
+            finally:
+                if buffer is not None and self._free is not None:
+                    self._free.put(buffer)
+        return state.intdigest(), copy_s, hash_s
 
-    def _on_host(
+    def _copied_out(
         self, parts: Sequence[torch.Tensor], dtype: torch.dtype
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yields the parts of a tensor, each with the buffer it is in, if it was not on the host.
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the parts of a device's tensor as they arrive, each with the buffer it is in.
 
-        One part is copied out of a device while the one before is at work.
+        One part is copied while the one before is at work.
         """
-        if is_on_host(parts[0]):
-            yield from ((part, None) for part in parts)
-            return
         device = parts[0].device
         accelerator = torch.get_device_module(device)
         waiting: tuple[torch.Tensor, torch.Tensor, Any] | None = None
         for part in parts:
-            buffer = self._take()
+            buffer = self._free_buffer()
             target = buffer.view(dtype)[: part.numel()]
             target.copy_(part.to(dtype), non_blocking=True)
             arrived = accelerator.Event()
@@ -491,27 +399,23 @@ class Filling:
             waiting[2].synchronize()
             yield waiting[:2]
 
-    def _take(self) -> torch.Tensor:
+    def _free_buffer(self) -> torch.Tensor:
         """Waits for a free buffer."""
         self._raise_failure()
         if self._free is None:
+            if not self._buffers:
+                is_pinned = torch.accelerator.is_available()
+                self._buffers += [
+                    torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
+                    for _ in range(BUFFERS_PER_THREAD * self._num_threads)
+                ]
             self._free = queue.SimpleQueue()
-            for buffer in self._buffers():
+            for buffer in self._buffers:
                 self._free.put(buffer)
         try:
             return self._free.get(timeout=STORE_TIMEOUT_S)
         except queue.Empty:
             raise self._too_slow() from None
-
-    def _wait_for(self, lane: _Lane) -> None:
-        """Returns when a lane has done all that it was given, as long as that goes on."""
-        while lane.last is not None:
-            num_stored = lane.num_stored
-            with suppress(TimeoutError):
-                lane.last.result(STORE_TIMEOUT_S)
-                return
-            if lane.num_stored == num_stored:
-                raise self._too_slow()
 
     def _too_slow(self) -> SnapshotError:
         return SnapshotError(
@@ -521,8 +425,3 @@ class Filling:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether threads can read the tensor as it is."""
-    return tensor.device.type == "cpu"

@@ -1,8 +1,9 @@
-"""What snapshots need of the system: private files, small records, mounts, processes."""
+"""What snapshots need of the system: private files, locks, small signed records, processes."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -11,10 +12,11 @@ import shutil
 import socket
 import stat
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import psutil
 import xxhash
 
 from torchrl_vllm_sync.checks import shown
@@ -24,25 +26,18 @@ from torchrl_vllm_sync.replica import process_began
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-
-# Files that only this user can have written: made with owner-only rights, refused otherwise.
-#
-# Whoever can write into a snapshot directory decides what weights the engines get. So folders are
-# made with mode 0700 and files with 0600, whatever the umask, and one that is opened must
+# Files that only this user can have written: whoever can write into a snapshot directory decides
+# what weights the engines get. So folders are made with mode 0700 and files with 0600, whatever the
+# umask, and one that is opened must
 #
 # * be what it should be, a folder or a regular file, and no symbolic link;
 # * belong to the user who opens it, or to root;
-# * be writable by nobody else. Readable is fine: a directory that the user made may have mode
-# 0755.
+# * be writable by nobody else. Readable is fine: a directory that the user made may have 0755.
 #
 # Each rule is checked on the open handle, so nothing can be put in the place of what was checked.
 # Folders above the snapshot directory are the user's business; a sticky one, such as ``/dev/shm``,
-# will do.
-#
-# Some file systems store other owners than those who write: NFS with ``root_squash`` above all.
-# There
+# will do. Where a file system stores other owners than those who write (NFS with ``root_squash``),
 # the owner that a new file gets counts as this user too.
-
 
 TEMPORARY_PREFIX = ".tmp-"
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
@@ -50,45 +45,82 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ROOT = 0
 # For each file system (its device number) that was asked: who owns what this process makes there.
 _mapped_owners: dict[int, int] = {}
+_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+_Value = TypeVar("_Value", str, int, bool)
 
 
 def open_folder(path: Path) -> int:
     """Opens a folder that nobody else can write into; the caller closes the handle."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except NotADirectoryError:
-        if path.is_symlink():
-            raise _link_error(path) from None
-        raise
-    try:
-        _check(handle, path, handle, stat.S_ISDIR)
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
+    handle = _open(path, os.O_RDONLY | os.O_DIRECTORY)
+    return _checked(handle, path, handle, stat.S_ISDIR)
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
     """Opens a file that nobody else can have written; the caller closes the handle."""
     folder = open_folder(path.parent)
     try:
-        # O_NONBLOCK: a pipe that somebody put there must not keep the reader waiting.
-        special = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            handle = os.open(path.name, flags | special, FILE_MODE, dir_fd=folder)
-        except OSError as error:
-            if path.is_symlink():
-                raise _link_error(path) from error
-            error.filename = str(path)
-            raise
-        try:
-            _check(handle, path, folder, stat.S_ISREG)
-        except BaseException:
-            os.close(handle)
-            raise
+        return _checked(_open(path, flags, folder), path, folder, stat.S_ISREG)
     finally:
         os.close(folder)
+
+
+def _open(path: Path, flags: int, folder: int | None = None) -> int:
+    # O_NONBLOCK: a pipe that somebody put there must not keep the reader waiting.
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return os.open(path if folder is None else path.name, flags, FILE_MODE, dir_fd=folder)
+    except OSError as error:
+        if path.is_symlink():
+            raise SnapshotError(
+                f"{path}: is a symbolic link, which others may have made: name its target"
+            ) from error
+        error.filename = str(path)
+        raise
+
+
+def _checked(handle: int, path: Path, folder: int, is_right: Callable[[int], bool]) -> int:
+    """Returns the handle; closes it if what it opened is not to be trusted."""
+    try:
+        _check(os.fstat(handle), path, folder, is_right)
+    except BaseException:
+        os.close(handle)
+        raise
     return handle
+
+
+def _check(facts: os.stat_result, path: Path, folder: int, is_right: Callable[[int], bool]) -> None:
+    """Refuses what is of the wrong kind, or what another user owns or may write."""
+    if not is_right(facts.st_mode):
+        raise SnapshotError(f"{path}: must be a regular file, and is none")
+    if facts.st_uid not in {os.geteuid(), _ROOT} and facts.st_uid != _owner_here(folder):
+        raise SnapshotError(
+            f"{path}: belongs to user {facts.st_uid}, and this process runs as user "
+            f"{os.geteuid()}: trainer and engines must run as one user, who made the directory"
+        )
+    if facts.st_mode & _OTHERS_WRITE:
+        raise SnapshotError(
+            f"{path}: others can write it (mode {stat.S_IMODE(facts.st_mode):04o}): whoever can "
+            f"decides what the engines load; mend it with chmod go-w {path}"
+        )
+
+
+def _owner_here(folder: int) -> int:
+    """The owner that the file system gives to what this process makes in ``folder``."""
+    device = os.fstat(folder).st_dev
+    if device not in _mapped_owners:
+        name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            probe = os.open(name, flags, FILE_MODE, dir_fd=folder)
+        except OSError:  # nothing of this process's can be there
+            return os.geteuid()
+        try:
+            _mapped_owners[device] = os.fstat(probe).st_uid
+        finally:
+            os.close(probe)
+            with suppress(FileNotFoundError):  # a writer that opens clears temporary files away
+                os.unlink(name, dir_fd=folder)
+    return _mapped_owners[device]
 
 
 def new_file(path: Path) -> int:
@@ -122,152 +154,6 @@ def list_folder(path: Path) -> list[str]:
         os.close(handle)
 
 
-def remove_temporary_files(folder: Path) -> None:
-    """Removes what processes that were killed left between making a file and renaming it."""
-    for name in list_folder(folder):
-        if name.startswith(TEMPORARY_PREFIX):
-            (folder / name).unlink(missing_ok=True)
-
-
-def read_file(path: Path, *, max_bytes: int) -> bytes:
-    """Returns all of a file."""
-    with os.fdopen(open_file(path), "rb") as file:
-        require_length(file.fileno(), path, max_bytes)
-        return file.read()
-
-
-def require_length(handle: int, path: Path, max_bytes: int) -> None:
-    """Refuses a file too long to be what its name says, before any of it is in memory."""
-    found = os.fstat(handle).st_size
-    if found > max_bytes:
-        raise SnapshotError(f"{path}: corrupted: must have at most {max_bytes} bytes, has {found}")
-
-
-def replace_file(path: Path, content: bytes, *, fsync: bool) -> None:
-    """Replaces ``path`` in one step: temporary file, ``fsync``, rename, ``fsync`` of the folder.
-
-    Reason for the order: the rename is durable only once the folder is, and must never be durable
-    before the content.
-    """
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
-    try:
-        with os.fdopen(new_file(temporary), "wb") as file:
-            file.write(content)
-            file.flush()
-            if fsync:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if fsync:
-        fsync_directory(path.parent)
-
-
-def fsync_directory(path: Path) -> None:
-    """Makes the names in ``path`` durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _check(handle: int, path: Path, folder: int, is_right: Callable[[int], bool]) -> None:
-    """Refuses what is of the wrong kind, or what another user owns or may write."""
-    facts = os.fstat(handle)
-    if not is_right(facts.st_mode):
-        raise SnapshotError(f"{path}: must be a regular file, and is none")
-    if facts.st_uid not in {os.geteuid(), _ROOT} and facts.st_uid != _owner_here(folder):
-        raise SnapshotError(
-            f"{path}: belongs to user {facts.st_uid}, and this process runs as user "
-            f"{os.geteuid()}: trainer and engines must run as one user, who made the directory"
-        )
-    if facts.st_mode & _OTHERS_WRITE:
-        raise SnapshotError(
-            f"{path}: others can write it (mode {stat.S_IMODE(facts.st_mode):04o}): whoever can "
-            f"decides what the engines load; mend it with chmod go-w {path}"
-        )
-
-
-def _owner_here(folder: int) -> int:
-    """The owner that the file system gives to what this process makes in ``folder``."""
-    device = os.fstat(folder).st_dev
-    if device not in _mapped_owners:
-        name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-        try:
-            probe = os.open(
-                name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE, dir_fd=folder
-            )
-        except OSError:  # nothing of this process's can be there
-            return os.geteuid()
-        try:
-            _mapped_owners[device] = os.fstat(probe).st_uid
-        finally:
-            os.close(probe)
-            with suppress(FileNotFoundError):  # a writer that opens clears temporary files away
-                os.unlink(name, dir_fd=folder)
-    return _mapped_owners[device]
-
-
-def _link_error(path: Path) -> SnapshotError:
-    return SnapshotError(f"{path}: is a symbolic link, which others may have made: name its target")
-
-
-_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
-# Far more than any of the records takes.
-_MAX_JSON_BYTES = 1 << 16
-_CHECKSUM = "xxh3_64"
-_NUM_INT64 = 2**63
-_Value = TypeVar("_Value", str, int, bool)
-
-
-@contextmanager
-def storage_errors(doing: str) -> Iterator[None]:
-    """Turns the ``OSError`` of a full, unwritable or vanished directory into ``SnapshotError``."""
-    try:
-        yield
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise SnapshotError(f"{doing}: {error.strerror or error}{where}") from error
-
-
-def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
-    """Writes one small JSON object atomically, with a checksum among its fields."""
-    content = json.dumps(record | {_CHECKSUM: _checksum(record)}).encode()
-    replace_file(path, content, fsync=fsync)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads what ``write_json`` wrote."""
-    content = read_file(path, max_bytes=_MAX_JSON_BYTES)
-    try:
-        record = json.loads(content)
-        if not isinstance(record, dict):
-            raise SnapshotError(f"{path}: must hold a JSON object, got {type(record).__name__}")
-        checksum = record.pop(_CHECKSUM, None)
-        expected = _checksum(record)  # fails from a lower depth on than reading does
-    except (ValueError, RecursionError) as error:
-        raise SnapshotError(f"{path}: not JSON: {error}") from error
-    if checksum != expected:
-        raise SnapshotError(f"{path}: corrupted: checksum is not {shown(checksum)}")
-    return record
-
-
-def field(record: dict[str, Any], name: str, kind: type[_Value], source: Path) -> _Value:
-    """Returns one field of a record, which must have exactly this type."""
-    value = record.get(name)
-    if type(value) is not kind or (isinstance(value, int) and abs(value) >= _NUM_INT64):
-        raise SnapshotError(
-            f"{source}: corrupted: {name} must be {kind.__name__}, got {shown(value)}"
-        )
-    return cast("_Value", value)
-
-
-def _checksum(record: dict[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())
-
-
 def remove_folder(path: Path) -> None:
     """Removes a folder; what another process still uses there is left for the next time.
 
@@ -282,16 +168,134 @@ def remove_folder(path: Path) -> None:
             raise
 
 
+def read_file(path: Path, *, max_bytes: int) -> bytes:
+    """Returns all of a file; one too long to be what its name says is refused before it is read."""
+    with os.fdopen(open_file(path), "rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        if found > max_bytes:
+            raise SnapshotError(
+                f"{path}: corrupted: must have at most {max_bytes} bytes, has {found}"
+            )
+        return file.read()
+
+
+def replace_file(path: Path, content: bytes, *, fsync: bool) -> None:
+    """Replaces ``path`` in one step: temporary file, ``fsync``, rename, ``fsync`` of the folder.
+
+    The rename is durable only once the folder is, and must never be durable before the content.
+    """
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(new_file(temporary), "wb") as file:
+            file.write(content)
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if fsync:
+        fsync_folder(path.parent)
+
+
+def fsync_folder(path: Path) -> None:
+    """Makes the names in ``path`` durable."""
+    handle = open_folder(path)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds a ``flock`` on a file; False if there is none."""
+    try:
+        handle = open_file(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked by now would keep it
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def lock_holders(path: Path) -> str:
+    """Who locked a file, as far as this pid namespace shows it, for messages."""
+    inode = str(path.lstat().st_ino)
+    rows = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    pids = {int(row[4]) for row in rows if row[1] == "FLOCK" and row[5].rpartition(":")[2] == inode}
+    names = []
+    for pid in sorted(pids):
+        try:
+            names.append(f"pid {pid} ({psutil.Process(pid).name()})")
+        except (psutil.Error, ValueError):  # ended since, or of another namespace
+            names.append(f"pid {pid}")
+    return ", ".join(names) or "an unknown process"
+
+
+@contextmanager
+def storage_errors(doing: str) -> Iterator[None]:
+    """Turns the ``OSError`` of a full, unwritable or vanished directory into ``SnapshotError``."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise SnapshotError(f"{doing}: {error.strerror or error}{where}") from error
+
+
+# Records: JSON objects whose first field is a checksum of all the bytes that follow it.
+
+
+def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
+    """Replaces ``path`` by ``record``, which must have a field, and its checksum."""
+    rest = json.dumps(record, separators=(",", ":"))[1:].encode()
+    replace_file(path, _signature(rest) + rest, fsync=fsync)
+
+
+def read_json(path: Path, *, max_bytes: int = 1 << 16) -> dict[str, Any]:
+    """Reads what ``write_json`` wrote."""
+    return parse_json(read_file(path, max_bytes=max_bytes), path)
+
+
+def parse_json(content: bytes, path: Path) -> dict[str, Any]:
+    """Checks and parses what ``write_json`` put into ``path``."""
+    signature = content[: len(_signature(b""))]
+    if signature != _signature(content[len(signature) :]):
+        raise SnapshotError(
+            f"{path}: truncated, corrupted or of another release: it begins {content[:40]!r}"
+        )
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotError(f"{path}: not JSON: {error}") from error
+
+
+def _signature(rest: bytes) -> bytes:
+    return f'{{"xxh3_64":"{xxhash.xxh3_64_hexdigest(rest)}",'.encode()
+
+
+def field(record: dict[str, Any], name: str, kind: type[_Value], source: Path) -> _Value:
+    """Returns one field of a record, which must have exactly this type."""
+    value = record.get(name)
+    if type(value) is not kind or (isinstance(value, int) and abs(value) >= 1 << 63):
+        raise SnapshotError(
+            f"{source}: corrupted: {name} must be {kind.__name__}, got {shown(value)}"
+        )
+    return cast("_Value", value)
+
+
 def file_system_type(path: Path) -> str:
     """The mount's type as the kernel names it, such as ``"tmpfs"``, ``"ext4"`` or ``"nfs4"``."""
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    found = "unknown"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields, _, tail = line.partition(" - ")
-        if fields.split()[2] == wanted:
-            found = tail.split()[0]
-    return found
+    types = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}
+    place = path.resolve()
+    return next(
+        (types[str(one)] for one in (place, *place.parents) if str(one) in types), "unknown"
+    )
 
 
 def is_memory_file_system(path: Path) -> bool:
@@ -323,17 +327,10 @@ class ProcessIdentity:
 
     @classmethod
     def from_record(cls, record: dict[str, Any], source: Path) -> ProcessIdentity:
-        """Reads what ``to_record`` wrote."""
-        return cls(
-            field(record, "host", str, source),
-            field(record, "hostname", str, source),
-            field(record, "pid", int, source),
-            field(record, "start_time", int, source),
-        )
-
-    def to_record(self) -> dict[str, Any]:
-        """The fields as JSON holds them."""
-        return asdict(self)
+        """Reads the fields."""
+        host, hostname = (field(record, name, str, source) for name in ("host", "hostname"))
+        pid, start_time = (field(record, name, int, source) for name in ("pid", "start_time"))
+        return cls(host, hostname, pid, start_time)
 
     def is_gone(self) -> bool | None:
         """Whether the process has ended; None where that cannot be known from this host."""

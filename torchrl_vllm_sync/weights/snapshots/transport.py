@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "torchrl_vllm_sync-"
-# Everything that writers and readers make in a snapshot directory.
+# Everything that a writer makes in a snapshot directory.
 _OWN_NAME = re.compile(
-    r"SNAPSHOTS\.json|TEMPORARY|LOCK|COMMIT|EPOCH|CURRENT|readers(/[\w.:+@-]+)?"
-    r"|(slot-[0-9]+-[0-9]+|v[0-9]+|\.building-[0-9]+-[0-9]+)(/HEAD|/weights\.td)?"
-    r"|(.+/)?\.tmp-[^/]+"
+    r"SNAPSHOTS\.json|TEMPORARY|LOCK|COMMIT|CURRENT|\.tmp-[^/]+"
+    r"|(slot-|v)[0-9]+-[0-9]+(/weights\.td)?"
 )
 
 

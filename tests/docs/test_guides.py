@@ -10,13 +10,12 @@ from pkgutil import resolve_name
 import pytest
 
 import torchrl_vllm_sync
+from tests.docs.test_docstrings import sections
 from tests.test_public_api import METHODS
-from tests.unit.test_docstrings import sections
-from torchrl_vllm_sync import PushReport, errors
+from torchrl_vllm_sync import AsyncVLLM, PushReport, WeightUpdater, errors
 from torchrl_vllm_sync.engine.args import make_engine_args
-from torchrl_vllm_sync.rl.updater import WeightUpdater
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot
-from torchrl_vllm_sync.service.service import _CONSTRUCTOR_KEYWORDS, AsyncVLLM
+from torchrl_vllm_sync.service.service import _CONSTRUCTOR_KEYWORDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = torchrl_vllm_sync.__name__

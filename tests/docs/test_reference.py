@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from pkgutil import resolve_name
 
+from tests.docs.test_docstrings import BESIDE, own_members
 from tests.test_public_api import MODULES, PACKAGE, function_of
-from tests.unit.test_docstrings import BESIDE, own_members
 
 PAGES = Path(__file__).resolve().parents[2] / "tutorials" / "reference"
 DIRECTIVE = re.compile(

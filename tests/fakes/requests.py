@@ -1,0 +1,109 @@
+"""Fake engine actors, and a dispatcher over them."""
+
+import asyncio
+
+from torchrl_vllm_sync import ReplicaState
+from torchrl_vllm_sync.replica import Replica
+from torchrl_vllm_sync.requests.dispatch import Dispatcher
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.ledger import LoadTracker
+
+
+class Method:
+    def __init__(self, function):
+        self.remote = function
+
+    def options(self, **options):
+        assert options == {"num_returns": "streaming"}
+        return self
+
+
+class FakeActor:
+    """Answers the first ``num_answers`` requests of each call, then does what ``then`` does."""
+
+    def __init__(self, replica_id, num_answers=10**6, then=None, answer=None):
+        self.replica_id, self.num_answers, self.then = replica_id, num_answers, then
+        self.calls, self.aborted, self.answer = [], [], answer or self.result
+        self.run_batch, self.stream = Method(self._run_batch), Method(self._stream)
+        self.abort = Method(self._abort)
+
+    def result(self, request, **fields):
+        return EngineResult(request_id=request.request_id, replica_id=self.replica_id, **fields)
+
+    async def _run_batch(self, requests, *, want_prompt):
+        assert not want_prompt
+        self.calls.append([request.request_id for request in requests])
+        for request in list(reversed(requests))[: self.num_answers]:
+            await asyncio.sleep(0)
+            yield ready([self.answer(request)])
+        if self.then is not None:
+            await self.then()
+
+    async def _stream(self, request):
+        self.calls.append([request.request_id])
+        for step in range(min(self.num_answers, 3)):
+            yield ready(self.answer(request, finished=step == 2))
+        if self.then is not None:
+            await self.then()
+
+    def _abort(self, request_ids):
+        self.aborted += request_ids
+        return ready(len(request_ids))
+
+
+def ready(value):
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(value)
+    return future
+
+
+def raises(error):
+    async def fail():
+        raise error
+
+    return fail
+
+
+async def hang():
+    await asyncio.Event().wait()
+
+
+class Rig:
+    def __init__(self, *actors, strategy="round-robin"):
+        ids = [actor.replica_id for actor in actors]
+        self.actors = list(actors)
+        self.load = LoadTracker(ids, state=ReplicaState.SERVING)
+        self.replicas = [Replica(actor.replica_id, actor) for actor in actors]
+        self.balancer = LoadBalancer(self.actors, strategy, tracker=self.load)
+        self.dispatcher = Dispatcher(lambda: self.replicas, self.load)
+
+    def reserve(self, requests, avoid):
+        return self.balancer.reserve_batch([one.prompt for one in requests], exclude=avoid)
+
+    async def run(self, requests, **kwargs):
+        return await self.dispatcher.run(requests, self.reserve, **kwargs)
+
+    def stream(self, request):
+        return self.dispatcher.stream(request, self.reserve)
+
+    def states(self):
+        return [str(one.state) for one in self.load.snapshots()]
+
+
+def make_requests(num, timeout_s=60.0, **params):
+    from vllm import SamplingParams
+
+    return [
+        EngineRequest(
+            request_id=f"r{i}",
+            prompt={"prompt_token_ids": [i + 1, i + 2]},
+            sampling_params=SamplingParams(**params),
+            timeout_s=timeout_s,
+        )
+        for i in range(num)
+    ]
+
+
+def ids(requests_or_results):
+    return [one.request_id for one in requests_or_results]

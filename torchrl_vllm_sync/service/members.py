@@ -1,0 +1,243 @@
+"""What all processes that have a service share: its settings, its members, and finding both."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.util
+from ray.exceptions import RayError
+
+from torchrl_vllm_sync.errors import ServiceClosedError
+from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, Member, Replica
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from vllm import AsyncEngineArgs
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_REQUEST_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaResources:
+    """What one replica claims of its node."""
+
+    num_gpus: int  # one for each worker: tensor x pipeline x data parallel size
+    num_cpus: float  # 0 claims none, which leaves them to collectors on a small machine
+
+    def bundle(self) -> dict[str, float]:
+        """Returns the placement-group bundle of one replica, without zero entries."""
+        claims = {"GPU": float(self.num_gpus), "CPU": float(self.num_cpus)}
+        return {name: amount for name, amount in claims.items() if amount}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSettings:
+    """What a service is launched with; beside the members this is all that copies of it need."""
+
+    name: str  # unique on the cluster
+    engine_args: AsyncEngineArgs  # prepared
+    resources: ReplicaResources = ReplicaResources(0, 0)  # of each replica
+    environment: Mapping[str, str] = field(default_factory=dict)  # of its processes
+    actor_class: Any = None  # decorated by ``ray.remote`` or not; ``None`` for ``EngineActor``
+    detached: bool = False  # whether replicas outlive the process that starts them
+    request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
+    unresponsive_after_s: float = UNRESPONSIVE_AFTER_S
+    max_restarts: int = 0  # of each replica within an hour
+    balancing: Mapping[str, Any] = field(default_factory=dict)  # arguments of the balancer
+    rendezvous: tuple[str, int | None] | None = None  # once that was named or asked for
+
+
+class Membership:
+    """The replicas of a service, in the order of their joining. Safe for threads.
+
+    A restarted replica keeps its id and its place in the order. A pickled copy has the same
+    members, and goes its own way from then on.
+    """
+
+    def __init__(
+        self, members: Iterable[Member] = (), *, next_id: int | None = None, epoch: int = 0
+    ) -> None:
+        self._lock = threading.Lock()
+        self._members = {one.replica_id: one for one in members}
+        self._next_id = 1 + max(map(int, self._members), default=-1) if next_id is None else next_id
+        self.epoch = epoch  # changes since the launch, which tell whose knowledge is newer
+
+    @property
+    def members(self) -> list[Member]:
+        """All of them, in order; the actor of one that is being restarted may be dead."""
+        with self._lock:
+            return list(self._members.values())
+
+    @property
+    def joined(self) -> list[Member]:
+        """Those that may be called, in order: all but those that are being restarted."""
+        return [one for one in self.members if one.joined]
+
+    def find(self, replica_id: str) -> Member | None:
+        """Returns a member, or ``None`` if there is none of this id."""
+        with self._lock:
+            return self._members.get(replica_id)
+
+    def new_id(self) -> str:
+        """Returns an id that no replica of the service ever had."""
+        with self._lock:
+            self._next_id += 1
+            return str(self._next_id - 1)
+
+    def put(self, member: Member) -> None:
+        """Adds a member, or replaces the one of its id, which keeps its place in the order."""
+        with self._lock:
+            self._members[member.replica_id] = member
+            self._next_id = max(self._next_id, 1 + int(member.replica_id))
+            self.epoch += 1
+
+    def suspend(self, replica_id: str) -> Member:
+        """Says that a member may not be called until another is put in its place."""
+        with self._lock:
+            member = self._members[replica_id]
+            self._members[replica_id] = dataclasses.replace(member, joined=False)
+            self.epoch += 1
+            return member
+
+    def remove(self, replica_id: str) -> Member:
+        """Takes a member out, and returns it."""
+        with self._lock:
+            member = self._members.pop(replica_id)
+            self.epoch += 1
+            return member
+
+    def follow(self, newer: Membership) -> None:
+        """Takes over what another process knows."""
+        members, next_id, epoch = newer.members, newer._next_id, newer.epoch
+        with self._lock:
+            self._members = {one.replica_id: one for one in members}
+            self._next_id, self.epoch = next_id, epoch
+
+    def with_actors(self, actors: Mapping[str, Any] | None) -> Membership:
+        """Returns a copy that is as new: of the members with these actors, or without any actor.
+
+        An actor must not keep handles of its own service.
+        """
+        members = [
+            dataclasses.replace(
+                one, replica=Replica(one.replica_id, actors and actors[one.replica_id])
+            )
+            for one in self.members
+            if actors is None or one.replica_id in actors
+        ]
+        return Membership(members, next_id=self._next_id, epoch=self.epoch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"members": self.members, "next_id": self._next_id, "epoch": self.epoch}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+
+# Finding a running service by its name, through the names of its replicas' actors.
+
+
+NAMESPACE = "torchrl_vllm"
+ATTACH_TIMEOUT_S = 30.0
+
+
+def ensure_ray(default: str) -> None:
+    """Joins the cluster named by ``RAY_ADDRESS``, or else by ``default``, unless one is joined."""
+    if not ray.is_initialized():
+        ray.init(address=os.environ.get("RAY_ADDRESS", default))
+
+
+def actor_name(service_name: str, replica_id: str) -> str:
+    """Returns the name of one replica's actor in :data:`NAMESPACE`."""
+    return f"async-vllm-replica-{service_name}-{replica_id}"
+
+
+def living_ids(service_name: str) -> list[str]:
+    """Returns the ids of a service's replicas whose actors are alive."""
+    return sorted((one for name, one in _living() if name == service_name), key=int)
+
+
+def running_services() -> dict[str, int]:
+    """Returns the names of the cluster's services, each with the number of its living actors."""
+    return dict(sorted(Counter(name for name, _ in _living()).items()))
+
+
+def _living() -> Iterator[tuple[str, str]]:
+    """Service name and id of each replica on the cluster whose actor is alive."""
+    named: Any = ray.util.list_named_actors(all_namespaces=True)  # dicts, whatever its type says
+    prefix = actor_name("", "").removesuffix("-")
+    for one in named:
+        name, dash, replica_id = one["name"].removeprefix(prefix).rpartition("-")
+        ours = one["namespace"] == NAMESPACE and one["name"].startswith(prefix)
+        if ours and dash and replica_id.isdecimal():
+            yield name, replica_id
+
+
+def named_actors(service_name: str) -> dict[str, Any]:
+    """Returns the actors of a service that are alive, by replica id."""
+    actors: dict[str, Any] = {}
+    for replica_id in living_ids(service_name):
+        try:
+            actors[replica_id] = ray.get_actor(actor_name(service_name, replica_id), NAMESPACE)
+        except ValueError:  # it ended since it was listed
+            logger.debug("replica %s of service %s is gone", replica_id, service_name)
+    return actors
+
+
+def find_service(
+    service_name: str, *, timeout_s: float = ATTACH_TIMEOUT_S
+) -> tuple[ServiceSettings, Membership]:
+    """Returns the settings of a running service, and its living replicas as its members."""
+    try:
+        ensure_ray("auto")
+    except ConnectionError as error:
+        raise ServiceClosedError(
+            f"no service named {service_name!r}: no Ray cluster was found on this machine; "
+            "set RAY_ADDRESS, or call ray.init(address=...) first"
+        ) from error
+    actors = named_actors(service_name)
+    if not actors:
+        address = ray.get_runtime_context().gcs_address
+        raise ServiceClosedError(
+            f"no service named {service_name!r} runs on the Ray cluster at {address}; RAY_ADDRESS "
+            "names another, of which this machine may have several"
+        )
+    state = _newest_state([actor.card.remote() for actor in actors.values()], timeout_s)
+    if state is None:
+        raise ServiceClosedError(
+            f"no replica of service {service_name!r} answered within {timeout_s:g} s"
+        )
+    return state["settings"], state["membership"].with_actors(actors)
+
+
+def _newest_state(refs: list[Any], timeout_s: float) -> dict[str, Any] | None:
+    """Returns the state that is newest, of those that come within a moment of the first.
+
+    Replicas that are about to join have none.
+    """
+    deadline = time.monotonic() + timeout_s
+    best: dict[str, Any] | None = None
+    while refs:
+        ready, refs = ray.wait(refs, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        try:
+            state = ray.get(ready[0])
+        except RayError as error:
+            logger.warning("a replica is dead, or cannot say who is in its service: %s", error)
+            continue
+        if state and (best is None or state["membership"].epoch > best["membership"].epoch):
+            best = state
+            deadline = min(deadline, time.monotonic() + 1.0)
+    return best

@@ -1,0 +1,132 @@
+"""What a training tutorial leaves: a table, the figures of every step, pictures, PASS or FAIL."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+from dataclasses import asdict, field, fields
+from typing import TYPE_CHECKING, Any
+
+from matplotlib import pyplot as plt
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+STYLE = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+COLORS = ("tab:green", "tab:orange", "tab:red")
+REWARD_SLACK = 0.1  # how much lower than it began the reward may be after a smoke run
+
+
+def shown(heading: str, spec: str) -> Any:
+    """A field of a step that its table shows, with this heading and format."""
+    return field(metadata={"heading": heading, "spec": spec})
+
+
+def table(steps: Sequence[Any]) -> str:
+    """Returns about ten of the steps as text, in the columns that are ``shown``."""
+    stride = max(1, round(len(steps) / 8))
+    chosen = [one for at, one in enumerate(steps) if at % stride == 0 or one is steps[-1]]
+    columns = []
+    for one in fields(steps[0]):
+        if heading := one.metadata.get("heading"):
+            cells = [format(getattr(step, one.name), one.metadata["spec"]) for step in chosen]
+            width = max(map(len, [heading, *cells]))
+            columns.append([cell.rjust(width) for cell in [heading, *cells]])
+    return "\n".join(map(" ".join, zip(*columns, strict=True)))
+
+
+def write(directory: Path, text: str, **rows: Sequence[Any]) -> None:
+    """Writes ``table.txt``, and a CSV file of each kind of dataclass; prints the text."""
+    (directory / "table.txt").write_text(text + "\n")
+    for name, some in rows.items():
+        with (directory / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, [one.name for one in fields(some[0])])
+            writer.writeheader()
+            writer.writerows(asdict(one) for one in some)
+    print(text)
+    print(f"Written to {directory}: {', '.join(sorted(one.name for one in directory.iterdir()))}")
+
+
+@contextlib.contextmanager
+def picture(
+    path: Path, rows: int = 1, columns: int = 1, *, title: str = "", **options: Any
+) -> Iterator[Any]:
+    """Gives the axes of a picture, and saves it."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
+        figure.suptitle(title, fontsize=10)
+        yield axes
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def curves(
+    path: Path, title: str, steps: Sequence[Any], target: float | None, panels: dict[str, Any]
+) -> None:
+    """Draws the reward over the steps, what it must exceed for PASS if it must, and other panels.
+
+    A panel is a label and the names of its lines: figures by their name in a step, or constants.
+    """
+    with picture(path, 1 + len(panels), title=title, figsize=(7, 7), sharex=True) as (first, *rest):
+        first.set_ylabel("mean reward")
+        first.plot([one.reward for one in steps], color="tab:blue")
+        if target is not None:
+            first.set_ylim(0, 1.02)
+            first.axhline(target, color="grey", linestyle=":", linewidth=1)
+            first.annotate(
+                f"PASS above {target}",
+                (0, target),
+                (0, -10),
+                color="grey",
+                textcoords="offset points",
+            )
+        for axis, (label, lines) in zip(rest, panels.items(), strict=True):
+            axis.set_ylabel(label)
+            for at, (what, name) in enumerate(lines.items()):
+                if isinstance(what, str):
+                    axis.plot([getattr(one, what) for one in steps], label=name, color=COLORS[at])
+                else:
+                    axis.axhline(what, label=name, color="tab:red", linestyle=":", linewidth=1)
+            if len(lines) > 1:
+                axis.legend(frameon=False)
+        (rest or [first])[-1].set_xlabel("step")
+
+
+def drive(
+    training: Iterator[Any],
+    args: argparse.Namespace,
+    problems: list[str],
+    *failures: type[Exception],
+) -> list[Any]:
+    """Runs a training loop to its end and returns its steps; a failure ends it, as a problem."""
+    steps: list[Any] = []
+    try:
+        with contextlib.closing(training), tqdm(total=args.steps, desc="GRPO", unit="step") as bar:
+            for step in training:
+                steps.append(step)
+                bar.set_postfix_str(f"reward {step.reward:.3f}", refresh=False)
+                bar.update()
+    except failures as error:
+        problems.append(f"step {len(steps)}: {type(error).__name__}: {error}")
+    return steps
+
+
+def reward_problems(
+    args: argparse.Namespace, first: float, last: float, target: float | None
+) -> list[str]:
+    """Returns what is wrong with the reward; after a smoke run, that it fell."""
+    if args.smoke and not last >= first - REWARD_SLACK:
+        return [f"the reward fell from {first:.3f} to {last:.3f}"]
+    if not args.smoke and target is not None and not last > target:
+        return [f"the reward ended at {last:.3f}, not above {target}"]
+    return []
+
+
+def verdict(problems: list[str], figures: str) -> int:
+    """Prints problems, and PASS or FAIL with the figures; returns the exit status."""
+    print(*problems, sep="\n", end="\n" if problems else "")
+    print(f"{'FAIL' if problems else 'PASS'} {figures}", flush=True)
+    return 1 if problems else 0
