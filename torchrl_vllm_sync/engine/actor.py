@@ -156,10 +156,16 @@ class EngineActor:
 
     def describe(self) -> EngineDescription:
         """Returns the facts about the engine that do not change while it lives."""
+        return self._describe(
+            node_ip=ray.util.get_node_ip_address(),
+            num_workers=num_workers(self._engine_args),
+            processes=own_processes(),
+        )
+
+    def _describe(self, **place: Any) -> EngineDescription:
         config = self.engine.vllm_config
         return EngineDescription(
             replica_id=self.replica_id,
-            node_ip=ray.util.get_node_ip_address(),
             pid=os.getpid(),
             max_model_len=config.model_config.max_model_len,
             vocab_size=config.model_config.get_vocab_size(),
@@ -167,10 +173,9 @@ class EngineActor:
             num_kv_blocks=config.cache_config.num_gpu_blocks,
             vllm_version=str(internals.installed_vllm()),
             device_type=current_platform.device_type,
-            num_workers=num_workers(self._engine_args),
             node_id=this_node(),
             device_uuids=self._device_uuids,
-            processes=own_processes(),
+            **place,
         )
 
     def ready(self) -> bool:

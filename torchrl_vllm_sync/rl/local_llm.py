@@ -20,7 +20,6 @@ from torchrl_vllm_sync.requests.messages import mark_output
 from torchrl_vllm_sync.service.members import Membership, ServiceSettings
 from torchrl_vllm_sync.service.replicas import ReplicaCalls, Replicas
 from torchrl_vllm_sync.service.weights import Weights
-from torchrl_vllm_sync.weights.places import this_node
 from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
@@ -204,24 +203,9 @@ class _LocalReplica(EngineActor):
 
     def describe(self) -> EngineDescription:
         """Returns the facts about the engine that do not change while it lives."""
-        from vllm.platforms import current_platform
-
-        config = self.engine.vllm_config
-        parallel = config.parallel_config
-        return EngineDescription(
-            replica_id=REPLICA_ID,
-            node_ip=LOCAL_ADDRESS,
-            pid=os.getpid(),
-            max_model_len=config.model_config.max_model_len,
-            vocab_size=config.model_config.get_vocab_size(),
-            block_size=config.cache_config.block_size,
-            num_kv_blocks=config.cache_config.num_gpu_blocks,
-            vllm_version=str(internals.installed_vllm()),
-            device_type=current_platform.device_type,
-            num_workers=parallel.world_size * parallel.data_parallel_size,
-            node_id=this_node(),
-            device_uuids=self._device_uuids,
-        )
+        parallel = self.engine.vllm_config.parallel_config
+        size = parallel.world_size * parallel.data_parallel_size
+        return self._describe(node_ip=LOCAL_ADDRESS, num_workers=size)
 
     def _stamp_outputs(self) -> None:
         """Has each output of ``LLM.generate`` say which versions sampled it, as a service's do."""
