@@ -58,13 +58,11 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
     """
     if params.n == 1:
         return [params]
-    samples: list[SamplingParams] = []
-    for index in range(params.n):
-        sample = copy.copy(params)
+    samples = [copy.copy(params) for _ in range(params.n)]
+    for index, sample in enumerate(samples):
         sample.n = 1
         if params.seed is not None:
             sample.seed = params.seed + index
-        samples.append(sample)
     return samples
 
 
@@ -252,18 +250,16 @@ class Answers:
             if request.abort_id in self._given_up:
                 raise GenerationError(request.request_id, "its caller gave it up")
             self._restarts += 1
-            begun = request.begun
-            running = RunningRequest(
-                f"{request.abort_id}~{self._restarts}", owner, request=request if begun else None
-            )
+            begun, engine_id = request.begun, f"{request.abort_id}~{self._restarts}"
+            running = RunningRequest(engine_id, owner, request=request if begun else None)
             prompt: Any = {**request.prompt, "cache_salt": self._salt(request)}
             asked = params
             if begun is not None:
                 prompt, asked = longer_prompt(prompt, begun), remaining_params(params, begun)
-            self._gate.running[running.engine_id] = running
+            self._gate.running[engine_id] = running
             try:
                 outputs = self.engine.generate(
-                    prompt, asked, running.engine_id, lora_request=request.lora_request
+                    prompt, asked, engine_id, lora_request=request.lora_request
                 )
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:
@@ -277,7 +273,7 @@ class Answers:
                     else:
                         return
             finally:
-                del self._gate.running[running.engine_id]
+                del self._gate.running[engine_id]
 
     def _salt(self, request: EngineRequest) -> str:
         """Keeps prefix-cache hits within the same weights, and within the caller's own salt."""
@@ -364,32 +360,24 @@ class Answers:
             vocab_size=self.engine.vllm_config.model_config.get_vocab_size(),
         )
         given = check_sampling_params(sampling_params, len(normalised.prompts))
-        results = await asyncio.gather(
-            *(
-                self._answer(
-                    EngineRequest(
-                        request_id=f"direct-{id(record)}-{time.monotonic_ns()}",
-                        prompt=record.as_tokens_prompt(),
-                        sampling_params=_final_only(params),
-                        timeout_s=timeout_seconds,
-                        lora_request=lora_request,
-                    ),
-                    want_prompt=True,
-                )
-                for record, params in zip(normalised.prompts, given, strict=True)
+        requests: list[EngineRequest] = []
+        for record, params in zip(normalised.prompts, given, strict=True):
+            final_only = SamplingParams() if params is None else copy.copy(params)
+            final_only.output_kind = RequestOutputKind.FINAL_ONLY
+            request = EngineRequest(
+                request_id=f"direct-{id(record)}-{time.monotonic_ns()}",
+                prompt=record.as_tokens_prompt(),
+                sampling_params=final_only,
+                timeout_s=timeout_seconds,
+                lora_request=lora_request,
             )
-        )
+            requests.append(request)
+        results = await asyncio.gather(*(self._answer(one, want_prompt=True) for one in requests))
         for result in results:
             if result.error is not None:
                 raise result.error
         outputs = [unpack_output(result.output) for result in results if result.output is not None]
         return outputs if normalised.is_batch else outputs[0]
-
-
-def _final_only(params: SamplingParams | None) -> SamplingParams:
-    params = SamplingParams() if params is None else copy.copy(params)
-    params.output_kind = RequestOutputKind.FINAL_ONLY
-    return params
 
 
 def _was_aborted(output: RequestOutput) -> bool:

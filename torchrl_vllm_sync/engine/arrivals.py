@@ -107,7 +107,7 @@ class BroadcastLoads:
                 version=version,
                 run_id=run_id,
                 timeout_s=deadline - time.perf_counter(),
-                **phases,
+                phases=phases,
                 **options,
             )
 
@@ -306,7 +306,7 @@ class SnapshotLoads:
                     version=snapshot.version,
                     run_id=run,
                     timeout_s=deadline - verified,
-                    verify_s=verified - begin,
+                    phases={"verify_s": verified - begin},
                     **options,
                 )
                 self._source = {"directory": directory, "run_id": run, "version": report.version}
@@ -331,15 +331,11 @@ class SnapshotLoads:
             expected = self._expected()
         except ValueError:
             return  # transformers has no such model to compare with; vLLM has the last word
-        given = {meta.name for meta in snapshot.metadata}
-        shapes = {meta.name: meta.shape for meta in expected}
-        problems = [
-            *(f"{name} is missing" for name in shapes if name not in given),
-            *(
-                f"{meta.name} has shape {list(meta.shape)} instead of {list(shapes[meta.name])}"
-                for meta in snapshot.metadata
-                if shapes.get(meta.name, meta.shape) != meta.shape
-            ),
+        given = {meta.name: meta.shape for meta in snapshot.metadata}
+        problems = [f"{meta.name} is missing" for meta in expected if meta.name not in given] + [
+            f"{meta.name} has shape {list(given[meta.name])} instead of {list(meta.shape)}"
+            for meta in expected
+            if given.get(meta.name, meta.shape) != meta.shape
         ]
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""

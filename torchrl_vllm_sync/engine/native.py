@@ -59,14 +59,10 @@ WORKERS_ANSWERED = (TransferError, TransferNotReadyError, WeightMismatchError)
 
 @dataclass(slots=True)
 class _OpenUpdate:
-    """An update that is driven call by call, and what it has taken.
+    """An update that is driven call by call, and what it has taken."""
 
-    ``version`` and ``run_id`` are known from the start of one that comes in chunks, which must have
-    ended after ``limit_s``; to any other the limit applies from call to call.
-    """
-
-    limit_s: float
-    version: int | None = None
+    limit_s: float  # without a call; one that comes in chunks must have ended after it
+    version: int | None = None  # known from the start of one that comes in chunks
     run_id: str = NATIVE_RUN
     pause: Pause = field(default_factory=Pause)
     stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
@@ -354,7 +350,6 @@ class NativeCalls:
         await self.finish_weight_update(str(version), timeout_s=RESUME_TIMEOUT_S)
         return update.pause.report(
             version,
-            {},
             num_tensors=update.num_tensors,
             attempts=1,
             path="layerwise",

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -25,7 +26,7 @@ from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.weights.transport import LoadReport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -120,7 +121,9 @@ class Pause:
     num_restarted: int = 0
     num_kept: int = 0
 
-    def report(self, version: int, phases: dict[str, float], **load: Any) -> LoadReport:
+    def report(
+        self, version: int, phases: Mapping[str, float] = MappingProxyType({}), **load: Any
+    ) -> LoadReport:
         """Returns what became of the update that has just ended; ``phases`` came before it."""
         done, now = time.perf_counter(), time.time()
         before = phases.get("verify_s", 0.0) + phases.get("stage_s", 0.0)
@@ -337,7 +340,7 @@ class Updates:
         timeout_s: float,
         mode: PauseMode = "keep",
         clear_cache: bool = False,
-        **phases: float,
+        phases: Mapping[str, float] = MappingProxyType({}),
     ) -> LoadReport:
         """Pauses the engine, has its workers load, and resumes; :meth:`exclusive` is held.
 

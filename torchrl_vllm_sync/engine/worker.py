@@ -403,37 +403,6 @@ class SyncWorkerExtension:
     @answered
     def native_start(self) -> None:
         """Begins an update; no step may run until it has ended."""
-        self._native_start()
-
-    @answered
-    def native_update(self, update_info: dict[str, Any] | list[Any]) -> None:
-        """Receives one part of an update, or all of it."""
-        self._native_update(update_info)
-
-    @answered
-    def native_finish(self) -> None:
-        """Ends an update; afterwards the model is whole."""
-        self._native_finish()
-
-    @answered
-    def native_load(self, update_info: dict[str, Any]) -> dict[str, Any]:
-        """Begins, receives and ends an update in one call."""
-        try:
-            self._native_start()
-            self._native_update(update_info)
-            self._native_finish()
-        except BaseException:
-            self._native_abandon()
-            raise
-        why = f"vLLM's {self.native_engine_name()} always takes it"
-        return _loaded(len(update_info["names"]), _layerwise(why))
-
-    @answered
-    def native_abandon(self) -> None:
-        """Gives an open update up and puts the model together, so that a later one starts clean."""
-        self._native_abandon()
-
-    def _native_start(self) -> None:
         self._native_abandon()
         engine = self._native_engine()
         self._native_parts = 0
@@ -446,7 +415,9 @@ class SyncWorkerExtension:
                 self._native_abandon()
                 raise
 
-    def _native_update(self, update_info: dict[str, Any] | list[Any]) -> None:
+    @answered
+    def native_update(self, update_info: dict[str, Any] | list[Any]) -> None:
+        """Receives one part of an update, or all of it."""
         engine = self._native_engine()
         parts = self._native_open_parts()
         self._sync_touched = parts > 0
@@ -469,17 +440,41 @@ class SyncWorkerExtension:
                 host.update_weights(dict(info))
         self._native_parts = parts + 1
 
-    def _native_finish(self) -> None:
+    @answered
+    def native_finish(self) -> None:
+        """Ends an update; afterwards the model is whole."""
+        self._sync_touched = True
         self._native_open_parts()
         engine = self._native_engine()
         if not isinstance(engine, BroadcastReceiver):
-            self._sync_touched = True
             host: Any = self
             with set_current_vllm_config(self.vllm_config):
                 host.finish_weight_update()
                 repack_cpu(engine.model)
         self._native_parts = None
         self._sync_forget_encodings()
+
+    @answered
+    def native_load(self, update_info: dict[str, Any]) -> dict[str, Any]:
+        """Begins, receives and ends an update in one call."""
+        answer: dict[str, Any] = {}
+        steps = (
+            (self.native_start, ()),
+            (self.native_update, (update_info,)),
+            (self.native_finish, ()),
+        )
+        for step, args in steps:
+            answer = step(*args)
+            if answer["error"]:
+                self._native_abandon()
+                break
+        why = f"vLLM's {self.native_engine_name()} always takes it"
+        return _loaded(len(update_info["names"]), _layerwise(why)) | answer
+
+    @answered
+    def native_abandon(self) -> None:
+        """Gives an open update up and puts the model together, so that a later one starts clean."""
+        self._native_abandon()
 
     def _native_abandon(self) -> None:
         """Finalises a layerwise reload that was begun: left alone it would poison the next one."""
