@@ -248,12 +248,13 @@ def storage_errors(doing: str) -> Iterator[None]:
         raise SnapshotError(f"{doing}: {error.strerror or error}{where}") from error
 
 
-# Records: JSON objects whose first field is a checksum of all the bytes that follow it.
+# Records: JSON objects that begin with a checksum of all the bytes that follow it, and a format.
+_FORMAT = 3
 
 
 def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
-    """Replaces ``path`` by ``record``, which must have a field, and its checksum."""
-    rest = json.dumps(record, separators=(",", ":"))[1:].encode()
+    """Replaces ``path`` by ``record``, in one step."""
+    rest = json.dumps({"format": _FORMAT} | record, separators=(",", ":"))[1:].encode()
     replace_file(path, _signature(rest) + rest, fsync=fsync)
 
 
@@ -270,9 +271,13 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
             f"{path}: truncated, corrupted or of another release: it begins {content[:40]!r}"
         )
     try:
-        return json.loads(content)
+        record = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"{path}: not JSON: {error}") from error
+    found = field(record, "format", int, path)
+    if found != _FORMAT:
+        raise SnapshotError(f"{path}: format must be {_FORMAT}, got {found}")
+    return record
 
 
 def _signature(rest: bytes) -> bytes:
