@@ -136,6 +136,7 @@ class DataFile:
             path.unlink(missing_ok=True)
             self._handle = new_file(path)
         try:
+            _pwrite(self._handle, bytes(TAG_BYTES), 0)  # before any other byte changes
             if allocate:  # blocks may be missing too where a file came from a copy that kept holes
                 os.posix_fallocate(self._handle, 0, layout.num_bytes)
             _pwrite(self._handle, layout.trailer, length)

@@ -130,19 +130,15 @@ def new_file(path: Path) -> int:
     return handle
 
 
-def new_folder(path: Path) -> None:
-    """Makes a folder of mode 0700."""
-    os.mkdir(path, FOLDER_MODE)
-    if stat.S_IMODE(os.lstat(path).st_mode) & FOLDER_MODE != FOLDER_MODE:  # such an umask
-        os.chmod(path, FOLDER_MODE)
-
-
 def require_folder(path: Path) -> None:
     """Makes a folder of mode 0700 unless there is one that will do."""
     try:
-        new_folder(path)
+        os.mkdir(path, FOLDER_MODE)
     except FileExistsError:
         os.close(open_folder(path))
+        return
+    if stat.S_IMODE(os.lstat(path).st_mode) & FOLDER_MODE != FOLDER_MODE:  # such an umask
+        os.chmod(path, FOLDER_MODE)
 
 
 def list_folder(path: Path) -> list[str]:

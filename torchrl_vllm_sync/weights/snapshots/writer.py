@@ -220,7 +220,7 @@ class Store:
         return self._directory / name / DATA_FILE
 
     def _written_at(self, name: str) -> int:
-        """When the version in a folder was completed; 0 if there is none."""
+        """When the file in a folder was tagged last; 0 if there is none."""
         if DATA_FILE not in list_folder(self._directory / name):
             return 0
         return self._path(name).lstat().st_mtime_ns
