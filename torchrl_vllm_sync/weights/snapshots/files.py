@@ -222,8 +222,11 @@ def is_locked(path: Path) -> bool:
 
 def lock_holders(path: Path) -> str:
     """Who locked a file, as far as this pid namespace shows it, for messages."""
-    inode = str(path.lstat().st_ino)
-    rows = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    try:
+        inode, text = str(path.lstat().st_ino), Path("/proc/locks").read_text()
+    except OSError:  # released since, or a container without such a list
+        return "an unknown process"
+    rows = map(str.split, text.splitlines())
     pids = {int(row[4]) for row in rows if row[1] == "FLOCK" and row[5].rpartition(":")[2] == inode}
     names = []
     for pid in sorted(pids):
