@@ -365,19 +365,17 @@ class SyncWorkerExtension(NativeTransferWorker):
     _sync_peer_file: str
     _sync_staged: concurrent.futures.Future[dict[str, Any]]
 
-    def sync_load_snapshot(
-        self, path: str, metadata: list[list[Any]], trailer_checksum: int
-    ) -> dict[str, Any]:
+    def sync_load_snapshot(self, path: str, metadata: list[list[Any]]) -> dict[str, Any]:
         """Loads one stored version into this worker's shard of the model.
 
-        The caller holds the lease on ``path`` and has verified it. A load that fails half-way is
+        The caller holds the lock on ``path`` and has verified it. A load that fails half-way is
         repeated once from the start, which repairs what the first attempt left behind.
         """
         begin, error, taken, attempts = time.perf_counter(), "", 0, 0
         while attempts < MAX_ATTEMPTS:
             attempts += 1
             try:
-                weights = self._sync_tensors(Path(path), from_json(metadata), trailer_checksum)
+                weights = self._sync_tensors(Path(path), from_json(metadata))
                 taken = reload_model(self._sync_model(), self.vllm_config, weights)  # pyright: ignore[reportAttributeAccessIssue]
             except Exception as failure:  # noqa: BLE001  any is reported to the replica's actor
                 error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
@@ -554,10 +552,10 @@ class SyncWorkerExtension(NativeTransferWorker):
             self.model_runner.reset_mm_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
     def _sync_tensors(
-        self, path: Path, metadata: list[ParamMeta], trailer_checksum: int
+        self, path: Path, metadata: list[ParamMeta]
     ) -> Iterable[tuple[str, torch.Tensor]]:
         """Maps the stored tensors; none is copied here."""
-        return open_tensordict(path, metadata, trailer_checksum).items()
+        return open_tensordict(path, metadata).items()
 
     def _sync_model(self) -> torch.nn.Module:
         return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]

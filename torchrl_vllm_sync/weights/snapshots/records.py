@@ -89,11 +89,6 @@ class Manifest:
         return self.data.metadata
 
     @property
-    def trailer_checksum(self) -> int:
-        """xxh3-64 of the data file's own description of itself."""
-        return self.data.trailer_checksum
-
-    @property
     def tag(self) -> bytes:
         """What the data file must begin with."""
         return xxhash.xxh3_128_digest(f"{self.run_id} {self.epoch} {self.version}".encode())
