@@ -319,8 +319,8 @@ class TensorWriter:
             return
         arrived: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         pieces = iter(arrived.get, None)
-        self._tensors.append(self._threads.submit(self._store, pieces, meta.dtype, offset))
         try:
+            self._tensors.append(self._threads.submit(self._store, pieces, meta.dtype, offset))
             for piece in self._copied_out(parts, meta.dtype):
                 arrived.put(piece)
         finally:
