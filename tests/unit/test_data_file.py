@@ -10,7 +10,12 @@ import torch
 
 from torchrl_vllm_sync import ParamMeta
 from torchrl_vllm_sync.weights.snapshots import data_file
-from torchrl_vllm_sync.weights.snapshots.data_file import DataFile, DataLayout, open_tensordict
+from torchrl_vllm_sync.weights.snapshots.data_file import (
+    TAG_BYTES,
+    DataFile,
+    DataLayout,
+    open_tensordict,
+)
 
 NUM_BYTES = 24 << 20
 METADATA = [ParamMeta("large", torch.uint8, (NUM_BYTES - 99,)), ParamMeta("s", torch.uint8, (7,))]
@@ -40,7 +45,7 @@ def test_a_file_in_memory_is_written_without_page_faults(path, monkeypatch, piec
     again = DataFile(path, LAYOUT, allocate=True, mapped=True)
     assert faults_of_writing(again, 2) < 100
     again.close()
-    stored = open_tensordict(path, METADATA, LAYOUT.trailer_checksum)  # its description is whole
+    stored = open_tensordict(path, METADATA)  # its description is whole
     assert (stored["large"][: NUM_BYTES - (1 << 20)] == 2).all()
 
 
@@ -49,3 +54,14 @@ def test_the_count_above_sees_faults(path, monkeypatch):
     file = DataFile(path, LAYOUT, allocate=True, mapped=True)
     assert faults_of_writing(file, 1) > 1000
     file.close()
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_file_that_is_taken_up_again_holds_no_version(path, mapped):
+    """Its pages are written to before there is anything to copy."""
+    file = DataFile(path, LAYOUT, allocate=True, mapped=mapped)
+    file.tag(b"t" * TAG_BYTES)
+    assert path.read_bytes()[:TAG_BYTES] == b"t" * TAG_BYTES
+    file.close()
+    DataFile(path, LAYOUT, allocate=True, mapped=mapped).close()
+    assert path.read_bytes()[:TAG_BYTES] == bytes(TAG_BYTES)

@@ -352,7 +352,7 @@ def test_any_description_but_the_published_one_is_refused(place, content, descri
     path.write_bytes(content + description + len(description).to_bytes(8, "little"))
     path.chmod(0o600)
     with pytest.raises(SnapshotError):
-        open_tensordict(path, METADATA, 0)
+        open_tensordict(path, METADATA)
 
 
 names = st.text(max_size=12) | st.sampled_from(

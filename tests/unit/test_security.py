@@ -336,9 +336,9 @@ def test_a_memmap_of_tensordict_with_a_pickle_is_refused(tmp_path, malicious):
         SnapshotWriter(theirs)
     assert read(theirs) is None
     with pytest.raises((SnapshotError, OSError)):
-        open_tensordict(theirs / DATA_FILE, METADATA, 0)
+        open_tensordict(theirs / DATA_FILE, METADATA)
     with pytest.raises((SnapshotError, OSError)):
-        open_tensordict(theirs, METADATA, 0)
+        open_tensordict(theirs, METADATA)
     assert not trace.exists()
 
 

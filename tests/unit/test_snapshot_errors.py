@@ -216,7 +216,7 @@ def test_another_format_is_named(published):
     with pytest.raises(SnapshotError, match="format must be 3, got 9"):
         SnapshotReader(published).current()
     write_json(published / MARKER, {"format": 9}, fsync=False)
-    with pytest.raises(SnapshotError, match="format must be 2, got 9"):
+    with pytest.raises(SnapshotError, match="format must be 3, got 9"):
         SnapshotWriter(published)
 
 
@@ -280,6 +280,16 @@ def test_a_slot_left_half_written_is_taken_again(published, layout):
         publish(writer, 2)
     assert read_version(published) == 2
     assert len([path for path in published.iterdir() if (path / DATA_FILE).exists()]) == 2
+
+
+def test_a_slot_that_somebody_removed_is_made_again(tmp_path):
+    with SnapshotWriter(tmp_path) as writer:
+        for version in range(3):
+            publish(writer, version)
+        shutil.rmtree(tmp_path / "slot-1-0")
+        publish(writer, 3)
+        assert data_file(tmp_path).parent.name == "slot-1-0"
+        assert read_version(tmp_path) == 3
 
 
 def test_temporary_files_of_killed_writers_go_with_the_next(published, layout):

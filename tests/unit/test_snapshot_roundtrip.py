@@ -185,7 +185,7 @@ def test_prepared_slots_are_the_ones_written(tmp_path):
         assert sorted(path.name for path in tmp_path.glob("slot-*")) == before
 
 
-def test_versions_keep_the_current_the_one_before_and_the_leased(tmp_path):
+def test_versions_keep_the_current_the_one_before_and_what_is_read(tmp_path):
     with SnapshotWriter(tmp_path, layout="versions") as writer:
         publish(writer, 1)
         with SnapshotReader(tmp_path).read() as snapshot:

@@ -356,7 +356,6 @@ class SnapshotLoads:
             "sync_load_snapshot",
             str(reader.directory / snapshot.manifest.path / DATA_FILE),
             to_json(snapshot.metadata),
-            snapshot.manifest.trailer_checksum,
             timeout_s=timeout_s,
         )
         if not any(answer["error"] for answer in answers):

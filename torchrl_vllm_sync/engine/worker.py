@@ -171,12 +171,10 @@ class SyncWorkerExtension:
     # ---------------------------------------------------------------- snapshots and broadcasts
 
     @answered
-    def sync_load_snapshot(
-        self, path: str, metadata: list[list[Any]], trailer_checksum: int
-    ) -> dict[str, Any]:
+    def sync_load_snapshot(self, path: str, metadata: list[list[Any]]) -> dict[str, Any]:
         """Loads one stored version into this worker's shard of the model.
 
-        The caller holds the lease on ``path`` and has verified it. A load that fails half-way is
+        The caller holds the lock on ``path`` and has verified it. A load that fails half-way is
         repeated once from the start, which repairs what the first attempt left behind.
         """
         self._sync_touched = True
@@ -184,7 +182,7 @@ class SyncWorkerExtension:
         while taken is None:
             attempts += 1
             try:
-                weights = self._sync_tensors(Path(path), from_json(metadata), trailer_checksum)
+                weights = self._sync_tensors(Path(path), from_json(metadata))
                 taken = reload_model(self._sync_model(), self.vllm_config, weights)
             except Exception:
                 if attempts == MAX_ATTEMPTS:
@@ -330,10 +328,10 @@ class SyncWorkerExtension:
             self.model_runner.reset_mm_cache()
 
     def _sync_tensors(
-        self, path: Path, metadata: list[ParamMeta], trailer_checksum: int
+        self, path: Path, metadata: list[ParamMeta]
     ) -> Iterable[tuple[str, torch.Tensor]]:
         """Maps the stored tensors; none is copied here."""
-        return open_tensordict(path, metadata, trailer_checksum).items()
+        return open_tensordict(path, metadata).items()
 
     def _sync_model(self) -> torch.nn.Module:
         return self.model_runner.get_model()

@@ -107,11 +107,6 @@ class DataLayout:
         trailer = description + len(description).to_bytes(8, "little")
         return cls(tuple(metadata), tuple(offsets), trailer, end + len(trailer))
 
-    @property
-    def trailer_checksum(self) -> int:
-        """xxh3-64 of the trailer."""
-        return xxhash.xxh3_64_intdigest(self.trailer)
-
 
 class DataFile:
     """One data file open for writing.
@@ -136,6 +131,7 @@ class DataFile:
             path.unlink(missing_ok=True)
             self._handle = new_file(path)
         try:
+            _pwrite(self._handle, bytes(TAG_BYTES), 0)  # before any other byte changes
             if allocate:  # blocks may be missing too where a file came from a copy that kept holes
                 os.posix_fallocate(self._handle, 0, layout.num_bytes)
             _pwrite(self._handle, layout.trailer, length)
@@ -176,14 +172,11 @@ class DataFile:
         os.close(self._handle)
 
 
-def open_tensordict(path: Path, metadata: Sequence[ParamMeta], trailer_checksum: int) -> TensorDict:
+def open_tensordict(path: Path, metadata: Sequence[ParamMeta]) -> TensorDict:
     """Opens and maps a data file, copying nothing; see :func:`map_tensordict`."""
     handle = open_file(path)
     try:
-        layout = DataLayout.of(metadata)
-        if layout.trailer_checksum != trailer_checksum:
-            raise SnapshotError(f"{path}: corrupted: its description is not the published one")
-        return map_tensordict(handle, path, layout)
+        return map_tensordict(handle, path, DataLayout.of(metadata))
     finally:
         os.close(handle)
 
@@ -326,8 +319,8 @@ class TensorWriter:
             return
         arrived: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         pieces = iter(arrived.get, None)
-        self._tensors.append(self._threads.submit(self._store, pieces, meta.dtype, offset))
         try:
+            self._tensors.append(self._threads.submit(self._store, pieces, meta.dtype, offset))
             for piece in self._copied_out(parts, meta.dtype):
                 arrived.put(piece)
         finally:

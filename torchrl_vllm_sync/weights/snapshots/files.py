@@ -130,19 +130,15 @@ def new_file(path: Path) -> int:
     return handle
 
 
-def new_folder(path: Path) -> None:
-    """Makes a folder of mode 0700."""
-    os.mkdir(path, FOLDER_MODE)
-    if stat.S_IMODE(os.lstat(path).st_mode) & FOLDER_MODE != FOLDER_MODE:  # such an umask
-        os.chmod(path, FOLDER_MODE)
-
-
 def require_folder(path: Path) -> None:
     """Makes a folder of mode 0700 unless there is one that will do."""
     try:
-        new_folder(path)
+        os.mkdir(path, FOLDER_MODE)
     except FileExistsError:
         os.close(open_folder(path))
+        return
+    if stat.S_IMODE(os.lstat(path).st_mode) & FOLDER_MODE != FOLDER_MODE:  # such an umask
+        os.chmod(path, FOLDER_MODE)
 
 
 def list_folder(path: Path) -> list[str]:
@@ -226,8 +222,11 @@ def is_locked(path: Path) -> bool:
 
 def lock_holders(path: Path) -> str:
     """Who locked a file, as far as this pid namespace shows it, for messages."""
-    inode = str(path.lstat().st_ino)
-    rows = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    try:
+        inode, text = str(path.lstat().st_ino), Path("/proc/locks").read_text()
+    except OSError:  # released since, or a container without such a list
+        return "an unknown process"
+    rows = map(str.split, text.splitlines())
     pids = {int(row[4]) for row in rows if row[1] == "FLOCK" and row[5].rpartition(":")[2] == inode}
     names = []
     for pid in sorted(pids):
@@ -248,12 +247,13 @@ def storage_errors(doing: str) -> Iterator[None]:
         raise SnapshotError(f"{doing}: {error.strerror or error}{where}") from error
 
 
-# Records: JSON objects whose first field is a checksum of all the bytes that follow it.
+# Records: JSON objects that begin with a checksum of all the bytes that follow it, and a format.
+_FORMAT = 3
 
 
 def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
-    """Replaces ``path`` by ``record``, which must have a field, and its checksum."""
-    rest = json.dumps(record, separators=(",", ":"))[1:].encode()
+    """Replaces ``path`` by ``record``, in one step."""
+    rest = json.dumps({"format": _FORMAT} | record, separators=(",", ":"))[1:].encode()
     replace_file(path, _signature(rest) + rest, fsync=fsync)
 
 
@@ -270,9 +270,13 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
             f"{path}: truncated, corrupted or of another release: it begins {content[:40]!r}"
         )
     try:
-        return json.loads(content)
+        record = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"{path}: not JSON: {error}") from error
+    found = field(record, "format", int, path)
+    if found != _FORMAT:
+        raise SnapshotError(f"{path}: format must be {_FORMAT}, got {found}")
+    return record
 
 
 def _signature(rest: bytes) -> bytes:

@@ -202,9 +202,8 @@ class SnapshotReader:
                     snapshot.validate()
                     return snapshot
             except OSError as error:
-                if isinstance(error, BlockingIOError) and not is_late:
-                    continue  # a writer is just looking whether it is locked
-                if error.errno not in {errno.ENOENT, errno.ESTALE} or is_late:
+                # Blocked while a writer looks whether it is locked.
+                if is_late or error.errno not in {errno.ENOENT, errno.ESTALE, errno.EAGAIN}:
                     raise SnapshotError(
                         f"{path}: version {manifest.version} cannot be read: {error.strerror}"
                     ) from error

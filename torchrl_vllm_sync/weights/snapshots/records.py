@@ -47,7 +47,6 @@ LOCK, COMMIT = "LOCK", "COMMIT"
 # An empty file in a directory that nobody named: it is to go with the process that made it.
 TEMPORARY = "TEMPORARY"
 
-_MANIFEST_FORMAT, _MARKER_FORMAT = 3, 2
 # Some 400,000 parameters.
 _MAX_MANIFEST_BYTES = 64 << 20
 # The folders of versions lie directly in the snapshot directory.
@@ -90,11 +89,6 @@ class Manifest:
         return self.data.metadata
 
     @property
-    def trailer_checksum(self) -> int:
-        """xxh3-64 of the data file's own description of itself."""
-        return self.data.trailer_checksum
-
-    @property
     def tag(self) -> bytes:
         """What the data file must begin with."""
         return xxhash.xxh3_128_digest(f"{self.run_id} {self.epoch} {self.version}".encode())
@@ -102,7 +96,6 @@ class Manifest:
     def to_record(self) -> dict[str, Any]:
         """The fields as JSON holds them."""
         return {
-            "format": _MANIFEST_FORMAT,
             "run_id": self.run_id,
             "epoch": self.epoch,
             "version": self.version,
@@ -115,7 +108,6 @@ class Manifest:
     @classmethod
     def from_record(cls, record: dict[str, Any], path: Path, known: DataLayout | None) -> Manifest:
         """Checks and reads what ``to_record`` wrote; ``known`` may be its layout."""
-        _check_format(record, _MANIFEST_FORMAT, path)
         layout, folder = field(record, "layout", str, path), field(record, "path", str, path)
         if layout not in FOLDERS or not FOLDERS[layout].fullmatch(folder):
             raise SnapshotError(
@@ -123,8 +115,8 @@ class Manifest:
             )
         try:
             metadata = tuple(from_json(_list(record, "metadata", path)))
-            is_known = known is not None and known.metadata == metadata
-            data = known if is_known and known is not None else DataLayout.of(metadata)
+            if known is None or known.metadata != metadata:
+                known = DataLayout.of(metadata)
         except (ValueError, WeightMismatchError) as error:
             raise SnapshotError(f"{path}: corrupted: {error}") from error
         checksums = _list(record, "checksums", path)
@@ -139,7 +131,7 @@ class Manifest:
             _natural(record, "version", path),
             layout,
             folder,
-            data,
+            known,
             tuple(checksums),
         )
 
@@ -168,12 +160,6 @@ class ManifestFile:
     def write(self, manifest: Manifest, *, fsync: bool) -> None:
         """Makes ``manifest`` the current one, in one step."""
         write_json(self.path, manifest.to_record(), fsync=fsync)
-
-
-def _check_format(record: dict[str, Any], wanted: int, path: Path) -> None:
-    found = field(record, "format", int, path)
-    if found != wanted:
-        raise SnapshotError(f"{path}: format must be {wanted}, got {found}")
 
 
 def _natural(record: dict[str, Any], name: str, path: Path) -> int:
@@ -231,7 +217,6 @@ class Owner:
                     "name a new or empty directory"
                 ) from None
             return None
-        _check_format(record, _MARKER_FORMAT, path)
         layout = field(record, "layout", str, path)
         if layout not in LAYOUTS:
             raise SnapshotError(f"{path}: corrupted: there is no layout {shown(layout)}")
@@ -246,7 +231,7 @@ class Owner:
 
     def write(self, directory: Path, *, fsync: bool) -> None:
         """Makes ``directory`` this writer's."""
-        record: dict[str, Any] = {"format": _MARKER_FORMAT, **asdict(self)}
+        record = asdict(self)
         write_json(directory / MARKER, record | record.pop("process"), fsync=fsync)
 
     @classmethod

@@ -37,7 +37,6 @@ from torchrl_vllm_sync.weights.snapshots.files import (
     is_memory_file_system,
     list_folder,
     lock_holders,
-    new_folder,
     remove_folder,
     require_folder,
     storage_errors,
@@ -192,7 +191,6 @@ class Store:
                 f"No space left: {layout.num_bytes} bytes are needed, {free} are free",
                 str(self._directory),
             )
-        new_folder(self._directory / name)
         self._names.insert(0, name)
         try:
             return name, self._open(name, layout)
@@ -205,6 +203,7 @@ class Store:
         if file is not None and (file.layout != layout or not self._path(name).exists()):
             self._files.pop(name).close()
         if name not in self._files:
+            require_folder(self._directory / name)
             self._files[name] = DataFile(
                 self._path(name), layout, allocate=self._reuses, mapped=self._is_mapped
             )
@@ -221,7 +220,7 @@ class Store:
         return self._directory / name / DATA_FILE
 
     def _written_at(self, name: str) -> int:
-        """When the version in a folder was completed; 0 if there is none."""
+        """When the file in a folder was tagged last; 0 if there is none."""
         if DATA_FILE not in list_folder(self._directory / name):
             return 0
         return self._path(name).lstat().st_mtime_ns
