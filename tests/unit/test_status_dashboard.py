@@ -27,7 +27,8 @@ def threads():
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def nothing_is_left(monkeypatch):
+    monkeypatch.setattr(page_module._Server, "timeout", 0.02)  # that long a board takes to close
     yield
     assert threads() == []
 
