@@ -188,7 +188,7 @@ class Slow(MappingSource):
 
     def __iter__(self):
         for item in super().__iter__():
-            time.sleep(0.02)
+            time.sleep(0.04)
             yield item
 
 
