@@ -86,11 +86,9 @@ class EngineActor:
         replica_id: str,
         engine_args: AsyncEngineArgs,
         environment: dict[str, str],
-        service_name: str = "alone",
         unresponsive_after_s: float = UNRESPONSIVE_AFTER_S,
     ) -> None:
         self.replica_id = replica_id
-        self._service_name = service_name
         self._engine_args = engine_args
         self._environment = environment
         self._unresponsive_after_s = unresponsive_after_s

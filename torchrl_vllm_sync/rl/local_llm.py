@@ -187,9 +187,7 @@ class _LocalReplica(EngineActor):
 
     def __init__(self, llm: LLM) -> None:
         engine: Any = llm.llm_engine
-        super().__init__(
-            replica_id=REPLICA_ID, engine_args=engine, environment={}, service_name="local"
-        )
+        super().__init__(replica_id=REPLICA_ID, engine_args=engine, environment={})
         self.engine: Any = _AsyncFace(llm)
         self._gate: Any = _FollowedRequests(REPLICA_ID)
         self._llm_engine = engine

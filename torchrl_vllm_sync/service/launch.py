@@ -213,7 +213,6 @@ def launch_replicas(
                 replica_id=replica_id,
                 engine_args=for_replica(settings.engine_args, int(replica_id), num_restarts),
                 environment=settings.environment,
-                service_name=settings.name,
                 unresponsive_after_s=settings.unresponsive_after_s,
             )
             replicas.append(Replica(replica_id, actor))
