@@ -28,10 +28,9 @@ from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_tokenizer
 
 @pytest.fixture(scope="module")
 def broadcasting(service):
-    """The shared service, pushed to by broadcast; left as it was found."""
+    """The shared service, pushed to by broadcast."""
     service.use_transport(broadcast())
-    yield service
-    service.use_transport(MemmapTransport())
+    return service
 
 
 # ---------------------------------------------------------------- what arrives

@@ -23,7 +23,7 @@ from tests.engine.test_push_in_flight import (
     until_running,
 )
 from tests.engine.trainers import Breaking, broadcast
-from torchrl_vllm_sync import AsyncVLLM, MemmapTransport, ReplicaState
+from torchrl_vllm_sync import AsyncVLLM, ReplicaState
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
 from torchrl_vllm_sync.testing import greedy_tokens, load_tiny_model, make_tiny_checkpoint
 from torchrl_vllm_sync.weights.source import MappingSource
@@ -31,10 +31,9 @@ from torchrl_vllm_sync.weights.source import MappingSource
 
 @pytest.fixture(scope="module")
 def broadcasting(service):
-    """The shared service, pushed to by broadcast; left as it was found."""
+    """The shared service, pushed to by broadcast."""
     service.use_transport(broadcast())
-    yield service
-    service.use_transport(MemmapTransport())
+    return service
 
 
 @pytest.fixture
@@ -188,7 +187,7 @@ class Slow(MappingSource):
 
     def __iter__(self):
         for item in super().__iter__():
-            time.sleep(0.02)
+            time.sleep(0.04)
             yield item
 
 

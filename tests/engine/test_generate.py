@@ -213,7 +213,7 @@ def test_a_stream_that_is_dropped_ends_the_engines_work(service):
     del stream
     gc.collect()
     assert sum(service.get_num_unfinished_requests()) == 0
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     assert service.load.total_in_flight == 0
 
 

@@ -103,7 +103,7 @@ def test_facts_of_replicas(service):
     for one in told.replicas:
         assert (str(one.state), one.num_restarts, one.device_type) == ("serving", 0, "cpu")
         assert one.node == ray.util.get_node_ip_address()
-        assert one.report_age_s < 5
+        assert one.report_age_s < 20
     assert len({one.pid for one in told.replicas}) == 2
     assert "serving" in service._repr_html_()
 

@@ -499,7 +499,7 @@ STRANGE = {
 
 @pytest.fixture(scope="module")
 def connections():
-    """Three connections to a store; one in ten takes torch five seconds to make."""
+    """Three connections to a store; on some machines one in twenty takes five seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return store, store.clone(), store.clone()
 

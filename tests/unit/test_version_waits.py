@@ -100,7 +100,7 @@ async def test_at_the_limit_the_error_says_what_each_replica_holds(stream):
         results = [one async for one in rig.stream(requests[0])]
     else:
         results = await rig.run(requests)
-    assert 0.1 <= time.monotonic() - begin < 2
+    assert 0.1 <= time.monotonic() - begin < 20
     (error,) = [one.error for one in results]
     assert isinstance(error, VersionNotReachedError)
     assert (error.version, error.timeout_s) == (4, 0.1)
