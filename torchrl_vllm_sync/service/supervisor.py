@@ -27,13 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class ScalingPolicy(Protocol):
-    """Says once a second how many replicas there should be; write your own, or take ours.
+    """Says once a second how many replicas there should be; write your own, or take ours."""
 
-    Attributes:
-        drain_timeout_s: Seconds that a replica which is removed has for what it is doing.
-    """
-
-    drain_timeout_s: float
+    drain_timeout_s: float  # seconds that a replica which is removed has for what it is doing
 
     def __call__(self, snapshots: Sequence[LoadSnapshot], now: float) -> int:
         """Returns the number of replicas wanted, at least 1."""

@@ -63,19 +63,12 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class DataLayout:
-    """Where every parameter lies in a data file.
+    """Where every parameter lies in a data file."""
 
-    Attributes:
-        metadata: Parameters in order.
-        offsets: First byte of each.
-        trailer: TensorDict's description, as it stands at the end of the file.
-        num_bytes: Length of the file.
-    """
-
-    metadata: tuple[ParamMeta, ...]
-    offsets: tuple[int, ...]
-    trailer: bytes
-    num_bytes: int
+    metadata: tuple[ParamMeta, ...]  # parameters in order
+    offsets: tuple[int, ...]  # first byte of each
+    trailer: bytes  # tensorDict's description, as it stands at the end of the file
+    num_bytes: int  # length of the file
 
     @classmethod
     def of(cls, metadata: Sequence[ParamMeta]) -> DataLayout:

@@ -309,19 +309,12 @@ def is_memory_file_system(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process, told apart from a later one that got the same pid.
+    """One process, told apart from a later one that got the same pid."""
 
-    Attributes:
-        host: Boot id and pid namespace: pids are comparable only where this is equal.
-        hostname: For messages.
-        pid: Process id in that namespace.
-        start_time: Clock ticks from boot to the process's start.
-    """
-
-    host: str
-    hostname: str
-    pid: int
-    start_time: int
+    host: str  # boot id and pid namespace: pids are comparable only where this is equal
+    hostname: str  # for messages
+    pid: int  # process id in that namespace
+    start_time: int  # clock ticks from boot to the process's start
 
     @classmethod
     def current(cls) -> ProcessIdentity:

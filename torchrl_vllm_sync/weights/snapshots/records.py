@@ -63,25 +63,15 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One published version.
+    """One published version."""
 
-    Attributes:
-        run_id: Run that wrote it; versions are comparable only within one run.
-        epoch: Writer's epoch.
-        version: Policy version.
-        layout: ``"slots"`` or ``"versions"``.
-        path: Folder of the data, relative to the snapshot directory.
-        data: Every parameter in order, and where it lies; follows from the metadata.
-        checksums: xxh3-64 of each parameter's bytes.
-    """
-
-    run_id: str
-    epoch: int
-    version: int
-    layout: str
-    path: str
-    data: DataLayout
-    checksums: tuple[int, ...]
+    run_id: str  # run that wrote it; versions are comparable only within one run
+    epoch: int  # writer's epoch
+    version: int  # policy version
+    layout: str  # `"slots"` or `"versions"`
+    path: str  # folder of the data, relative to the snapshot directory
+    data: DataLayout  # every parameter in order, and where it lies; follows from the metadata
+    checksums: tuple[int, ...]  # xxh3-64 of each parameter's bytes
 
     @property
     def metadata(self) -> tuple[ParamMeta, ...]:
@@ -178,24 +168,16 @@ def _list(record: dict[str, Any], name: str, path: Path) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose directory it is, and which writer came last.
+    """Whose directory it is, and which writer came last."""
 
-    Attributes:
-        run_id: The training run; versions are comparable only within one.
-        layout: How versions are stored.
-        epoch: Number of the writer; each counts on from the one before.
-        process: The writer's.
-        released: Whether it has given the directory back.
-        reusable_from: What writers from this epoch on have made may be written again: those before
-            this one have certainly ended. What is older may be in the hands of a writer that was
-            replaced while it was stopped, and that writes on into it when it wakes up.
-    """
-
-    run_id: str
-    layout: LayoutName
-    epoch: int
-    process: ProcessIdentity
-    released: bool
+    run_id: str  # the training run; versions are comparable only within one
+    layout: LayoutName  # how versions are stored
+    epoch: int  # number of the writer; each counts on from the one before
+    process: ProcessIdentity  # the writer's
+    released: bool  # whether it has given the directory back
+    # what writers from this epoch on have made may be written again: those before this one have
+    # certainly ended. What is older may be in the hands of a writer that was replaced while it was
+    # stopped, and that writes on into it when it wakes up
     reusable_from: int
 
     @classmethod

@@ -228,25 +228,18 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """What one publish did.
+    """What one publish did."""
 
-    Attributes:
-        version: Policy version, now current.
-        path: Folder that holds it.
-        num_bytes: Bytes of the parameters.
-        seconds: From call to return.
-        phases: Seconds of ``acquire`` (a folder to write into), ``fill``, ``flush``, ``flip`` and
-            ``collect`` (removing old folders), one after the other; and in ``fill`` of ``source``
-            (waiting for the next tensor), ``copy`` and ``hash``, of all threads together.
-        phase_starts: When each began, in seconds of ``time.perf_counter()``; ``source``, ``copy``
-            and ``hash`` are sums of many pieces and have no start.
-    """
-
-    version: int
-    path: Path
-    num_bytes: int
-    seconds: float
+    version: int  # policy version, now current
+    path: Path  # folder that holds it
+    num_bytes: int  # bytes of the parameters
+    seconds: float  # from call to return
+    # seconds of `acquire` (a folder to write into), `fill`, `flush`, `flip` and `collect` (removing
+    # old folders), one after the other; and in `fill` of `source` (waiting for the next tensor),
+    # `copy` and `hash`, of all threads together
     phases: Mapping[str, float]
+    # when each began, in seconds of `time.perf_counter()`; `source`, `copy` and `hash` are sums of
+    # many pieces and have no start
     phase_starts: Mapping[str, float]
 
 
