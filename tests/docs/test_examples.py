@@ -14,11 +14,9 @@ SOURCE = Path(__file__).resolve().parents[2] / PACKAGE
 # These speak of engines, trainers, collectors or GPUs that the reader has.
 SPOKEN_OF = {
     "AsyncVLLM",
-    "checksum",
     "Dashboard",
     "GenerationStatistics",
     "LoadBalancer",
-    "LoadMonitor",
     "LoadPlan",
     "LocalLLM",
     "log_pushes",
