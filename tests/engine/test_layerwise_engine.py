@@ -38,8 +38,9 @@ def parts(model, size=7, **extra):
 
 
 def state(service):
-    (found,) = {report.state for report in service.replicas.call_replicas("report").values()}
-    return found
+    """The state that all replicas have."""
+    found = {report.state for report in service.replicas.call_replicas("report").values()}
+    return found.pop() if len(found) == 1 else found
 
 
 def next_version(service):
