@@ -41,9 +41,6 @@ def check_seconds(name: str, value: object) -> None:
         )
 
 
-# A value as a message shows it: short, and without failing, whatever a caller passed.
-
-
 _MAX_LENGTH = 60
 _MAX_BITS = 256
 
@@ -63,23 +60,13 @@ _short.maxdict, _short.maxlong, _short.maxother, _short.maxstring = 6, 60, 60, 6
 
 
 def shown(value: object) -> str:
-    """Returns at most 60 characters for a value."""
+    """Returns at most 60 characters for a value in a message, whatever it is, without failing."""
     text = _short.repr(value)
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
 
-# How long something may still take.
-
-
 class Deadline:
-    """A moment by which something must have ended, ``timeout_s`` seconds from now.
-
-    Example:
-        >>> Deadline(5.0).passed
-        False
-        >>> 2.9 < Deadline(5.0).min(3.0).left_s <= 3.0
-        True
-    """
+    """A moment by which something must have ended, ``timeout_s`` seconds from now."""
 
     __slots__ = ("_clock", "at")
 
@@ -94,7 +81,6 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether the moment has come."""
         return self._clock() >= self.at
 
     def min(self, timeout_s: float) -> Deadline:
@@ -102,7 +88,6 @@ class Deadline:
         return Deadline(min(timeout_s, self.at - self._clock()), clock=self._clock)
 
     def extended(self, seconds: float) -> Deadline:
-        """Returns one so many seconds later."""
         return Deadline(self.at - self._clock() + seconds, clock=self._clock)
 
 

@@ -1,4 +1,4 @@
-"""What Ray's exceptions say of the actor that was called: gone, away, or nothing."""
+"""Ray's exceptions by what they say of the actor that was called: gone, away, or nothing."""
 
 from __future__ import annotations
 
@@ -34,21 +34,14 @@ _GONE = (
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether a call ended because its actor is dead, or never lived.
-
-    What a method itself raised says nothing of its actor, whatever class it is of: Ray makes a
-    ``RayTaskError`` of it that is of the cause's class too, such as ``OutOfMemoryError`` when a
-    task was killed that the method waited for.
-    """
+    """Whether a call ended because its actor is dead, or never lived."""
+    # What a method itself raised says nothing of its actor: Ray makes a ``RayTaskError`` of it that
+    # is of the cause's class too, such as ``OutOfMemoryError`` of a task that it waited for.
     return isinstance(error, _GONE) and not isinstance(error, RayTaskError | ActorUnavailableError)
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether a call ended because its actor could not be reached, which may be back.
-
-    Its replica takes no requests, as if it were gone, but is restarted only if it stays away: see
-    ``LoadSnapshot.away_since``.
-    """
+    """Whether a call ended because its actor could not be reached; it may be back."""
     return isinstance(error, ActorUnavailableError) and not isinstance(error, RayTaskError)
 
 

@@ -1,4 +1,4 @@
-"""What a replica is to the rest of the library: its id, actor, state, last report and last push."""
+"""A replica as the whole library knows it: its id, actor, state, last report and last push."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-# What became of one push, as every process that has the service may know it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +50,10 @@ MAX_STEP_S = 1.0
 
 
 class Silence:
-    """Seconds for which an answer has been owed, by the time that whoever waits was awake.
+    """Seconds for which an answer has been owed, by the time that the waiting process was awake.
 
-    Whoever waits must look at least once every ``MAX_STEP_S``. What lies between two looks counts
-    for no more than that: a process that was itself stopped, or starved, does not take its own
-    absence for another's silence.
+    It must look at least once every ``MAX_STEP_S``, and no more than that counts between two looks:
+    a process that was itself stopped, or starved, does not take its own absence for silence.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -111,10 +107,7 @@ class EngineCounters:
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:
-        """Share of what was looked up in the prefix cache that was found, 0 to 1.
-
-        ``None`` before anything was, which stays so without prefix caching.
-        """
+        """Share of looked-up tokens found in the prefix cache, 0 to 1; ``None`` before any."""
         queries = self.prefix_cache_queries
         return self.prefix_cache_hits / queries if queries else None
 
@@ -136,22 +129,20 @@ class EngineReport:
     reason: str = ""  # why it is STALE or FAILED
     # Samples whose version spans, as counted in the replica, were not those that vLLM reported.
     num_span_disagreements: int = 0
-    membership_epoch: int = 0  # changes of the service's membership that it has been told of
+    membership_epoch: int = 0  # changes of the service's membership that it knows of
     counters: EngineCounters | None = None
-    last_push: PushStatus | None = None  # that it was told of, which need not have reached it
+    last_push: PushStatus | None = None  # that it knows of, which need not have reached it
 
 
 def process_began(pid: int) -> int | None:
-    """Field 22 of ``/proc/<pid>/stat`` (proc(5)); ``None`` when the process is gone or a zombie.
-
-    A zombie with other threads (field 20) is none yet: they may still be at work.
-    """
+    """Field 22 of ``/proc/<pid>/stat`` (proc(5)); ``None`` when the process is gone or a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The name in field 2 may itself hold spaces and brackets, so count from its last bracket.
     fields = stat.rpartition(")")[2].split()
+    # A zombie with other threads (field 20) is none yet: they may still be at work.
     if fields[0] in {"Z", "X"} and int(fields[17]) <= 1:
         return None
     return int(fields[19])
@@ -159,7 +150,7 @@ def process_began(pid: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """One process, for which a later one of the same number is not taken."""
+    """One process, which a later one of the same number is not taken for."""
 
     pid: int
     began: int  # in clock ticks since its machine booted
@@ -189,7 +180,7 @@ class EngineDescription:
     vllm_version: str
     device_type: str = "cpu"  # where its weights are: "cpu" or "cuda"
     num_workers: int = 1  # tensor x pipeline x data parallel size
-    node_id: str = ""  # tells its machine, or container, from others; empty if unknown
+    node_id: str = ""  # of its machine, or container; empty if unknown
     device_uuids: tuple[str, ...] = ()  # GPUs of its workers
     processes: ReplicaProcesses | None = None  # None if unknown
 
@@ -215,5 +206,4 @@ class Member:
 
     @property
     def replica_id(self) -> str:
-        """Stable id of the replica."""
         return self.replica.replica_id

@@ -36,10 +36,7 @@ class VersionSpan(NamedTuple):
 def spans_from_starts(
     starts: Iterable[tuple[int, int]], num_tokens: int
 ) -> tuple[VersionSpan, ...]:
-    """Builds spans from where each version began.
-
-    A version that sampled nothing leaves no span, and neighbours of the same version are one.
-    """
+    """Builds spans from where each version began, without empty ones, equal neighbours merged."""
     spans: list[VersionSpan] = []
     known = list(starts)
     if num_tokens and not known:

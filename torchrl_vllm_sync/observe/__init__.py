@@ -1,1 +1,1 @@
-"""What is and was, for people and their tools: status, page, metrics, timeline. Changes nothing."""
+"""Read-only views of a service: status, page, metrics and timeline."""

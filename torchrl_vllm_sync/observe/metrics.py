@@ -1,7 +1,4 @@
-"""A service's metrics among Ray's own, which Prometheus scrapes: names, numbers, the exporter.
-
-Names are stable. Prometheus sees them behind the ``ray_`` that Ray puts before all its metrics.
-"""
+"""A service's metrics among Ray's own, which Prometheus scrapes: names, numbers, the exporter."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import PushStatus
 
 
+# Names are stable. Prometheus sees them behind the ``ray_`` that Ray puts before all its metrics.
 PREFIX = "torchrl_vllm_sync_"
 # Stands for the whole push among the phases on the trainer's side.
 WHOLE = "whole"
@@ -36,7 +34,7 @@ _GONE = math.nan  # what Ray does not show
 
 
 class Metric(NamedTuple):
-    """One metric; its name, which tells its kind too, stands behind ``PREFIX``."""
+    """One metric; its name, which gives its kind too, stands behind ``PREFIX``."""
 
     name: str
     unit: str
@@ -135,19 +133,15 @@ def request_readings(before: Mapping[str, int], now: Mapping[str, int]) -> Itera
 
 
 def push_readings(push: PushStatus) -> Iterator[Reading]:
-    """Yields what one push adds to counters, and what histograms observe of it.
-
-    A phase that took no time did not happen. Times of pushes that failed are those of time limits
-    and say nothing of others, so that they are only counted.
-    """
+    """Yields what one push adds to counters, and what histograms observe of it."""
     yield Reading("pushes_total", 1, (("end", "failed" if push.error else "committed"),))
     for replica_id in push.left_behind:
         yield Reading("left_behind_total", 1, (("replica", replica_id),))
     if push.error:
-        return
+        return  # its times are those of time limits, and say nothing of other pushes
     yield Reading("pushed_bytes_total", push.num_bytes or 0)
     for phase, seconds in {WHOLE: push.seconds, **push.phases}.items():
-        if seconds:
+        if seconds:  # what took no time did not happen
             tags = (("phase", phase),)
             yield Reading("push_seconds_total", seconds, tags)
             yield Reading("push_seconds", seconds, tags)

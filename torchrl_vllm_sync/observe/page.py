@@ -169,7 +169,7 @@ class Dashboard:
 
 
 class ServiceGoneError(ServiceClosedError):
-    """Nobody has the service any more."""
+    """No handle on the service is left in this process."""
 
 
 def _sample_of(status: ServiceStatus) -> dict[str, Any]:

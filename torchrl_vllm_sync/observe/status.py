@@ -33,14 +33,14 @@ _Number = TypeVar("_Number", int, float)
 class FailureStatus:
     """Something that went wrong."""
 
-    at: float  # when this process heard of it, in seconds since 1970
+    at: float  # when this process noticed it, in seconds since 1970
     what: str  # "push", or the state that a replica came to: "failed" or "stale"
     replica_id: str | None = None  # None for a push
     reason: str = ""
 
 
 class StatusLog:
-    """The last pushes, as it is told of them, and failures, of a ledger's replicas too."""
+    """The last pushes that it was given, and the last failures, of a ledger's replicas too."""
 
     def __init__(self, load: LoadTracker, wall_clock: Callable[[], float] = time.time) -> None:
         self._load, self._wall_clock = load, wall_clock
@@ -81,10 +81,7 @@ class StatusLog:
             del self._pushes[MAX_PUSHES:]
 
     def listen(self, listener: Callable[[PushStatus], object]) -> Callable[[], None]:
-        """Has ``listener`` called with each push of this process that ends, well or not.
-
-        It is called in the thread that pushes, and must not raise.
-        """
+        """Calls ``listener``, which must not raise, as each push ends, in the pushing thread."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -96,7 +93,7 @@ class StatusLog:
         return stop
 
     def end_push(self, push: PushStatus) -> None:
-        """Adds a push of this process, and tells whoever listens."""
+        """Adds a push of this process, and calls the listeners."""
         self.add_pushes([push])
         with self._lock:
             listeners = list(self._listeners)
@@ -104,7 +101,7 @@ class StatusLog:
             listener(push)
 
     def _note_failures(self) -> None:
-        """Notes who is in trouble now and was not before; the ledger is locked meanwhile."""
+        """Notes replicas that have newly failed or gone stale; the ledger is locked meanwhile."""
         snapshots = self._load.snapshots()
         with self._lock:
             for one in snapshots:
@@ -273,7 +270,7 @@ def collect_status(
     log: StatusLog,
     now: float,
 ) -> ServiceStatus:
-    """Puts together what is known of a service; asks nobody."""
+    """Puts together what is known of a service, without actor calls."""
     log.add_pushes(one.last_push for one in snapshots if one.last_push is not None)
     known = {one.replica_id: one for one in members}
     return ServiceStatus(

@@ -88,7 +88,6 @@ COLUMNS: dict[str, Callable[[ReplicaStatus], str]] = {
 
 
 def replica_cells(replica: ReplicaStatus) -> tuple[str, ...]:
-    """Returns a replica's row in the table."""
     return tuple(text(replica) for text in COLUMNS.values())
 
 
@@ -104,7 +103,6 @@ def headline(status: ServiceStatus) -> str:
 
 
 def push_text(push: PushStatus) -> str:
-    """Returns what became of a push, on one line."""
     from rich import filesize  # not with the service, which needs none of rich
 
     version = UNKNOWN if push.version is None else push.version
@@ -120,7 +118,6 @@ def push_text(push: PushStatus) -> str:
 
 
 def failure_text(failure: FailureStatus) -> str:
-    """Returns what went wrong, on one line."""
     who = "push" if failure.replica_id is None else f"replica {printable(failure.replica_id)}"
     what = "failed" if failure.what == "push" else failure.what
     why = f": {printable(failure.reason)}" if failure.reason else ""
@@ -167,7 +164,6 @@ def status_view(status: ServiceStatus, width: int = WIDE) -> RenderableType:
 
 
 def services_view(services: Mapping[str, int]) -> RenderableType:
-    """Returns a list of services."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("service")
     table.add_column("replicas alive", justify="right")

@@ -1,9 +1,9 @@
-"""Going on with an answer that another replica began: whether that is sound, and with what.
+"""Resumption of an answer that another replica began: whether it is sound, and with what.
 
-The new replica gets the prompt and, behind it, the tokens that were received. To its engine they
-are all prompt. That gives the answer of an unbroken run wherever sampling does not ask which of the
-tokens before it are prompt and which are answer, and keeps nothing of its own from step to step.
-``engine.resumption`` has everything else that vLLM does with an answer begin where the other ended.
+The new replica gets the prompt and the tokens that were received, which to its engine are all
+prompt. That gives the answer of an unbroken run wherever sampling neither asks which of the earlier
+tokens are prompt and which are answer, nor keeps state from step to step. ``engine.resumption`` has
+everything else that vLLM does with an answer begin where the other ended.
 """
 
 from __future__ import annotations
@@ -95,7 +95,6 @@ class AnswerSoFar:
         self._steps: list[tuple[WireOutput, tuple[SampleReport, ...]]] = []
 
     def add(self, result: EngineResult) -> None:
-        """Notes what is yielded next."""
         if not self._only_new:
             self._steps.clear()
         if result.output is not None:

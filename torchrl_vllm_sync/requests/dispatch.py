@@ -58,7 +58,7 @@ _PASSING = (ReplicaState.STARTING, ReplicaState.UPDATING, ReplicaState.DRAINING,
 GRACE_S = 10.0
 # What a failed replica had sent before is on its way for at most this long, in seconds.
 LINGER_S = 0.2
-# Seconds for having a replica drop requests nobody waits for any more.
+# Seconds for a replica to drop requests that are not waited for any more.
 ABORT_TIMEOUT_S = 5.0
 # Seconds between looks at whether a replica is still on its way.
 RECOVERY_POLL_S = 0.5
@@ -88,15 +88,12 @@ class PendingRequest:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left of its time limit."""
         return self.begin + self.request.timeout_s - time.monotonic()
 
     @property
     def final_reason(self) -> str:
-        """Why there must be no further attempt; empty if there may be one.
-
-        A draining replica turns requests away that it had no part in yet: that is no attempt.
-        """
+        """Why there must be no further attempt; empty if there may be one."""
+        # A draining replica turns requests away that it had no part in yet: that is no attempt.
         attempts = sum(one.error.state is not ReplicaState.DRAINING for one in self.losses)
         if attempts >= MAX_ATTEMPTS:
             return f"and {MAX_ATTEMPTS} attempts are the limit"
@@ -147,8 +144,7 @@ class PendingRequest:
 class ReplicaWatch:
     """Gives up waiting for a replica that fails, leaves the service or gets another actor.
 
-    A replica that is draining or stale goes on being waited for: it answers what it has, or ends it
-    by itself.
+    A draining or stale one is still waited for: it answers what it has, or ends it by itself.
 
     Example:
         >>> watch = ReplicaWatch(lambda: replicas, load, replica)
@@ -214,8 +210,7 @@ class ReplicaWatch:
 class Dispatcher:
     """Sends requests to replicas, up to three times each, and gives one end to each.
 
-    Whatever ends a call, its requests' places are given back, and what an engine still does for
-    them is ended.
+    However a call ends, its requests' places are given back and their work in engines is ended.
     """
 
     def __init__(
@@ -233,10 +228,7 @@ class Dispatcher:
         *,
         on_result: Accept | None = None,
     ) -> list[EngineResult]:
-        """Runs every request to a result, an output or an error.
-
-        What a replica lost by dying is sent to the others; results that had arrived are kept.
-        """
+        """Runs every request to an output or an error; what a dead replica lost goes to others."""
         results: dict[str, EngineResult] = {}
         begin = time.monotonic()
 
@@ -253,10 +245,9 @@ class Dispatcher:
     ) -> AsyncGenerator[EngineResult]:
         """Yields the partial outputs of one request, the last one finished.
 
-        When its replica is lost another goes on behind the tokens that were received where the
-        sampling parameters allow that, see ``continuation``. Otherwise it begins again: outputs
-        that hold all tokens so far then start over. A stream of outputs that hold only new tokens
-        cannot, and ends with a ``RequestLostError``.
+        After a lost replica another goes on behind the tokens received where sampling allows that
+        (``continuation``), or begins again: outputs of all tokens so far start over, and a stream
+        of only new tokens ends with a ``RequestLostError``.
         """
         pending = PendingRequest(request, time.monotonic(), AnswerSoFar(request))
         while not pending.has_ended:
@@ -293,11 +284,7 @@ class Dispatcher:
     async def _call(
         self, replica_id: str, share: Sequence[PendingRequest]
     ) -> AsyncGenerator[EngineResult]:
-        """Yields what one replica answers to its share.
-
-        What it loses is noted in the requests, for another to have; those that may have no other
-        attempt end here.
-        """
+        """Yields one replica's answers; what it loses stays for another, or ends here."""
         pending = {one.request.request_id: one for one in share}
         async with contextlib.aclosing(self._answers(replica_id, share)) as answers:
             async for result in answers:
@@ -406,15 +393,12 @@ class Dispatcher:
     async def _reserve(
         self, pending: Sequence[PendingRequest], reserve: Reserve
     ) -> list[Reservation]:
-        """Reserves a place for each request, waiting for a replica up to their time limit.
-
-        It waits for one at their version, and for any while one is on its way. What died with one
-        of the requests is avoided, unless it was restarted since.
-        """
+        """Reserves places, waiting up to the time limit for the version or a replica on its way."""
         changed, requests = asyncio.Event(), [one.request for one in pending]
 
         def try_once() -> list[Reservation]:
             actors = {one.replica_id: one.actor for one in self._replicas()}
+            # What died with one of the requests is avoided, unless it was restarted since.
             lost_with = {
                 error.replica_id
                 for one in pending

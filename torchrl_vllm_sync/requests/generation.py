@@ -50,13 +50,12 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 
-# One event loop in a background thread, on which blocking calls run the asynchronous code.
-
+# ---- One event loop in a background thread, on which blocking calls run asynchronous code
 
 _Result = TypeVar("_Result")
-# An interrupted caller waits this long for its coroutine to clean up, and whoever drops an iterator
-# for its stream to close: the garbage collector may do so in a thread that holds a lock which
-# closing needs, such as the ledger's.
+# An interrupted caller waits this long for its coroutine to clean up, and a dropped iterator for
+# its stream to close: the garbage collector may drop it in a thread that holds a lock which closing
+# needs, such as the ledger's.
 CLEAN_UP_TIMEOUT_S = 10.0
 
 _lock = threading.Lock()
@@ -79,11 +78,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def run_blocking(coroutine: Coroutine[object, object, _Result]) -> _Result:
-    """Runs ``coroutine`` on the background loop and returns its result.
-
-    Works in any thread but the loop's own, inside a running loop (a notebook) too. An interrupt of
-    the waiting thread cancels the coroutine and lets it clean up.
-    """
+    """Runs ``coroutine`` on the background loop, from any other thread, a notebook's too."""
     ended = threading.Event()
 
     async def run() -> _Result:
@@ -96,16 +91,13 @@ def run_blocking(coroutine: Coroutine[object, object, _Result]) -> _Result:
     try:
         return future.result()
     except BaseException:
-        if future.cancel():  # it had not ended: this thread was interrupted
+        if future.cancel():  # this thread was interrupted: the coroutine cleans up
             ended.wait(CLEAN_UP_TIMEOUT_S)
         raise
 
 
 def iterate_blocking(stream: AsyncIterator[_Result]) -> Iterator[_Result]:
-    """Iterates over ``stream`` from code that is not asynchronous.
-
-    Dropping the iterator closes the stream, which ends whatever feeds it.
-    """
+    """Iterates over ``stream`` from synchronous code; dropping the iterator closes it."""
     _streams.add(stream)
     try:
         while True:
@@ -119,11 +111,9 @@ def iterate_blocking(stream: AsyncIterator[_Result]) -> Iterator[_Result]:
 
 
 def _close_blocking(stream: AsyncIterator[object]) -> None:
-    """Closes ``stream``, and waits for that, but not for ever.
-
-    Iterators are also dropped by the garbage collector, in whatever thread it runs, and at the very
-    end of the process, when the background loop no longer does.
-    """
+    """Closes ``stream``, and waits for that, but not for ever."""
+    # Iterators are also dropped by the garbage collector, in whatever thread it runs, and at the
+    # end of the process, when the background loop no longer runs.
     if sys.is_finalizing():
         return
     loop = _loop()
@@ -149,9 +139,6 @@ async def _close(stream: AsyncIterator[object]) -> None:
         _streams.discard(stream)
 
 
-# How many requests of this process have ended, and how.
-
-
 REQUEST_ENDS: tuple[str, ...] = ("answered", "lost", "failed", "cancelled")
 """Each request ends in one of these ways; ``lost`` is by a ``RequestLostError``."""
 
@@ -164,16 +151,14 @@ class RequestCounts:
         self._counts = dict.fromkeys(REQUEST_ENDS, 0)
 
     def totals(self) -> dict[str, int]:
-        """How many have ended in each of ``REQUEST_ENDS``."""
         with self._lock:
             return dict(self._counts)
 
     @contextlib.contextmanager
     def following(self, num_requests: int) -> Iterator[Callable[[Exception | None], None]]:
-        """Gives a function to be called with the error of each request as it ends, or ``None``.
+        """Gives a function to call with the error, or ``None``, of each request as it ends.
 
-        Those that it was not called for have failed if the block raises, and were cancelled if it
-        is cancelled or closed.
+        The others have failed if the block raises, and were cancelled if it is cancelled or closed.
         """
         left = num_requests
 

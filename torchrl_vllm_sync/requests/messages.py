@@ -49,11 +49,9 @@ class EngineRequest:
 
     @property
     def abort_id(self) -> str:
-        """Id by which it is aborted: another one each time that it is sent.
-
-        An engine turns away what was aborted before it came. What an actor that was out of reach is
-        asked for again is not to be taken for that.
-        """
+        """Id by which it is aborted: another one for each attempt."""
+        # An engine turns away what was aborted before it came, and must not take for that what an
+        # actor that was out of reach gets again.
         return f"{self.request_id}~{self.attempt}" if self.attempt else self.request_id
 
 
@@ -84,11 +82,7 @@ class EngineResult:
 def mark_output(
     output: RequestOutput, samples: Sequence[SampleReport], *, replica_id: str, version: int
 ) -> None:
-    """Sets the attributes that this library adds to vLLM's outputs.
-
-    ``version_spans`` and ``sample_reports``, one of each for each sample; ``min_version`` and
-    ``max_version`` over all of them; and ``replica_id``.
-    """
+    """Sets this library's attributes on vLLM's output, from one report for each sample."""
     spans = [span for one in samples for span in one.spans]
     vars(output).update(
         replica_id=replica_id,

@@ -59,7 +59,7 @@ class NormalisedPrompts(NamedTuple):
 
 @runtime_checkable
 class SamplingParamsLike(Protocol):
-    """What tells vLLM's ``SamplingParams`` from other things without importing vLLM."""
+    """What distinguishes vLLM's ``SamplingParams``, without importing vLLM."""
 
     n: int
     max_tokens: int | None
@@ -76,15 +76,9 @@ def as_requests(
     max_model_len: int | None,
     vocab_size: int | None = None,
 ) -> NormalisedPrompts:
-    """Turns what a caller passed to ``generate`` into records of token ids.
+    """Turns what a caller passed to ``generate`` into token ids; all of them are valid, or none.
 
-    A prompt is text, a list or tuple of ids, a 1-D integer tensor or array, or a dict of the shape
-    of vLLM's ``TokensPrompt`` or ``TextPrompt``. A list or tuple of prompts, also of several forms,
-    is a batch. Nothing is returned unless every prompt is valid.
-
-    Example:
-        >>> as_requests([[1, 2], (3,)], encode=None, max_model_len=8).prompts[1].token_ids
-        (3,)
+    A list or tuple of prompts, also of several forms, is a batch; one of ids is a prompt.
     """
     if prompts is not None and prompt_token_ids is not None:
         raise InvalidPromptError("pass prompts or prompt_token_ids, got both")

@@ -1,8 +1,7 @@
 """Wire format: a vLLM ``RequestOutput`` as flat columns, on its way from an engine to the caller.
 
-A ``RequestOutput`` holds one dict and one ``Logprob`` for every token. Pickled like that, most of
-the bytes and of the time go into those small objects, so they cross Ray as one column for each of
-their fields and are built again where they are read.
+A ``RequestOutput`` holds one dict and one ``Logprob`` for every token. Pickling those small objects
+costs most of the bytes and time, so they cross Ray as a column a field and are rebuilt when read.
 """
 
 from __future__ import annotations
@@ -66,11 +65,7 @@ class _Flat(NamedTuple):
 
 
 def pack_output(output: RequestOutput, *, include_prompt: bool) -> WireOutput:
-    """Packs an output in the engine's process.
-
-    Whatever does not have the expected form, for example an attribute that only a newer vLLM has,
-    travels as it is.
-    """
+    """Packs an output; what has no known form, such as a newer vLLM's fields, travels as it is."""
     request = {**vars(output), "outputs": None}
     if not include_prompt:
         request["prompt"] = request["prompt_token_ids"] = None

@@ -27,16 +27,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A collector in an actor answers between two rollouts. Nobody waits longer than this for that.
+# A collector in an actor answers between two rollouts, and is waited for this long at most.
 MOVE_TIMEOUT_S = 30.0
 
 
 class ServiceVersion(PolicyVersion):
-    """Takes the place of a collector's counter: the version moves only when the service's does.
+    """Replaces a collector's counter: the version moves only when the service's does.
 
-    TorchRL moves a collector's version from several places: ``update_policy_weights_`` by itself,
-    updaters, senders and whatever hooks a user adds. With this in its place the version is what
-    the service said last, whoever counts and how often.
+    TorchRL moves it from several places: ``update_policy_weights_``, updaters, senders and whatever
+    hooks a user adds. With this the version is what the service said last, however often they do.
     """
 
     counter: PolicyVersion
@@ -78,7 +77,7 @@ class ServiceVersion(PolicyVersion):
 
 
 class _Counterless:
-    """Stands behind the class of a collector without a counter, which may yet be given one.
+    """The class behind that of a collector without a counter, which may yet be given one.
 
     ``LLMCollector`` (TorchRL 0.14) registers with its updater first, then makes its counter, and at
     last an environment that has it.
@@ -94,10 +93,7 @@ class _Counterless:
 
 
 def move_collector(collector: Any, version: int) -> None:
-    """Brings a collector of this process to ``version``, or as soon as it is built.
-
-    One that tracks no version stays as it is.
-    """
+    """Brings a collector of this process to ``version``, or as soon as it is built."""
     counter = getattr(collector, "policy_version_tracker", None)
     if not isinstance(counter, PolicyVersion):
         if isinstance(collector, LLMCollector):
@@ -105,17 +101,17 @@ def move_collector(collector: Any, version: int) -> None:
             if not isinstance(collector, _Counterless):
                 collector.__class__ = types.new_class(kind.__name__, (kind, _Counterless))
             vars(collector)["_announced"] = version
-        return
+        return  # any other that tracks no version stays as it is
     if not isinstance(counter, ServiceVersion):
         counter = collector.policy_version_tracker = ServiceVersion(counter)
     counter.move(version)
 
 
 class CollectorVersions:
-    """The collectors that follow one service's versions; they are held weakly.
+    """The collectors that follow one service's versions, held weakly; a pickled copy has none.
 
-    A collector that is gone, or whose actor died, is forgotten with a warning. A pickled copy has
-    none. Announcements that come late, from another thread, bring no collector back.
+    One that is gone, or whose actor died, is forgotten with a warning. Late announcements, from
+    another thread, move no collector back.
     """
 
     def __init__(self) -> None:
@@ -129,7 +125,7 @@ class CollectorVersions:
         return type(self), ()
 
     def follow(self, service: AsyncVLLM | LocalLLM) -> None:
-        """Announces each version that this process brings ``service`` to, whoever pushes it."""
+        """Announces each version that this process brings ``service`` to."""
         if self._end is None:
             self._end = service.weights.listen_to_versions(self.announce)
 
@@ -141,10 +137,7 @@ class CollectorVersions:
             self._end, self._collectors, self._newest = None, [], 0
 
     def register(self, collector: Any, service: AsyncVLLM | LocalLLM | None) -> None:
-        """Brings ``collector`` to the version of ``service``, and to each one announced from now.
-
-        Registering it again makes it the last one of :attr:`live`.
-        """
+        """Brings ``collector`` to each version from now on; it becomes the last of :attr:`live`."""
         if not isinstance(collector, BaseCollector):
             raise UnsupportedArgumentError(
                 f"collector must be one of TorchRL's collectors, got {type(collector).__name__}"
@@ -157,10 +150,7 @@ class CollectorVersions:
             self._move([collector], service.weight_version)
 
     def announce(self, version: int) -> None:
-        """Brings every collector to ``version``, or to the newest announced, if that is newer.
-
-        One that died or is busy does not make it fail.
-        """
+        """Brings all to ``version``, or a newer one announced; dead and busy ones do not raise."""
         self._move(self.live, version)
 
     @property
@@ -199,7 +189,7 @@ class CollectorVersions:
                 )
 
     def _check(self, collector: Any, ref: Any, version: int) -> None:
-        """Looks at one actor's answer."""
+        """Forgets a collector whose actor died; raises what failed in one that lives."""
         try:
             ray.get(ref)
         except RayError as error:

@@ -6,7 +6,7 @@ the token; times are float32 seconds, NaN where vLLM did not say.
 
 from __future__ import annotations
 
-# Stands in the place of a version on tokens that nobody sampled: of prompts, and padding.
+# Stands in the place of a version on tokens that were not sampled: of prompts, and padding.
 NO_VERSION = -1
 # Stands in the place of a count that vLLM did not give.
 UNKNOWN_COUNT = -1

@@ -86,11 +86,11 @@ class LocalLLM:
         return {REPLICA_ID: self.weight_version}
 
     def register_version_hook(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
-        """Has ``hook`` called at each new version; see ``AsyncVLLM.register_version_hook``."""
+        """As ``AsyncVLLM.register_version_hook``."""
         return self.weights.hooks.register(hook)
 
     def push_weights(self, weights: Any, **options: Any) -> PushReport:
-        """Brings the ``LLM`` to new weights; see ``AsyncVLLM.push_weights``."""
+        """As ``AsyncVLLM.push_weights``."""
         return self.weights.push(weights, **options)
 
     def use_transport(self, transport: WeightTransport) -> None:
@@ -200,7 +200,6 @@ class _LocalReplica(EngineActor):
         return self.describe()
 
     def describe(self) -> EngineDescription:
-        """Returns the facts about the engine that do not change while it lives."""
         parallel = self.engine.vllm_config.parallel_config
         workers = parallel.world_size * parallel.data_parallel_size
         return self._description(LOCAL_ADDRESS, workers, None)
@@ -236,14 +235,13 @@ class _LocalReplica(EngineActor):
 
 
 class _FollowedRequests(AdmissionGate):
-    """The gate of an ``LLM``, which lets everybody pass: it only knows the samples inside."""
+    """The gate of an ``LLM``, which admits everything: it only tracks the samples inside."""
 
     def __init__(self, replica_id: str) -> None:
         super().__init__(replica_id)
         self.samples: dict[tuple[str, int], SampleVersions] = {}
 
     def register(self, state: SampleState) -> None:
-        """Takes note of every sample that vLLM registers."""
         self.samples[state.engine_id, state.index] = SampleVersions(state, self.version)
 
     def switch(self, version: int) -> None:

@@ -47,18 +47,15 @@ class Conversation:
 
 
 class ConversationFinder:
-    """Finds the conversations of a policy's rows, turn by turn.
+    """Finds the conversations of a policy's rows, turn by turn; thread-safe.
 
-    A trajectory's number names its conversation, together with the number of its environment where
-    there is a pool of them, each of which counts for itself. Where the data have no number, a row
-    belongs to the conversation that it continues: its prompt begins with what an earlier call's
-    prompt and answer were together, message by message. Siblings that said the same so far are told
-    apart by counting them. A row that continues nothing begins a conversation.
+    A trajectory's number names its conversation, together with its environment's in a pool, whose
+    environments count for themselves. Where rows have no number, a row belongs to the conversation
+    that it continues: its prompt begins with an earlier call's prompt and answer, message by
+    message, where equal siblings are told apart by counting. Other rows begin a conversation.
 
-    Rows are also places: an environment's index in a pool, or else the position in the batch. Where
-    a conversation begins in a place, the one that was there before is over.
-
-    Safe to call from any thread. A pickled copy begins anew, with session names of its own.
+    Rows are also places: an environment's index in a pool, or else the position in the batch. What
+    begins in a place ends the conversation there. A pickled copy begins anew, with its own names.
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
@@ -83,7 +80,7 @@ class ConversationFinder:
         by_content: bool = True,
         by_position: bool = True,
     ) -> list[Conversation] | None:
-        """Returns the conversation of each row; ``None`` if nothing tells."""
+        """Returns the conversation of each row; ``None`` if nothing identifies them."""
         numbers, environments = _numbers(rows, TRAJECTORY_KEYS), _numbers(rows, ENVIRONMENT_KEYS)
         if numbers is None and not by_content:
             return None
@@ -342,7 +339,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     def _find_conversations(self, rows: TensorDictBase) -> list[Conversation] | None:
         if self.input_key not in rows:
-            return None  # TorchRL is about to say so
+            return None  # TorchRL raises for it next
         said = self.input_mode == "history"
         if said:
             prompts = _messages(rows.get(self.input_key), 1)

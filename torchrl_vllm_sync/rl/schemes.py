@@ -233,10 +233,7 @@ def find_service(engine: Any) -> AsyncVLLM | LocalLLM:
 
 
 def check_metadata(metadata: ModelMetadata, service: AsyncVLLM | LocalLLM) -> None:
-    """Compares what a trainer announces with what the engines' model consists of.
-
-    Names may be those of a TensorDict too: tuples, whose parts are joined by dots.
-    """
+    """Compares announced metadata with the engines' model; tuples as names are joined by dots."""
     given = [
         ParamMeta(".".join(name) if isinstance(name, tuple) else name, dtype, tuple(shape))
         for name, (dtype, shape) in metadata.items()
@@ -281,7 +278,7 @@ class VLLMWeightReceiver:
         check_metadata(model_metadata, self.service)
 
     def register_collector(self, collector: Any) -> None:
-        """Brings ``collector`` to the service's version now, and at each poll that finds news."""
+        """Brings ``collector`` to the service's version, now and at each poll that finds a push."""
         self._versions.register(collector, self.service)
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
@@ -355,21 +352,19 @@ Strategy: TypeAlias = Literal["tensordict", "state_dict"]
 
 
 class ServiceScheme(_TorchRLScheme):
-    """What the two schemes share: both of TorchRL's interfaces over one sender.
+    """Base of the two schemes: both of TorchRL's interfaces over one sender.
 
     Given to a collector (``weight_sync_schemes={"policy": scheme}``, which TorchRL's ``Collector``
     takes and its ``LLMCollector`` refuses) it finds the service in the collector's policy. Then
-    ``collector.update_policy_weights_(weights)`` and :meth:`send` push, and so does the sender; the
-    collector's version is the service's after each. Connecting sends nothing: until the first push
-    the engines compute with what they were launched with. The GRPO scripts use
-    :meth:`create_sender` and :meth:`create_receiver` instead.
-
-    A pickled copy is not connected, and has no model.
+    ``collector.update_policy_weights_(weights)``, :meth:`send` and the sender push, and the
+    collector's version follows the service's. Connecting sends nothing: until the first push the
+    engines compute with what they were launched with. The GRPO scripts use :meth:`create_sender`
+    and :meth:`create_receiver` instead. A pickled copy is not connected, and has no model.
     """
 
     _sender_type: type[VLLMWeightSender] = VLLMWeightSender
     _receiver_type: type[VLLMWeightReceiver] = VLLMWeightReceiver
-    # What a scheme may be told to expect; whatever the service has, where it is None.
+    # What a scheme may expect of the service; ``None`` expects nothing.
     num_replicas: int | None = None
     gpus_per_replica: int | None = None
     master_address: str | None = None

@@ -386,7 +386,7 @@ class VersionStamp(PolicyVersion):
 
     @version.setter
     def version(self, value: str | int) -> None:
-        """Sets the counter, or tells of a version; what follows never goes back.
+        """Sets the counter, or announces a version; what follows never goes back.
 
         Raises:
             UnsupportedArgumentError: ``value`` is no integer from 0 on.

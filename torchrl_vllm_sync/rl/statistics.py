@@ -267,8 +267,7 @@ def _texts(entry: Any) -> list[str]:
     return entry if isinstance(entry, list) else entry.tolist()
 
 
-# Pushes and rollouts in TorchRL's loggers: CSV, TensorBoard, W&B and whatever else it has.
-
+# ---- Pushes and rollouts in TorchRL's loggers
 
 REWARD = ("next", "reward")
 # Counts of the replicas that are added up.

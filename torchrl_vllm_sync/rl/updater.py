@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.transport import PauseMode, WeightTransport
 
 
-# The rank that pushes may form groups and send several times before the others hear of it.
+# The pushing rank may form groups and send several times before the others get its report.
 FOLLOW_GRACE_S = 180.0
 # The other ranks wait this many times longer than the last push took, at least.
 SLOWER = 10
@@ -134,7 +134,7 @@ class WeightUpdater:
                 )
             report = self._take_part(weights)
             self._versions.announce(report.version)
-        else:  # whose listener tells the collectors
+        else:  # the service's listeners move the collectors
             report = self.service.push_weights(
                 weights, version=version, transport=self._transport, **asdict(self._options)
             )
@@ -253,7 +253,7 @@ class WeightUpdater:
 
 def as_service(service: Any) -> Any:
     """Puts what a push needs around a ``vllm.LLM``; returns anything else as it is."""
-    offline = sys.modules.get("vllm.entrypoints.llm")  # whoever has an LLM has imported it
+    offline = sys.modules.get("vllm.entrypoints.llm")  # there is an LLM only where it was imported
     if offline is None or not isinstance(service, offline.LLM):
         return service
     from torchrl_vllm_sync.rl.local_llm import LocalLLM

@@ -45,22 +45,18 @@ PUSH_TIMEOUT_S = 600.0
 CATCH_UP_TIMEOUT_S = 300.0
 # Seconds within which Ray must have ended an actor that was killed.
 END_TIMEOUT_S = 30.0
-# Other processes hear of a new member from the replicas' reports, which come once a second.
+# Other processes learn of a new member from the replicas' reports, which come once a second.
 PROPAGATION_S = 2.0
-# How often a replica that joins looks whether others have moved on while it was brought along.
+# How often a replica that joins checks whether others have moved on while it caught up.
 MAX_LOOKS = 3
 DRAIN_POLL_S = 0.1
 
 
 class Fleet:
-    """Brings replicas into a service and takes them out of it.
+    """Adds, removes and restarts a service's replicas.
 
-    Changes can be made in several threads at once, each to other replicas. One process supervises a
-    service: it restarts replicas that fail, and it alone may add and remove some.
-
-    Attributes:
-        supervises: Whether this process does.
-        supervisor: What restarts replicas and scales; ``None`` where neither is wanted.
+    Several threads may change different replicas at once. One process supervises a service: it
+    restarts replicas that fail, and it alone may add and remove some.
     """
 
     def __init__(self, replicas: Replicas, pusher: WeightPusher) -> None:
@@ -70,8 +66,8 @@ class Fleet:
         self._leaving: set[str] = set()
         self._closed = False
         self._job_id = _job_id()
-        self.supervises = False
-        self.supervisor: Supervisor | None = None
+        self.supervises = False  # whether this process does
+        self.supervisor: Supervisor | None = None  # none where neither restarts nor scaling are on
 
     def supervise(self, scaling: ScalingPolicy | None, is_wanted: Callable[[], bool]) -> None:
         """Supervises the service from now on, until it is closed or not wanted any more."""
@@ -96,28 +92,24 @@ class Fleet:
 
     @property
     def is_open(self) -> bool:
-        """Whether replicas may be started: neither :meth:`close` nor Ray's end came before.
-
-        Ray's functions would start another Ray, for which these replicas never were.
-        """
+        """Whether replicas may be started: not closed, and still on the same Ray cluster."""
+        # After Ray's end its functions would start another Ray, which never had these replicas.
         return not self._closed and self._job_id == _job_id()
 
     def close(self) -> None:
-        """Lets nothing join or be restarted any more; what is being started ends when it joins."""
+        """Ends joining and restarting; what is being started ends when it joins."""
         with self._lock:
             self._closed = True
         if self.supervisor is not None:
             self.supervisor.stop()
 
     def recovers(self) -> bool:
-        """Whether a replica is on its way, as far as this process knows.
-
-        Another process than the one that restarts replicas cannot know whether that goes on.
-        """
+        """Whether a replica is on its way, as far as this process knows."""
         if self.supervisor is not None:
             return self.supervisor.is_at_work
         if self.supervises or not self._replicas.settings.max_restarts:
             return False
+        # Only the supervising process knows whether restarts go on; others see states alone.
         coming = (ReplicaState.STARTING, ReplicaState.FAILED)
         return any(one.state in coming for one in self._load.snapshots())
 
@@ -189,7 +181,7 @@ class Fleet:
                 return
 
     def catch_up(self, replica_ids: Sequence[str]) -> dict[str, str]:
-        """Brings replicas to the version that the others serve; returns who did not, and why."""
+        """Brings replicas to the version that the others serve; returns the failures' reasons."""
         self._learn(replica_ids)
         serving = {one.replica_id for one in self._load.snapshots() if one.state.admits_requests}
         behind = [one for one in replica_ids if one not in serving]
@@ -202,16 +194,14 @@ class Fleet:
         return failures
 
     def _newest_version(self, but: Sequence[str]) -> int:
-        """Newest version that another replica serves with, or that this process committed.
-
-        While none serves, it is the newest that any ever held: trainers of other processes have
-        committed up to that, and the launched weights must not come back.
-        """
+        """Newest version that another replica serves with, or that this process committed."""
         served = [
             one.weight_version or 0
             for one in self._load.snapshots()
             if one.replica_id not in but and one.state.admits_requests
         ]
+        # While none serves, the newest that any ever held: trainers of other processes have
+        # committed up to that, and the launched weights must not come back.
         return max([self._pusher.committed, *(served or [self._load.newest_version])])
 
     # ---------------------------------------------------------------- leaving
@@ -237,10 +227,7 @@ class Fleet:
         return leaving
 
     def remove(self, replica_ids: Sequence[str], *, drain_timeout_s: float) -> None:
-        """Lets replicas finish what they have, and ends them.
-
-        What is still running after ``drain_timeout_s`` seconds goes on elsewhere.
-        """
+        """Drains replicas and ends them; what then still runs goes on elsewhere."""
         with self._lock:
             members = [self._member(one) for one in replica_ids]
             known = {one.replica_id for one in self._replicas}
@@ -258,15 +245,15 @@ class Fleet:
         close_members(gone, timeout_s=CLOSE_TIMEOUT_S)
 
     def _leave(self, members: Sequence[Member], drain_timeout_s: float) -> list[Member]:
-        """Drains replicas and takes them out of the service; returns what they were at last."""
+        """Drains replicas and takes them out of the service; returns their last members."""
         for one in members:
             self._load.mark(one.replica_id, ReplicaState.DRAINING, "it is being removed")
         self._call(members, "drain")
         try:
             self._await_idle(members, drain_timeout_s)
             with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
-                membership = self._require_open()  # who shut the service down has ended them all
-                # One may have been restarted meanwhile, or removed by somebody else.
+                membership = self._require_open()  # a shutdown has ended them all
+                # One may have been restarted meanwhile, or removed by another thread.
                 gone = [
                     membership.remove(one.replica_id)
                     for one in members
@@ -316,7 +303,7 @@ class Fleet:
     # ---------------------------------------------------------------- calling
 
     def share_membership(self) -> Answers:
-        """Has every replica know who the members are, for processes that attach or ask."""
+        """Stores the membership in every replica, for processes that attach or ask."""
         state = self._replicas.shared_state()
         return self._replicas.call_replicas("keep_card", state, deadline_s=CALL_TIMEOUT_S)
 
@@ -324,7 +311,7 @@ class Fleet:
         self._replicas.learn(replica_ids, timeout_s=CALL_TIMEOUT_S)
 
     def _call(self, members: Sequence[Member], method: str, *args: Any) -> Answers:
-        """Calls the actors that these members had, though others may have taken their places."""
+        """Calls the actors that these members had, even if they have been replaced since."""
         calls = dict.fromkeys([one.replica_id for one in members], args)
         replicas = [one.replica for one in members]
         return self._replicas.start(replicas, method, calls).answers(CALL_TIMEOUT_S)
@@ -343,5 +330,5 @@ class Fleet:
 
 
 def _job_id() -> str | None:
-    """Tells this process's connection to Ray from an earlier one; ``None`` if there is none."""
+    """Identifies this process's connection to Ray; ``None`` if there is none."""
     return ray.get_runtime_context().get_job_id() if ray.is_initialized() else None

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Where replicas go: what each one claims of the Ray cluster, and refusing what cannot fit.
-
-
 # Resources of actors that were just ended come back within about this many seconds.
 SETTLE_S = 3.0
 # Where every node's share is free, placement groups are ready within about this many seconds.
@@ -155,7 +152,7 @@ def _refusal(bundle: dict[str, float], num_replicas: int, why: str) -> str:
 
 LAUNCH_TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
 CLOSE_TIMEOUT_S = 20.0
-# Other processes ask each actor once a second. One that restarts replicas must hear that they were
+# Other processes ask each actor once a second. One that restarts replicas must learn that they were
 # closed before it sees them dead.
 CLOSE_LINGER_S = 2.0
 # Replicas often fail for the same reason at about the same time: all of them are named.

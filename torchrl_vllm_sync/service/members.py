@@ -59,10 +59,9 @@ class ServiceSettings:
 
 
 class Membership:
-    """The replicas of a service, in the order of their joining. Safe for threads.
+    """The replicas of a service, in the order of joining; thread-safe.
 
-    A restarted replica keeps its id and its place in the order. A pickled copy has the same
-    members, and goes its own way from then on.
+    A restarted replica keeps its id and its place. A pickled copy goes its own way from then on.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Membership:
         self._lock = threading.Lock()
         self._members = {one.replica_id: one for one in members}
         self._next_id = 1 + max(map(int, self._members), default=-1) if next_id is None else next_id
-        self.epoch = epoch  # changes since the launch, which tell whose knowledge is newer
+        self.epoch = epoch  # changes since the launch: of two memberships the greater is newer
 
     @property
     def members(self) -> list[Member]:
@@ -80,7 +79,6 @@ class Membership:
             return list(self._members.values())
 
     def find(self, replica_id: str) -> Member | None:
-        """Returns a member, or ``None`` if there is none of this id."""
         with self._lock:
             return self._members.get(replica_id)
 
@@ -91,14 +89,14 @@ class Membership:
             return str(self._next_id - 1)
 
     def put(self, member: Member) -> None:
-        """Adds a member, or replaces the one of its id, which keeps its place in the order."""
+        """Adds a member, or replaces the one of its id in its place."""
         with self._lock:
             self._members[member.replica_id] = member
             self._next_id = max(self._next_id, 1 + int(member.replica_id))
             self.epoch += 1
 
     def suspend(self, replica_id: str) -> Member:
-        """Says that a member may not be called until another is put in its place."""
+        """Marks a member as not to be called until another is put in its place."""
         with self._lock:
             member = self._members[replica_id]
             self._members[replica_id] = dataclasses.replace(member, joined=False)
@@ -106,7 +104,6 @@ class Membership:
             return member
 
     def remove(self, replica_id: str) -> Member:
-        """Takes a member out, and returns it."""
         with self._lock:
             member = self._members.pop(replica_id)
             self.epoch += 1
@@ -120,10 +117,8 @@ class Membership:
             self._next_id, self.epoch = next_id, epoch
 
     def with_actors(self, actors: Mapping[str, Any] | None) -> Membership:
-        """Returns a copy that is as new: of the members with these actors, or without any actor.
-
-        An actor must not keep handles of its own service.
-        """
+        """Returns a copy of the same epoch: the members with these actors, or all without any."""
+        # Without, for an actor to keep: it must not hold handles of its own service.
         members = [
             dataclasses.replace(
                 one, replica=Replica(one.replica_id, actors and actors[one.replica_id])
@@ -140,9 +135,7 @@ class Membership:
         self.__init__(**state)
 
 
-# Finding a running service by its name, through the names of its replicas' actors.
-
-
+# ---- Finding a running service, through the names of its replicas' actors
 NAMESPACE = "torchrl_vllm"
 ATTACH_TIMEOUT_S = 30.0
 
@@ -154,7 +147,6 @@ def ensure_ray(default: str) -> None:
 
 
 def actor_name(service_name: str, replica_id: str) -> str:
-    """Returns the name of one replica's actor in :data:`NAMESPACE`."""
     return f"async-vllm-replica-{service_name}-{replica_id}"
 
 
@@ -217,10 +209,7 @@ def find_service(
 
 
 def _newest_state(refs: list[Any], timeout_s: float) -> dict[str, Any] | None:
-    """Returns the state that is newest, of those that come within a moment of the first.
-
-    Replicas that are about to join have none.
-    """
+    """Returns the newest state that comes within 1 s of the first; joining replicas have none."""
     deadline = time.monotonic() + timeout_s
     best: dict[str, Any] | None = None
     while refs:

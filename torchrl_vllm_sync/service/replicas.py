@@ -101,17 +101,16 @@ RPC_TIMEOUT_S = 60.0
 FIGURE_TIMEOUT_S = 10.0
 REPORT_TIMEOUT_S = 5.0
 DOUBTFUL_TIMEOUT_S = 0.5
-# A process that is not told of changes looks itself, at most this often, while a replica is dead.
+# A process that does not make the changes looks for them, at most this often, while one is dead.
 LOOK_INTERVAL_S = 1.0
 LOOK_TIMEOUT_S = 2.0
 
 
 class Replicas(Sequence[Replica]):
-    """The replicas of a service in the order of their joining; none unless it is launched.
+    """The replicas of a service in the order of joining; none unless it is launched.
 
-    It is the ``ReplicaClient`` through which transports reach the engines. Membership changes of
-    other processes reach this one through the replicas: each keeps the newest membership, and
-    its reports say how new that is.
+    Transports reach the engines through it: it is their ``ReplicaClient``. Membership changes of
+    other processes arrive through the replicas, which keep the newest and report its epoch.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class Replicas(Sequence[Replica]):
             self.describe(one)
 
     def describe(self, member: Member) -> None:
-        """Tells the ledger the size of a member's KV cache, and whether it may be called."""
+        """Enters a member's KV-cache size, and whether it may be called, in the ledger."""
         facts = member.description
         self.load.describe(
             member.replica_id, block_size=facts.block_size, num_kv_blocks=facts.num_kv_blocks
@@ -145,7 +144,6 @@ class Replicas(Sequence[Replica]):
 
     @property
     def members(self) -> list[Member]:
-        """All members."""
         membership = self.membership  # another thread may close the service
         return membership.members if membership else []
 
@@ -170,7 +168,7 @@ class Replicas(Sequence[Replica]):
 
     @property
     def actors(self) -> list[Any]:
-        """Their actors; that of one which is being restarted is the former, which is dead."""
+        """Their actors; the former one, which is dead, of a replica that is being restarted."""
         return [one.actor for one in self]
 
     def current(self) -> list[Replica]:
@@ -193,14 +191,13 @@ class Replicas(Sequence[Replica]):
         return self.membership
 
     def shared_state(self) -> dict[str, Any]:
-        """What a process needs to attach, and an actor may keep: without actor handles."""
+        """What a process needs to attach; without actor handles, so that an actor may keep it."""
         return {"settings": self.settings, "membership": self.require().with_actors(None)}
 
     # ---------------------------------------------------------------- calling
 
     @property
     def service_name(self) -> str:
-        """Name of the service."""
         return self.settings.name
 
     def call_replicas(
@@ -225,7 +222,7 @@ class Replicas(Sequence[Replica]):
         calls: Mapping[str, tuple[Any, ...]],
         **kwargs: Any,
     ) -> ReplicaCalls:
-        """The same for these actors, whether or not they may be called by everybody."""
+        """The same for these actors, current or not."""
         actors = {one.replica_id: one.actor for one in replicas}
         refs = {
             name: getattr(actor, method).remote(*calls[name], **kwargs)
@@ -236,7 +233,7 @@ class Replicas(Sequence[Replica]):
     def _note_death(self, death: ReplicaUnavailableError, actor: Any) -> None:
         now = {one.replica_id: one.actor for one in self.current()}
         if now.get(death.replica_id) != actor:
-            return  # told late, when another actor has taken its place
+            return  # noticed late, when another actor has taken its place
         with self.load.lock:
             if death.replica_id in self.load.replica_ids:  # it may have been removed meanwhile
                 self.load.mark(
@@ -244,10 +241,7 @@ class Replicas(Sequence[Replica]):
                 )
 
     def figure(self, method: str, actor_index: int | None) -> Any:
-        """TorchRL's convention: one replica's figure by position, or the list of all.
-
-        What a replica that is dead or silent would have said is unknown: ``None``.
-        """
+        """One replica's figure by position, or all in a list, as TorchRL; ``None`` if unknown."""
         chosen = None if actor_index is None else self.at(actor_index).replica_id
         answers = self.call_replicas(method, deadline_s=FIGURE_TIMEOUT_S)
         known = {name: one for name, one in answers.items() if name not in answers.failures}
@@ -258,7 +252,7 @@ class Replicas(Sequence[Replica]):
     # ---------------------------------------------------------------- what is known of them
 
     def standings(self) -> dict[str, Standing]:
-        """Returns what this process knows of every current replica, by id; asks nobody."""
+        """Returns what this process knows of every current replica, by id, without actor calls."""
         found: dict[str, Standing] = {}
         for one in self.current():
             known = self.load.snapshot(one.replica_id)
@@ -295,10 +289,7 @@ class Replicas(Sequence[Replica]):
         pushed: PushStatus | None = None,
         timeout_s: float = REPORT_TIMEOUT_S,
     ) -> None:
-        """Asks replicas what they are and hold now, ahead of the monitor's next look.
-
-        They hear of a push meanwhile. Those that may not answer are not waited for long.
-        """
+        """Asks replicas for reports ahead of the monitor's next look, and passes on a push."""
         standings = self.standings()
         asked = standings.keys() if replica_ids is None else standings.keys() & set(replica_ids)
         doubted = {name for name in asked if name in doubtful or standings[name].absence}
@@ -306,6 +297,7 @@ class Replicas(Sequence[Replica]):
         asked_at = self.load.clock()
         late = self.start_calls(method, dict.fromkeys(doubted, args))
         sure = self.start_calls(method, dict.fromkeys(asked - doubted, args))
+        # Those that may not answer are not waited for long.
         for report in (sure.answers(timeout_s) | late.answers(DOUBTFUL_TIMEOUT_S)).values():
             if isinstance(report, EngineReport):
                 self.load.observe(report, asked_at=asked_at)
@@ -313,11 +305,9 @@ class Replicas(Sequence[Replica]):
     # ---------------------------------------------------------------- what others change
 
     def to_ask(self) -> list[Replica]:
-        """Whom the monitor asks; it also is when this process follows changes by others.
-
-        Looking asks nobody as long as all is as it was; while a replica is dead, once a second.
-        What fails for the moment is tried again a second later.
-        """
+        """Returns the replicas the monitor asks, after following changes by other processes."""
+        # No actor calls while all is as it was; once a second while a replica is dead. What fails
+        # for the moment is tried again a second later.
         membership = self.membership
         if self.follows and membership is not None and ray.is_initialized():
             snapshots, now = self.load.snapshots(), time.monotonic()
@@ -330,10 +320,10 @@ class Replicas(Sequence[Replica]):
         return self.current()
 
     def refresh_members(self) -> None:
-        """Follows all changes that another process has made by now, if any replica knows of them.
+        """Follows all changes that other processes have made by now, if any replica knows of them.
 
         One that joins is known to all others before it serves. So a push that begins with this
-        reaches whoever serves, however late this process's monitor is.
+        reaches every serving replica, however late this process's monitor is.
         """
         membership = self.membership
         if not self.follows or membership is None:
@@ -347,7 +337,7 @@ class Replicas(Sequence[Replica]):
         try:
             _, newer = find_service(self.service_name, timeout_s=LOOK_TIMEOUT_S)
         except ServiceClosedError:
-            return  # nobody is there to tell
+            return  # no replica is left to ask
         except RayError as error:
             logger.debug("could not ask who is in service %s: %s", self.service_name, error)
             return

@@ -30,14 +30,12 @@ class Requests:
 
     @property
     def generation(self) -> Generation:
-        """What runs them."""
         self._replicas.require()
         assert self._generation is not None, "there are replicas"
         return self._generation
 
     @property
     def balancer(self) -> LoadBalancer:
-        """What chooses among the replicas."""
         self._replicas.require()
         assert self._balancer is not None, "there are replicas"
         return self._balancer
@@ -84,11 +82,7 @@ class Requests:
         return outputs if batch.is_batch else outputs[0]
 
     def request_totals(self) -> dict[str, int]:
-        """Returns how many requests of this process have ended, by how they did.
-
-        The ends are ``"answered"``, ``"lost"`` (by a ``RequestLostError``), ``"failed"`` and
-        ``"cancelled"``, which streams that are not read to their end are too.
-        """
+        """Returns how many requests of this process have ended, by ``REQUEST_ENDS``."""
         if self._generation is None:
             return dict.fromkeys(REQUEST_ENDS, 0)
         return self._generation.counts.totals()

@@ -1266,23 +1266,22 @@ class AsyncVLLM(RLvLLMEngine):
 
 
 def num_serving(snapshots: Sequence[LoadSnapshot]) -> int:
-    """Returns how many replicas serve and do not only take requests, as while they are updated."""
+    """Returns how many replicas are ``SERVING``; ``UPDATING`` ones hold requests back."""
     return sum(one.state is ReplicaState.SERVING for one in snapshots)
 
 
 @functools.cache
 def _recognised(kind: type[AsyncVLLM]) -> type[AsyncVLLM]:
-    """Returns the type of ``kind``'s instances, with a name that TorchRL's wrapper looks for.
+    """Returns ``kind`` under the name and module prefix by which TorchRL's wrapper finds engines.
 
-    It tells an engine by its type's name and module prefix
-    (torchrl/modules/llm/policies/vllm_wrapper.py, 0.14.1); no module of this name need exist.
+    torchrl/modules/llm/policies/vllm_wrapper.py, 0.14.1; no module of this name need exist.
     """
     module = "torchrl.modules.llm.backends.vllm.torchrl_vllm_sync"
     return type(kind)("AsyncVLLM", (kind,), {"__module__": module, "_is_recognised": True})
 
 
 def _origin(kind: type[AsyncVLLM]) -> type[AsyncVLLM]:
-    """Returns the class that can be imported of an instance's type."""
+    """Returns the importable class of an instance's type."""
     return kind.__bases__[0] if "_is_recognised" in vars(kind) else kind
 
 

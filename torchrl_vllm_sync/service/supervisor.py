@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How many replicas a service should have.
-
 
 class ScalingPolicy(Protocol):
     """Says once a second how many replicas there should be; write your own, or take ours."""
@@ -87,7 +85,7 @@ class QueueLengthScaling:
         self._long_since = self._idle_since = math.inf
 
     def __call__(self, snapshots: Sequence[LoadSnapshot], now: float) -> int:
-        """Returns the number of replicas wanted; see :class:`ScalingPolicy`."""
+        """Returns the number of replicas wanted."""
         num = len(snapshots)
         if num < self.min_replicas or num > self.max_replicas:
             return min(max(num, self.min_replicas), self.max_replicas)
@@ -135,10 +133,9 @@ SCALING = "scaling"
 
 
 class RestartBudget:
-    """How often, and how soon after one another, something may be tried for each replica.
+    """Tries per replica: the first at once, then after pauses doubling from 1 s to 60 s.
 
-    The first try is due at once, each further one after a pause that doubles from
-    1 s to 60 s, and none beyond the limit within the last hour.
+    At most ``limit`` of them within an hour.
     """
 
     def __init__(self, limit: float = math.inf) -> None:
@@ -146,17 +143,14 @@ class RestartBudget:
         self._tries: dict[str, deque[float]] = {}
 
     def is_due(self, replica_id: str, now: float) -> bool:
-        """Whether the next try may begin at time ``now``, in seconds."""
         tries = self._recent(replica_id, now)
         pause_s = min(FIRST_PAUSE_S * 2 ** (len(tries) - 1), LONGEST_PAUSE_S)
         return len(tries) < self._limit and (not tries or now >= tries[-1] + pause_s)
 
     def is_spent(self, replica_id: str, now: float) -> bool:
-        """Whether the hour before ``now`` has seen as many tries as are allowed."""
         return len(self._recent(replica_id, now)) >= self._limit
 
     def spend(self, replica_id: str, now: float) -> None:
-        """Notes a try at time ``now``."""
         self._recent(replica_id, now).append(now)
 
     def refund(self, replica_id: str) -> None:
@@ -171,13 +165,12 @@ class RestartBudget:
 
 
 class Supervisor:
-    """Restarts replicas that failed, brings along those that are stale, adds and removes some.
+    """Restarts replicas that failed, catches up stale ones, and scales.
 
-    One daemon thread looks at the ledger, which costs no actor call; each restart, catch-up and
-    change of the number of replicas runs in a thread of its own. What fails is tried again: see
-    :class:`RestartBudget`. A replica whose actor cannot be reached, but may be back, is restarted
-    only if it stays away for ``RETURN_S`` seconds. One that has used up its restarts stays
-    ``FAILED`` until the first of them is an hour old.
+    One daemon thread reads the ledger, which costs no actor call; each restart, catch-up and
+    scaling runs in a thread of its own, and is retried within its :class:`RestartBudget`. A replica
+    out of reach is restarted only after ``RETURN_S`` seconds. One that has used up its restarts
+    stays ``FAILED`` until the first of them is an hour old.
     """
 
     def __init__(
@@ -200,7 +193,6 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -212,7 +204,7 @@ class Supervisor:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether a replica is on its way: being restarted, or about to be."""
+        """Whether a replica is being restarted, or about to be."""
         if self._stopped.is_set():
             return False
         now = self._load.clock()

@@ -1,8 +1,4 @@
-"""The weights of a service: its pushes and policy versions, and vLLM's own calls on all replicas.
-
-With the latter a service also is a ``VLLMWeightSyncClient``, the object that vLLM's trainer-side
-engines drive (``vllm/distributed/weight_transfer/base.py``, 0.26 to 0.32).
-"""
+"""A service's pushes and policy versions, and vLLM's own weight calls on all its replicas."""
 
 from __future__ import annotations
 
@@ -30,13 +26,8 @@ if TYPE_CHECKING:
 class Weights:
     """Pushes weights to replicas, and knows which policy versions they hold.
 
-    What this process does not do itself it learns from the replicas' reports, which come once a
-    second, and ten times a second while somebody waits for a version.
-
-    Attributes:
-        pusher: Pushes, one at a time.
-        hooks: What is called at new versions.
-        log: The last pushes and failures.
+    What other processes do is known from the replicas' reports, which come once a second, and ten
+    times a second while a version is waited for.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -53,11 +44,7 @@ class Weights:
 
     @property
     def version(self) -> int:
-        """Newest version that every serving replica is known to hold; while none serves it stays.
-
-        It is the committed one: pushes that failed for some replica leave it where it was, unless
-        those replicas no longer serve.
-        """
+        """Newest version that all serving replicas are known to hold; kept while none serves."""
         held = [
             one.weight_version
             for one in self._replicas.known()
@@ -90,18 +77,14 @@ class Weights:
         return found
 
     def listen_to_versions(self, listener: Callable[[int], object]) -> Callable[[], None]:
-        """Has ``listener`` called with each version that this process brings the service to.
+        """Calls ``listener`` with each version this process brings about; returns what ends that.
 
-        Unlike hooks also after updates through vLLM's own calls, and once more for a version that
-        is pushed again. Returns a function that ends this.
+        Unlike hooks also after updates through vLLM's own calls, and again for one pushed again.
         """
         return self.hooks.listen(listener)
 
     def listen_to_pushes(self, listener: Callable[[PushStatus], object]) -> Callable[[], None]:
-        """Has ``listener`` called with each push of this process that ends, well or not.
-
-        It is called in the thread that pushes, before ``push`` returns, and must not raise.
-        """
+        """Calls ``listener``, which must not raise, as each push ends, in the pushing thread."""
         return self.log.listen(listener)
 
     def expected(self) -> list[ParamMeta]:
@@ -115,7 +98,7 @@ class Weights:
         return self._metadata
 
     def model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Returns the same as name to dtype and full shape."""
+        """Returns name to dtype and full shape of each tensor that a push must hold."""
         return {one.name: (one.dtype, torch.Size(one.shape)) for one in self.expected()}
 
     def push(
@@ -133,17 +116,14 @@ class Weights:
         return self.pusher.push(weights, version=version, on_end=self._end_push, **options)
 
     def _end_push(self, pushed: PushStatus | None) -> None:
-        """Tells whoever watches, and the replicas, what became of a push."""
+        """Passes the outcome of a push to listeners and replicas."""
         if pushed is not None:
             self.log.end_push(pushed)
         if self._replicas.membership is not None:
             self._replicas.learn(doubtful=pushed.left_behind if pushed else (), pushed=pushed)
 
     def learn_versions(self) -> None:
-        """Asks the replicas what they hold, after something other than a push brought them there.
-
-        This process's versions and states are up to date then, without waiting for the next look.
-        """
+        """Updates versions and states at once, after something other than a push changed them."""
         self.pusher.look_again()
         self._replicas.learn()
         self.hooks.moved(self.version)
@@ -163,8 +143,10 @@ GRACE_S = 10.0
 class NativeClient:
     """vLLM's own weight-transfer, pause and sleep calls, on every replica at once.
 
-    Each returns when all have answered; the first failure is raised then. Calls out of turn raise
-    ``TransferNotReadyError`` and do nothing.
+    They make a service a ``VLLMWeightSyncClient``, the object that vLLM's trainer-side engines
+    drive (``vllm/distributed/weight_transfer/base.py``, 0.26 to 0.32). Each returns when all have
+    answered, and raises the first failure; one out of turn raises ``TransferNotReadyError`` and
+    does nothing.
     """
 
     def __init__(self, replicas: Replicas, weights: Weights) -> None:
@@ -262,7 +244,7 @@ class NativeClient:
 
 
 def is_payload(weights: Any) -> bool:
-    """Whether ``weights`` speak of a transfer, rather than are weights."""
+    """Whether ``weights`` describe a transfer, rather than being weights."""
     if type(weights).__name__ == "WeightTransferUpdateRequest":
         return True
     if isinstance(weights, list):
