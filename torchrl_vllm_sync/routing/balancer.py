@@ -1,4 +1,4 @@
-"""LoadBalancer: admits requests, keeps the ledger of those in flight and asks the strategies."""
+"""Load balancer: admits requests, keeps the ledger of those in flight, asks the strategies."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 
 
 class Reservation:
-    """One request that counts as in flight on a replica until ``release``.
+    """A request that counts as in flight on a replica from ``LoadBalancer.reserve`` to ``release``.
 
-    Made by ``LoadBalancer.reserve``, which has counted it already. Leaving ``with`` or
-    ``async with`` releases it, whichever way it is left. ``index`` is the position that the replica
-    had in the balancer's ``actors`` when the request was reserved.
+    Leaving ``with`` or ``async with`` releases it, on every exit. ``index`` is the position that
+    the replica had in the balancer's ``actors`` when the request was reserved.
     """
 
     __slots__ = (
@@ -62,9 +61,9 @@ class Reservation:
     def release(
         self, answers: Sequence[Sequence[int] | np.ndarray] = (), version: int | None = None
     ) -> None:
-        """Gives the place back; does nothing the second time.
+        """Releases the reservation; idempotent.
 
-        Requests that go on from the answers are then placed where they are cached, under the
+        Requests that continue from the answers are then placed where they are cached, under the
         version that began them.
         """
         with self._tracker.lock:
@@ -97,8 +96,8 @@ class LoadBalancer:
     """Distributes requests over replicas; no decision costs an actor call.
 
     A request with a session or a group goes where that is; ``RequestPlacer`` says when not. For all
-    others strategies are asked in order, the first that can tell decides, and where none can the
-    replica that holds the fewest requests is taken. Only replicas whose state admits requests are
+    others strategies are asked in order, the first that can decides, and where none can the replica
+    that holds the fewest requests is taken. Only replicas whose state admits requests are
     candidates. Names, arguments and results of TorchRL's ``LoadBalancer`` are kept.
 
     A service feeds its own ledger. For a list of actors with TorchRL's
@@ -120,14 +119,14 @@ class LoadBalancer:
         strategy: One name or several in fallback order: ``"prefix-aware"``, ``"requests"``,
             ``"kv-cache"``, ``"round-robin"``, or what ``register_strategy`` added. None means
             ``["prefix-aware", "requests"]``.
-        prefix_length: Tokens in a KV-cache block of engines that do not tell; at least 1. Prompts
-            are compared in the smallest multiple of it that is at least 128.
+        prefix_length: Tokens in a KV-cache block of engines that do not report it; at least 1.
+            Prompts are compared in the smallest multiple of it that is at least 128.
         overload_threshold: Multiple of the mean load, at least 1. What would make a replica hold
             more than that and one request goes elsewhere under ``"prefix-aware"`` and
             ``"kv-cache"``, and leaves its group of more than 8 samples; see
             ``routing.strategies.not_overloaded``.
         seed: Seeds ties.
-        tracker: A ledger that somebody else feeds, with one replica for each actor; None takes the
+        tracker: A ledger that is fed elsewhere, with one replica for each actor; None takes the
             service's, or makes one.
         monitor_interval_s: Seconds between two questions to each actor of a list. Figures older
             than 5 s, or 3 intervals if that is longer, count as unknown.
@@ -359,7 +358,7 @@ class LoadBalancer:
             return self._placer.sessions.release(released)
 
     def get_stats(self) -> dict[str, Any]:
-        """What the balancer is set to, counted and was told.
+        """Settings and counts of the balancer, and what it was notified of.
 
         Returns:
             TorchRL's keys. ``round_robin_index`` is the position whose turn is next. Each entry of
@@ -391,7 +390,7 @@ class LoadBalancer:
             self._monitor.stop()
 
     def _ready(self) -> LoadTracker:
-        """The ledger, with its monitor running: a copy's, or a forked child's, is started here."""
+        """Returns the ledger, its monitor running: a copy's or a forked child's is started here."""
         if self._asks_actors and self._monitor is not None:
             self._monitor.start()
         return self.load
@@ -453,7 +452,7 @@ class LoadBalancer:
 
 
 def _sampled_as(params: Any) -> tuple[int, int | None]:
-    """How many samples are asked for, and their length at most, as the ledger can count them."""
+    """Number of samples and their length at most, as the ledger can count them."""
     n, max_tokens = params.n, params.max_tokens
     if not isinstance(n, int) or n < 1 or not (max_tokens is None or max_tokens >= 0):
         raise UnsupportedArgumentError(

@@ -1,4 +1,4 @@
-"""The ledger of every replica's traffic: what this process counted, beside the engines' reports."""
+"""Ledger of every replica's traffic: what this process counted, and the engines' reports."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 WINDOW_S = 2.0
 """Rates are over at least this many seconds, if the reports reach back as far."""
-# Over less than this the moments at which reports arrive count for too much.
+# Over less than this, the moments at which reports arrive distort the rates.
 _SHORTEST_S = 0.5
 
 
 class Counted(NamedTuple):
-    """An engine's counters, and the time by the ledger's clock when they came."""
+    """An engine's counters, and when they came by the ledger's clock."""
 
     at: float
     counters: EngineCounters
 
 
 class TokenRates(NamedTuple):
-    """How fast an engine is; each is ``None`` if it is unknown."""
+    """Token rates of an engine; None where unknown."""
 
     prompt_tokens_per_s: float | None = None  # of prompts whose prefill ended, cached ones included
     generated_tokens_per_s: float | None = None
@@ -46,23 +46,20 @@ class TokenRates(NamedTuple):
 def count(
     before: tuple[Counted, ...], counters: EngineCounters | None, now: float
 ) -> tuple[Counted, ...]:
-    """Adds what an engine reported, and drops what rates no longer need.
-
-    An engine that has done less than before is another one, of which nothing else is known yet.
-    """
+    """Adds what an engine reported, and drops what rates no longer need."""
     if counters is None:
         return ()
     if before and any(
         was > now for was, now in zip(astuple(before[-1].counters), astuple(counters), strict=True)
     ):
-        before = ()
+        before = ()  # counters that fell are another engine's, of which nothing else is known yet
     kept = [one for one in before if one.at > now - WINDOW_S]
     older = before[: len(before) - len(kept)]
     return (*older[-1:], *kept, Counted(now, counters))
 
 
 def token_rates(counted: Sequence[Counted]) -> TokenRates:
-    """The rates between the first and the last of ``counted``."""
+    """Rates between the first and the last of ``counted``."""
     if not counted or (passed_s := counted[-1].at - counted[0].at) < _SHORTEST_S:
         return TokenRates()
     first, last = counted[0].counters, counted[-1].counters
@@ -79,7 +76,7 @@ NOT_REPORTED = EngineReport(replica_id="", state=ReplicaState.STARTING)
 
 
 def _reported(name: str) -> Any:
-    """An attribute that is one of the last report's."""
+    """An attribute that is read from the last report."""
     return property(attrgetter(f"report.{name}"))
 
 
@@ -102,9 +99,9 @@ class LoadSnapshot:
         num_waiting: Samples queued in the engine; None until reported.
         kv_cache_usage: Share of KV-cache blocks in use, 0 to 1; None until reported.
         weight_version: Policy version it serves with; None before the first push or report.
-        membership_epoch: Changes of the service's membership that it had been told of.
+        membership_epoch: Changes of the service's membership that it was notified of.
         counters: What the engine has done since it started; None until reported.
-        last_push: The last push that the replica was told of; None before one.
+        last_push: The last push that the replica was notified of; None before one.
         measured_at: Time of the last report, by the ledger's clock; None before it.
         num_elsewhere: Samples of other processes, estimated when the last report came: those in the
             engine beyond the ones that this process had in flight. None until reported.
@@ -242,7 +239,7 @@ class LoadSnapshot:
 
 
 def describe_replicas(snapshots: Sequence[LoadSnapshot], exclude: Collection[str]) -> str:
-    """Says in words why each replica can or cannot take a request."""
+    """Describes why each replica can or cannot take a request."""
     if not snapshots:
         return "there is none"
     return ", ".join(
@@ -266,7 +263,6 @@ class Candidates:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, LoadSnapshot]]) -> Candidates:
-        """Makes candidates of replicas and their positions among all."""
         kept = list(pairs)
         return cls(
             tuple(one for _, one in kept),
@@ -275,13 +271,12 @@ class Candidates:
         )
 
     def only(self, keep: Callable[[LoadSnapshot], bool]) -> Candidates:
-        """Those for which ``keep`` is true."""
         pairs = zip(self.indices, self.snapshots, strict=True)
         return Candidates.of(pair for pair in pairs if keep(pair[1]))
 
 
 def _plausible(report: EngineReport) -> EngineReport:
-    """A report in which figures that can be no count and no share are unknown."""
+    """A report in which figures that can be no count and no share are None."""
     odd: dict[str, Any] = {}
     for name in ("num_unfinished", "num_running", "num_waiting", "kv_cache_usage"):
         given = getattr(report, name)
@@ -291,7 +286,7 @@ def _plausible(report: EngineReport) -> EngineReport:
 
 
 def _renewed(former: LoadSnapshot, state: ReplicaState) -> LoadSnapshot:
-    """A replica of which nothing is known but the requests that this process has in flight."""
+    """A record that keeps only what this process has in flight on the replica."""
     return LoadSnapshot(
         replica_id=former.replica_id,
         state=state,
@@ -303,19 +298,9 @@ def _renewed(former: LoadSnapshot, state: ReplicaState) -> LoadSnapshot:
 class LoadTracker:
     """Ledger of requests in flight and of the engines' last reports, for one process.
 
-    Every method is safe to call from any thread. A caller that must choose and reserve in one step
-    holds ``lock``, which is reentrant. A pickled copy has the same replicas in their last states
-    and an empty ledger, because another process has other requests in flight.
-
-    Example:
-        >>> tracker = LoadTracker(["0", "1"], state=ReplicaState.SERVING)
-        >>> tracker.reserve("1")
-        >>> [snapshot.in_flight for snapshot in tracker.snapshots()]
-        [0, 1]
-        >>> tracker.release("1")
-
-    ``newest_version`` is the newest that a replica ever reported, one that is dead or gone now too;
-    0 before the first.
+    Every method is safe to call from any thread; to choose and reserve in one step, hold ``lock``,
+    which is reentrant. A pickled copy has the same replicas in their last states and nothing in
+    flight, because another process has other requests.
     """
 
     def __init__(
@@ -327,7 +312,7 @@ class LoadTracker:
     ) -> None:
         self.lock = threading.RLock()
         self.clock = clock
-        self.newest_version = 0
+        self.newest_version = 0  # ever reported, also by a replica that is dead or removed now
         self._snapshots: dict[str, LoadSnapshot] = {}
         self._removed: dict[str, LoadSnapshot] = {}  # whose requests are still in flight
         self._candidates: Candidates | None = None
@@ -340,7 +325,6 @@ class LoadTracker:
 
     @property
     def replica_ids(self) -> list[str]:
-        """Ids of the tracked replicas, in order."""
         with self.lock:
             return list(self._snapshots)
 
@@ -352,25 +336,24 @@ class LoadTracker:
             return sum(snapshot.in_flight for snapshot in everywhere)
 
     def in_flight(self, replica_id: str) -> int:
-        """Samples in flight on one replica."""
         with self.lock:
             return self._known(replica_id).in_flight
 
     def snapshots(self) -> list[LoadSnapshot]:
-        """One snapshot a replica, in the order of ``replica_ids``."""
+        """Copies of all records, in the order of ``replica_ids``."""
         with self.lock:
             return [copy.copy(snapshot) for snapshot in self._snapshots.values()]
 
     def snapshot(self, replica_id: str) -> LoadSnapshot | None:
-        """The snapshot of one replica; None if it is not tracked."""
+        """A copy of one record; None if the replica is not tracked."""
         with self.lock:
             known = self._snapshots.get(replica_id)
             return None if known is None else copy.copy(known)
 
     def candidates(self) -> Candidates:
-        """The replicas that admit requests, maybe none.
+        """The replicas that admit requests, maybe none; the same object until one of them changes.
 
-        ``lock`` must be held, also while they are used. The same object until one of them changes.
+        ``lock`` must be held, also while they are used.
         """
         if self._candidates is None:
             self._candidates = Candidates.of(
@@ -381,7 +364,7 @@ class LoadTracker:
         return self._candidates
 
     def candidates_for(self, exclude: Collection[str], min_version: int) -> Candidates:
-        """The replicas that admit a request, at least one. ``lock`` must be held, as above."""
+        """The replicas that admit a request, at least one; ``lock`` must be held, as above."""
         found = self.candidates().only(lambda one: one.replica_id not in exclude)
         if not found.snapshots:
             told = describe_replicas(self.snapshots(), exclude)
@@ -395,7 +378,7 @@ class LoadTracker:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody waits for a replica to change, who is served best by fresh reports."""
+        """Whether a caller waits for a replica to change, so that reports should be fresh."""
         return self._num_urgent > 0
 
     @contextlib.contextmanager
@@ -413,9 +396,9 @@ class LoadTracker:
                 self._num_urgent -= urgent
 
     def wait_until(self, test: Callable[[], _Result | None], timeout_s: float) -> _Result | None:
-        """Returns the first result of ``test`` that is not None, or None when the time is over.
+        """Returns the first result of ``test`` that is not None, or None at the timeout.
 
-        It is called whenever a replica changes, and at least once a second.
+        ``test`` is called whenever a replica changes, and at least once a second.
         """
         deadline, changed = time.monotonic() + timeout_s, threading.Event()
         with self.watched(changed.set):
@@ -425,7 +408,7 @@ class LoadTracker:
                 left_s = deadline - time.monotonic()
                 if result is not None or left_s <= 0:
                     return result
-                changed.wait(min(left_s, 1.0))  # a shutdown tells nobody
+                changed.wait(min(left_s, 1.0))  # a shutdown notifies no watcher
 
     def add(self, replica_id: str, state: ReplicaState = ReplicaState.STARTING) -> None:
         """Tracks one more replica, at the end of the order."""
@@ -452,17 +435,14 @@ class LoadTracker:
             self._candidates = None
 
     def renew(self, replica_id: str, state: ReplicaState) -> None:
-        """Forgets what a replica's former actor said: another has taken its place.
-
-        Its requests in flight stay counted until they are released.
-        """
+        """Resets a replica whose actor was replaced; its requests in flight stay counted."""
         with self.lock:
             self._snapshots[replica_id] = _renewed(self._tracked(replica_id), state)
             self._marked_at[replica_id] = self.clock()
             self._announce()
 
     def follow(self, replica_ids: Sequence[str]) -> None:
-        """Tracks exactly these replicas, in this order; those that are new to it are starting."""
+        """Tracks exactly these replicas, in this order; new ones are starting."""
         with self.lock:
             for replica_id in [one for one in self._snapshots if one not in replica_ids]:
                 self.remove(replica_id)
@@ -493,7 +473,6 @@ class LoadTracker:
             self._tracked(replica_id).hold(num_samples, tokens)
 
     def release(self, replica_id: str, num_samples: int = 1, tokens: int = 0) -> None:
-        """Counts samples of a replica as no longer in flight."""
         with self.lock:
             snapshot = self._known(replica_id)
             if snapshot.in_flight < num_samples or snapshot.held_tokens < tokens:
@@ -513,13 +492,13 @@ class LoadTracker:
         asked_at: float | None = None,
         in_flight_then: int | None = None,
     ) -> None:
-        """Notes what an engine said of itself; what a replica says that is not tracked is dropped.
+        """Records an engine's report; one of a replica that is not tracked is dropped.
 
-        The figures are always taken; one that cannot be, such as NaN or a number below 0, counts as
+        The figures are always taken; implausible ones, such as NaN or a number below 0, count as
         unknown. The state is not, if the report was asked for before the last ``mark``; and a
         replica marked ``FAILED`` leaves that state only by a report of ``SERVING`` or ``STALE``,
-        unless it was only out of reach: then it is back with whatever it reports. One that says it
-        serves counts as ``STALE`` below its :meth:`set_floor`.
+        unless it was only out of reach: then any reported state counts. One that reports
+        ``SERVING`` counts as ``STALE`` below its :meth:`set_floor`.
         """
         now = self.clock()
         with self.lock:
@@ -554,8 +533,8 @@ class LoadTracker:
     ) -> None:
         """Records a state seen from outside, such as ``FAILED`` when a call to the actor died.
 
-        One that was ``CLOSED`` before its actor died has not failed, and stays so. Nor has one that
-        failed otherwise become one that may return.
+        A replica that was ``CLOSED`` before its actor died has not failed, and stays so. One that
+        failed otherwise does not become one that may return.
         """
         with self._changing(replica_id) as known:
             if known.state is ReplicaState.CLOSED and state is ReplicaState.FAILED:
@@ -568,10 +547,10 @@ class LoadTracker:
             self._marked_at[replica_id] = self.clock()
 
     def set_floor(self, replica_id: str, version: int) -> None:
-        """Keeps requests from a replica until it reports ``version`` or a later one.
+        """Excludes a replica from requests until it reports ``version`` or a later one.
 
-        Whatever it says of itself meanwhile: one that was silent when others went on does not know
-        yet that it is behind.
+        Whatever state it reports: one that was silent during a push does not know that it is
+        behind.
         """
         with self._changing(replica_id) as known:
             floor = self._floors[replica_id] = max(version, self._floors.get(replica_id, 0))
@@ -580,7 +559,7 @@ class LoadTracker:
                 known.reason = f"it did not reach version {floor}"
 
     def _fenced(self, report: EngineReport) -> tuple[ReplicaState, str]:
-        """Returns the state that counts, and why; a floor that was reached is forgotten."""
+        """Returns the state that counts, and why; drops a floor that was reached."""
         floor = self._floors.get(report.replica_id)
         if floor is not None and (report.weight_version or 0) >= floor:
             del self._floors[report.replica_id]
@@ -590,7 +569,7 @@ class LoadTracker:
 
     @contextlib.contextmanager
     def _changing(self, replica_id: str) -> Iterator[LoadSnapshot]:
-        """A record to change with the ledger locked; a new state or version is announced."""
+        """Yields a record to change under the lock; announces a new state or version."""
         with self.lock:
             known = self._tracked(replica_id)
             before = known.state, known.weight_version

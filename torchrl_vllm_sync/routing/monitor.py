@@ -29,12 +29,12 @@ LOCK_TIMEOUT_S = 5.0
 
 @contextlib.contextmanager
 def staying_connected() -> Iterator[bool]:
-    """Gives whether this process is connected to Ray, and keeps that from ending meanwhile.
+    """Yields whether this process is connected to Ray, and keeps that from ending in the block.
 
-    A thread that calls into Ray (2.60) while another is inside ``ray.shutdown()`` takes the whole
-    process with it: a core worker that is called after its end exits. So a thread that nobody waits
-    for makes its calls in here, and no long ones. Ray connects and shuts down under a lock, which
-    this takes; it gives ``False`` when that is held for longer than five seconds.
+    A core worker (Ray 2.60) that is called after its end exits and takes the whole process with it,
+    so a call into Ray while another thread is inside ``ray.shutdown()`` would. Background threads
+    therefore make their calls in here, and no long ones. Ray connects and shuts down under a lock,
+    which this takes; it yields ``False`` when that is held for longer than five seconds.
     """
     import ray
     from ray._private import worker
@@ -49,7 +49,7 @@ def staying_connected() -> Iterator[bool]:
 
 
 _JOIN_TIMEOUT_S = 5.0
-# Seconds from one round of questions to the next while somebody waits for a replica to change.
+# Seconds between rounds of questions while a caller waits for a replica to change.
 _WATCHED_INTERVAL_S = 0.1
 
 
@@ -72,19 +72,17 @@ class ReportReader:
 
 
 class BareActorReader(ReportReader):
-    """Asks actors with TorchRL's methods, which know no state: whoever answers is serving.
+    """Asks actors with TorchRL's methods, which know no state: one that answers is serving.
 
-    ``get_num_unfinished_requests() -> int`` and ``get_cache_usage() -> float`` are taken at their
-    word; a figure whose call fails stays unknown.
+    ``get_num_unfinished_requests() -> int`` and ``get_cache_usage() -> float`` are trusted; a
+    figure whose call fails stays unknown.
     """
 
     def ask(self, replica: Replica) -> list[Any]:
-        """Asks for both figures."""
         actor = replica.actor
         return [actor.get_num_unfinished_requests.remote(), actor.get_cache_usage.remote()]
 
     def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:
-        """A report of what the actor could say."""
         num_unfinished, cache_usage = answers
         return EngineReport(
             replica_id=replica_id,
@@ -96,7 +94,7 @@ class BareActorReader(ReportReader):
 
 @dataclass(slots=True)
 class _Ask:
-    """Calls under way to one actor, and whether it was given up meanwhile."""
+    """Calls under way to one actor, and whether it was marked failed meanwhile."""
 
     replica: Replica
     futures: list[Future[Any]]
@@ -107,22 +105,20 @@ class _Ask:
 
 
 class LoadMonitor:
-    """Asks every replica for its load once an interval, for a ledger to note.
+    """Asks every replica for its load once an interval, for a ledger to record.
 
-    While somebody watches the ledger the interval is at most 0.1 s.
-
-    One daemon thread a process. Calls are asynchronous, so an actor that hangs delays nobody's
-    report; it is asked again only when it has answered, is logged once when it has been silent for
-    ``timeout_s``, and meanwhile its figures just age. The thread ends by itself when Ray is shut
-    down, or when the object whose bound method ``replicas`` is has gone; it keeps neither alive.
+    The interval is at most 0.1 s while the ledger is watched. One daemon thread per process. Calls
+    are asynchronous, so an actor that hangs delays no other's report; it is asked again only when
+    it has answered, is logged once when it has been silent for ``timeout_s``, and meanwhile its
+    figures age. The thread ends when Ray is shut down, or when the object whose bound method
+    ``replicas`` is has gone; it keeps neither alive. In a forked child it is gone; ``start`` starts
+    another.
 
     Marked ``FAILED`` is an actor that Ray calls dead or unavailable, within ``interval_s`` of Ray's
     noticing; and one that has not answered for ``unresponsive_after_s``, within that and twice
-    ``interval_s``. When it answers again, a report that was asked for after the mark decides what
-    it is. An actor that is ``STARTING`` may be silent: it builds its engine, which has a limit of
+    ``interval_s``. When it answers again, a report that was asked for after the mark decides its
+    state. An actor that is ``STARTING`` may be silent: it builds its engine, which has a limit of
     its own. One that was ``CLOSED`` before it ended stays so.
-
-    In a forked child the thread is gone; ``start`` starts another.
     """
 
     def __init__(
@@ -155,7 +151,6 @@ class LoadMonitor:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread runs in this process."""
         return self._started_in == os.getpid() and bool(self._thread and self._thread.is_alive())
 
     def start(self) -> None:
@@ -173,7 +168,7 @@ class LoadMonitor:
             self._thread.start()
 
     def stop(self, timeout_s: float = _JOIN_TIMEOUT_S) -> None:
-        """Ends the thread and waits for that, for at most ``timeout_s``; does nothing twice."""
+        """Ends the thread and waits for that at most ``timeout_s``; idempotent."""
         with self._lock:
             thread, self._thread = self._thread, None
             started_here = self._started_in == os.getpid()
@@ -225,7 +220,6 @@ class LoadMonitor:
                     ask.silence.look()
 
     def _round_s(self) -> float:
-        """Seconds from one round to the next, as things are."""
         if self._tracker.is_watched:
             return min(self._interval_s, _WATCHED_INTERVAL_S)
         return self._interval_s
@@ -251,7 +245,7 @@ class LoadMonitor:
             asks[replica_id] = _Ask(replica, futures, asked_at, in_flight)
 
     def _judge(self, ask: _Ask) -> None:
-        """Logs an actor that has been silent for long, or gives it up."""
+        """Logs an actor that has been silent for long, or marks it failed."""
         replica_id, silent_s = ask.replica.replica_id, ask.silence.look()
         if self._state(replica_id) in (ReplicaState.STARTING, ReplicaState.CLOSED):
             ask.silence.reset()
@@ -301,14 +295,14 @@ class LoadMonitor:
                 self._tracker.mark(replica_id, failed, reason, may_return=may_return)
 
     def _warn_once(self, replica_id: str, what: str) -> None:
-        """Logs what is wrong with a replica, once until it answers again."""
+        """Logs a fault of a replica, once until it answers again."""
         if replica_id not in self._warned:
             self._warned.add(replica_id)
             logger.warning("replica %s: %s", replica_id, what)
 
 
 def _connection() -> tuple[str, str]:
-    """What tells this process's connection to a Ray cluster from an earlier one."""
+    """Identity of this process's connection to a Ray cluster, unlike an earlier one's."""
     import ray
 
     context = ray.get_runtime_context()

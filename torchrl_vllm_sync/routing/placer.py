@@ -1,4 +1,4 @@
-"""Where a request goes: its keys first, then the strategies; and what is learned from it."""
+"""Placement of requests: by session and group first, then by the strategies."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     )
 
 
-# Sessions and groups: the keys of requests, and the replicas that hold what they name.
-
+# ---- Keys: sessions and groups, and the replicas that have them cached
 
 RequestKey: TypeAlias = str | int
 """Names a session or a group; ``1`` and ``"1"`` are different keys."""
@@ -61,7 +60,6 @@ def as_keys(name: str, given: RequestKey | Iterable[RequestKey]) -> list[Request
 
 
 def as_key(name: str, key: object) -> RequestKey:
-    """Checks one key that a caller names."""
     if type(key) is int or (isinstance(key, str) and key):
         return key
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
@@ -72,10 +70,7 @@ def as_key(name: str, key: object) -> RequestKey:
 
 
 class CachedAt(NamedTuple):
-    """Where a session or a group was served last, and with which weights.
-
-    The replica's cache is worth nothing under others.
-    """
+    """Replica and weight version that served a session or group last: the cache fits no other."""
 
     replica_id: str
     version: int = 0
@@ -93,14 +88,14 @@ class KeyLedger(OrderedDict[RequestKey, CachedAt]):
         self._capacity = capacity
 
     def note(self, key: RequestKey, where: CachedAt) -> None:
-        """Notes where a key is from now on; it counts as used."""
+        """Notes where a key is from now on; it becomes the most recent one."""
         self[key] = where
         self.move_to_end(key)
         if len(self) > self._capacity:
             self.popitem(last=False)
 
     def release(self, keys: Iterable[RequestKey]) -> int:
-        """Forgets keys that are over; returns how many of them were known."""
+        """Forgets keys; returns how many of them were known."""
         return sum(self.pop(one, None) is not None for one in keys)
 
 
@@ -112,16 +107,16 @@ _LATEST = 1 / 64
 
 
 class RequestPlacer:
-    """Places requests, and remembers what that tells about the next ones.
+    """Places requests, and records what is known from them for later ones.
 
     A session stays with the replica that served it last, whose cache has it, while that one is a
     candidate and has the weights that it had then. It moves when that one's KV cache is more than
     90 % full and others' would not be with all of it: these have less to do by more tokens than
     there are to compute anew, so a move costs less than to wait. The strategies choose among these.
 
-    What begins, a session's first request or one without a session, goes where its group is while
-    that replica is not overloaded. Everything else is for the strategies: also a session whose
-    replica died, drains, went stale or got other weights, for then it is cached nowhere.
+    A session's first request, or one without a session, goes where its group is while that replica
+    is not overloaded. Everything else is for the strategies: also a session whose replica died,
+    drains, went stale or got other weights, for then it is cached nowhere.
 
     Not safe for threads; a balancer uses it with its ledger locked.
     """
@@ -171,7 +166,7 @@ class RequestPlacer:
         return self._by_strategies(request, candidates.snapshots)
 
     def _by_strategies(self, request: RoutingRequest, choices: Sequence[LoadSnapshot]) -> int:
-        """Asks the strategies in order; where none can tell, the fewest requests decide."""
+        """Asks the strategies in order; where none decides, the fewest requests do."""
         for name, strategy in self._strategies.items():
             position = strategy.choose(request, choices)
             if position is None:
@@ -228,7 +223,7 @@ class RequestPlacer:
         version: int,
         answers: Sequence[Sequence[int] | np.ndarray],
     ) -> None:
-        """Notes a request's answers."""
+        """Learns from a request's answers: their length, and what is cached where."""
         for answer in answers:
             length = len(answer)
             if self.mean_output is None:
@@ -245,7 +240,7 @@ class RequestPlacer:
                 self._index.insert(chain.followed_by(answer), replica_id, version)
 
     def _remembers(self, replica_id: str, block_tokens: int) -> bool:
-        """Whether the index follows this replica, in blocks of this size, as when it was asked."""
+        """Whether the index still follows this replica, in blocks of this size."""
         there = self._replicas is not None and replica_id in self._replicas.positions
         return there and block_tokens == self._index.block_tokens
 
@@ -276,7 +271,7 @@ class RequestPlacer:
 
 
 def _position(candidates: Candidates, cached: CachedAt) -> int | None:
-    """Position of the candidate that has it in its cache still; None if there is none."""
+    """Position of the candidate that still has it cached; None if there is none."""
     position = candidates.positions.get(cached.replica_id)
     if position is None or candidates.snapshots[position].cache_version > cached.version:
         return None  # it is no candidate, or has newer weights than then

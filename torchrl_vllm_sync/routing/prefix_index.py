@@ -1,4 +1,4 @@
-"""What the replicas' prefix caches probably hold, from the prompts that were sent there."""
+"""Estimate of what the replicas' prefix caches hold, from the prompts that were sent there."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _TEXT, _IDS = 1, 2  # seeds: text and ids with the same bytes are different prom
 
 
 class PromptChain:
-    """Stable digests of a prompt's beginnings, 64 bits each, the same in every process.
+    """Stable digests of a prompt's prefixes, 64 bits each, the same in every process.
 
     As in vLLM's prefix cache (``vllm/v1/core/kv_cache_utils.py``), a block's digest covers the
-    digest of the block before, so equal digests mean equal beginnings. ``digests`` has one for each
-    whole block, and one for the rest if there is any, which recognises the whole prompt.
+    digest of the block before, so equal digests mean equal prefixes. ``digests`` has one for each
+    whole block, and one for the rest if there is any, which identifies the whole prompt.
     """
 
     __slots__ = ("_rest", "block_tokens", "digests", "num_blocks", "num_tokens")
@@ -50,11 +50,10 @@ class PromptChain:
 
     @property
     def whole(self) -> int:
-        """Digest of all of it."""
         return self.digests[-1]
 
     def followed_by(self, ids: Sequence[int] | np.ndarray) -> PromptChain:
-        """The chain of this prompt with ``ids`` behind it, without digesting its blocks again."""
+        """The chain of this prompt with ``ids`` behind it; digests no block again."""
         longer: Self = object.__new__(type(self))
         longer.block_tokens = self.block_tokens
         seed, rest = self._rest
@@ -79,7 +78,7 @@ class PromptChain:
 
 @lru_cache(maxsize=4096)
 def _packer(num_ids: int) -> Callable[..., bytes]:
-    """Packs so many ids; ``struct.pack`` itself copies its arguments once more."""
+    """Packs ``num_ids`` ids; ``struct.pack`` itself copies its arguments once more."""
     return struct.Struct(f"<{num_ids}i").pack
 
 
@@ -98,7 +97,7 @@ def _pack_ids(ids: Sequence[int] | np.ndarray) -> bytes:
 INDEX_BLOCK_TOKENS = 128
 """Tokens in a block of the index, at least: finer would cost time and memory and save no work."""
 
-# Blocks of a replica that does not say how many it has: 4 million tokens in blocks of 128.
+# Blocks of a replica that does not report their number: 4 million tokens in blocks of 128.
 _DEFAULT_CAPACITY = 32768
 # Uses that are logged before it is worth looking for those that later ones replaced.
 _LOG_SLACK = 4096
@@ -110,19 +109,12 @@ class PrefixIndex:
     It follows what an engine does with the prompts that it is sent: a prompt's blocks become the
     most recently used ones, and beyond the replica's number of KV blocks the oldest go, of one
     prompt the last block first (``vllm/v1/core/block_pool.py`` evicts in this order). So whenever a
-    block is present, all before it are, and the longest beginning is found by bisection.
+    block is present, all before it are, and the longest prefix is found by bisection.
 
-    Digests are kept by the weight version that served them. A new version needs no work: what older
-    ones left is not found any more, and is forgotten as engines forget it.
+    Digests are kept by the weight version that served them, so a new version needs no work: older
+    ones' are not found any more, and are forgotten as engines forget them.
 
     Not safe for threads; a balancer uses it with its ledger locked.
-
-    Example:
-        >>> index = PrefixIndex(block_tokens=128)
-        >>> prompt = index.chain(range(400))
-        >>> index.insert(prompt, "0", version=3)
-        >>> index.cached_tokens(index.chain(range(300)), "0", version=3)
-        256
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -130,17 +122,15 @@ class PrefixIndex:
         self._replicas: dict[str, _BlockSet] = {}
 
     def __len__(self) -> int:
-        """Digests remembered, of all replicas together."""
         return sum(blocks.size for blocks in self._replicas.values())
 
     def chain(
         self, prompt: str | Sequence[int] | np.ndarray, salt: str | None = None
     ) -> PromptChain:
-        """A prompt's digests in this index's blocks; see ``PromptChain``."""
         return PromptChain(prompt, self.block_tokens, salt)
 
     def cached_tokens(self, prompt: PromptChain, replica_id: str, version: int) -> int:
-        """Tokens of the prompt's beginning that the replica probably has in its cache."""
+        """Tokens of the prompt's longest prefix that the replica probably has in its cache."""
         blocks = self._replicas.get(replica_id)
         if blocks is None:
             return 0
@@ -159,14 +149,14 @@ class PrefixIndex:
         return present * self.block_tokens
 
     def insert(self, prompt: PromptChain, replica_id: str, version: int) -> None:
-        """Notes that a prompt is, or is about to be, in a replica's cache."""
+        """Notes that a prompt is, or soon will be, in a replica's cache."""
         blocks = self._replicas.get(replica_id)
         if blocks is None:
             blocks = self._replicas[replica_id] = _BlockSet(_DEFAULT_CAPACITY)
         blocks.touch(prompt.digests, version)
 
     def set_block_tokens(self, block_tokens: int) -> None:
-        """Changes the size of a block, after which nothing that was noted can be recognised."""
+        """Changes the size of a block, which makes all that was noted useless."""
         if block_tokens != self.block_tokens:
             self.block_tokens = block_tokens
             self._replicas.clear()
@@ -182,7 +172,7 @@ class PrefixIndex:
             blocks.evict()
 
     def remove(self, replica_id: str) -> None:
-        """Forgets a replica, whose cache is gone; its capacity too."""
+        """Forgets a replica and its capacity: its cache is gone."""
         self._replicas.pop(replica_id, None)
 
 

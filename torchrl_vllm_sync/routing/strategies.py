@@ -27,7 +27,7 @@ _FLAT = (list, tuple, str, np.ndarray)
 
 
 def routing_prompt(prompt: object) -> tuple[str | Sequence[int] | None, str | None]:
-    """Returns what strategies look at, checked as far as costs no time."""
+    """Returns a prompt's text or ids and its cache salt, checked in constant time."""
     salt = None
     if not isinstance(prompt, _FLAT) and isinstance(prompt, Mapping):
         form: Mapping[str, Any] = prompt
@@ -153,10 +153,10 @@ StrategyFactory: TypeAlias = Callable[[StrategySettings], RoutingStrategy]
 
 
 class LeastRequests:
-    """Strategy ``"requests"``: the replica that holds the fewest requests.
+    """Strategy ``"requests"``: the replica with the lowest ``LoadSnapshot.load``.
 
-    What it holds is ``LoadSnapshot.load``. Ties go to any of the equals, at random, so that an idle
-    service does not send everything to its first replica.
+    Ties are broken at random, so that an idle service does not send everything to its first
+    replica.
     """
 
     def __init__(self, settings: StrategySettings) -> None:
@@ -164,7 +164,6 @@ class LeastRequests:
         self._ties = random.Random(settings.seed)
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int:
-        """Position of the least loaded replica."""
         del request
         loads = loads_of(snapshots, self._settings)
         least = min(loads)
@@ -172,11 +171,11 @@ class LeastRequests:
 
 
 class KVCache:
-    """Strategy ``"kv-cache"``: the replica whose KV cache is the emptiest.
+    """Strategy ``"kv-cache"``: the replica with the lowest ``LoadSnapshot.predicted_usage``.
 
-    What counts is ``LoadSnapshot.predicted_usage``: the engine's last figure and what this process
-    has reserved since, so that not all requests between two reports go to one replica. Overloaded
-    replicas are passed over. Cannot tell while nothing is known of some candidate's cache.
+    That is the engine's last figure and what this process has reserved since, so that not all
+    requests between two reports go to one replica. Overloaded replicas are passed over. Cannot
+    choose while nothing is known of some candidate's cache.
     """
 
     def __init__(self, settings: StrategySettings) -> None:
@@ -184,7 +183,6 @@ class KVCache:
         self._ties = random.Random(settings.seed)
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int | None:
-        """Position of the replica with the emptiest cache; None if a figure is missing."""
         now, max_age_s = self._settings.clock(), self._settings.max_report_age_s
         usages: list[float] = []
         for snapshot in snapshots:
@@ -222,7 +220,6 @@ class RoundRobin:
         )
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int:
-        """Position of the replica whose turn it is."""
         del request
         position = self.peek(snapshots)
         self._last_turns[snapshots[position].replica_id] = self._num_turns
@@ -233,23 +230,20 @@ class RoundRobin:
 class PrefixAware:
     """Strategy ``"prefix-aware"``: where the least work is left for the most idle replica.
 
-    For each candidate the tokens of the prompt that it would have to compute, as ``PrefixIndex``
-    tells, and 64 more for the request itself, are multiplied by the samples that it would hold with
-    this one; the smallest product wins. Equal products are decided by rendezvous hashing of the
-    prompt, so that every process decides alike. Cannot tell without a prompt.
+    The replica with the smallest product wins: uncached tokens of the prompt (``PrefixIndex``) and
+    64 more for the request itself, times the samples that it would hold with this one. Ties are
+    broken by rendezvous hashing of the prompt, so that every process decides alike. Without a
+    prompt it cannot choose. The product is that of SGLang's ``lmetric`` policy (sgl-project/sglang,
+    ``sgl-model-gateway/src/policies/lmetric.rs``), to which the 64 tokens are added.
 
     No replica takes more than its bounded share while others can take work, see ``not_overloaded``;
     nor one whose KV cache would be more than 90 % full while others' would not be.
-
-    The product is that of SGLang's ``lmetric`` policy (sgl-project/sglang,
-    ``sgl-model-gateway/src/policies/lmetric.rs``), to which the 64 tokens are added.
     """
 
     def __init__(self, settings: StrategySettings) -> None:
         self._settings = settings
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int | None:
-        """Position of the replica with the smallest product; None without a prompt."""
         if request.prompt is None:
             return None
         settings, index = self._settings, self._settings.index
@@ -285,7 +279,6 @@ def affinity(key: bytes, replica_id: str) -> int:
 
 
 def loads_of(snapshots: Sequence[LoadSnapshot], settings: StrategySettings) -> list[int]:
-    """Samples that each replica holds."""
     now, max_age_s = settings.clock(), settings.max_report_age_s
     return [snapshot.load(now, max_age_s) for snapshot in snapshots]
 
@@ -295,12 +288,10 @@ def not_overloaded(
 ) -> list[int]:
     """Positions of the replicas that may take the request; at least one.
 
-    With ``n`` candidates that hold ``total`` samples together, those of this request and the ones
-    that come with it included, none may come to hold more than
-    ``overload_threshold * total / n + num_samples``. The least loaded one never does.
-
-    Reference for the bound: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded
-    Loads", SODA 2018.
+    With ``n`` candidates that hold ``total`` samples, those of this request and the ones that come
+    with it included, none may come to hold more than
+    ``overload_threshold * total / n + num_samples``. The least loaded one never does. The bound is
+    that of Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
     """
     total = sum(loads) + max(request.num_coming, request.num_samples)
     bound = settings.overload_threshold * total / len(loads)
@@ -357,7 +348,6 @@ def known_strategies() -> list[str]:
 
 
 def strategy_factory(name: str) -> StrategyFactory:
-    """The factory of a registered strategy."""
     if not isinstance(name, str) or name not in _FACTORIES:
         raise UnknownStrategyError(f"strategy must be one of {', '.join(_FACTORIES)}, got {name!r}")
     return _FACTORIES[name]

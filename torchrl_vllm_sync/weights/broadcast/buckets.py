@@ -1,8 +1,8 @@
-"""How the tensors of a push are cut into buckets: the same on the trainer and in every engine.
+"""Buckets of a push: cut, packed, sent and received alike on the trainer and in every engine.
 
-The stream of a push is its tensors one after the other, in the order of the metadata. It is cut
-into buckets of bounded size, between rows of a tensor: a row is one index of the first dimension,
-so an engine that holds a slice of every row (tensor parallelism) still finds whole rows.
+A push is a stream of its tensors in the order of the metadata. It is cut into buckets of bounded
+size between rows (indices of the first dimension), so that an engine that holds a slice of every
+row (tensor parallelism) still finds whole rows.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Checkpoint name of the tensor."""
         return self.meta.name
 
     @property
     def row_elements(self) -> int:
-        """Elements of one row."""
         return self.meta.num_elements // max(_num_rows(self.meta), 1)
 
     @property
@@ -57,12 +55,10 @@ class Piece:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all rows."""
         return self.num_rows * self.row_elements
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows."""
         return self.num_elements * self.meta.dtype.itemsize
 
 
@@ -75,27 +71,14 @@ class Bucket:
 
 
 class BucketLayout:
-    """The buckets of a push.
-
-    Attributes:
-        metadata: As given.
-        buckets: The buckets in the order of sending.
-        bucket_bytes: Bytes that a receive buffer must hold.
-        num_bytes: Bytes of all buckets.
-
-    Example:
-        >>> import torch
-        >>> from torchrl_vllm_sync.weights.metadata import ParamMeta
-        >>> layout = BucketLayout([ParamMeta("w", torch.float32, (3, 2))], bucket_bytes=16)
-        >>> [(piece.first_row, piece.num_rows) for one in layout.buckets for piece in one.pieces]
-        [(0, 2), (2, 1)]
-    """
+    """The buckets of a push, in the order of sending."""
 
     def __init__(
         self, metadata: Sequence[ParamMeta], bucket_bytes: int = DEFAULT_BUCKET_BYTES
     ) -> None:
         self.metadata = list(metadata)
         self.buckets = list(_cut(self.metadata, bucket_bytes))
+        # Bytes that a receive buffer must hold.
         self.bucket_bytes = max((one.num_bytes for one in self.buckets), default=0)
         self.num_bytes = sum(one.num_bytes for one in self.buckets)
 
@@ -133,13 +116,12 @@ def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
         yield Bucket(tuple(pieces), filled)
 
 
-# Sending and receiving a push bucket by bucket, packing one while another is on its way.
+# ---- Sending and receiving: one bucket is packed while another is on its way
 #
 # A few buffers are used in turn. On CUDA nothing here waits on the host: a buffer is packed again
 # only after its broadcast, and received into again only after its unpacking, by the order of work
-# on
-# the group's stream. (vLLM's own packed consumer, up to 0.32, orders neither across its streams.)
-
+# on the group's stream. (vLLM's own packed consumer, up to 0.32, orders neither across its
+# streams.)
 
 DEFAULT_NUM_BUFFERS = 3
 
@@ -147,7 +129,7 @@ DEFAULT_NUM_BUFFERS = 3
 def make_buffers(
     layout: BucketLayout, device: torch.device, num_buffers: int = DEFAULT_NUM_BUFFERS
 ) -> list[torch.Tensor]:
-    """Allocates the buffers that buckets pass through, as ``uint8`` tensors."""
+    """Allocates the ``uint8`` buffers that buckets pass through."""
     return [
         torch.empty(layout.bucket_bytes, dtype=torch.uint8, device=device)
         for _ in range(min(num_buffers, len(layout.buckets)))
@@ -188,8 +170,8 @@ def receive_buckets(
 ) -> Iterator[int]:
     """Receives every bucket in turn; yields its number while its buffer may be read.
 
-    To be iterated inside ``group.side_stream()``; what reads the buffer must be queued before the
-    next number is asked for.
+    Iterate inside ``group.side_stream()``, and queue what reads the buffer before asking for the
+    next number.
     """
     works: deque[dist.Work] = deque()
 
@@ -210,15 +192,12 @@ def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 1e-3)
 
 
-# Sending tensors from where they are to where they belong, with no bucket between.
+# ---- Sending tensors from where they lie, without buckets
 #
-# Possible where the trainer's tensors lie contiguous in the wire's dtype and land contiguous in
-# every
-# worker, as those of an unquantised dense model do without tensor parallelism. It saves the copies
-# into and out of the buckets, and their memory. Broadcasts are issued in groups, which cost no
-# more
-# than buckets of the same size would.
-
+# Possible where the trainer's tensors are contiguous in the wire's dtype and land contiguous in
+# every worker, as those of an unquantised dense model do without tensor parallelism. Saves the
+# copies into and out of the buckets, and their memory. Broadcasts are issued in groups, which cost
+# no more than buckets of the same size would.
 
 # Groups of 8 and 32 were as fast as the best buckets on H200s; single broadcasts took up to twice
 # as long, and so did all at once.
@@ -247,10 +226,7 @@ def broadcast_tensors(
     deadline: float,
     watch: Callable[[], None] | None = None,
 ) -> None:
-    """Broadcasts ``tensors`` in place: on the trainer they are sent, elsewhere overwritten.
-
-    On CUDA this only queues the work.
-    """
+    """Broadcasts ``tensors`` in place, on CUDA queued only: the trainer's to all other ranks."""
     with group.side_stream():
         works = [
             work
@@ -264,20 +240,13 @@ def broadcast_tensors(
             group.wait(work, watch)
 
 
-# Filling buckets from a source: cast and copied on the trainer's device, not through the host.
-
+# ---- Filling buckets: tensors are cast and copied on the trainer's device, not through the host
 
 Copies = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class ViewPacker:
-    """Packs tensors that stay where they are; what is copied where is worked out once.
-
-    Neighbours that are adjacent in memory as well as in the bucket become one copy.
-
-    Attributes:
-        num_copies: Copies of one push, after merging.
-    """
+    """Packs tensors that stay in place: copies are planned once, adjacent ones merged."""
 
     def __init__(
         self,
@@ -290,11 +259,11 @@ class ViewPacker:
             _grouped(bucket, buffers[index % len(buffers)], tensors)
             for index, bucket in enumerate(layout.buckets)
         ]
+        # Copies of one push, after merging.
         self.num_copies = sum(len(dst) for groups in self._copies for dst, _ in groups)
 
     @torch.no_grad()
     def __call__(self, index: int, buffer: torch.Tensor) -> None:
-        """Fills ``buffer``, which is the one that bucket ``index`` belongs in."""
         del buffer  # the targets are views of it
         for targets, sources in self._copies[index]:
             torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
@@ -310,7 +279,7 @@ class StreamingPacker:
 
     @torch.no_grad()
     def __call__(self, index: int, buffer: torch.Tensor) -> None:
-        """Fills ``buffer`` with bucket ``index``; buckets are asked for in order."""
+        """Fills ``buffer`` with bucket ``index``; buckets must be asked for in order."""
         for piece in self._layout.buckets[index].pieces:
             while self._index < piece.index:
                 self._tensor = next(self._items)[1]
@@ -318,7 +287,7 @@ class StreamingPacker:
             _target(piece, buffer).copy_(_rows(piece, self._tensor), non_blocking=True)
 
     def finish(self) -> None:
-        """Asks the source for its end, and lets go of the last tensor."""
+        """Exhausts the source, so that ``checked`` refuses surplus tensors; frees the last one."""
         for _ in self._items:
             pass
         self._tensor = torch.empty(0)
@@ -327,7 +296,7 @@ class StreamingPacker:
 def checked(
     source: WeightSource, metadata: Sequence[ParamMeta], device: torch.device
 ) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
-    """Yields the tensors of a source, held to what it announced and to where they are sent from."""
+    """Yields a source's tensors; refuses those not as announced or on another device."""
     items = iter(source)
     for meta in metadata:
         name, tensor = next(items, ("nothing", torch.empty(0)))
@@ -352,7 +321,7 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def _grouped(bucket: Bucket, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Copies:
-    """Copies of one bucket, those that may run as one kernel together."""
+    """Copies of one bucket, grouped by what may run as one kernel."""
     groups: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list, list]] = {}
     for piece, rows in _merged(bucket.pieces, tensors):
         if rows.is_contiguous():
@@ -388,7 +357,7 @@ def _merged(
 
 
 def _follows(before: torch.Tensor, rows: torch.Tensor, first: Piece, piece: Piece) -> bool:
-    """Whether ``rows`` lies right behind ``before`` in the same storage."""
+    """Whether ``rows`` directly follows ``before`` in the same storage."""
     return (
         before.dim() == 1
         and before.is_contiguous()
@@ -418,16 +387,16 @@ def _flat_target(piece: Piece, buffer: torch.Tensor, num_elements: int) -> torch
 Packer = ViewPacker | StreamingPacker
 
 
-# Whole tensors out of buckets, for loaders that take nothing less.
+# ---- Whole tensors out of buckets, for loaders that take nothing less
 
 
 def whole_tensors(
     layout: BucketLayout, buffers: Sequence[torch.Tensor], arrivals: Iterable[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each tensor as soon as its last row has arrived.
+    """Yields each tensor, in fresh memory, as soon as its last row has arrived.
 
-    The tensors are fresh: vLLM's loaders keep them until a layer is complete, while the buffers
-    are received into again.
+    vLLM's loaders keep tensors until a layer is complete, while the buffers are received into
+    again.
     """
     for meta in layout.metadata:
         if not meta.num_elements:

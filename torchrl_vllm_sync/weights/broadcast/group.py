@@ -1,7 +1,7 @@
-"""The communicator of a trainer and its engines' workers: NCCL on CUDA, Gloo on CPU.
+"""Communicator of a trainer and its engines' workers: NCCL on CUDA, Gloo on CPU.
 
-It stands beside torch's default process group, which is vLLM's in a worker, and it never waits
-for ever: each wait has a deadline, after which the communicator is given up on this side.
+It is separate from torch's default process group, which is vLLM's in a worker. Every wait has a
+deadline, after which the communicator is aborted on this side.
 """
 
 from __future__ import annotations
@@ -28,25 +28,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-# The store where a trainer and its workers meet, on which no call waits for ever.
+# ---- Store of the ranks, on which no call waits for ever
 
-
-# Seconds within which the process that hosts a store answers, unless it is stopped or cut off.
+# Seconds within which a process that hosts a store answers, unless it is stopped or cut off.
 ANSWER_TIMEOUT_S = 10.0
-# Seconds that it gets beyond a wait which it was asked for, to say that the time is over.
+# Seconds that it gets beyond the time limit of a wait, to report the timeout.
 LAST_WORD_S = 0.5
 
 
 class BoundedStore:
     """The calls of a ``TCPStore`` that the ranks of a group need, each of which ends in time.
 
-    A ``TCPStore`` has time limits, but its client leaves them to the server: when the process that
-    hosts it is stopped, no call returns until that goes on (torch 2.11 and 2.12). So each call runs
-    in a thread of its own, which is left behind with it when there is no answer. The connection is
-    lost then, and every later call fails at once.
-
-    Attributes:
-        raw: As given.
+    A ``TCPStore`` leaves its time limits to the server: while the process that hosts it is stopped,
+    no call returns (torch 2.11 and 2.12). So each call runs in a thread of its own, which is
+    abandoned when there is no answer. The connection then counts as lost, and every later call
+    fails at once.
     """
 
     def __init__(
@@ -57,28 +53,25 @@ class BoundedStore:
         self._is_lost = False
 
     def set(self, key: str, value: str) -> None:
-        """Sets ``key``."""
         self._call(lambda: self.raw.set(key, value))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to the number at ``key``, at first 0, and returns it."""
+        """Adds to the number at ``key``, initially 0, and returns it."""
         return self._call(lambda: self.raw.add(key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Returns whether all ``keys`` are there."""
         return self._call(lambda: self.raw.check(list(keys)))
 
     def await_value(self, key: str, timeout_s: float) -> str:
-        """Waits until ``key`` is there and returns its value."""
+        """Waits until ``key`` is set and returns its value."""
 
         def wait() -> str:
             self.raw.wait([key], timedelta(seconds=timeout_s))
-            return self.raw.get(key).decode(errors="replace")  # anybody may have written it
+            return self.raw.get(key).decode(errors="replace")  # any process may have written it
 
         return self._call(wait, timeout_s + LAST_WORD_S)
 
     def _call(self, call: Callable[[], Any], timeout_s: float | None = None) -> Any:
-        """Returns what ``call`` does, if that is in time."""
         if self._answer_timeout_s is None:
             return call()
         if self._is_lost:
@@ -91,8 +84,7 @@ class BoundedStore:
         return ended.result()
 
 
-# What NCCL reads from the environment when a communicator is made.
-
+# ---- Environment that NCCL reads when a communicator is made
 
 # ProcessGroupNCCL's watchdog would end the whole process when a collective fails.
 QUIET_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -103,11 +95,11 @@ PINNED_BY_VLLM = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MIN_NCHANNEL
 
 
 def is_held_to_one_channel() -> bool:
-    """Whether NCCL makes no communicator with more than one channel in this process any more.
+    """Whether NCCL can only make communicators with one channel in this process.
 
-    It reads how many there may be once, with a process's first communicator. A batch-invariant
-    vLLM worker that has a communicator with other workers has said: one. From NCCL 2.29.7 on it
-    reads again, which vLLM from 0.32 on asks for (``vllm/utils/nccl.py``, ``pin_nccl_env``).
+    NCCL reads the limit once, with a process's first communicator, and a batch-invariant vLLM
+    worker that has a communicator with other workers has set it to one. From NCCL 2.29.7 on it can
+    be read again, which vLLM from 0.32 on asks for (``vllm/utils/nccl.py``, ``pin_nccl_env``).
     """
     return (
         os.environ.get("VLLM_BATCH_INVARIANT") == "1"
@@ -120,9 +112,9 @@ def is_held_to_one_channel() -> bool:
 
 @contextlib.contextmanager
 def nccl_environment(interface: str | None) -> Iterator[None]:
-    """Sets the variables, and takes them back afterwards.
+    """Sets NCCL's variables inside the block.
 
-    The first collective has to be inside: only then does torch make the communicator.
+    The first collective must be inside too: only then does torch make the communicator.
     """
     wanted: dict[str, str | None] = dict(QUIET_NCCL)
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
@@ -146,18 +138,15 @@ def _set_environment(values: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-# Where a trainer and the engines' workers meet: the trainer's address, and a store there.
+# ---- Rendezvous: the trainer's address, and a store there
 #
-# What listens, and where: the store, on the trainer's one address that the workers are told, and
-# not
-# on the host's others, as torch's ``TCPStore`` would by itself; each rank's Gloo, on the rank's
-# own
-# address on the route there; NCCL, on the interface that it chooses or is given. None of them asks
-# who connects: keep that network private. The store holds numbers and short texts, nothing
-# pickled.
+# What listens, and where: the store, only on the trainer's address that the workers are given
+# (torch's ``TCPStore`` by itself would listen on all of the host's); each rank's Gloo, on the
+# rank's own address on the route there; NCCL, on the interface that it chooses or is given. None of
+# them authenticates peers: keep that network private. The store holds numbers and short texts,
+# nothing pickled.
 
-
-# Seconds between looks at whether the trainer listens yet.
+# Seconds between attempts to connect to the trainer.
 CONNECT_POLL_S = 0.1
 
 
@@ -204,7 +193,7 @@ def host_store(
 
 
 def reach_store(rendezvous: Rendezvous, *, timeout_s: float) -> TCPStore:
-    """Reaches the trainer's store from a worker."""
+    """Connects a worker to the trainer's store."""
     _require_interface(rendezvous.interface)
     address, port = rendezvous.address, rendezvous.port
     deadline = time.monotonic() + timeout_s
@@ -226,13 +215,12 @@ def reach_store(rendezvous: Rendezvous, *, timeout_s: float) -> TCPStore:
 
 
 def free_port(address: str) -> int:
-    """Returns a port that is free now at one of this host's addresses; nothing listens there."""
+    """Returns a port that is free now at one of this host's addresses."""
     with _bound(address, 0) as probe:
         return int(probe.getsockname()[1])
 
 
 def _bound(address: str, port: int) -> socket.socket:
-    """Returns a socket bound to one address only."""
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, protocol)
     try:
@@ -245,7 +233,7 @@ def _bound(address: str, port: int) -> socket.socket:
 
 
 def _require_interface(name: str | None) -> None:
-    """Refuses an interface that this host has not; NCCL says so only the first time."""
+    """Refuses an interface that this host lacks; NCCL reports that only the first time."""
     known = [known for _, known in socket.if_nameindex()]
     if name is not None and name not in known:
         raise UnsupportedArgumentError(
@@ -254,7 +242,6 @@ def _require_interface(name: str | None) -> None:
 
 
 def _await_listener(address: str, port: int, deadline: float) -> None:
-    """Returns once somebody listens there."""
     while True:
         try:
             left = max(deadline - time.monotonic(), 1e-3)
@@ -268,11 +255,11 @@ def _await_listener(address: str, port: int, deadline: float) -> None:
 
 
 TRAINER_RANK = 0
-# Seconds between looks at work on a GPU that is under way, and at those who take part in it.
+# Seconds between looks at work under way on a GPU, at the store, and at whether peers are alive.
 SPIN_S = 50e-6
 STORE_POLL_S = 50e-6
 WATCH_S = 0.05
-# Seconds that the end of a group waits for Gloo to end what was under way.
+# Seconds that ``abort`` waits for Gloo to end what is under way.
 END_TIMEOUT_S = 0.2
 LEFT, GIVEN_UP, ONE_CHANNEL = "left", "given-up", "one-channel"
 CLOSED = "the group is not connected, or was closed after a failure"
@@ -281,14 +268,9 @@ CLOSED = "the group is not connected, or was closed after a failure"
 class BroadcastGroup:
     """One communicator: rank 0 is the trainer, which sends; the others receive.
 
-    Lifecycle: :meth:`host` on the trainer, which makes the store, then :meth:`connect` on every
-    rank at about the same time; any number of :meth:`broadcast` in the same order everywhere;
-    :meth:`close`. After an error on any rank the group is of no more use: close it everywhere.
-
-    Attributes:
-        rank: This process's rank.
-        device: As given.
-        rendezvous: As given.
+    Lifecycle: :meth:`host` on the trainer, which makes the store, and :meth:`join` on workers; then
+    :meth:`connect` on every rank at about the same time; any number of :meth:`broadcast` in the
+    same order everywhere; :meth:`close`. After an error on any rank, close the group everywhere.
     """
 
     def __init__(
@@ -312,7 +294,7 @@ class BroadcastGroup:
         timeout_s: float,
         interface: str | None = None,
     ) -> BroadcastGroup:
-        """Makes the store on the trainer; :meth:`connect` has still to be called."""
+        """Makes the store on the trainer; :meth:`connect` comes next."""
         store = host_store(
             address, port, world_size=world_size, timeout_s=timeout_s, interface=interface
         )
@@ -323,7 +305,7 @@ class BroadcastGroup:
     def join(
         cls, rendezvous: Rendezvous, rank: int, device: torch.device, *, timeout_s: float
     ) -> BroadcastGroup:
-        """Reaches the trainer's store from a worker; :meth:`connect` has still to be called."""
+        """Connects a worker to the trainer's store; :meth:`connect` comes next."""
         if not 0 < rank < rendezvous.world_size:
             raise TransferError(
                 f"rank must be in [1, {rendezvous.world_size}) in a group of "
@@ -334,36 +316,33 @@ class BroadcastGroup:
 
     @property
     def backend(self) -> str:
-        """``"nccl"`` or ``"gloo"``."""
         return "nccl" if self._stream is not None else "gloo"
 
     @property
     def is_connected(self) -> bool:
-        """Whether the group can be used."""
         return self._group is not None
 
     @property
     def store(self) -> BoundedStore:
-        """Store of all ranks."""
         if self._store is None:
             raise TransferError(CLOSED)
         return self._store
 
     @property
     def was_left(self) -> bool:
-        """On the trainer: whether a worker has left the group, perhaps for another trainer's."""
+        """On the trainer: whether a worker has left, perhaps for another trainer's group."""
         return self._store is None or self._store.check([LEFT])
 
     def absent(self) -> list[int]:
-        """Returns the ranks that have not come to the rendezvous yet."""
+        """Returns the ranks that have not reached the rendezvous yet."""
         ranks = range(self.rendezvous.world_size)
         return [rank for rank in ranks if not self.store.check([f"rank/{rank}"])]
 
     def connect(self, *, timeout_s: float, watch: Callable[[], None] | None = None) -> None:
-        """Meets all other ranks and passes a word round, so that later waits are for data only.
+        """Meets all other ranks and broadcasts one value, so later waits are for data only.
 
-        After a failure the group has still to be closed on the trainer, who may ask it first who
-        was :meth:`absent`; workers have left it.
+        After a failure workers have left the group; the trainer has still to close it, and may
+        first ask who was :meth:`absent`.
         """
         deadline = time.monotonic() + timeout_s
         give_up = self.abort if self.rank == TRAINER_RANK else self.close
@@ -396,8 +375,8 @@ class BroadcastGroup:
     def broadcast(self, tensor: torch.Tensor, *, timeout_s: float) -> dist.Work:
         """Starts sending ``tensor`` from the trainer to every other rank.
 
-        On CUDA the transfer follows the work queued on the current stream, and waiting for it
-        makes that stream wait, not the host.
+        On CUDA the transfer follows the work queued on the current stream, and waiting for it makes
+        that stream wait, not the host.
         """
         if self._group is None:
             raise TransferError(CLOSED)
@@ -429,8 +408,8 @@ class BroadcastGroup:
     def wait(self, work: dist.Work, watch: Callable[[], None] | None = None) -> None:
         """Waits for one transfer; on CUDA the current stream does, not the host.
 
-        Gloo forgets who waits for a message when the connection closes in the middle of it (torch
-        2.13), so this looks now and then who is still there.
+        Gloo never ends the wait for a message whose connection closes in the middle of it (torch
+        2.13), so this polls whether the peers are still there.
         """
         while self._stream is None and not work.is_completed():
             with contextlib.suppress(RuntimeError):  # not yet, or a failure: see the last line
@@ -440,7 +419,7 @@ class BroadcastGroup:
         work.wait()
 
     def _raise_if_left(self, watch: Callable[[], None] | None) -> None:
-        """Raises if ``watch`` does, or if somebody has left the group."""
+        """Raises if ``watch`` does, or if a peer has left the group."""
         if watch is not None:
             watch()
         if self._group is None:
@@ -467,7 +446,7 @@ class BroadcastGroup:
         watch: Callable[[], None] | None = None,
         poll_s: float = SPIN_S,
     ) -> None:
-        """Waits until everything queued by this group is done; gives the group up otherwise."""
+        """Waits until everything queued by this group is done; aborts the group otherwise."""
         if self._stream is None:
             return
         done = torch.cuda.Event()
@@ -501,9 +480,9 @@ class BroadcastGroup:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def abort(self) -> None:
-        """Gives the communicator up, whatever it is doing; on CUDA this ends waiting kernels.
+        """Aborts the communicator, whatever it is doing; on CUDA this ends waiting kernels.
 
-        No tensor is written to any more. Workers hear of it when the trainer does it, see
+        No tensor is written to any more. Workers notice the trainer's abort by
         :meth:`raise_if_given_up`.
         """
         group, self._group = self._group, None
@@ -526,11 +505,11 @@ class BroadcastGroup:
         """Closes them as Gloo does when a receive is late; it has no ``abort`` (torch 2.13)."""
         for peer in range(self.rendezvous.world_size):
             if peer != self.rank:
-                with contextlib.suppress(RuntimeError):  # in time, as nobody sends it
+                with contextlib.suppress(RuntimeError):  # it times out: no peer sends this
                     group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
 
     def raise_if_given_up(self) -> None:
-        """On a worker: what a wait for the trainer calls now and then."""
+        """On a worker: raises once the trainer has aborted; waits for the trainer poll this."""
         try:
             given_up = self.store.check([GIVEN_UP])
         except DistError as error:
@@ -541,8 +520,8 @@ class BroadcastGroup:
     def close(self) -> None:
         """Leaves the group; peers that still wait for this rank notice. Idempotent.
 
-        The trainer's store goes too: workers wait in it until the last reference is gone, of which
-        the traceback of an error may hold one to this object.
+        The trainer's store goes too: workers wait in it until the last reference is gone, and the
+        traceback of an error may hold one to this object.
         """
         self.abort()
         store, self._store = self._store, None
@@ -555,7 +534,7 @@ class BroadcastGroup:
     ) -> None:
         """Waits for keys that end in a rank, one each.
 
-        Looks again and again: a wait in the store that runs out leaves its connection in disorder.
+        Polls, since a wait in the store that times out leaves its connection unusable.
         """
         next_look = time.monotonic() + WATCH_S
         while not self.store.check(list(keys)):
@@ -598,7 +577,7 @@ class BroadcastGroup:
 
 
 def _have_ended(works: Sequence[dist.Work], deadline: float) -> bool:
-    """Waits until all have ended, however; returns whether they had by ``deadline``."""
+    """Waits until all works have ended or failed; returns whether they had by ``deadline``."""
     while not all(one.is_completed() for one in works):
         if time.monotonic() > deadline:
             return False
@@ -607,23 +586,22 @@ def _have_ended(works: Sequence[dist.Work], deadline: float) -> bool:
 
 
 def _keep(group: object, works: Sequence[dist.Work]) -> None:  # noqa: ARG001
-    """Keeps a group until what waits in it has run out of time."""
+    """Keeps a group alive until its works have timed out."""
     while not _have_ended(works, time.monotonic()):
         time.sleep(WATCH_S)
 
 
-# The word to begin a transfer, which the trainer gives when every worker is ready.
+# ---- Start signal of a transfer
 
-
-# The number of a push: that of its group, then this many bits that count.
+# A push id is its group's id, then this many bits that count pushes.
 PUSH_ID_BITS = 24
 GO = "go"
 
 
 class StartSignal:
-    """Who is ready for one transfer, and the trainer's word to begin it or to leave it.
+    """Barrier before a transfer: workers report ready, then the trainer starts or cancels it.
 
-    Nobody enters a collective before everybody is ready, so that a failure until then leaves the
+    No rank enters a collective before every rank is ready, so that a failure until then leaves the
     group usable and nothing to abort.
     """
 
@@ -631,7 +609,7 @@ class StartSignal:
         self._group, self._push_id = group, push_id
 
     def give(self, *, deadline: float, watch: Callable[[], None]) -> None:
-        """On the trainer: waits until every worker is ready, then gives the word."""
+        """On the trainer: waits until every worker is ready, then starts the transfer."""
         keys = [
             f"ready/{self._push_id}/{rank}" for rank in range(1, self._group.rendezvous.world_size)
         ]
@@ -645,7 +623,7 @@ class StartSignal:
         self._group.store.set(self._start_key, GO)
 
     def await_start(self, *, deadline: float) -> None:
-        """On a worker: says that it is ready and waits for the trainer's word."""
+        """On a worker: reports that it is ready and waits for the trainer's start."""
         store = self._group.store
         try:
             store.set(f"ready/{self._push_id}/{self._group.rank}", "1")

@@ -76,7 +76,7 @@ class BroadcastTransport:
         verify: When engines check what their load plan did against vLLM's own reload, for which
             everything is sent twice: at the ``"first"`` push, ``"always"``, or ``"never"``. Staged
             pushes are not checked: the reload would end the generation they are there to keep.
-        join_timeout_s: Seconds within which everybody must have come to the rendezvous.
+        join_timeout_s: Seconds within which every rank must have reached the rendezvous.
 
     Raises:
         UnsupportedArgumentError: ``bucket_bytes``, ``join_timeout_s`` or ``verify`` is not valid.
@@ -134,7 +134,7 @@ class BroadcastTransport:
         """Bytes that the buckets take on the trainer's device."""
         return sum(buffer.numel() for buffer in self._buffers)
 
-    # ---------------------------------------------------------------- the group
+    # ---- Group
 
     def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Forms the group with the workers of every replica that is alive; nothing if it stands.
@@ -142,9 +142,9 @@ class BroadcastTransport:
         Arguments are those of :meth:`WeightTransport.open`.
 
         Raises:
-            TransferError: Nobody is there to join, or nobody came in time.
+            TransferError: No replica is there to join, or none came in time.
             UnsupportedArgumentError: The trainer's device and the engines' do not go together, or
-                this host has not the interface.
+                this host lacks the interface.
         """
         if self._group is not None:
             if self._stands(self._group, members, source):
@@ -157,14 +157,14 @@ class BroadcastTransport:
         self._announced, self._views, self._packer, self._buffers = None, None, None, []
 
     def _stands(self, group: BroadcastGroup, members: Members, source: WeightSource | None) -> bool:
-        """Whether the group can be used from here and consists of these members."""
+        """Whether the group can be used from this device and consists of these members."""
         if not group.is_connected or group.was_left or self._joined != members.incarnations:
             return False
         home = None if self._given_device else home_device(source, group.device.type)
         return home in (None, group.device)
 
     def _device_for(self, source: WeightSource | None, engines: set[str]) -> torch.device:
-        """Returns the trainer's device for engines on these kinds of device."""
+        """Returns the trainer's device, which must be of the engines' one kind."""
         if len(engines) > 1:
             raise UnsupportedArgumentError(
                 f"a broadcast reaches engines of one kind of device, these are on {sorted(engines)}"
@@ -187,7 +187,7 @@ class BroadcastTransport:
     def _form(
         self, members: Members, described: Mapping[str, EngineDescription], device: torch.device
     ) -> bool:
-        """Forms a group with the members, or drops those that kept it from being formed."""
+        """Forms a group; False if members that kept it from being formed were dropped."""
         self._joined = dict(members.incarnations)
         ranks: dict[str, range] = {}
         world_size = 1
@@ -223,7 +223,8 @@ class BroadcastTransport:
         except TransferError as error:
             absent = set(group.absent())
             late = {name for name, own in ranks.items() if absent.intersection(own)}
-            # Those that said why kept it from being formed, and only then those that were silent.
+            # Members that reported a failure prevented it; only if there are none, those that were
+            # silent.
             failing = set(calls.failures()) or late
             group.close()  # which ends the others' waiting
             answers = calls.answers(GRACE_S)
@@ -242,26 +243,25 @@ class BroadcastTransport:
         return True
 
     def _leave(self) -> None:
-        """Leaves the group, which the workers notice."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
     def _give_up(self, members: Members, answers: Mapping[str, Any]) -> None:
-        """Gives the group up on both sides; the next push forms another."""
+        """Abandons the group on both sides; the next push forms another."""
         self._leave()
         gone = TimeoutError, ReplicaUnavailableError
         there = {name: () for name, one in answers.items() if not isinstance(one, gone)}
         members.client.start_calls("leave_broadcast", there).answers(LEAVE_TIMEOUT_S)
 
-    # ---------------------------------------------------------------- a push
+    # ---- Push
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
         """Broadcasts to every replica, those that hold the version already too.
 
         When one fails meanwhile, the communicator is given up on both sides. Every wait has a
         limit: ``join_timeout_s`` for a group to be formed, and for each attempt ``timeout_s`` to
-        announce, get ready, transfer and acknowledge; 10 s more for last words.
+        announce, get ready, transfer and acknowledge; 10 s more for final answers.
 
         Arguments and result are those of :meth:`WeightTransport.send`.
 
@@ -315,7 +315,7 @@ class BroadcastTransport:
         sent = time.perf_counter()
         began_here = failure is not None and not calls.failures()
         if failure is not None:
-            group.abort()  # whoever still waits for data need not wait any longer
+            group.abort()  # ends the waiting of workers for data
         answers = calls.answers(GRACE_S + (0.0 if failure else deadline.left_s))
         times.note("send_s", called, sent)
         times.note("acknowledge_s", sent)
@@ -374,7 +374,7 @@ class BroadcastTransport:
     def _announce(
         self, members: Members, layout: BucketLayout, deadline: Deadline
     ) -> dict[str, Any]:
-        """Tells the replicas what all pushes consist of, from now on."""
+        """Sends the replicas the metadata of this push and all later ones."""
         timeout_s = max(deadline.left_s, 1.0)
         content = to_json(layout.metadata), self._bucket_bytes
         calls = members.start("prepare_broadcast", *content, timeout_s=timeout_s)
@@ -386,18 +386,18 @@ class BroadcastTransport:
         return answers
 
     def _note_sent(self, paths: list[str]) -> None:
-        """Notes that every member has loaded what was sent, and by which path."""
+        """Records that every member has loaded what was sent, and by which path."""
         self._checked |= self._to_check()
         # A check may have ended a worker's trust in its plan.
         self._takes_direct = self._takes_direct and set(paths) == {"plan"}
         self._has_plans = any("plan" in path for path in paths)
 
     def _to_check(self) -> set[tuple[str, str, str]]:
-        """The engines of the group, each with what it is sent."""
+        """Every engine of the group, with the digest of what it is sent."""
         return {(self._digest, *one) for one in self._joined.items()}
 
     def _num_passes(self) -> int:
-        """How often to send everything: the second time is a check of load plans."""
+        """How often to send everything: a second time to check load plans."""
         unchecked = not self._to_check() <= self._checked
         wanted = self._verify == "always" or (self._verify == "first" and unchecked)
         return 2 if wanted and self._has_plans and not self._staged else 1
@@ -412,7 +412,7 @@ class BroadcastTransport:
         return self._layout
 
     def _look_at(self, source: WeightSource, layout: BucketLayout, device: torch.device) -> None:
-        """Finds out whether the tensors stay in place, and can be sent from there."""
+        """Notes whether the tensors stay in place and can be sent from there."""
         views = source.views() if isinstance(source, StableSource) else None
         if views is not None and views is self._views:
             return
@@ -426,7 +426,7 @@ class BroadcastTransport:
     def _packer_of(
         self, source: WeightSource, layout: BucketLayout, device: torch.device
     ) -> Packer:
-        """Returns what fills the buckets; kept as long as the source's tensors stay in place."""
+        """Returns what fills the buckets; reused as long as the tensors stay in place."""
         if not self._buffers:
             self._buffers, self._packer = make_buffers(layout, device), None
         if self._views is None:
@@ -450,7 +450,7 @@ class BroadcastTransport:
 
 
 def _with_cause(answer: Any, cause: SyncError) -> Any:
-    """Puts what went wrong at the trainer before what a replica says of it."""
+    """Prefixes a replica's error with the trainer's, which caused it."""
     if not isinstance(answer, Exception) or is_lost(answer) or str(cause) in str(answer):
         return answer
     return TransferError(f"{cause}; {answer}")

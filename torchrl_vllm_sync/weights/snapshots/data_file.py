@@ -1,15 +1,14 @@
-"""The data file of one version: a consolidated TensorDict, written in place chunk by chunk.
+"""Data file of one version: a consolidated TensorDict, written in place chunk by chunk.
 
-``TensorDict.from_consolidated`` reads it. Keys are flat: each is a parameter's name, dots included,
-so ``flatten_keys(".")`` leaves them as they are and no name can collide with another's prefix.
-A tag that says which version the file holds comes first, then the tensors, at multiples of 4 KiB in
-the order of the metadata, then the description that TensorDict reads (JSON and its length).
+A tag that names the version comes first, then the tensors, at multiples of 4 KiB in the order of
+the metadata, then the description that ``TensorDict.from_consolidated`` reads (JSON and its
+length). Keys are flat: parameter names, dots included, so ``flatten_keys(".")`` leaves them as they
+are and no name can collide with another's prefix.
 
 TensorDict's other format, a folder with a file for each tensor, was slower in all four cases, up to
-3.6 times (``benchmarks/results/memmap_cpu2_2026-11-21.json``).
-
-Dtypes that TensorDict 0.14 has no name for (float8, sub-byte) are stored as integers of the same
-size; ``open_tensordict`` views them back, TensorDict's own loader shows the integers.
+3.6 times (``benchmarks/results/memmap_cpu2_2026-11-21.json``). Dtypes that TensorDict 0.14 has no
+name for (float8, sub-byte) are stored as integers of the same size, which TensorDict's own loader
+shows; ``open_tensordict`` views them back.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 DATA_FILE = "weights.td"
 ALIGNMENT_BYTES = 4096
 TAG_BYTES = 16
-FAULT_BYTES = 64 << 20  # of a mapping are one thread's to fault in, then the next
+FAULT_BYTES = 64 << 20  # of a mapping that one thread faults in at a time
 MAX_THREADS = 8
 
 _QUANTIZED_DTYPES = frozenset(
@@ -67,12 +66,11 @@ class DataLayout:
 
     metadata: tuple[ParamMeta, ...]  # parameters in order
     offsets: tuple[int, ...]  # first byte of each
-    trailer: bytes  # tensorDict's description, as it stands at the end of the file
+    trailer: bytes  # TensorDict's description, as it stands at the end of the file
     num_bytes: int  # length of the file
 
     @classmethod
     def of(cls, metadata: Sequence[ParamMeta]) -> DataLayout:
-        """Lays ``metadata`` out."""
         leaves: dict[str, list[Any]] = {}
         offsets: list[int] = []
         end = TAG_BYTES
@@ -104,24 +102,21 @@ class DataLayout:
 class DataFile:
     """One data file open for writing.
 
-    In memory a reused file is mapped, and the mapping stays for the next version: one copy, no page
-    faults. All its blocks are allocated first, since a full tmpfs answers a store with SIGBUS, and
-    its pages faulted in by several threads: one took 28 of a push's 60 s for 61 GB
+    In memory a reused file is mapped, and stays so for the next version: one copy, no page faults.
+    All its blocks are allocated first, since a full tmpfs answers a store with SIGBUS, and its
+    pages faulted in by several threads: one took 28 of a push's 60 s for 61 GB
     (``benchmarks/results/fsdp_expert_parallel_shared_h200x2_2026-11-22.json``, ``acquire``).
     Elsewhere ``pwrite`` is faster: flushing a mapped page makes the next store to it fault again.
     """
 
     def __init__(self, path: Path, layout: DataLayout, *, allocate: bool, mapped: bool) -> None:
-        """Takes up a file of exactly this layout, or puts a new one in the place of ``path``.
-
-        A file that was there keeps its pages for whoever has it mapped.
-        """
+        """Takes up a file of exactly this layout, or puts a new one in the place of ``path``."""
         self.path, self.layout = path, layout
         self._pages: NDArray[np.uint8] | None = None
         length = layout.num_bytes - len(layout.trailer)
         self._handle = _open_if_alike(path, layout)
         if self._handle < 0:
-            path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # processes that have it mapped keep its pages
             self._handle = new_file(path)
         try:
             _pwrite(self._handle, bytes(TAG_BYTES), 0)  # before any other byte changes
@@ -146,10 +141,10 @@ class DataFile:
         return stored
 
     def tag(self, tag: bytes = bytes(TAG_BYTES)) -> None:
-        """Says which version the file holds; none from before its first byte until after the last.
+        """Marks which version the file holds; none from before its first byte until after the last.
 
-        An unchanged tag after the last read therefore means unchanged bytes. The file's time, which
-        stores through a mapping may leave as it is, is that of the tag.
+        An unchanged tag after the last read therefore means unchanged bytes. The file's time is set
+        to that of the tag, since stores through a mapping may leave it as it is.
         """
         _pwrite(self._handle, tag, 0)
         now = time.time_ns()  # the file system's own clock has coarse ticks
@@ -160,13 +155,12 @@ class DataFile:
         os.fsync(self._handle)
 
     def close(self) -> None:
-        """Gives mapping and handle back."""
         self._pages = None
         os.close(self._handle)
 
 
 def open_tensordict(path: Path, metadata: Sequence[ParamMeta]) -> TensorDict:
-    """Opens and maps a data file, copying nothing; see :func:`map_tensordict`."""
+    """Opens and maps a data file, copying nothing."""
     handle = open_file(path)
     try:
         return map_tensordict(handle, path, DataLayout.of(metadata))
@@ -175,15 +169,12 @@ def open_tensordict(path: Path, metadata: Sequence[ParamMeta]) -> TensorDict:
 
 
 def map_tensordict(handle: int, path: Path, layout: DataLayout) -> TensorDict:
-    """Maps an open data file, copying nothing.
-
-    The mapping is private: a store into one of its tensors stays in this process. TensorDict gets
-    to read no description but the one that this module writes for ``layout``.
-    """
+    """Maps an open data file privately: a store into one of its tensors stays in this process."""
     size = os.fstat(handle).st_size
     if size != layout.num_bytes:
         raise SnapshotError(f"{path}: truncated or replaced: {size} of {layout.num_bytes} bytes")
     length = len(layout.trailer)
+    # TensorDict gets to parse only a description that this module wrote for ``layout``.
     if os.pread(handle, length, size - length) != layout.trailer:
         raise SnapshotError(f"{path}: corrupted: its description is not the published one")
     # By its handle: by its name another file might be opened than the one that was checked.
@@ -201,12 +192,10 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether threads can read the tensor as it is."""
     return tensor.device.type == "cpu"
 
 
 def default_num_threads() -> int:
-    """How many threads copy or hash at once: one a core, eight at most."""
     return min(len(os.sched_getaffinity(0)), MAX_THREADS)
 
 
@@ -215,7 +204,7 @@ def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _fault_in(pages: NDArray[np.uint8]) -> None:
-    """Writes a byte to every page, from several threads: the kernel zeroes pages one by one."""
+    """Writes a byte to every page from several threads: the kernel zeroes pages one by one."""
 
     def touch(start: int) -> None:
         pages[start : start + FAULT_BYTES : mmap.PAGESIZE] = 0
@@ -252,14 +241,13 @@ def _pwrite(handle: int, content: bytes | NDArray[np.uint8], offset: int) -> Non
         offset += written
 
 
-# How tensors become bytes in a data file: cast, copied and hashed by several threads.
-
+# ---- Writing tensors: cast, copied and hashed by several threads
 
 # Source and destination of one piece stay in a core's cache until the piece is hashed, and the cost
 # of a Python call per piece stays small.
 CHUNK_BYTES = 2 << 20
 BUFFERS_PER_THREAD = 8
-# Without a piece that was stored: a disk may be slow, but not that slow.
+# Longest time in which no piece is stored: a disk may be slow, but not that slow.
 STORE_TIMEOUT_S = 600.0
 # A part of a tensor, and the buffer that it is in.
 _Piece = tuple[torch.Tensor, torch.Tensor | None]
@@ -268,11 +256,11 @@ _Piece = tuple[torch.Tensor, torch.Tensor | None]
 class TensorWriter:
     """Copies tensors into a data file piece by piece, and hashes each piece while it is in cache.
 
-    In a ``with`` block, :meth:`add` every tensor, then :meth:`finish`; when the block ends, no
-    thread is at the file any more. Each tensor is one thread's, so that several are under way.
-    Those of another dtype are cast piece by piece; those of a GPU pass through page-locked
-    ``buffers``, which are made if that list is empty and can be given to the next writer: they are
-    copied out by the thread that calls, in the order of its stream, and stored by the others.
+    In a ``with`` block, :meth:`add` every tensor, then :meth:`finish`; after the block no thread
+    uses the file any more. Each tensor is one thread's, so that several are under way. Those of a
+    GPU pass through page-locked ``buffers``, which are made if that list is empty and can be given
+    to the next writer: the calling thread copies them out, in the order of its stream, and the
+    others store them.
     """
 
     def __init__(
@@ -283,7 +271,7 @@ class TensorWriter:
         self._threads = ThreadPoolExecutor(self._num_threads)
         self._free: queue.SimpleQueue[torch.Tensor] | None = None
         self._tensors: list[Future[tuple[int, float, float]]] = []
-        self._num_stored = 0  # pieces: shows whether it goes on
+        self._num_stored = 0  # pieces: shows progress
         self._failure: BaseException | None = None
         self._is_over = False
 
@@ -296,7 +284,7 @@ class TensorWriter:
         self._threads.shutdown(cancel_futures=True)
 
     def add(self, tensor: torch.Tensor, meta: ParamMeta, offset: int, *, stays: bool) -> None:
-        """Stores ``tensor`` as ``meta`` says, soon if it stays as it is and otherwise now."""
+        """Stores ``tensor`` as ``meta`` says: later if it stays as it is, otherwise now."""
         self._raise_failure()
         # A column of a matrix is flat already, and a view of it, but its bytes lie apart.
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
@@ -341,7 +329,7 @@ class TensorWriter:
             part = piece
             try:
                 if self._is_over or self._failure is not None:
-                    continue  # what has arrived already gives its buffer back
+                    continue  # pieces that have arrived still return their buffers
                 begin = time.perf_counter()
                 if part.dtype != dtype:
                     if cast_to is None:
@@ -364,10 +352,7 @@ class TensorWriter:
     def _copied_out(
         self, parts: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields the parts of a device's tensor as they arrive, each with the buffer it is in.
-
-        One part is copied while the one before is at work.
-        """
+        """Yields a device tensor's parts and their buffers; copies one while the last is stored."""
         device = parts[0].device
         accelerator = torch.get_device_module(device)
         waiting: tuple[torch.Tensor, torch.Tensor, Any] | None = None
@@ -386,7 +371,6 @@ class TensorWriter:
             yield waiting[:2]
 
     def _free_buffer(self) -> torch.Tensor:
-        """Waits for a free buffer."""
         self._raise_failure()
         if self._free is None:
             if not self._buffers:

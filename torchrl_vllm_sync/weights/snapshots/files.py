@@ -1,4 +1,4 @@
-"""What snapshots need of the system: private files, locks, small signed records, processes."""
+"""Private files, locks, checksummed records and process identities for snapshots."""
 
 from __future__ import annotations
 
@@ -26,37 +26,38 @@ from torchrl_vllm_sync.replica import process_began
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Files that only this user can have written: whoever can write into a snapshot directory decides
-# what weights the engines get. So folders are made with mode 0700 and files with 0600, whatever the
-# umask, and one that is opened must
+# ---- Trust
 #
-# * be what it should be, a folder or a regular file, and no symbolic link;
+# Any user who can write into a snapshot directory decides what weights the engines get. So folders
+# are made with mode 0700 and files with 0600, whatever the umask, and one that is opened must
+#
+# * be a folder or a regular file, as expected, and no symbolic link;
 # * belong to the user who opens it, or to root;
-# * be writable by nobody else. Readable is fine: a directory that the user made may have 0755.
+# * be writable by no other user. Readable is fine: a directory that the user made may have 0755.
 #
-# Each rule is checked on the open handle, so nothing can be put in the place of what was checked.
-# Folders above the snapshot directory are the user's business; a sticky one, such as ``/dev/shm``,
-# will do. Where a file system stores other owners than those who write (NFS with ``root_squash``),
-# the owner that a new file gets counts as this user too.
+# Each rule is checked on the open handle, so nothing can replace what was checked. Folders above
+# the snapshot directory are the user's responsibility; a sticky one, such as ``/dev/shm``, will do.
+# Where a file system stores other owners than those who write (NFS with ``root_squash``), the owner
+# that a new file gets counts as this user too.
 
 TEMPORARY_PREFIX = ".tmp-"
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ROOT = 0
-# For each file system (its device number) that was asked: who owns what this process makes there.
+# Owner of the files that this process makes, by the file system's device number.
 _mapped_owners: dict[int, int] = {}
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 _Value = TypeVar("_Value", str, int, bool)
 
 
 def open_folder(path: Path) -> int:
-    """Opens a folder that nobody else can write into; the caller closes the handle."""
+    """Opens a folder that no other user can write into; the caller closes the handle."""
     handle = _open(path, os.O_RDONLY | os.O_DIRECTORY)
     return _checked(handle, path, handle, stat.S_ISDIR)
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Opens a file that nobody else can have written; the caller closes the handle."""
+    """Opens a file that no other user can have written; the caller closes the handle."""
     folder = open_folder(path.parent)
     try:
         return _checked(_open(path, flags, folder), path, folder, stat.S_ISREG)
@@ -65,7 +66,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _open(path: Path, flags: int, folder: int | None = None) -> int:
-    # O_NONBLOCK: a pipe that somebody put there must not keep the reader waiting.
+    # O_NONBLOCK: opening a pipe in the file's place must not block.
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         return os.open(path if folder is None else path.name, flags, FILE_MODE, dir_fd=folder)
@@ -79,7 +80,7 @@ def _open(path: Path, flags: int, folder: int | None = None) -> int:
 
 
 def _checked(handle: int, path: Path, folder: int, is_right: Callable[[int], bool]) -> int:
-    """Returns the handle; closes it if what it opened is not to be trusted."""
+    """Returns the handle; closes it if what it opened cannot be trusted."""
     try:
         _check(os.fstat(handle), path, folder, is_right)
     except BaseException:
@@ -112,13 +113,13 @@ def _owner_here(folder: int) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             probe = os.open(name, flags, FILE_MODE, dir_fd=folder)
-        except OSError:  # nothing of this process's can be there
+        except OSError:  # this process cannot have made anything there
             return os.geteuid()
         try:
             _mapped_owners[device] = os.fstat(probe).st_uid
         finally:
             os.close(probe)
-            with suppress(FileNotFoundError):  # a writer that opens clears temporary files away
+            with suppress(FileNotFoundError):  # a new writer removes temporary files
                 os.unlink(name, dir_fd=folder)
     return _mapped_owners[device]
 
@@ -131,7 +132,7 @@ def new_file(path: Path) -> int:
 
 
 def require_folder(path: Path) -> None:
-    """Makes a folder of mode 0700 unless there is one that will do."""
+    """Makes a folder of mode 0700 unless there is one that can be trusted."""
     try:
         os.mkdir(path, FOLDER_MODE)
     except FileExistsError:
@@ -142,7 +143,6 @@ def require_folder(path: Path) -> None:
 
 
 def list_folder(path: Path) -> list[str]:
-    """Returns the names in a folder, sorted."""
     handle = open_folder(path)
     try:
         return sorted(os.listdir(handle))
@@ -151,21 +151,19 @@ def list_folder(path: Path) -> list[str]:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder; what another process still uses there is left for the next time.
-
-    NFS keeps a file that a process of this host has open under another name in its folder.
-    """
+    """Removes a folder; what another process still uses there is left for the next time."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
         return
     except OSError as error:
+        # NFS keeps a file that a process of this host has open under another name in its folder.
         if error.errno not in {errno.ENOTEMPTY, errno.EBUSY}:
             raise
 
 
 def read_file(path: Path, *, max_bytes: int) -> bytes:
-    """Returns all of a file; one too long to be what its name says is refused before it is read."""
+    """Reads a whole file; refuses one longer than ``max_bytes`` before reading it."""
     with os.fdopen(open_file(path), "rb") as file:
         found = os.fstat(file.fileno()).st_size
         if found > max_bytes:
@@ -176,22 +174,19 @@ def read_file(path: Path, *, max_bytes: int) -> bytes:
 
 
 def replace_file(path: Path, content: bytes, *, fsync: bool) -> None:
-    """Replaces ``path`` in one step: temporary file, ``fsync``, rename, ``fsync`` of the folder.
-
-    The rename is durable only once the folder is, and must never be durable before the content.
-    """
+    """Replaces ``path`` in one step: temporary file, ``fsync``, rename, ``fsync`` of the folder."""
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     try:
         with os.fdopen(new_file(temporary), "wb") as file:
             file.write(content)
             file.flush()
-            if fsync:
+            if fsync:  # first: the rename must never be durable before the content
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if fsync:
+    if fsync:  # the rename is durable only once the folder is
         fsync_folder(path.parent)
 
 
@@ -205,7 +200,7 @@ def fsync_folder(path: Path) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds a ``flock`` on a file; False if there is none."""
+    """Whether a process holds a ``flock`` on a file; False if there is none."""
     try:
         handle = open_file(path, os.O_RDWR)
     except FileNotFoundError:
@@ -221,7 +216,7 @@ def is_locked(path: Path) -> bool:
 
 
 def lock_holders(path: Path) -> str:
-    """Who locked a file, as far as this pid namespace shows it, for messages."""
+    """Names who locked a file, as far as this pid namespace shows it, for messages."""
     try:
         inode, text = str(path.lstat().st_ino), Path("/proc/locks").read_text()
     except OSError:  # released since, or a container without such a list
@@ -247,18 +242,17 @@ def storage_errors(doing: str) -> Iterator[None]:
         raise SnapshotError(f"{doing}: {error.strerror or error}{where}") from error
 
 
-# Records: JSON objects that begin with a checksum of all the bytes that follow it, and a format.
+# ---- Records: JSON objects that begin with a checksum of all bytes after it, and a format
 _FORMAT = 3
 
 
 def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
-    """Replaces ``path`` by ``record``, in one step."""
+    """Replaces ``path`` by ``record`` atomically."""
     rest = json.dumps({"format": _FORMAT} | record, separators=(",", ":"))[1:].encode()
     replace_file(path, _signature(rest) + rest, fsync=fsync)
 
 
 def read_json(path: Path, *, max_bytes: int = 1 << 16) -> dict[str, Any]:
-    """Reads what ``write_json`` wrote."""
     return parse_json(read_file(path, max_bytes=max_bytes), path)
 
 
@@ -309,7 +303,7 @@ def is_memory_file_system(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process, told apart from a later one that got the same pid."""
+    """One process, distinct from a later one with the same pid."""
 
     host: str  # boot id and pid namespace: pids are comparable only where this is equal
     hostname: str  # for messages
@@ -318,13 +312,11 @@ class ProcessIdentity:
 
     @classmethod
     def current(cls) -> ProcessIdentity:
-        """The calling process."""
         pid = os.getpid()
         return cls(_host(), socket.gethostname(), pid, process_began(pid) or 0)
 
     @classmethod
     def from_record(cls, record: dict[str, Any], source: Path) -> ProcessIdentity:
-        """Reads the fields."""
         host, hostname = (field(record, name, str, source) for name in ("host", "hostname"))
         pid, start_time = (field(record, name, int, source) for name in ("pid", "start_time"))
         return cls(host, hostname, pid, start_time)

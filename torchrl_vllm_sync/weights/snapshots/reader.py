@@ -1,4 +1,4 @@
-"""The reader's side of snapshots: maps exactly one whole version, and holds it while it is used."""
+"""Reader of snapshots: maps exactly one whole version, and holds it while it is used."""
 
 from __future__ import annotations
 
@@ -35,14 +35,10 @@ _POLL_S = 0.02
 
 
 class Snapshot:
-    """One version, mapped and locked, inside ``SnapshotReader.read``.
+    """One version inside ``SnapshotReader.read``: its manifest, and its mapped tensors by name.
 
-    Its tensors lie in the writer's file: copy what is to outlive the ``with`` block, and write into
-    none of them.
-
-    Attributes:
-        manifest: What was published.
-        tensordict: Every parameter under its name; locked.
+    ``tensordict`` is locked and lies in the writer's file: copy what is to outlive the ``with``
+    block, and write into none of its tensors.
     """
 
     def __init__(self, path: Path, handle: int, manifest: Manifest, tensordict: TensorDict) -> None:
@@ -52,12 +48,10 @@ class Snapshot:
 
     @property
     def version(self) -> int:
-        """Policy version of every tensor."""
         return self.manifest.version
 
     @property
     def metadata(self) -> list[ParamMeta]:
-        """Every parameter in order."""
         return list(self.manifest.metadata)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,10 +60,11 @@ class Snapshot:
             yield meta.name, self.tensordict.get(meta.name)
 
     def validate(self) -> None:
-        """Finds out, after the tensors were used, whether they were this version all the time.
+        """Checks, after the tensors were used, that they were this version all the time.
 
-        No writer touches a file that is locked. But locks may not reach, and the directory may have
-        been removed or made anew, so that whoever opened the file by its name read another.
+        No writer touches a file that is locked. But locks may not reach other hosts, and the
+        directory may have been removed or made anew, so that a process that opened the file by its
+        name read another.
         """
         with storage_errors(f"{self._path}: validating"):
             try:
@@ -202,7 +197,7 @@ class SnapshotReader:
                     snapshot.validate()
                     return snapshot
             except OSError as error:
-                # Blocked while a writer looks whether it is locked.
+                # EAGAIN: a writer is just testing whether the file is locked.
                 if is_late or error.errno not in {errno.ENOENT, errno.ESTALE, errno.EAGAIN}:
                     raise SnapshotError(
                         f"{path}: version {manifest.version} cannot be read: {error.strerror}"
@@ -221,7 +216,7 @@ class SnapshotReader:
         kept = self._mapped.get(manifest.path)
         if kept is not None and kept[:2] == (key, data):
             return kept[2]
-        # The writer has replaced or removed folders: let go of their pages.
+        # The writer has replaced or removed folders: free their pages.
         for name, (_, known, _) in list(self._mapped.items()):
             if known != data or not (self.directory / name).exists():
                 del self._mapped[name]

@@ -1,7 +1,7 @@
-"""The two records of a snapshot directory, and the lock of its one writer.
+"""Records of a snapshot directory, and the lock of its one writer.
 
-``CURRENT`` is the manifest of the current version. ``SNAPSHOTS.json`` makes the directory ours and
-says whose run it belongs to and which writer came last.
+``CURRENT`` is the manifest of the current version. ``SNAPSHOTS.json`` marks the directory as this
+library's, and names its run and its last writer.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ LAYOUTS = ("slots", "versions")
 CURRENT = "CURRENT"
 MARKER = "SNAPSHOTS.json"
 LOCK, COMMIT = "LOCK", "COMMIT"
-# An empty file in a directory that nobody named: it is to go with the process that made it.
+# An empty file in a directory that no user named: it is to be removed with its process.
 TEMPORARY = "TEMPORARY"
 
-# Some 400,000 parameters.
+# About 400,000 parameters.
 _MAX_MANIFEST_BYTES = 64 << 20
 # The folders of versions lie directly in the snapshot directory.
 FOLDERS = {
     "slots": re.compile("slot-(?P<epoch>[0-9]+)-[0-9]+"),
     "versions": re.compile("v[0-9]+-(?P<epoch>[0-9]+)"),
 }
-# What a writer may have made before it died and before the marker was there.
+# What a writer that died may have made before the marker.
 _BEFORE_MARKER = frozenset({LOCK, COMMIT, TEMPORARY})
-# Another writer may be in the middle of a commit for so long.
+# How long another writer's commit may take.
 LOCK_TIMEOUT_S = 10.0
 _POLL_S = 0.005
 
@@ -75,7 +75,6 @@ class Manifest:
 
     @property
     def metadata(self) -> tuple[ParamMeta, ...]:
-        """Every parameter in order."""
         return self.data.metadata
 
     @property
@@ -84,7 +83,6 @@ class Manifest:
         return xxhash.xxh3_128_digest(f"{self.run_id} {self.epoch} {self.version}".encode())
 
     def to_record(self) -> dict[str, Any]:
-        """The fields as JSON holds them."""
         return {
             "run_id": self.run_id,
             "epoch": self.epoch,
@@ -97,7 +95,7 @@ class Manifest:
 
     @classmethod
     def from_record(cls, record: dict[str, Any], path: Path, known: DataLayout | None) -> Manifest:
-        """Checks and reads what ``to_record`` wrote; ``known`` may be its layout."""
+        """Checks and parses a record; ``known`` may be its layout, to spare computing it."""
         layout, folder = field(record, "layout", str, path), field(record, "path", str, path)
         if layout not in FOLDERS or not FOLDERS[layout].fullmatch(folder):
             raise SnapshotError(
@@ -148,7 +146,7 @@ class ManifestFile:
         return self._manifest
 
     def write(self, manifest: Manifest, *, fsync: bool) -> None:
-        """Makes ``manifest`` the current one, in one step."""
+        """Makes ``manifest`` the current one atomically."""
         write_json(self.path, manifest.to_record(), fsync=fsync)
 
 
@@ -168,21 +166,21 @@ def _list(record: dict[str, Any], name: str, path: Path) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose directory it is, and which writer came last."""
+    """The run that a directory belongs to, and its last writer."""
 
     run_id: str  # the training run; versions are comparable only within one
     layout: LayoutName  # how versions are stored
     epoch: int  # number of the writer; each counts on from the one before
     process: ProcessIdentity  # the writer's
     released: bool  # whether it has given the directory back
-    # what writers from this epoch on have made may be written again: those before this one have
-    # certainly ended. What is older may be in the hands of a writer that was replaced while it was
-    # stopped, and that writes on into it when it wakes up
+    # folders of writers from this epoch on may be written again: their writers have certainly
+    # ended. An older one may be that of a writer that was replaced while it was stopped, and that
+    # writes on when it resumes
     reusable_from: int
 
     @classmethod
     def read(cls, directory: Path) -> Owner | None:
-        """The last owner; None if the directory is new: absent, empty, or barely begun."""
+        """Reads the last owner; None if the directory is new: absent, empty, or barely begun."""
         path = directory / MARKER
         try:
             record = read_json(path)
@@ -212,7 +210,7 @@ class Owner:
         )
 
     def write(self, directory: Path, *, fsync: bool) -> None:
-        """Makes ``directory`` this writer's."""
+        """Makes this the owner of ``directory``."""
         record = asdict(self)
         write_json(directory / MARKER, record | record.pop("process"), fsync=fsync)
 
@@ -220,7 +218,7 @@ class Owner:
     def before(
         cls, directory: Path, layout: LayoutName, run_id: str | None, *, takeover: bool
     ) -> Owner | None:
-        """Who had the directory last, if it can be taken up with this layout and run."""
+        """Reads the last owner; refuses another layout, or another run without ``takeover``."""
         known = cls.read(directory)
         if known is None:
             return None
@@ -251,7 +249,7 @@ class WriterLock:
         self._handle = -1
 
     def acquire(self, layout: LayoutName, run_id: str | None, *, takeover: bool) -> None:
-        """Becomes the owner, inside ``exclusive()``; of another run's versions none stays."""
+        """Becomes the owner, inside ``exclusive()``; removes another run's manifest."""
         previous = Owner.before(self._directory, layout, run_id, takeover=takeover)
         gone = previous is None or previous.released or previous.process.is_gone()
         if gone is False and not takeover:
@@ -262,7 +260,7 @@ class WriterLock:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(handle)
-            # A dead owner's lock lives on in processes that it forked; that is no owner.
+            # A dead owner's lock lives on in processes that it forked; those are no owners.
             if (previous is None or previous.released or not gone) and not takeover:
                 raise self._held_error(previous) from error
             os.unlink(path)
@@ -274,8 +272,8 @@ class WriterLock:
         run_id = run_id or known or uuid.uuid4().hex
         if run_id != known:
             (self._directory / CURRENT).unlink(missing_ok=True)
-        # Carried on from writer to writer: one that was replaced while it was alive may wake up
-        # long after its successor has ended.
+        # Carried on from writer to writer: one that was replaced while it was alive may resume long
+        # after its successor has ended.
         reusable_from = previous.reusable_from if previous is not None and gone else epoch
         process = ProcessIdentity.current()
         self.owner = Owner(run_id, layout, epoch, process, False, reusable_from)
@@ -289,14 +287,14 @@ class WriterLock:
 
     @property
     def is_out_of_reach(self) -> bool:
-        """Whether there is nothing to give back: the directory is gone, or not to be got at."""
+        """Whether there is nothing to release: the directory is gone, or inaccessible."""
         try:
             return self.is_removed
         except SnapshotError:
             return True
 
     def check(self) -> None:
-        """Finds out whether this writer still owns the directory."""
+        """Raises unless this writer still owns the directory."""
         found = Owner.read(self._directory)
         if found is None:
             raise SnapshotError(
@@ -311,14 +309,14 @@ class WriterLock:
 
     @contextmanager
     def commit(self) -> Iterator[None]:
-        """Keeps every other writer out of the few file operations that make a version visible."""
+        """Excludes other writers from the few file operations that make a version visible."""
         with self.exclusive():
             self.check()
             yield
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Holds ``COMMIT``, whoever owns the directory."""
+        """Holds ``COMMIT``, whichever writer owns the directory."""
         path = self._directory / COMMIT
         handle = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -341,7 +339,7 @@ class WriterLock:
             os.close(handle)
 
     def release(self) -> None:
-        """Gives the right back; what a fenced writer had is another's already."""
+        """Gives up the directory, unless a successor owns it already."""
         if self._handle < 0:
             return
         try:

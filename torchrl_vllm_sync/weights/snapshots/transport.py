@@ -35,7 +35,7 @@ _OWN_NAME = re.compile(
 
 
 class MemmapTransport:
-    """Publishes each version as a memory-mapped TensorDict and tells the replicas to load it.
+    """Publishes each version as a memory-mapped TensorDict, which the replicas then load.
 
     Args:
         directory: Where versions are stored; must be visible to every replica's node. By default
@@ -100,8 +100,8 @@ class MemmapTransport:
     def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Creates the directory, or takes it up, and becomes its only writer.
 
-        Arguments are those of :meth:`WeightTransport.open`. If somebody has removed the directory
-        of an open transport, a default one is made anew.
+        Arguments are those of :meth:`WeightTransport.open`. If the directory of an open transport
+        was removed, a default one is made anew.
 
         Raises:
             SnapshotError: The directory is unusable, foreign or another writer's, or was removed.
@@ -203,12 +203,13 @@ def _new_directory(service_name: str) -> Path:
 
 
 def _remove_orphans(root: Path) -> None:
-    """Frees the memory of trainers of this user that were killed before they could do it.
+    """Frees the memory of this user's trainers that were killed before they could do it.
 
-    Only what :func:`_new_directory` made, and nobody has named since; not if others left files.
+    Only directories of :func:`_new_directory` that no user has named since, and only without
+    foreign files.
     """
     for directory in root.glob(f"{PREFIX}*"):
-        # Locked by its writer, or gone by now; or somebody else's.
+        # Locked by its writer, or gone by now; or another user's.
         with (
             contextlib.suppress(OSError, SnapshotError),
             os.fdopen(open_file(directory / LOCK, os.O_RDWR), "rb+") as lock,

@@ -1,4 +1,4 @@
-"""The writer's side of snapshots: publishes whole versions of the weights through a file system.
+"""Writer of snapshots: publishes whole versions of the weights through a file system.
 
 Each version is a consolidated TensorDict in one file (``data_file``), named by one manifest that is
 replaced atomically (``records``), so a reader sees exactly one version whatever is killed when.
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
-# A publish waits so long when readers hold all slots.
+# How long a publish waits when readers hold all slots.
 SLOT_TIMEOUT_S = 5.0
 _POLL_S = 0.01
 
@@ -70,11 +70,11 @@ _POLL_S = 0.01
 class Store:
     """The folders of one directory, each with one version.
 
-    A version goes ``begin``, write into the file, ``complete``; after the manifest has moved,
-    ``collect``. In layout ``slots``, for one host, a folder that is neither current nor being read
-    is written again, oldest first, since its pages exist already; when every one is taken there is
-    one more, up to a limit. In layout ``versions``, for file systems that several hosts share, each
-    version has a new folder: a page that was read once may be served from a host's cache for ever,
+    For each version: ``begin``, write into the file, ``complete``; after the manifest has moved,
+    ``collect``. Layout ``slots``, for one host, writes again the oldest folder that is neither
+    current nor being read, since its pages exist already; when every one is taken it makes one
+    more, up to a limit. Layout ``versions``, for file systems that several hosts share, makes a new
+    folder for each version: a page that was read once may be served from a host's cache for ever,
     so no byte of a visible file changes. The last two stay, and what is being read as far as locks
     reach.
     """
@@ -89,14 +89,14 @@ class Store:
         self._num_made = 0
         self._files: dict[str, DataFile] = {}
         self._current = None if current is None else current.path
-        # Oldest first. Those of an owner that may still be alive are never written by another: it
-        # may have been stopped after it had looked whether it is the owner.
+        # Oldest first. Folders of an owner that may be alive are never written by another: it may
+        # have been stopped just after it had checked that it is the owner.
         found = self._folders()
         self._names = [name for name in found if found[name] >= owner.reusable_from]
         self._names.sort(key=lambda name: (name == self._current, self._written_at(name)))
 
     def begin(self, version: int, layout: DataLayout) -> tuple[str, DataFile]:
-        """Takes a folder to write into."""
+        """Returns a folder to write into, and its file."""
         if not self._reuses:
             return self._new(f"v{version}-{self._owner.epoch}", layout)
         deadline = time.monotonic() + SLOT_TIMEOUT_S
@@ -131,13 +131,13 @@ class Store:
             self.close()
 
     def abandon(self, name: str) -> None:
-        """Leaves a version unfinished: a slot stays the oldest, another folder goes."""
+        """Leaves a version unfinished: a slot stays the oldest, another folder is removed."""
         if not self._reuses:
-            with suppress(OSError):  # it goes when a version is collected
+            with suppress(OSError):  # ``collect`` removes it later
                 self._remove(name)
 
     def collect(self) -> None:
-        """Removes folders beyond those to keep, and those of earlier writers, if nobody reads."""
+        """Removes folders beyond those to keep, and earlier writers', unless being read."""
         surplus = [name for name in self._folders() if name not in self._names]
         excess = max(len(self._names) - self._num_kept, 0)
         if self._reuses:
@@ -150,12 +150,11 @@ class Store:
                 self._remove(name)
 
     def prepare(self, layout: DataLayout) -> None:
-        """Makes all slots now."""
         while self._reuses and len(self._names) < self._num_kept:
             self._new_slot(layout)
 
     def close(self) -> None:
-        """Gives files and mappings back; the folders stay."""
+        """Closes files and mappings; the folders stay."""
         while self._files:
             self._files.popitem()[1].close()
 
@@ -178,8 +177,8 @@ class Store:
     def _new(self, name: str, layout: DataLayout) -> tuple[str, DataFile]:
         """Makes a folder, if what is to be in it fits.
 
-        The epoch in its name keeps writers apart: one that was replaced while it was stopped wakes
-        up with its own folders, not with those of its successor.
+        The epoch in its name separates writers: one that was replaced while it was stopped resumes
+        with its own folders, not with its successor's.
         """
         self._remove(name)  # left behind if it could not be abandoned
         facts = os.statvfs(self._directory)
@@ -220,7 +219,7 @@ class Store:
         return self._directory / name / DATA_FILE
 
     def _written_at(self, name: str) -> int:
-        """When the file in a folder was tagged last; 0 if there is none."""
+        """When the file in a folder was last tagged; 0 if there is none."""
         if DATA_FILE not in list_folder(self._directory / name):
             return 0
         return self._path(name).lstat().st_mtime_ns
@@ -253,7 +252,7 @@ class SnapshotWriter:
 
     Args:
         directory: New, empty, or left by an earlier writer. Made with mode 0700; one that is there
-            must be this user's, no symbolic link and writable by nobody else.
+            must be this user's, no symbolic link and writable by no other user.
         layout: ``"slots"`` for one host (shared memory, local disk): folders in turn, whose pages
             exist already. ``"versions"`` for shared file systems: a new folder each.
         num_slots: Slots in turn; at least 2.
@@ -310,7 +309,7 @@ class SnapshotWriter:
                     if name.startswith(TEMPORARY_PREFIX):
                         (self.directory / name).unlink(missing_ok=True)
                 owner = self._lock.owner
-                if owner.epoch > 1:  # it was named by somebody: it is not the first one's alone
+                if owner.epoch > 1:  # a user named it: it is not the first writer's alone
                     (self.directory / TEMPORARY).unlink(missing_ok=True)
                 self._current = self._manifest_file.read()
                 if self._current is not None and self._current.run_id != owner.run_id:
@@ -339,10 +338,10 @@ class SnapshotWriter:
 
     @property
     def is_removed(self) -> bool:
-        """Whether somebody has removed the directory, or all that is in it.
+        """Whether the directory was removed, or all that is in it.
 
         Raises:
-            SnapshotError: It cannot be looked at.
+            SnapshotError: It cannot be accessed.
         """
         return self._lock.is_removed
 
@@ -380,8 +379,8 @@ class SnapshotWriter:
     ) -> PublishReport:
         """Stores every tensor as ``version`` and makes that current.
 
-        Protocol: a folder that nobody reads, data, flush, then under the commit lock the manifest
-        by rename. On any error the version before stays current.
+        Protocol: a folder that is not being read, data, flush, then under the commit lock the
+        manifest by rename. On any error the version before stays current.
 
         Args:
             tensors: Yields ``(name, tensor of full shape)`` in the order of ``metadata``; each is
@@ -479,7 +478,7 @@ class SnapshotWriter:
         """Gives the directory back; a second call does nothing.
 
         Args:
-            remove: Whether to delete the directory with all versions, if nobody else has.
+            remove: Whether to delete the directory with all versions, unless it is gone.
 
         Raises:
             FencedWriterError: ``remove`` is asked for and another writer has taken over.
