@@ -1,1 +1,1 @@
-"""Inside one replica, where prompts and weights meet: actor, answers, updates, workers."""
+"""The parts of one replica: its actor, requests, weight updates and workers."""

@@ -70,14 +70,11 @@ def of_part(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
 class EngineActor:
     """The class behind each replica's Ray actor; subclass it for an ``actor_class`` of your own.
 
-    Lifecycle: constructed (``STARTING``), :meth:`start` builds the engine (``SERVING``), weight
-    updates pass through ``UPDATING``, :meth:`drain` lets requests end (``DRAINING``), :meth:`close`
-    ends the engine (``CLOSED``). An update that fails leaves ``STALE``, a dead or silent engine
-    ``FAILED``; neither takes requests. A replica that joins a running service is told
-    ``join_later`` before it starts, and serves from ``admit`` on.
-
-    It holds parts, and lends their methods its name: requests (``Answers``), weights (``Updates``),
-    the ways they come in, and vLLM's own calls (``NativeCalls``).
+    Lifecycle: constructed (``STARTING``), :meth:`start` builds the engine (``SERVING``), updates
+    pass through ``UPDATING``, :meth:`drain` lets requests end (``DRAINING``), :meth:`close` ends
+    the engine (``CLOSED``). A failed update leaves ``STALE``, a dead or silent engine ``FAILED``;
+    neither takes requests. A replica that joins a running service gets ``join_later`` before it
+    starts, and serves from ``admit`` on.
     """
 
     def __init__(
@@ -111,7 +108,7 @@ class EngineActor:
         except SyncError:
             raise
         except Exception as error:
-            # Some, such as pydantic's, cannot be pickled, of which Ray would tell instead.
+            # Some, such as pydantic's, cannot be pickled: Ray would raise that error instead.
             why = f"{type(error).__name__}: {error}"
             if "root cause" in why and (cause := internals.startup_failure(printed)):
                 why = f"{why}: {cause}"
@@ -135,7 +132,7 @@ class EngineActor:
         return self.describe()
 
     def _take_weights(self) -> None:
-        """Makes what brings weights to the engine, and what tells whether it is alive."""
+        """Builds the parts that need the engine."""
         self._updates = updates = Updates(self.engine, self._gate)
         self._answers.begin(self.engine, updates)
         self._native = NativeCalls(updates, self.engine, self._gate)
@@ -151,7 +148,7 @@ class EngineActor:
         self._started = True
 
     def join_later(self) -> None:
-        """Has :meth:`start` leave the replica ``STARTING``: it serves once it is admitted."""
+        """Makes :meth:`start` leave the replica ``STARTING`` until it is admitted."""
         self._joins_later = True
 
     def describe(self) -> EngineDescription:
@@ -180,11 +177,11 @@ class EngineActor:
         )
 
     def ready(self) -> bool:
-        """Returns whether the replica serves requests."""
+        """Whether the replica serves requests."""
         return self._gate.state is ReplicaState.SERVING
 
     async def close(self) -> None:
-        """Ends the engine and its processes; later requests are refused. Idempotent."""
+        """Ends the engine and its processes; idempotent."""
         if self._gate.state is ReplicaState.CLOSED:
             return
         self._gate.set(ReplicaState.CLOSED, "the service was shut down")
@@ -213,7 +210,7 @@ class EngineActor:
         )
 
     def note_push(self, push: PushStatus) -> EngineReport:
-        """Keeps what became of a push, for processes that ask; returns :meth:`report`."""
+        """Keeps the outcome of a push, for processes that ask; returns :meth:`report`."""
         self._last_push = push
         return self.report()
 
@@ -224,7 +221,6 @@ class EngineActor:
             self._card, self._membership_epoch = card, epoch
 
     def card(self) -> dict[str, Any]:
-        """Returns what :meth:`keep_card` was given."""
         return self._card
 
     # ---------------------------------------------------------------- weights
@@ -302,7 +298,6 @@ class EngineActor:
         return stats.kv_cache_usage if stats else None
 
     def get_tokenizer(self) -> Any:
-        """Returns the engine's tokenizer."""
         return self.engine.get_tokenizer()
 
     async def collective_rpc(
@@ -312,16 +307,12 @@ class EngineActor:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls ``method`` on every vLLM worker of this replica and returns their answers.
-
-        Workers of all data-parallel engines answer, one engine's after the other's. For as long
-        as ``timeout``, 300 s without one, the engine may be silent meanwhile.
-        """
+        """Calls ``method`` on the workers of all data-parallel engines, one engine at a time."""
+        # For as long as ``timeout``, or 300 s, a silent engine is not marked failed.
         with self._health.blocking(timeout):
             return await internals.call_workers(self.engine, method, args, kwargs, timeout)
 
     collective_rpc_v1 = collective_rpc
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Drops cached prefixes."""
         return await self.engine.reset_prefix_cache(reset_running_requests)

@@ -1,4 +1,4 @@
-"""Answering requests with one engine: admitting, running, streaming, giving up."""
+"""The requests of one engine: admitted, run, streamed and given up."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Finished outputs of a batch are sent back together, at most this much later than they finished.
+# Seconds that finished outputs of a batch wait at most, to be sent back together.
 BATCH_LINGER_S = 0.05
-# Ids of requests given up before they arrived, of which at most this many are remembered.
+# How many ids are remembered of requests that were given up before they arrived.
 MAX_GIVEN_UP = 10_000
-# Seconds between looks at whether requests that were given up have left the engine.
+# Seconds between checks that requests that were given up have left the engine.
 ABORT_POLL_S = 0.005
 
 T = TypeVar("T")
@@ -52,9 +52,9 @@ T = TypeVar("T")
 def split_samples(params: SamplingParams) -> list[SamplingParams]:
     """Returns the parameters of each sample, with seeds as vLLM gives them (``ParentRequest``).
 
-    vLLM can make ``n`` samples of a request by itself. A weight update may then find some of them
-    begun and others not, and could send back neither those alone, which must not start on keys of
-    the old weights, nor the whole request, which would lose tokens.
+    Samples are separate requests, as an update may find only some begun: of a request with ``n``
+    samples vLLM can send back neither the others alone, which must not start on keys of the old
+    weights, nor all, which would lose tokens.
     """
     if params.n == 1:
         return [params]
@@ -67,10 +67,7 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
 
 
 async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """Runs ``streams`` side by side and yields their items as they come, each with its position.
-
-    When one fails the others are closed, and its error is raised; so are all when this is closed.
-    """
+    """Yields items of all ``streams`` as they come, with positions; a failure or close ends all."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:
             async for item in only:
@@ -102,16 +99,11 @@ async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[i
 
 
 def longer_prompt(prompt: dict[str, Any], begun: BegunAnswer) -> dict[str, Any]:
-    """Returns a vLLM ``TokensPrompt`` that ends in the tokens another replica's engine has sent.
-
-    What vLLM's ``AsyncLLM`` process keeps of the answer begins with them (``SampleState.resume``),
-    so that outputs are those of an unbroken run.
-    """
+    """Returns a ``TokensPrompt`` extended by another replica's tokens; see ``SampleState``."""
     return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *begun.token_ids]}
 
 
 def remaining_params(params: SamplingParams, begun: BegunAnswer) -> SamplingParams:
-    """Returns parameters for what is left of an answer."""
     num_tokens = len(begun.token_ids)
     remaining = copy.copy(params)
     remaining.min_tokens = max(0, params.min_tokens - num_tokens)
@@ -122,20 +114,16 @@ def remaining_params(params: SamplingParams, begun: BegunAnswer) -> SamplingPara
 
 
 def tell_of_first_replica(output: RequestOutput, begun: BegunAnswer) -> None:
-    """Has an output say of its prompt what the first replica did, and nothing that is half known.
-
-    The prompt's cached tokens are those of the replica that began; which tokens could have been
-    sampled (``sampling_mask``) is known of the tokens of the last replica alone.
-    """
+    """Sets an output's prompt facts to the first replica's; drops a partial ``sampling_mask``."""
     output.num_cached_tokens = begun.num_cached_tokens
     for completion in output.outputs:
-        masked = getattr(completion, "sampling_mask", None)  # not before vLLM 0.32
+        masked = getattr(completion, "sampling_mask", None)  # vLLM 0.32; of the last replica alone
         if masked is not None and len(masked.token_ids) != len(completion.token_ids):
             completion.sampling_mask = None
 
 
 class Answers:
-    """The side of a replica that takes requests."""
+    """The part of a replica that runs requests."""
 
     engine: AsyncLLM
     _updates: Updates
@@ -147,7 +135,7 @@ class Answers:
         self._restarts = 0
 
     def begin(self, engine: AsyncLLM, updates: Updates) -> None:
-        """Answers with ``engine`` from now on; until then the gate refuses every request."""
+        """Runs requests with ``engine`` from now on; until then the gate refuses them."""
         self.engine, self._updates = engine, updates
 
     async def run_batch(
@@ -155,8 +143,7 @@ class Answers:
     ) -> AsyncIterator[list[EngineResult]]:
         """Runs ``requests`` side by side and yields results as they finish, several at a time.
 
-        Every request is answered exactly once, with an output or with an error, each within its
-        own ``timeout_s``.
+        Every request gets exactly one result, an output or an error, within its own ``timeout_s``.
         """
         tasks = {
             asyncio.create_task(self._answer(one, want_prompt=want_prompt)) for one in requests
@@ -175,7 +162,7 @@ class Answers:
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineResult]:
         """Yields every partial output of one request as vLLM produces it, the last one finished."""
         steps: asyncio.Queue[EngineResult | None] = asyncio.Queue()
-        # A task of its own: Ray takes the cancelling of its task for a caller's wish.
+        # In a task of its own: Ray would take the cancellation of its task for the caller's.
         task = asyncio.create_task(
             self._answer(request, want_prompt=False, on_step=steps.put_nowait)
         )
@@ -194,7 +181,7 @@ class Answers:
         want_prompt: bool,
         on_step: Callable[[EngineResult], None] | None = None,
     ) -> EngineResult:
-        """Runs one request to its end; failures are results, so that siblings are kept."""
+        """Runs one request to its end; a failure is a result, so that its batch goes on."""
         last: _Step | None = None
         try:
             async with asyncio.timeout(request.timeout_s):
@@ -242,8 +229,8 @@ class Answers:
     ) -> AsyncGenerator[tuple[RequestOutput, SampleReport]]:
         """Yields the outputs of one sample.
 
-        A sample that an update finds before its first token goes back to the gate and begins again
-        under the new weights: it must not start on cached keys of the old ones.
+        One that an update finds before its first token begins again at the gate: it must not start
+        on cached keys of the old weights.
         """
         while True:
             await self._gate.enter(request.min_version)
@@ -276,7 +263,7 @@ class Answers:
                 del self._gate.running[engine_id]
 
     def _salt(self, request: EngineRequest) -> str:
-        """Keeps prefix-cache hits within the same weights, and within the caller's own salt."""
+        """Restricts prefix-cache hits to the same weights and to the caller's own salt."""
         own = request.prompt.get("cache_salt")
         return self._updates.salt if own is None else f"{self._updates.salt}:{own}"
 
@@ -297,7 +284,7 @@ class Answers:
         )
 
     def _failure(self, request: EngineRequest, failure: BaseException) -> EngineResult:
-        """Turns what ended ``request`` into the error its caller sees."""
+        """Returns the error that the caller of ``request`` gets for ``failure``."""
         error: Exception
         if isinstance(failure, asyncio.CancelledError):
             if not self._gate.has_ended_requests:
@@ -324,10 +311,7 @@ class Answers:
         return EngineResult(request_id=request.request_id, replica_id=self.replica_id, error=error)
 
     async def abort(self, request_ids: Iterable[str]) -> int:
-        """Ends the work for requests, by their ``abort_id``, and waits until it has ended.
-
-        A request that has yet to arrive, or waits at the gate, will not begin.
-        """
+        """Ends requests by ``abort_id`` and waits for it; those that have not begun never will."""
         wanted = set(request_ids)
         self._given_up.update(dict.fromkeys(wanted))
         for _ in range(len(self._given_up) - MAX_GIVEN_UP):

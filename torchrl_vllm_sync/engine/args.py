@@ -31,7 +31,7 @@ SEEDS_OF_A_START = 10_007
 # torchrl/modules/llm/backends/vllm/vllm_plugin.py: turns on TorchRL's FP32 output layers.
 FP32_OUTPUT_ENVIRONMENT = {"VLLM_ENABLE_FP32_OUTPUT": "1", "TORCHRL_VLLM_FP32_OVERRIDES": "1"}
 
-# vLLM's, PyTorch's and Triton's chatter at start-up.
+# Silences the start-up logs of vLLM, PyTorch and Triton.
 QUIET_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -40,7 +40,7 @@ QUIET_ENVIRONMENT = {
 
 
 def on_cpu() -> bool:
-    """Returns whether the installed vLLM runs its engines on CPUs."""
+    """Whether the installed vLLM runs its engines on CPUs."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
@@ -57,14 +57,7 @@ def make_engine_args(
     also_known: Collection[str] = (),
     **kwargs: Any,
 ) -> AsyncEngineArgs:
-    """Builds engine arguments from the arguments of ``make_async_vllm_engine``.
-
-    On a CPU the model runs eagerly whatever ``compile`` says, in ``float32`` unless ``dtype`` is
-    given, and with a small KV cache unless one is asked for.
-
-    ``swap_space``, which vLLM dropped, is passed over with a warning where the installed one does
-    not have it: preempted requests are recomputed instead.
-    """
+    """Builds engine arguments from those of ``make_async_vllm_engine``, with defaults for a CPU."""
     from vllm import AsyncEngineArgs
 
     if tensor_parallel_size is None:
@@ -75,6 +68,7 @@ def make_engine_args(
             f"{tensor_parallel_size}"
         )
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    # vLLM dropped it: preempted requests are recomputed instead.
     if "swap_space" not in known and kwargs.pop("swap_space", None) is not None:
         logger.warning("the installed vLLM has no swap space: swap_space is passed over")
     unknown = sorted(set(kwargs) - known)
@@ -113,7 +107,7 @@ def _with_hint(unknown: str, known: set[str]) -> str:
 def prepare_engine_args(
     engine_args: AsyncEngineArgs, *, stage_weights: bool = False
 ) -> AsyncEngineArgs:
-    """Returns a copy that this library's replicas can run; the caller's object stays as it is."""
+    """Returns a copy that this library's replicas can run."""
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -144,8 +138,8 @@ def prepare_engine_args(
     if on_cpu():
         _refuse_on_cpu(prepared)
     if prepared.distributed_executor_backend is None:
-        # A replica sits on one node. Left alone, vLLM would take the actor's placement group for
-        # its Ray executor, which wants one bundle a GPU.
+        # A replica is on one node. By default vLLM would use the actor's placement group for its
+        # Ray executor, which needs one bundle a GPU.
         if num_workers(prepared) > 1:
             prepared.distributed_executor_backend = "mp"
         elif on_cpu():
@@ -154,10 +148,10 @@ def prepare_engine_args(
 
 
 def for_replica(engine_args: AsyncEngineArgs, index: int, num_restarts: int = 0) -> AsyncEngineArgs:
-    """Returns a copy for one replica, whose seed is its own, and another after each restart.
+    """Returns a copy with a seed of its own, and another one after each restart.
 
-    Engines with one seed draw the same random numbers: as long as their batches keep step, equal
-    prompts on two of them get equal answers.
+    Engines with one seed draw the same random numbers: while their batches keep step, equal prompts
+    get equal answers.
     """
     own = copy.copy(engine_args)
     own.seed += index + num_restarts * SEEDS_OF_A_START
@@ -176,22 +170,19 @@ def num_workers(engine_args: AsyncEngineArgs) -> int:
 def engine_environment(
     engine_args: AsyncEngineArgs, *, verbose: bool, enable_fp32_output: bool
 ) -> dict[str, str]:
-    """Returns environment variables for a replica's processes; what is set already stays.
-
-    On a CPU a single worker lives inside the engine core, with one OpenMP thread: more of them
-    spin against the other replicas. Several workers are left unbound, because vLLM's automatic
-    choice binds every replica to the same core.
-    """
+    """Returns environment variables for a replica's processes; what is set already stays."""
     wanted: dict[str, str] = {}
     if not verbose:
         wanted |= QUIET_ENVIRONMENT
     if enable_fp32_output:
         wanted |= FP32_OUTPUT_ENVIRONMENT
     if on_cpu():
+        # More threads of a worker inside the engine core spin against the other replicas.
         wanted["OMP_NUM_THREADS"] = "1"
         if engine_args.distributed_executor_backend == "uni":
             wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         else:
+            # vLLM's automatic choice binds every replica to the same core.
             wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return wanted | {name: os.environ[name] for name in wanted if name in os.environ}
 

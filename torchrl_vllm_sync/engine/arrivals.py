@@ -1,4 +1,4 @@
-"""How a version reaches one engine: by broadcast, from a snapshot, or from another replica."""
+"""Loads of a version into one engine: by broadcast, from a snapshot, or from another replica."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds between looks at whether staged weights have arrived.
+# Seconds between checks that staged weights have arrived.
 STAGED_POLL_S = 0.005
-# A worker that has run out of time is given this much longer to say so, and whether its weights
-# are as they were: of one that stays silent that is not known.
+# Seconds beyond the time limit for a worker to answer whether its weights are as they were, which
+# is unknown of one that stays silent.
 LAST_WORDS_S = 5.0
 # Seconds for a worker to leave its group.
 LEAVE_TIMEOUT_S = 10.0
 # Seconds for one call of a copy from a peer.
 COPY_TIMEOUT_S = 60.0
-# An offer of which nothing is taken for so long has no taker, and must not keep updates out.
+# Seconds after which an offer of which nothing is taken ends: it must not keep updates out.
 OFFER_TIMEOUT_S = 15.0
 
 
@@ -66,7 +66,7 @@ class BroadcastLoads:
     async def prepare(
         self, metadata: list[list[Any]], bucket_bytes: int, *, timeout_s: float
     ) -> dict[str, Any]:
-        """Tells every worker what all coming pushes consist of."""
+        """Announces to every worker what all coming pushes consist of."""
         async with self._updates.exclusive(timeout_s):
             answers = await self._updates.ask_workers(
                 "sync_prepare", metadata, bucket_bytes, timeout_s=timeout_s, what="preparing"
@@ -133,10 +133,10 @@ class BroadcastLoads:
 class PeerLoads:
     """Gives this engine's weights to another replica of its service, or takes another's.
 
-    Giving: :meth:`offer`, then :meth:`give` for each chunk and :meth:`checksums`, from the replica
-    that takes; then :meth:`withdraw`. The engine goes on generating meanwhile; updates wait, so
-    that what is given is one version. An offer ends by itself when nothing was taken for 15 s, and
-    at the next chunk when an update waits: that is newer.
+    Giving: :meth:`offer`; :meth:`give` for each chunk and :meth:`checksums`, called by the replica
+    that takes; :meth:`withdraw`. The engine goes on generating while updates wait, so that what is
+    given is one version. An offer ends by itself when nothing was taken for 15 s, and at the next
+    chunk when an update, which is newer, waits.
     """
 
     def __init__(self, updates: Updates) -> None:
@@ -146,7 +146,7 @@ class PeerLoads:
         self._watchdog = Watchdog(lambda: self.withdraw(self._token))
 
     async def offer(self, *, timeout_s: float) -> dict[str, Any]:
-        """Keeps updates out and says what there is to take."""
+        """Keeps updates out and returns what there is to take."""
         updates = self._updates
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(updates.exclusive(timeout_s))
@@ -175,7 +175,6 @@ class PeerLoads:
         return [one["source"] for one in await self._ask("sync_peer_give", index, by_value)]
 
     async def checksums(self, token: str) -> list[dict[str, int]]:
-        """Returns the checksums of each worker's tensors."""
         self._require(token)
         return [one["checksums"] for one in await self._ask("sync_peer_checksums")]
 
@@ -191,7 +190,7 @@ class PeerLoads:
             await offered.aclose()
 
     async def take(self, offer: dict[str, Any], *, timeout_s: float) -> LoadReport:
-        """Takes the weights that another replica offers, unless it holds them by now."""
+        """Takes the offered weights, unless this replica holds them by now."""
         updates, deadline = self._updates, time.monotonic() + timeout_s
         version, run_id = offer["version"], offer["run_id"]
         async with updates.exclusive(timeout_s):
@@ -213,7 +212,7 @@ class PeerLoads:
                 await self._ask("sync_peer_close")
 
     async def _copy(self, offer: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-        """Takes every chunk and compares; returns what ``Updates.apply`` asks for."""
+        """Takes every chunk and compares checksums, for ``Updates.apply``."""
         actor, token = offer["actor"], offer["token"]
         by_value = offer["node_id"] != this_node()
         for index in range(max(one["num_chunks"] for one in offer["workers"])):
@@ -263,7 +262,7 @@ class SnapshotLoads:
         self._source: dict[str, Any] | None = None
 
     def source(self) -> dict[str, Any] | None:
-        """What the engine loaded last; ``None`` if its weights came another way since."""
+        """Where the weights were loaded from; ``None`` if they came another way since."""
         source = self._source
         return source if source and source["version"] == self._updates.version else None
 
@@ -315,7 +314,7 @@ class SnapshotLoads:
                 await asyncio.to_thread(reading.__exit__, *sys.exc_info())
 
     def _check_held(self, directory: str, run_id: str | None, at_least: int) -> None:
-        """Accepts that ``directory`` holds nothing newer, or raises; see :meth:`load`."""
+        """Accepts that ``directory`` holds nothing newer, or raises."""
         updates = self._updates
         if updates.version < at_least or not updates.whole:
             raise SnapshotError(
@@ -326,11 +325,11 @@ class SnapshotLoads:
             updates.refuse_foreign(at_least, run_id)
 
     def _check_fits(self, snapshot: Snapshot) -> None:
-        """Refuses what a trainer stored that knows nothing of the engines; see :meth:`load`."""
+        """Refuses tensors of another model: the trainer that stored them may know no engine."""
         try:
             expected = self._expected()
         except ValueError:
-            return  # transformers has no such model to compare with; vLLM has the last word
+            return  # transformers has no such model to compare with; vLLM decides
         given = {meta.name: meta.shape for meta in snapshot.metadata}
         problems = [f"{meta.name} is missing" for meta in expected if meta.name not in given] + [
             f"{meta.name} has shape {list(given[meta.name])} instead of {list(meta.shape)}"
@@ -351,7 +350,7 @@ class SnapshotLoads:
         reading: contextlib.ExitStack,
         timeout_s: float,
     ) -> list[dict[str, Any]]:
-        """Has every worker load, then ends ``reading``: raises unless it was one version."""
+        """Loads in every worker, then ends ``reading``, which raises unless it was one version."""
         answers = await self._updates.call_workers(
             "sync_load_snapshot",
             str(reader.directory / snapshot.manifest.path / DATA_FILE),
@@ -363,7 +362,7 @@ class SnapshotLoads:
         return answers
 
     def _reader(self, directory: str, run_id: str | None, *, verify: bool) -> SnapshotReader:
-        """Returns the reader of one directory; readers keep mappings from load to load."""
+        """Returns the cached reader of one directory; it keeps mappings from load to load."""
         key = (directory, run_id, verify)
         if key not in self._readers:
             self._readers[key] = SnapshotReader(directory, run_id=run_id, verify=verify)
@@ -378,10 +377,7 @@ class SnapshotLoads:
         timeout_s: float,
         verify: bool = True,
     ) -> None:
-        """Loads new versions of ``directory`` as they appear, until :meth:`stop_following`.
-
-        A version that cannot be loaded is tried again at each interval.
-        """
+        """Loads new versions as they appear, retrying failed ones, until :meth:`stop_following`."""
         self.stop()
         load = functools.partial(
             self.load, directory, run_id, at_least=0, verify=verify, timeout_s=timeout_s
@@ -398,7 +394,7 @@ class SnapshotLoads:
             try:
                 manifest = await asyncio.to_thread(reader.current)
                 if manifest and (manifest.version > updates.version or not updates.whole):
-                    # Shielded, so that whoever stops this leaves no load half done.
+                    # Shielded, so that :meth:`stop` leaves no load half done.
                     self._load = under_way = asyncio.ensure_future(load())
                     await asyncio.shield(under_way)
                 elif manifest and manifest.version < updates.version:

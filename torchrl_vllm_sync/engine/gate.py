@@ -1,4 +1,4 @@
-"""The gate in front of one engine: who may enter, who waits, who must leave."""
+"""The admission of requests to one engine: which run, which wait, which end."""
 
 from __future__ import annotations
 
@@ -44,15 +44,14 @@ class SampleVersions:
         return self.state.num_tokens > received or self.state.is_finished
 
     def switch(self, version: int) -> None:
-        """Notes that ``version`` samples whatever comes behind the tokens of now."""
+        """Notes that ``version`` samples all later tokens."""
         self._starts.append((version, self.state.num_tokens))
 
     def spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:
-        """Returns the spans of the first ``num_tokens`` tokens."""
         return spans_from_starts(self._starts, num_tokens)
 
     def report(self, completion: CompletionOutput, checker: SpanChecker) -> SampleReport:
-        """Returns what goes with an output of the sample, which is the next one of it."""
+        """Returns the report on the sample's next output."""
         start = self._delivered if self.state.yields_only_new else 0
         end = self._delivered = start + len(completion.token_ids)
         spans = self.spans(end)
@@ -71,11 +70,11 @@ class SampleVersions:
 
 
 class SpanChecker:
-    """Compares counted spans with those that vLLM reports itself, and counts disagreements.
+    """Compares counted spans with vLLM's own, and counts disagreements.
 
-    vLLM counts in the process that samples, so that its spans are the ones that are given out where
-    the two disagree. Spans with a label that is no policy version, such as a user gives to
-    ``finish_weight_update``, cannot be compared.
+    vLLM's are used where the two disagree, since it counts in the process that samples. Spans with
+    a label that is no policy version, such as a user gives to ``finish_weight_update``, cannot be
+    compared.
     """
 
     def __init__(self, replica_id: str) -> None:
@@ -107,7 +106,7 @@ class SpanChecker:
 def versions_of_labels(
     labelled: Sequence[tuple[str, int, int]] | None, num_tokens: int
 ) -> tuple[VersionSpan, ...] | None:
-    """Makes version spans of vLLM's labelled ones."""
+    """Makes version spans of vLLM's; ``None`` if a label is no policy version."""
     if labelled is None:
         return None
     try:
@@ -122,10 +121,10 @@ class RunningRequest:
     """One sample of a request that is inside the engine."""
 
     engine_id: str  # a new one after each restart
-    task: asyncio.Task[object] | None  # cancelled when the replica stops to serve
+    task: asyncio.Task[object] | None  # cancelled when the replica stops serving
     sample: SampleVersions | None = None  # None until vLLM has registered it
     restart: bool = False  # an update sends it back to the gate before its first token
-    request: EngineRequest | None = None  # where an answer that has begun is gone on with
+    request: EngineRequest | None = None  # set if another replica has begun the answer
 
     @property
     def has_begun(self) -> bool:
@@ -137,10 +136,10 @@ class RunningRequest:
 class AdmissionGate:
     """State of one replica and the requests inside it.
 
-    Requests pass while the state is ``SERVING``, wait while it is ``UPDATING``, and are refused
-    with a typed error in every other state, those already waiting included. Those inside go on
-    while the state is ``DRAINING``, up to their end. ``running`` are the samples inside the engine,
-    by engine id; ``reason`` says why the replica is stale or failed.
+    Requests pass while ``SERVING``, wait while ``UPDATING``, and are refused with a typed error in
+    every other state, those already waiting included; while ``DRAINING`` those inside finish.
+    ``running`` are the samples inside the engine, by engine id; ``reason`` says why the replica is
+    stale or failed.
     """
 
     replica_id: str
@@ -151,10 +150,10 @@ class AdmissionGate:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def set(self, state: ReplicaState, reason: str = "") -> None:
-        """Moves to ``state`` and wakes whoever waits at the gate.
+        """Moves to ``state`` and wakes what waits at the gate.
 
-        On ``STALE``, ``FAILED`` and ``CLOSED`` the requests inside are ended too: their tasks are
-        cancelled, and each reports the refusal of :meth:`refusal`.
+        ``STALE``, ``FAILED`` and ``CLOSED`` cancel the tasks of requests inside; each reports the
+        :meth:`refusal`.
         """
         self.state, self.reason = state, reason
         self._changed.set()
@@ -165,20 +164,19 @@ class AdmissionGate:
                     request.task.cancel()
 
     def refusal(self) -> ReplicaUnavailableError:
-        """Returns the error with which this replica refuses a request in its present state."""
+        """Returns the error for requests in the present state."""
         return ReplicaUnavailableError(self.replica_id, self.state, self.reason)
 
     def describe(self) -> str:
-        """Says in words what the replica holds and is."""
         return f"holds version {self.version} and is {self.state}"
 
     @property
     def has_ended_requests(self) -> bool:
-        """Whether the requests inside were ended when the replica came into its present state."""
+        """Whether the present state has ended the requests inside."""
         return self.state in (ReplicaState.STALE, ReplicaState.FAILED, ReplicaState.CLOSED)
 
     def register(self, state: SampleState) -> None:
-        """Takes note that vLLM has registered one of the samples inside."""
+        """Notes that vLLM has registered one of the samples inside."""
         request = self.running.get(state.engine_id)
         if request is None:
             return

@@ -1,4 +1,4 @@
-"""Whether an engine is alive: its core's process, and the answers of the core and its workers."""
+"""Health checks of one engine: its core's process, and the answers of the core and its workers."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.engine.gate import AdmissionGate
 
 
-# Seconds between looks: a dead engine core is noticed at the next one.
+# Seconds between checks: a dead engine core is noticed at the next one.
 LOOK_S = 0.5
-# Seconds from an answer to the next question, at most; and the part of the limit that they are.
+# Seconds from an answer to the next question: at most these, and at most this part of the limit.
 MAX_BEAT_S = 5.0
 BEATS_PER_LIMIT = 4
-# Seconds for which a caller's own call may block the engine, if it names no limit.
+# Seconds for which a caller's own call may block the engine by default.
 BLOCKING_CALL_S = 300.0
 
 
 class EngineHealth:
-    """Asks one engine for a sign of life again and again, and marks its replica when none comes.
+    """Asks one engine for a sign of life periodically, and marks its replica when none comes.
 
     The question goes to every worker of every data-parallel engine, through the loop in which an
-    engine core steps. So it stays without an answer when the core or a worker is stopped or stuck,
-    or when a step does not end. A scheduler that gives some request nothing to do looks like
-    waiting: the request's own time limit ends it.
+    engine core steps: no answer comes when the core or a worker is stopped or stuck, or when a step
+    does not end. A request that is never scheduled does not show: its own time limit ends it.
 
     The replica is marked ``FAILED``, for good, within a second of vLLM's noticing a dead core or
-    worker, and within ``unresponsive_after_s``, a quarter of that but at most 5 s, and 1 s of one
-    that falls silent. Calls that block an engine by design do not count: updates, pauses and sleep,
-    which have limits of their own (``is_updating``), and what happens within :meth:`blocking`.
+    worker, and within ``unresponsive_after_s``, a quarter of that (at most 5 s) and 1 s of a
+    silence. Calls that block an engine by design do not count: updates, pauses and sleep, which
+    have limits of their own (``is_updating``), and what runs within :meth:`blocking`.
     """
 
     def __init__(
@@ -62,22 +61,20 @@ class EngineHealth:
 
     @property
     def answer_age_s(self) -> float:
-        """Seconds since the engine last gave a sign of life."""
         return self._clock() - self._answered_at
 
     def start(self) -> None:
-        """Begins to watch, in a task of the running event loop."""
+        """Starts the checks, in a task of the running event loop."""
         self._watch = asyncio.create_task(self._look_again())
 
     def stop(self) -> None:
-        """Ends the watch."""
         for task in (self._watch, self._question):
             if task is not None:
                 task.cancel()
 
     @contextlib.contextmanager
     def blocking(self, timeout_s: float | None = None) -> Iterator[None]:
-        """While inside, the engine owes no answer: a caller's call may keep it busy."""
+        """Excuses silence while inside: a caller's call may keep the engine busy."""
         call = object()
         limit_s = BLOCKING_CALL_S if timeout_s is None else timeout_s
         self._blocking_until[call] = self._clock() + limit_s
@@ -92,11 +89,11 @@ class EngineHealth:
         return self._is_updating() or any(now < end for end in self._blocking_until.values())
 
     async def _look_again(self) -> None:
-        while self.look():  # noqa: ASYNC110  nobody tells of a silence
+        while self.look():  # noqa: ASYNC110  silence raises no event
             await asyncio.sleep(LOOK_S)
 
     def look(self) -> bool:
-        """Looks once: asks if it is time to, and judges if an answer is overdue."""
+        """Checks once: asks if it is time to, and marks the replica if an answer is overdue."""
         if self._gate.state in (ReplicaState.FAILED, ReplicaState.CLOSED):
             self._drop_question()
             return False
@@ -125,7 +122,7 @@ class EngineHealth:
         return False
 
     def _drop_question(self) -> None:
-        """Leaves the question alone; vLLM passes over an answer that nobody waits for."""
+        """Cancels the question; vLLM ignores an answer that nothing waits for."""
         if self._question is not None:
             self._question.cancel()
             self._question = None

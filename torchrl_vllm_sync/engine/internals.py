@@ -1,7 +1,7 @@
 """Every internal of vLLM that this library touches, with what it replaces and where it lives.
 
 Read in vLLM 0.26 and 0.32; ``tests/engine/test_internals.py`` names each of them, and
-``tests/unit/test_resumption.py`` what an answer is gone on with.
+``tests/unit/test_resumption.py`` those that continue an answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.requests.messages import BegunAnswer
 
 
-# What vLLM calls weights that nobody has labelled: those of the launch.
+# vLLM's label for weights without one: those of the launch.
 UNLABELLED = "default"
 OLDEST_SUPPORTED = Version("0.26")
 _FIRST_WITH_WEIGHT_LABEL = Version("0.27")
@@ -70,8 +70,8 @@ class EngineStats:
 class StatsRecorder(StatLoggerBase):
     """A vLLM stat logger that keeps the newest figures of each data-parallel engine.
 
-    vLLM calls ``record`` in the ``AsyncLLM`` process at each output batch, so that reading costs no
-    RPC (``vllm/v1/metrics/loggers.py``, unstable by its own docstring).
+    vLLM calls ``record`` in the ``AsyncLLM`` process, so reading costs no RPC
+    (``vllm/v1/metrics/loggers.py``, unstable by its own docstring).
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class StatsRecorder(StatLoggerBase):
         )
 
     def counters(self) -> EngineCounters:
-        """Returns what all data-parallel engines have done, which is exact from their start on."""
+        """Returns exact totals of all data-parallel engines since their start."""
         return EngineCounters(
             num_prompt_tokens=self._tokens[0],
             num_generated_tokens=self._tokens[1],
@@ -140,10 +140,9 @@ async def call_workers(
 ) -> list[Any]:
     """Calls ``method`` on every worker of every data-parallel engine and returns all answers.
 
-    ``AsyncLLM.collective_rpc`` reaches all of them too, but returns what the first engine's
-    workers answer and drops the others' (``call_utility_async`` of the data-parallel clients,
-    ``vllm/v1/engine/core_client.py``). ``timeout_s`` goes to vLLM's executor, and has no effect
-    where the worker lives in the engine core (``uniproc_executor.py``).
+    ``AsyncLLM.collective_rpc`` drops the answers of all engines but the first
+    (``call_utility_async`` of the data-parallel clients, ``vllm/v1/engine/core_client.py``).
+    ``timeout_s`` has no effect where the worker lives in the engine core (``uniproc_executor.py``).
     """
     client: Any = engine.engine_core
     answers = await asyncio.gather(
@@ -158,12 +157,12 @@ async def call_workers(
 
 
 async def ask_health(engine: AsyncLLM) -> None:
-    """Returns when every worker of every data-parallel engine has said that it is well.
+    """Returns when every worker of every data-parallel engine has answered.
 
-    ``AsyncLLM.check_health`` asks nobody: it looks whether the core's process is alive. The
-    workers' ``check_health`` (``vllm/v1/worker/worker_base.py``) does nothing, and is reached
-    through the loop in which each engine core steps. Without a time limit: the multiprocessing
-    executor would take an answer that comes too late for that to the next call.
+    ``AsyncLLM.check_health`` only checks whether the core's process is alive. The workers' own
+    (``vllm/v1/worker/worker_base.py``) does nothing, and is reached through the loop in which each
+    engine core steps. Without a time limit: the multiprocessing executor would take a late answer
+    for that to the next call.
     """
     await call_workers(engine, "check_health", ())
 
@@ -171,8 +170,8 @@ async def ask_health(engine: AsyncLLM) -> None:
 def num_unfinished_requests(engine: AsyncLLM) -> int:
     """Returns how many requests are inside ``engine``, exactly and without an RPC.
 
-    ``AsyncLLM.get_num_unfinished_requests`` appears only in vLLM 0.29; the output processor's
-    method behind it is in every supported version (``vllm/v1/engine/output_processor.py``).
+    ``AsyncLLM.get_num_unfinished_requests`` appears only in vLLM 0.29; what is behind it is in
+    every supported version (``vllm/v1/engine/output_processor.py``).
     """
     return engine.output_processor.get_num_unfinished_requests()
 
@@ -180,9 +179,9 @@ def num_unfinished_requests(engine: AsyncLLM) -> int:
 class SampleState:
     """What vLLM's ``AsyncLLM`` process knows of one sample of a request.
 
-    Reads a ``RequestState`` (``vllm/v1/engine/output_processor.py``), which stays readable when the
-    sample has finished. Times are vLLM's own, of the engine core's monotonic clock, as differences
-    in seconds; ``None`` where vLLM has not noted one of the two ends.
+    Reads a ``RequestState`` (``vllm/v1/engine/output_processor.py``), which stays readable after
+    the sample's end. Times are differences of the engine core's monotonic clock in seconds;
+    ``None`` where vLLM lacks one of the two ends.
     """
 
     __slots__ = ("_processor", "_request", "_state", "engine_id", "index")
@@ -194,12 +193,12 @@ class SampleState:
 
     @property
     def yields_only_new(self) -> bool:
-        """Whether each output holds the tokens since the last one, and not all of them."""
+        """Whether each output holds only the tokens since the last one."""
         return self._state.output_kind is RequestOutputKind.DELTA
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the response so far, of those that have reached this process."""
+        """Tokens of the response that have reached this process."""
         return self._state.detokenizer.num_output_tokens()
 
     @property
@@ -218,10 +217,10 @@ class SampleState:
     decode_s = property(lambda self: self._between("first_token_ts", "last_token_ts"))
 
     def resume(self, begun: BegunAnswer, params: SamplingParams) -> None:
-        """Has the answer begin with what another replica sent, which ends the prompt until now.
+        """Makes the answer begin with another replica's tokens, which end the prompt until now.
 
-        Nothing of the sample has come yet. Its ``RequestState`` gets the tokens, text,
-        log-probabilities and weight labels that it would have in an unbroken run.
+        Called before the sample's first output. Its ``RequestState`` gets the tokens, text,
+        log-probabilities and weight labels of an unbroken run.
         """
         state, tokens = self._state, list(begun.token_ids)
         whole = copy.copy(self._request)
@@ -230,7 +229,7 @@ class SampleState:
         tokenizer = self._processor.tokenizer if params.detokenize else None
         state.detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, whole)
         state.detokenizer.update(tokens, False)
-        if self.yields_only_new:  # the text and the tokens that were sent are not new
+        if self.yields_only_new:  # what was sent is not new
             state.detokenizer.get_next_output_text(False, True)
             state.sent_tokens_offset = len(tokens)
         logprobs = state.logprobs_processor
@@ -247,15 +246,15 @@ class SampleState:
         if stats is None:  # an engine without statistics
             return None
         times = getattr(stats, begin), getattr(stats, end)
-        return times[1] - times[0] if all(times) else None  # 0 stands for never
+        return times[1] - times[0] if all(times) else None  # 0 means never
 
 
 def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None:
-    """Tells ``on_sample`` of every sample that ``engine`` registers from now on, as it does so.
+    """Calls ``on_sample`` for every sample that ``engine`` registers from now on.
 
-    vLLM calls no one then: its output processor's ``add_request`` is wrapped, which every request
-    passes in the ``AsyncLLM`` process before the engine core hears of it, each sample of ``n`` by
-    itself (``vllm/v1/engine/async_llm.py``, ``vllm/v1/engine/llm_engine.py``).
+    vLLM has no hook there, so its output processor's ``add_request`` is wrapped: every request,
+    each sample of ``n`` by itself, passes it in the ``AsyncLLM`` process before the engine core
+    receives it (``vllm/v1/engine/async_llm.py``, ``vllm/v1/engine/llm_engine.py``).
     """
     processor = engine.output_processor
     add_request = processor.add_request
@@ -268,41 +267,33 @@ def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None
 
 
 def label_of_version(version: int) -> str:
-    """Returns the label that tokens of a policy version have."""
     return UNLABELLED if version == 0 else str(version)
 
 
 def label_spans(completion: CompletionOutput) -> list[tuple[str, int, int]] | None:
-    """Returns vLLM's own ``(label, start, end)`` of a finished sample, or ``None`` without them.
-
-    vLLM reports them from 0.32, on the last output of a sample only.
-    """
+    """Returns vLLM's ``(label, start, end)`` spans; since 0.32, on a sample's last output only."""
     if installed_vllm() < _FIRST_WITH_LABEL_SPANS or completion.weight_versions is None:
         return None
     return [(one.version, one.start, one.end) for one in completion.weight_versions]
 
 
 async def settle_outputs(engine: AsyncLLM) -> None:
-    """Waits until what a paused engine core has sent is part of the requests' states here.
+    """Waits until all that a paused engine core has sent is part of the requests' states here.
 
-    The answer to the call that pauses comes behind the last outputs, on the same socket, but
-    ``AsyncLLM`` only queues those, and a task of its own takes them up in parts. An empty output
-    goes in behind them: that task takes it when it has dealt with all before it. The caller bounds
-    the wait.
+    The answer to the pause comes behind the last outputs, on the same socket, but ``AsyncLLM`` only
+    queues those for a task that takes them in parts. The empty output queued here is taken after
+    all before it. The caller bounds the wait.
     """
     client: Any = engine.engine_core
     engine._run_output_handler()
     client.outputs_queue.put_nowait(EngineCoreOutputs())
-    while not client.outputs_queue.empty() and not engine.errored:  # noqa: ASYNC110  vLLM tells nobody
+    while not client.outputs_queue.empty() and not engine.errored:  # noqa: ASYNC110  vLLM has no event
         await asyncio.sleep(0)
 
 
 async def pause_scheduler(engine: AsyncLLM, *, mode: PauseMode, clear_cache: bool) -> None:
-    """Pauses ``engine`` without the fixed 20 ms sleep of ``AsyncLLM.pause_generation``.
-
-    With ``clear_cache`` the public call is used, since it also clears the multimodal cache. All
-    tokens sampled before have been taken up here when it returns; see :func:`settle_outputs`.
-    """
+    """Pauses without the 20 ms sleep in ``AsyncLLM.pause_generation``; all outputs are settled."""
+    # The public call also clears the multimodal cache.
     if clear_cache:
         await engine.pause_generation(mode=mode, clear_cache=True)
     else:
@@ -311,29 +302,28 @@ async def pause_scheduler(engine: AsyncLLM, *, mode: PauseMode, clear_cache: boo
 
 
 async def set_weight_label(engine: AsyncLLM, label: str) -> None:
-    """Labels the tokens sampled from now on; vLLM 0.26 has no labels and is left alone."""
+    """Labels the tokens sampled from now on; vLLM 0.26 has no labels."""
     if installed_vllm() >= _FIRST_WITH_WEIGHT_LABEL:
         await engine.update_weight_version(label)
 
 
 def output_sizes() -> dict[int, int]:
-    """Returns how much this process and its children have written to its output so far."""
+    """Returns the size of this actor's output files, which its children share."""
     return {fd: os.fstat(fd).st_size for fd in (1, 2) if stat.S_ISREG(os.fstat(fd).st_mode)}
 
 
 def startup_failure(since: dict[int, int]) -> str:
-    """Returns the exceptions of vLLM processes that ended, as they printed them: first and last.
+    """Returns the first and last exception printed by vLLM processes; empty if none can be read.
 
-    Empty if they printed none, or nobody can read it. vLLM tells the process that starts it no more
-    than "see root cause above".
+    vLLM gives the process that starts it no more than "see root cause above".
     """
     printed: list[str] = []
     try:
-        for fd, size in since.items():  # Ray's files of this actor, shared by all that it starts
+        for fd, size in since.items():  # Ray's files of this actor, shared by its children
             with Path(f"/proc/self/fd/{fd}").open("rb") as file:
                 file.seek(size)
                 printed += _EXCEPTION.findall(file.read().decode(errors="replace"))
-    except OSError:  # the failure itself is told all the same
+    except OSError:  # the failure itself is raised all the same
         return ""
     causes = [one for one in printed if "root cause" not in one]
     return "; and at last ".join(dict.fromkeys([*causes[:1], *causes[-1:]]))

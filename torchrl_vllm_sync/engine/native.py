@@ -1,7 +1,7 @@
 """vLLM's own weight-transfer, pause and sleep calls on one engine, under vLLM's names.
 
-Beyond vLLM each has a time limit, comes in turn or is refused, and an update pauses the engine if
-nobody has. Plain mappings are taken beside vLLM's request classes.
+Beyond vLLM each has a time limit, is serialised or refused, and an update pauses an engine that is
+not paused. Plain mappings are accepted beside vLLM's request classes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a call has unless it says otherwise.
+# Seconds for a call by default.
 DEFAULT_TIMEOUT_S = 300.0
-# Seconds without a call after which whoever drives an update is taken to be gone.
+# Seconds without a call after which the process that drives an update counts as gone.
 IDLE_TIMEOUT_S = 300.0
 SLEEP_LEVELS = (0, 1, 2)
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
-# Run that versions belong to which vLLM's own calls brought.
+# The run of versions that came by vLLM's own calls.
 NATIVE_RUN = "vLLM's own calls"
 # What workers' own failures are raised as; one that did not answer in time is a plain SyncError.
 WORKERS_ANSWERED = (TransferError, TransferNotReadyError, WeightMismatchError)
@@ -61,7 +61,7 @@ WORKERS_ANSWERED = (TransferError, TransferNotReadyError, WeightMismatchError)
 class _OpenUpdate:
     """An update that is driven call by call, and what it has taken."""
 
-    limit_s: float  # without a call; one that comes in chunks must have ended after it
+    limit_s: float  # between calls; if it comes in chunks, for the whole update
     version: int | None = None  # known from the start of one that comes in chunks
     run_id: str = NATIVE_RUN
     pause: Pause = field(default_factory=Pause)
@@ -71,7 +71,7 @@ class _OpenUpdate:
     deadline: float = math.inf
 
     def left_s(self) -> float:
-        """Seconds for which nobody need call."""
+        """Seconds until the next call is overdue."""
         return min(self.limit_s, max(self.deadline - time.monotonic(), 0.0))
 
 
@@ -79,8 +79,8 @@ class NativeCalls:
     """Drives the updates of one engine from outside.
 
     An update: :meth:`start_weight_update`, :meth:`update_weights` any number of times,
-    :meth:`finish_weight_update`; or the same in chunks. A failure ends it, and so does silence.
-    While it is open pushes wait, the engine is paused, and requests wait at the gate.
+    :meth:`finish_weight_update`; or the same in chunks. A failure or silence ends it. While it is
+    open the engine is paused, pushes wait, and requests wait at the gate.
     """
 
     def __init__(self, updates: Updates, engine: AsyncLLM, gate: AdmissionGate) -> None:
@@ -98,7 +98,7 @@ class NativeCalls:
 
     @contextlib.asynccontextmanager
     async def _turn(self, what: str, timeout_s: float = SHORT_TIMEOUT_S) -> AsyncIterator[None]:
-        """Keeps other updates out; refused, and not kept waiting, while an update is open."""
+        """Keeps other updates out; refused at once while an update is open."""
         self._refuse_open(what)
         async with self._updates.exclusive(timeout_s):
             yield
@@ -191,7 +191,7 @@ class NativeCalls:
             raise
 
     async def _let_go(self) -> None:
-        """Ends what :meth:`_hold` began."""
+        """Undoes :meth:`_hold`."""
         if not self._updates.whole:
             raise self._gate.refusal()
         self._updates.held = False
@@ -202,7 +202,7 @@ class NativeCalls:
     async def init_weight_transfer_engine(
         self, request: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        """Initialises every worker's transfer engine; for most, all wait for the trainer in it."""
+        """Initialises every worker's transfer engine; most wait for the trainer in it."""
         info = payload_of(request, "init_info")
         async with self._turn("init_weight_transfer_engine", timeout_s):
             await self._updates.ask_workers(
@@ -210,19 +210,19 @@ class NativeCalls:
             )
 
     async def use_transfer_engine(self, backend: str | None = None) -> None:
-        """Has every worker use another transfer engine; ``None`` takes that of the launch."""
+        """Switches every worker to another transfer engine; ``None`` means that of the launch."""
         async with self._turn("use_transfer_engine"):
             await self._updates.ask_workers("native_use", backend, what="changing")
 
     async def shutdown_weight_transfer_engine(self) -> None:
-        """Leaves the trainer's group; an open update is given up first, see :meth:`_abandon`."""
+        """Leaves the trainer's group; an open update is given up first."""
         if self._open is not None:
             await self._abandon()
         async with self._updates.exclusive(SHORT_TIMEOUT_S):
             await self._updates.ask_workers("native_shutdown", what="leaving")
 
     async def expect_native(self, version: int, run_id: str) -> None:
-        """Says whether :meth:`receive_native` could begin, so that no collective waits in vain."""
+        """Checks that :meth:`receive_native` could begin, so that no collective waits in vain."""
         async with self._turn("a push"):
             self._updates.require_weights()
             await self._check_native(version, run_id)
@@ -256,10 +256,10 @@ class NativeCalls:
     async def start_weight_update(
         self, *, timeout_s: float = DEFAULT_TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S
     ) -> None:
-        """Begins an update: other updates are kept out, and the engine is paused if it is not.
+        """Begins an update: keeps other updates out, and pauses the engine if it is not.
 
-        Requests in flight freeze and go on when the update has ended; those without a token yet
-        start again then, under the new weights.
+        Requests in flight freeze until the update has ended; those without a token yet start again
+        then, under the new weights.
         """
         if not 0 < idle_timeout_s < math.inf:
             raise UnsupportedArgumentError(
@@ -301,7 +301,7 @@ class NativeCalls:
         await self.finish_weight_update(timeout_s=timeout_s)
 
     async def update_weight_version(self, new_version: str) -> None:
-        """Names weights that are in place already; vLLM's Ray client calls it after an update.
+        """Labels weights that are in place already; vLLM's Ray client calls it after an update.
 
         Requests in flight freeze meanwhile, so that each of their tokens has one version.
         """
@@ -318,7 +318,7 @@ class NativeCalls:
                 self._gate.switch(version)
 
     def _version_of(self, label: str | None) -> int:
-        """The policy version that a label stands for, if it is an integer."""
+        """Returns the policy version of a label; of one that is no integer, the present version."""
         try:
             version = self._updates.version if label is None else int(label)
         except ValueError:
@@ -338,13 +338,11 @@ class NativeCalls:
         await self._begin(_OpenUpdate(timeout_s, version, run_id), mode, clear_cache, timeout_s)
 
     async def receive_chunk(self, update_info: dict[str, Any], timeout_s: float) -> None:
-        """Receives a part of a version."""
         update = self._require_chunks()
         await self.update_weights(update_info, timeout_s=timeout_s)
         update.num_tensors += len(update_info["names"])
 
     async def finish_chunks(self) -> LoadReport:
-        """Ends a version that came in parts."""
         update = self._require_chunks()
         version = update.version or 0
         await self.finish_weight_update(str(version), timeout_s=RESUME_TIMEOUT_S)
@@ -414,12 +412,10 @@ class NativeCalls:
                 self._watchdog.start(update.left_s())
 
     async def _fail(self, update: _OpenUpdate, error: BaseException) -> None:
-        """After a failure: puts the model together, then gives back what the update had taken.
-
-        Workers that did not answer are busy still: the next update finds the model apart.
-        """
+        """Ends the update after a failure: puts the model together, releases what it had taken."""
         if self._open is not update:  # it has ended
             return
+        # Workers that did not answer are still busy: the next update puts their models together.
         have_answered = isinstance(error, WORKERS_ANSWERED) and not self._engine.errored
         try:
             if self._updates.apart and have_answered:

@@ -1,8 +1,8 @@
-"""Recording a load plan: the model's own ``load_weights`` runs over stand-ins without data.
+"""The recording of a load plan: the model's own ``load_weights`` runs over stand-ins without data.
 
 Stand-ins are tensors on the ``meta`` device. Views of them share their storage, so a slice that
-reaches a parameter still tells which tensor it is from, where it begins and how it is strided. The
-copy into the parameter is noted and left out, so nothing in the model changes.
+reaches a parameter still identifies its tensor, its offset and its strides. The copy into the
+parameter is recorded and left out, so the model does not change.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 SHOWN = 5
-# What is not dense is kept as intervals of 16 bytes each; only a loader that scatters single
-# elements of a large tensor needs more.
+# Writes that are not dense are kept as intervals of 16 bytes each; only a loader that scatters
+# single elements of a large tensor needs more.
 MAX_INTERVALS = 2**24
 aten = torch.ops.aten
-# Share their input's storage although their schemas do not say so.
+# They share their input's storage although their schemas do not say so.
 _VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default})
 _FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
 _MOVES = frozenset({aten._to_copy.default, aten.clone.default})
@@ -54,14 +54,14 @@ class PlannedCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedFill:
-    """Elements of the model that the loader sets to a constant, as a vocabulary's padding."""
+    """Elements of the model that the loader sets to a constant, such as a vocabulary's padding."""
 
     target: torch.Tensor
     value: float
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identifies the memory that ``tensor`` is a view of, as long as something keeps it alive."""
+    """Identifies the memory that ``tensor`` views, as long as something keeps it alive."""
     return tensor.untyped_storage()._cdata
 
 
@@ -102,7 +102,7 @@ class _Written:
         is_copy = [isinstance(write, PlannedCopy) for write in writes]
         self._all = _joined(bounds)
         self._copies = _joined([one for one, copy in zip(bounds, is_copy, strict=True) if copy])
-        # Constants that would wipe what an earlier copy wrote.
+        # Constants that would overwrite an earlier copy.
         self._wiped: list[np.ndarray] = []
         for i, one in enumerate(bounds):
             if not is_copy[i] and any(is_copy[:i]):
@@ -111,7 +111,7 @@ class _Written:
                     self._wiped.append(one)
 
     def faults(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Bytes of ``tensor`` that are not written, and that are written more than once."""
+        """Returns bytes of ``tensor`` that are not written, and those written more than once."""
         own = _bounds(tensor)
         missing = _size(_joined([own, self._all])) - _size(self._all)
         low, high = own[0].min(), own[1].max()
@@ -120,7 +120,7 @@ class _Written:
 
 
 def _bounds(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of its storage that a tensor shows: starts and ends, of shape ``(2, count)``."""
+    """The bytes of its storage that a tensor covers: starts and ends, of shape ``(2, count)``."""
     if not tensor.numel():
         return np.empty((2, 0), dtype=np.int64)
     run = 1
@@ -159,7 +159,7 @@ def _size(bounds: np.ndarray) -> int:
 def record_writes(
     model: torch.nn.Module, metadata: Sequence[ParamMeta]
 ) -> list[PlannedCopy | PlannedFill]:
-    """Runs the loader of ``model`` over stand-ins and returns what it would write, in order."""
+    """Runs the loader of ``model`` over stand-ins and returns its writes, in order."""
     if len({meta.name for meta in metadata}) < len(metadata):
         raise ValueError("metadata must name each tensor once")
     names: dict[int, str] = {}
@@ -189,7 +189,7 @@ def record_writes(
 
 
 class _ModelState:
-    """Which tensors a model consists of, to put back what a loader exchanges."""
+    """The tensors of a model, to put back what a loader replaces."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = [
@@ -202,7 +202,7 @@ class _ModelState:
         }
 
     def restore(self) -> list[str]:
-        """Undoes every exchange and returns the names of what had been exchanged."""
+        """Undoes every replacement and returns the names."""
         changed: list[str] = []
         for prefix, module, parameters, buffers, plain in self._modules:
             now_plain = _plain_tensors(module)
@@ -246,12 +246,12 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every write into the model, in order, and keeps it from happening."""
+    """Records every write into the model, in order, in place of doing it."""
 
     def __init__(self, model_names: dict[int, str], metadata: Sequence[ParamMeta]) -> None:
         super().__init__()
         self.writes: list[PlannedCopy | PlannedFill] = []
-        self.current = "the first tensor"  # that the loader took last
+        self.current = "the first tensor"  # the one the loader took last
         self._model_names = model_names
         self._stand_ins = [
             (meta, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in metadata
@@ -262,7 +262,6 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []
 
     def stand_ins(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What ``load_weights`` iterates over."""
         for meta, tensor in self._stand_ins:
             self.current = meta.name
             yield meta.name, tensor
@@ -276,7 +275,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is aten.as_strided.default and storage_key(args[0]) in self._sources:
-            # The strides of a stand-in are no promise: its clones are views.
+            # A stand-in's strides are not reliable: its clones are views.
             raise PlanNotPossibleError(f"{self._origin(args[0])} is viewed by {func}")
         if func.is_view or func in _VIEWS:
             return func(*args, **kwargs)
@@ -304,7 +303,7 @@ class _Recorder(TorchDispatchMode):
         return meta if meta is not None and meta.dtype == tensor.dtype else None
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """A copy: noted if it goes into the model, refused if its source is not known."""
+        """Records a copy into the model; refuses one whose source is not known."""
         if not target.numel():
             return target
         into = self._model_names.get(storage_key(target))
@@ -364,7 +363,6 @@ class _Recorder(TorchDispatchMode):
 def _written_arguments(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
-    """The arguments that ``func`` changes in place."""
     given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
     return [
         given[one.name]

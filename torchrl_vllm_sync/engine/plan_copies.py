@@ -1,8 +1,7 @@
-"""Where every slice of a push lands in a worker's parameters, and the copies that put it there.
+"""The copies that put every slice of a push into a worker's parameters.
 
-vLLM's loaders compute the same slices at every push. A plan holds them once
-(``record_load_plan``); bound to the receive buffers of a push it is a list of cached
-views for each bucket, and a bucket is loaded by a few ``torch._foreach_copy_``.
+vLLM's loaders compute the same slices at every push. A plan holds them once; bound to the receive
+buffers it is a list of cached views for each bucket, loaded by a few ``torch._foreach_copy_``.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ Dim = tuple[int, int, int]
 
 
 class Region(NamedTuple):
-    """A copy between two strided arrays, in elements: where it begins on both sides, and its
-    dimensions, outermost first."""
+    """A copy between two strided arrays, in elements; ``dims`` are outermost first."""
 
     source: int
     target: int
@@ -62,7 +60,6 @@ def is_flat(dims: tuple[Dim, ...]) -> bool:
 
 
 def num_elements(dims: tuple[Dim, ...]) -> int:
-    """Elements that a copy moves."""
     return math.prod(size for size, _, _ in dims)
 
 
@@ -100,9 +97,9 @@ def cut_at(
 def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> LoadPlan:
     """Records where each slice of a complete push lands in ``model``.
 
-    The model's own loader runs over stand-ins without data. Its parameters must be in the layout
-    that the loader expects: neither repacked nor quantised after loading. vLLM's loaders want the
-    worker's configuration to be current (``set_current_vllm_config``).
+    Parameters must be in the layout that the loader expects: neither repacked nor quantised after
+    loading. vLLM's loaders need the worker's configuration to be current
+    (``set_current_vllm_config``).
     """
     writes = record_writes(model, metadata)
     return LoadPlan(
@@ -114,19 +111,18 @@ def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> L
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundBucket:
-    """The copies that load one received bucket: groups of targets and sources, of one pair of
-    dtypes each."""
+    """The copies that load one received bucket: lists of targets and sources by pair of dtypes."""
 
     groups: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...]
 
     @property
     def num_copies(self) -> int:
-        """Copies after merging; one is one pair of views."""
+        """Pairs of views, after merging."""
         return sum(len(targets) for targets, _ in self.groups)
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Writes what the bucket's buffer holds into the model, on the current stream."""
+        """Copies the bucket's buffer into the model, on the current stream."""
         for targets, sources in self.groups:
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -134,11 +130,8 @@ class BoundBucket:
 class LoadPlan:
     """The copies and constants that make up one complete load of a worker's model.
 
-    Attributes:
-        copies: As given, in the order of the loader.
-        fills: As given. A loaded model holds these constants already, and no push changes them.
-        skipped: Checkpoint tensors of which this worker holds nothing, as with pipeline or expert
-            parallelism.
+    ``fills`` are constants that a loaded model holds already and no push changes; ``skipped`` are
+    checkpoint tensors of which this worker holds nothing, as with pipeline or expert parallelism.
 
     Example:
         >>> plan = record_load_plan(model, metadata)
@@ -164,9 +157,9 @@ class LoadPlan:
 
     @functools.cached_property
     def whole_targets(self) -> list[torch.Tensor] | None:
-        """Where each checkpoint tensor lands, if every one lands whole, unchanged and in one piece.
+        """Targets of all checkpoint tensors if each lands whole, unchanged and in one piece.
 
-        Such tensors can be received straight into the model, without a bucket between.
+        They can then be received straight into the model, without buckets.
         """
         found: dict[str, torch.Tensor] = {}
         for copy in self.copies:
@@ -182,27 +175,22 @@ class LoadPlan:
 
     @torch.no_grad()
     def fill_constants(self) -> None:
-        """Sets what loaders set and no push holds, such as padding; a load must follow.
-
-        A model that was launched with dummy weights has never had it. Does nothing the second time.
-        """
+        """Sets what loaders set and no push holds, such as padding, once; a load must follow."""
+        # A model that was launched with dummy weights lacks them.
         if self._lacks_constants:
             for fill in self.fills:
                 fill.target.fill_(fill.value)
             self._lacks_constants = False
 
     def bound(self, layout: BucketLayout, buckets: Sequence[torch.Tensor]) -> list[BoundBucket]:
-        """What :meth:`bind` returns, worked out once for the same buffers of the same layout."""
+        """What :meth:`bind` returns, computed once for the same buffers of the same layout."""
         pointers = tuple(buffer.data_ptr() for buffer in buckets)
         if self._bound_to != pointers:
             self._bound, self._bound_to = self.bind(layout, buckets), pointers
         return self._bound
 
     def bind(self, layout: BucketLayout, buckets: Sequence[torch.Tensor]) -> list[BoundBucket]:
-        """Builds every view that loading the buckets of ``layout`` needs.
-
-        Neighbours that are adjacent in the bucket and in one parameter's storage become one copy.
-        """
+        """Builds every view that loading the buckets of ``layout`` needs; joins adjacent copies."""
         if not buckets:
             raise ValueError("buckets must hold at least one buffer")
         pieces = self._pieces(layout)

@@ -1,4 +1,4 @@
-"""Ending a replica for certain: its actor, its engine cores and its workers, stopped ones too."""
+"""The reliable end of a replica: its actor, its engine cores and its workers, stopped ones too."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torchrl_vllm_sync.ray_errors import is_gone
 from torchrl_vllm_sync.replica import ProcessId, ReplicaProcesses, process_began
 
 END_TIMEOUT_S = 30.0
-# The part of that for which the task on the replica's node waits; the rest is for starting it.
+# The part of that for which the task on the replica's node waits; the rest is for its start.
 WAIT_SHARE = 0.5
 _POLL_S = 0.05
-# ``multiprocessing.shared_memory`` and ``multiprocessing.synchronize`` name theirs so.
+# Names of ``multiprocessing.shared_memory`` and ``multiprocessing.synchronize``.
 _SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-)\w+")
-# Who makes a semaphore has it mapped under a name that the C library gives it for a moment only.
+# The maker of a semaphore has it mapped under a name that the C library gives it only briefly.
 _MADE = re.compile(r"(\d+) +/dev/shm/sem\.\w+ \(deleted\)")
 
 
 def own_processes() -> ReplicaProcesses:
-    """Returns the Ray actor that this is called in, and its children, as they are now."""
+    """Returns this process, a Ray actor, and its children, as they are now."""
     import psutil
     import ray
 
@@ -107,7 +107,7 @@ def _shared_memory(pid: int) -> set[str]:
 
 
 def _end_all(replica: ReplicaProcesses, timeout_s: float) -> list[int]:
-    """Kills processes and all that they started; returns the numbers of those that are left."""
+    """Kills processes and their children; returns the pids of those that are left."""
     import psutil
 
     found: set[ProcessId] = {

@@ -1,8 +1,8 @@
-"""Receives pushes in a vLLM worker: a ``WeightTransferEngine`` for buckets over NCCL or Gloo.
+"""The receiver of pushes in a vLLM worker: a ``WeightTransferEngine`` over NCCL or Gloo.
 
 Registered under its own name in this library's engines only, by the worker extension. Where a load
 plan covers the model, buckets are copied straight into the parameters; every other model takes
-vLLM's layerwise reload, and says why.
+vLLM's layerwise reload, and reports why.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.engine.plan_copies import LoadPlan
 
 
-# Seconds between looks at staged weights that are arriving: each look takes the interpreter from
-# the thread that launches the engine's kernels.
+# Seconds between checks of staged weights that are arriving: each takes the interpreter from the
+# thread that launches the engine's kernels.
 ARRIVAL_POLL_S = 1e-3
 
 
 @dataclass
 class BroadcastInitInfo(WeightTransferInitInfo):
-    """How a worker joins the group; the words are those of vLLM's own NCCL engine."""
+    """How a worker joins the group; the field names are those of vLLM's own NCCL engine."""
 
     master_address: str  # of the trainer
     master_port: int  # of its store
     rank_offset: int  # rank of the replica's first worker, at least 1
     world_size: int  # the trainer and the workers of all replicas
-    timeout_s: float = 60.0  # within which everybody must have come
+    timeout_s: float = 60.0  # within which all must have joined
     interface: str | None = None  # None takes the one that reaches the trainer
-    group_id: int = 0  # tells the group's pushes from those of other groups
-    # time.monotonic() of this host at which nobody waits for the worker any more; a call that an
-    # engine comes to later, because it was stopped, is not begun.
+    group_id: int = 0  # part of its pushes' ids, so that other groups' differ
+    # time.monotonic() of this host after which nothing waits for the worker: a call that an engine
+    # comes to later, because it was stopped, is not begun.
     deadline: float | None = None
 
 
@@ -86,10 +86,7 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
 
 
 def why_not_a_plan(vllm_config: VllmConfig) -> str:
-    """Says what of an engine's configuration rules a load plan out; empty if nothing does.
-
-    Each changes weights after ``load_weights``, or puts them elsewhere than it says.
-    """
+    """Returns which settings change or move weights after ``load_weights``; empty allows a plan."""
     config: Any = vllm_config
     reasons = {
         "vLLM's CPU backend repacks weights after loading": current_platform.is_cpu(),
@@ -119,9 +116,9 @@ def choose_plan(
 class StagingArea:
     """A second set of a model's parameters, where weights arrive while the model goes on serving.
 
-    On a GPU it is reserved at once, when the engine is launched, so that vLLM sizes its KV cache
-    for what is left. On a CPU it is taken with the first plan: engines there reload layer by layer
-    and keep whole ``tensors`` instead. It ``is_full`` from a push's end until that is installed.
+    On a GPU it is reserved at launch, so that vLLM sizes its KV cache for what is left; on a CPU
+    with the first plan: engines there reload layer by layer and keep whole ``tensors`` instead. It
+    ``is_full`` from a push's end until that is installed.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -140,7 +137,7 @@ class StagingArea:
 
     @torch.no_grad()
     def install(self) -> None:
-        """Copies everything into the model and waits until it is there."""
+        """Copies everything into the model and waits for it."""
         for live, spare in self._spare.values():
             live.copy_(spare, non_blocking=True)
         if self._device.type == "cuda":
@@ -172,7 +169,7 @@ class StagingArea:
 
 
 def register() -> None:
-    """Makes the engine known to vLLM in this process; does nothing the second time."""
+    """Registers the engine with vLLM in this process; idempotent."""
     for name in (BROADCAST_BACKEND, STAGED_BACKEND):
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, BroadcastReceiver)
@@ -181,10 +178,10 @@ def register() -> None:
 class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateInfo]):
     """One worker's end of the ``broadcast`` transport.
 
-    Made by vLLM when the model is loaded; :meth:`init_transfer_engine` joins the trainer's group,
+    vLLM makes it when the model is loaded; :meth:`init_transfer_engine` joins the trainer's group,
     again after each failure; each push is complete in itself; :meth:`shutdown` leaves the group.
-    ``path_reason`` says why pushes do not get into the model by a load plan, ``staging_refusal``
-    why the memory for staged weights could not be reserved.
+    ``path_reason`` says why pushes take no load plan, ``staging_refusal`` why the memory for staged
+    weights could not be reserved.
     """
 
     init_info_cls = BroadcastInitInfo
@@ -212,7 +209,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             try:
                 self._staging = StagingArea(model, device)
             except TransferError as error:
-                # Raised here it would end the engine core, whose last words vLLM does not pass on.
+                # Raised here it would end the engine core; vLLM does not pass its message on.
                 self.staging_refusal = str(error)
 
     @property
@@ -222,7 +219,6 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     @property
     def path_taken(self) -> dict[str, str]:
-        """:attr:`path`, and why it is that."""
         return {"path": self.path, "path_reason": self.path_reason}
 
     @property
@@ -296,17 +292,17 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         return deadline
 
     def await_start(self, push_id: int, deadline: float) -> None:
-        """Waits for the trainer's word to begin; until then nothing has been touched."""
+        """Waits for the trainer's signal to begin; until then nothing has been touched."""
         group, _ = self._ready()
         if push_id >> PUSH_ID_BITS != self._group_id:
             raise TransferError("another trainer has brought this worker into a group of its own")
         StartSignal(group, push_id).await_start(deadline=deadline)
 
     def receive(self, deadline: float, *, num_passes: int = 1, direct: bool = False) -> int:
-        """Receives one push into the model, once or with a check; returns how many tensors.
+        """Receives one push into the model; returns how many tensors.
 
-        With two passes the second one goes through the layerwise reload. Unless both leave the
-        same parameters behind, the plan is given up for good. The weights are right either way.
+        A second pass goes through the layerwise reload: unless both leave the same parameters, the
+        plan is given up for good. The weights are right either way.
         """
         _, layout = self._ready()
         with self._leaving_on_failure():
@@ -337,7 +333,6 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         staging.is_full = True
 
     def require_staging(self) -> StagingArea:
-        """Returns the spare memory."""
         if self._staging is None:
             raise TransferError(
                 self.staging_refusal
@@ -370,7 +365,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[object], trainer_args: object) -> None:
-        """Not the way to send: vLLM 0.26 and 0.27 demand the method."""
+        """Required by vLLM 0.26 and 0.27."""
         raise NotImplementedError("send with torchrl_vllm_sync's BroadcastTransport")
 
     def _ready(self) -> tuple[BroadcastGroup, BucketLayout]:
@@ -395,10 +390,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def _transfer(
         self, deadline: float, take: Callable[[Iterator[int]], object], poll_s: float = SPIN_S
     ) -> None:
-        """Has ``take`` use each bucket as it arrives, and waits for the end.
-
-        If it fails this worker still takes part, so that the others' transfer ends.
-        """
+        """Passes the buckets to ``take`` as they arrive, and waits for the end."""
         group, layout = self._ready()
         if not self._buffers:
             self._buffers = make_buffers(layout, self.device)
@@ -407,6 +399,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             try:
                 take(arrivals)
             finally:
+                # If ``take`` failed this worker still takes part: the others' transfer must end.
                 for _ in arrivals:
                     pass
         self._await_end(group, deadline, poll_s)
@@ -444,7 +437,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._transfer(deadline, reload)
 
     def _check_plan(self, deadline: float) -> None:
-        """Compares what the plan left behind with what the layerwise reload does."""
+        """Compares the plan's parameters with those of the layerwise reload."""
         by_plan = checksum(self.model.named_parameters())
         self._reload(deadline)
         by_reload = checksum(self.model.named_parameters())

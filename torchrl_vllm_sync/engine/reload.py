@@ -1,10 +1,9 @@
-"""Loading a whole checkpoint into a model that is already serving: vLLM's layerwise reload.
+"""vLLM's layerwise reload: a whole checkpoint loaded into a model that is already serving.
 
-Layerwise reload puts every layer back into checkpoint format, runs the model's own
-``load_weights`` over the new tensors, processes each layer as at start-up and copies the result
-into the storage the kernels use (``vllm/model_executor/model_loader/reload/layerwise.py``, vLLM
-0.26 to 0.32). A plain ``load_weights`` after start-up fails or corrupts wherever weights were
-repacked.
+It puts every layer back into checkpoint format, runs the model's own ``load_weights`` over the new
+tensors, processes each layer as at start-up and copies the result into the storage the kernels use
+(``vllm/model_executor/model_loader/reload/layerwise.py``, vLLM 0.26 to 0.32). A plain
+``load_weights`` after start-up fails or corrupts wherever weights were repacked.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 
-# Their weights are quantised by the loader that reads files, not by the layers they go into.
+# Quantised by the loader that reads files, not by the layers.
 _QUANTISED_BY_LOADER = ("bitsandbytes", "gguf")
 
 
 def check_can_be_filled(model_config: ModelConfig) -> None:
     """Refuses models that a trainer's weights do not fit into.
 
-    vLLM's layers take what a checkpoint has: those of a quantised one want packed integers and
-    scales, which no trainer holds. What a layer quantises itself when weights arrive (*online*
-    quantisation: ``quantization="fp8"`` and others) is fine.
+    Layers of a quantised checkpoint need packed integers and scales, which no trainer holds. What a
+    layer quantises itself when weights arrive (``quantization="fp8"`` and other *online* methods)
+    is fine.
     """
     found = getattr(model_config.hf_config, "quantization_config", None)
     if found is not None:
@@ -60,10 +59,9 @@ def check_can_be_filled(model_config: ModelConfig) -> None:
 def checkpoint_metadata(model_config: ModelConfig) -> list[ParamMeta]:
     """Returns one entry for each tensor of the loaded model's checkpoint, in checkpoint order.
 
-    The model is built from the engine's own configuration on the ``meta`` device, which allocates
-    nothing, and its names are turned into published checkpoint form (transformers 5 holds experts
-    fused in memory). A tied output head is left out. Floating-point tensors carry the dtype the
-    engine runs in, whatever the checkpoint was stored in.
+    The model is built on the ``meta`` device, which allocates nothing; names are converted to
+    published checkpoint form (transformers 5 fuses experts in memory). A tied output head is left
+    out. Floating-point dtypes are the engine's, whatever the checkpoint was stored in.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -92,11 +90,11 @@ _STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 def checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Checksums of named tensors, a guard against misplaced or stale weights, not forged ones.
+    """Checksums of named tensors, against misplaced or stale weights, not forged ones.
 
-    Computed where the tensors are. Their bytes are read as little-endian words of 64 bits, padded
-    with zeros; each word is mixed with its position and the results are added up, so that a swapped
-    or moved value shows. Arithmetic wraps around, so that all devices come to the same number.
+    Computed where the tensors are: little-endian words of 64 bits, padded with zeros, each mixed
+    with its position and added up, so that a swapped or moved value shows. Arithmetic wraps around,
+    so that all devices agree.
     """
     return {name: tensor_checksum(tensor) for name, tensor in parameters}
 
@@ -114,7 +112,7 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The values in row-major order, a whole number of words at a time but for the last."""
+    """Yields the values in row-major order, a whole number of words at a time but for the last."""
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(CHUNK_WORDS * WORD_BYTES // tensor.element_size())
         return
@@ -164,11 +162,7 @@ def reload_model(
     vllm_config: VllmConfig,
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> int:
-    """Replaces every parameter of ``model`` by ``weights``.
-
-    Whatever happens inside, the reload is finalised before this returns or raises: an interrupted
-    reload that is not finalised poisons the next one, even a complete one.
-    """
+    """Replaces every parameter of ``model`` by ``weights``; returns the number of tensors."""
     taken = 0
 
     def counted() -> Iterable[tuple[str, torch.Tensor]]:
@@ -183,6 +177,7 @@ def reload_model(
         try:
             loaded = model.load_weights(counted())  # pyright: ignore[reportCallIssue]  vLLM's, not a Tensor
         finally:
+            # An interrupted reload that is not finalised corrupts even a complete next one.
             finalize_layerwise_reload(model, vllm_config.model_config)
         repack_cpu(model)
     missing = set() if loaded is None else expected - _resolved(loaded, expected)
@@ -197,8 +192,8 @@ def reload_model(
 def _loadable_names(model: torch.nn.Module) -> set[str]:
     """Names of the parameters a full checkpoint must fill.
 
-    A tied head is filled by its twin. Scales of a quantised KV cache are made with every fp8 model
-    and have defaults, so that hardly any checkpoint has them.
+    Not a tied head, nor scales of a quantised KV cache, which every fp8 model has with defaults and
+    hardly any checkpoint holds.
     """
     other = {
         f"{name}.weight"
@@ -215,9 +210,9 @@ def _loadable_names(model: torch.nn.Module) -> set[str]:
 
 
 def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
-    """Gives parameters that a loader reports under a shorter name the name the model has for them.
+    """Adds the model's names of parameters that a loader reports under shorter ones.
 
-    A module that hands loading on to a part of itself may leave the part's name out: experts of
+    A module that delegates loading to a part of itself may leave the part's name out: experts of
     vLLM 0.26 report ``experts.w13_weight`` and are ``experts.routed_experts.w13_weight``
     (``fused_moe/runner/moe_runner.py``, ``load_weights``). A name that fits several stays as it is.
     """
@@ -235,10 +230,10 @@ def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
 def repack_cpu(model: torch.nn.Module) -> None:
     """Redoes the prepacking that a layerwise reload skips on vLLM's CPU backend.
 
-    A tied ``ParallelLMHead`` keeps a packed copy of the embedding of its own, which a reload never
+    A tied ``ParallelLMHead`` keeps its own packed copy of the embedding, which a reload never
     refreshes (``vocab_parallel_embedding.py``), and unquantised experts stay in checkpoint layout
     inside packed storage (``fused_moe/unquantized_fused_moe_method.py``). Seen in vLLM 0.26, 0.28,
-    0.32 (heads) and 0.32 (experts). On a GPU there is nothing to redo.
+    0.32 (heads) and 0.32 (experts).
     """
     if not current_platform.is_cpu():
         return

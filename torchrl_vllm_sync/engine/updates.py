@@ -42,19 +42,19 @@ SHORT_TIMEOUT_S = 30.0
 SEND_BACK_TIMEOUT_S = 10.0
 # Seconds within which a paused engine must answer the call to resume.
 RESUME_TIMEOUT_S = 30.0
-# Seconds between looks at whether an engine core that owes an answer is still alive.
+# Seconds between checks that an engine core that has yet to answer is alive.
 POLL_S = 0.5
-# What a replica adds to the reason when a load broke off that had begun to write.
+# Added to the reason when a load broke off that had begun to write.
 NOT_WHOLE = "its weights are not whole, and it is stale until the next push repairs it"
-# A trainer on another host that gives no sign of life for so long is pushing no more.
+# A trainer on another host that gives no sign of life for so long counts as no longer pushing.
 PUSH_SILENCE_S = 30.0
-# The same where its push has left the weights in pieces: a stopped trainer must not keep them so.
-# One sign in 5 s may be half as late again.
+# The same where its push left the weights incomplete: a stopped trainer must not keep them so.
+# Signs come every 5 s and may be half as late again.
 TORN_SILENCE_S = 7.5
 
 
 def raise_failures(replica_id: str, answers: list[dict[str, Any]]) -> None:
-    """Raises for the workers that failed, with this library's own type where theirs was one."""
+    """Raises for the workers that failed, with this library's error type if they share one."""
     failed = {rank: one for rank, one in enumerate(answers) if one["error"]}
     if not failed:
         return
@@ -81,12 +81,11 @@ class Watchdog:
         self._giving_up: asyncio.Task[None] | None = None
 
     def start(self, limit_s: float) -> None:
-        """Begins the wait, anew if there is one."""
+        """Begins the wait, or begins it again."""
         self.stop()
         self._timer = asyncio.get_running_loop().call_later(limit_s, self._end)
 
     def stop(self) -> None:
-        """Ends the wait."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -96,13 +95,13 @@ class Watchdog:
     async def _report(self) -> None:
         try:
             await self._give_up()
-        except SyncError as error:  # nobody waits for this task
+        except SyncError as error:  # nothing awaits this task
             logger.warning("%s", error)
 
 
 @dataclass(slots=True)
 class _Push:
-    """The last push that began: a trainer's, with a number that the trainer counts."""
+    """The last push that began; ``number`` is its trainer's own count."""
 
     trainer: ProcessIdentity
     sender: str
@@ -124,7 +123,7 @@ class Pause:
     def report(
         self, version: int, phases: Mapping[str, float] = MappingProxyType({}), **load: Any
     ) -> LoadReport:
-        """Returns what became of the update that has just ended; ``phases`` came before it."""
+        """Returns the report on the update that has just ended; ``phases`` came before it."""
         done, now = time.perf_counter(), time.time()
         before = phases.get("verify_s", 0.0) + phases.get("stage_s", 0.0)
         return LoadReport(
@@ -150,10 +149,10 @@ class Updates:
 
     Attributes:
         whole: Whether the weights are known to be all of :attr:`version`.
-        apart: Whether workers' models may be taken apart for a reload, which the next load mends.
+        apart: Whether workers' models may be taken apart for a reload; the next load repairs that.
         held: Whether the engine's user has paused it.
         asleep: The memory that its user has put to sleep: ``weights``, ``kv_cache``.
-        run_id: Run that the version belongs to; ``None`` if nobody said.
+        run_id: Run that the version belongs to; ``None`` if unknown.
         num_waiting: Updates that wait for the one under way.
     """
 
@@ -169,25 +168,24 @@ class Updates:
 
     @property
     def version(self) -> int:
-        """Policy version the engine serves with; 0 is what it was launched with."""
+        """Policy version the engine serves with; 0 is that of the launch."""
         return self._gate.version
 
     @property
     def salt(self) -> str:
-        """Names the weights in keys of cached prefixes: the version, and how often it was replaced.
+        """Name of the weights in keys of cached prefixes.
 
-        Weights that take the place of others under the same version must not find their keys.
+        Weights that replace others under one version must not find their keys, hence the count.
         """
         return f"v{self.version}" + (f".{self._repeats}" if self._repeats else "")
 
     @property
     def replica_id(self) -> str:
-        """Id of the replica."""
         return self._gate.replica_id
 
     @property
     def is_busy(self) -> bool:
-        """Whether an update, or a call that comes in turn with them, is under way."""
+        """Whether an update, or a call that is serialised with updates, is under way."""
         return self._lock.locked()
 
     @property
@@ -195,10 +193,10 @@ class Updates:
         """Whether the replica is dead or closed."""
         return self._gate.state in (ReplicaState.FAILED, ReplicaState.CLOSED)
 
-    # ---------------------------------------------------------------- whose push
+    # ---------------------------------------------------------------- several trainers
 
     def begin_push(self, trainer: ProcessIdentity, sender: str, number: int) -> bool:
-        """Keeps pushes of other trainers out, until :meth:`end_push` or until this one is gone."""
+        """Keeps other trainers out until this push ends; returns whether the last was its too."""
         before = self._push
         is_same = before is not None and (before.trainer, before.sender) == (trainer, sender)
         if before is not None and not is_same and before.is_open:
@@ -209,7 +207,7 @@ class Updates:
         return is_same
 
     def keep_push(self, sender: str, number: int) -> None:
-        """Notes a sign of life of whoever pushes."""
+        """Notes a sign of life of the trainer that pushes."""
         if push := self._push_of(sender, number):
             push.seen_at = time.monotonic()
 
@@ -226,7 +224,6 @@ class Updates:
     # ---------------------------------------------------------------- what may be loaded
 
     def refuse_older(self, version: int, what: str = "version") -> None:
-        """Refuses a version that is older than the one held."""
         if version < self.version:
             raise StaleVersionError(
                 f"{what} must be at least {self.version}, which replica {self.replica_id} "
@@ -234,7 +231,7 @@ class Updates:
             )
 
     def refuse_foreign(self, version: int, run_id: str | None) -> None:
-        """Refuses a version that another run's has overtaken, or one of the same number."""
+        """Refuses a version that another run's has overtaken or equals."""
         foreign = run_id is not None and self.run_id not in (None, run_id)
         if foreign and self.version >= version:
             raise StaleVersionError(
@@ -243,12 +240,10 @@ class Updates:
             )
 
     def refuse_stale(self, version: int, run_id: str | None) -> None:
-        """Refuses what :meth:`refuse_older` and :meth:`refuse_foreign` do."""
         self.refuse_older(version)
         self.refuse_foreign(version, run_id)
 
     def _require_alive(self) -> None:
-        """Raises unless the engine can be updated."""
         if self._engine.errored:
             self.set_state(ReplicaState.FAILED, f"engine core died: {self._engine.dead_error}")
         if self.is_over:
@@ -260,7 +255,7 @@ class Updates:
                 f"the weights of replica {self.replica_id} are asleep: wake_up(['weights']) first"
             )
 
-    # ---------------------------------------------------------------- turns and calls
+    # ---------------------------------------------------------------- locking and calls
 
     @contextlib.asynccontextmanager
     async def exclusive(self, timeout_s: float) -> AsyncIterator[None]:
@@ -291,14 +286,14 @@ class Updates:
         timeout_s: float,
         what: str = "loading",
     ) -> list[Any]:
-        """Calls a method of every worker and returns their answers; see :meth:`ask`."""
+        """Calls a method of every worker and returns their answers."""
         call = internals.call_workers(self._engine, method, args)
         return await self.ask(what, call, timeout_s)
 
     async def ask_workers(
         self, method: str, *args: Any, timeout_s: float = SHORT_TIMEOUT_S, what: str
     ) -> list[dict[str, Any]]:
-        """Calls a method of every worker, and raises what they ended with."""
+        """Calls a method of every worker, and raises their failures."""
         answers = await self.call_workers(method, *args, timeout_s=timeout_s, what=what)
         raise_failures(self.replica_id, answers)
         return answers
@@ -313,7 +308,7 @@ class Updates:
         call: Awaitable[Any],
         timeout_s: float,
     ) -> Any:
-        """Awaits the engine's answer, and notices if its core dies: vLLM answers no call then."""
+        """Awaits the engine's answer; raises if its core dies, since vLLM answers no call then."""
         answer = asyncio.ensure_future(call)
         deadline = time.perf_counter() + timeout_s
         try:
@@ -344,7 +339,7 @@ class Updates:
     ) -> LoadReport:
         """Pauses the engine, has its workers load, and resumes; :meth:`exclusive` is held.
 
-        ``phases`` are seconds that came before, as ``LoadReport`` names them.
+        ``phases`` are seconds of phases before that, by their names in ``LoadReport``.
         """
         if self.apart:
             await self.put_together()
@@ -375,10 +370,10 @@ class Updates:
     async def paused(
         self, mode: PauseMode, clear_cache: bool, timeout_s: float
     ) -> AsyncIterator[Pause]:
-        """Freezes the engine, and on every way out leaves it whole and serving, or out of service.
+        """Freezes the engine; on every exit it is whole and serving, or out of service.
 
-        Requests in flight outlive a failure before the load began; after that nobody knows the
-        weights, so the requests are ended and the engine stays paused.
+        Requests in flight survive a failure before the load began; after that the weights are
+        unknown, so the requests are ended and the engine stays paused.
         """
         before, pause = self._gate.state, Pause()
         self.set_state(ReplicaState.UPDATING)
@@ -398,15 +393,12 @@ class Updates:
         await self.resume()
 
     async def _send_back_unstarted(self) -> int:
-        """Sends requests without a token back to the gate; they would read old keys otherwise.
-
-        A request that passed the gate just before the pause may not be registered with vLLM yet,
-        hence the loop.
-        """
+        """Sends requests without a token back to the gate: they would read old keys otherwise."""
         pending = {name: one for name, one in self._gate.running.items() if not one.has_begun}
         for running in pending.values():
             running.restart = True
         deadline = time.perf_counter() + SEND_BACK_TIMEOUT_S
+        # One that has just passed the gate may not be registered with vLLM yet, hence the loop.
         while left := [name for name in pending if name in self._gate.running]:
             self._require_alive()
             if time.perf_counter() > deadline:
@@ -432,7 +424,7 @@ class Updates:
         await self.ask("labelling", call, RESUME_TIMEOUT_S)
 
     async def put_together(self) -> None:
-        """Has workers end the reload that an update had begun."""
+        """Makes workers end the reload that an update had begun."""
         await self.ask_workers("native_abandon", what="giving up")
         self.apart = False
 
@@ -443,7 +435,7 @@ class Updates:
         try:
             await self.ask("resuming", self._engine.resume_generation(), RESUME_TIMEOUT_S)
         except BaseException as error:
-            self.whole = False  # it may be frozen: only a load that ends well makes it serve again
+            self.whole = False  # it may be frozen: only a successful load makes it serve again
             self.set_state(ReplicaState.STALE, f"the engine did not resume: {error}")
             raise
         if before is ReplicaState.STARTING and not self._was_admitted:
@@ -454,22 +446,22 @@ class Updates:
     # ---------------------------------------------------------------- in and out of service
 
     def set_state(self, state: ReplicaState, reason: str = "") -> None:
-        """Changes the replica's state; what is dead or closed stays so."""
+        """Changes the replica's state, unless it is dead or closed."""
         if not self.is_over:
             self._gate.set(state, reason)
 
     def _serve_or(self, why_stale: str) -> None:
-        """Has a replica whose engine steps take requests, unless it leaves or is behind."""
+        """Admits requests, unless the replica leaves (``DRAINING``) or is behind (``STALE``)."""
         if self.version < self._floor or not self.whole:
             self.set_state(ReplicaState.STALE, why_stale)
         else:
             self.set_state(ReplicaState.DRAINING if self._drains else ReplicaState.SERVING)
 
     def hold_back(self, version: int, run_id: str | None) -> None:
-        """Takes the replica out of service unless it holds ``version``, or until it does.
+        """Takes the replica out of service until it holds ``version``, if it does not.
 
-        A replica that missed a push which others took is whole, but not current. One that holds
-        another run's version of the same number would be taken for current; it must load anew.
+        It missed a push which others took: it is whole, but not current. One that holds another
+        run's version of the same number would be taken for current, so it must load anew.
         """
         self._floor = max(self._floor, version)
         foreign = self.version == version and run_id not in (None, self.run_id)
@@ -480,20 +472,19 @@ class Updates:
             self.set_state(ReplicaState.STALE, f"it did not reach version {self._floor}{other}")
 
     def admit(self, version: int, run_id: str | None) -> None:
-        """Lets a replica that has joined a running service serve, once it holds ``version``."""
+        """Lets a replica that has joined a running service serve once it holds ``version``."""
         starting, self._was_admitted = self._gate.state is ReplicaState.STARTING, True
         self.hold_back(version, run_id)
         if starting:
             self._serve_or(f"it has not reached version {self._floor} yet")
 
     def drain(self) -> None:
-        """Takes no more requests, unless :meth:`undrain` follows; those inside go on."""
+        """Admits no more requests, until :meth:`undrain`; those inside go on."""
         self._drains = True
         if self._gate.state is ReplicaState.SERVING:
             self.set_state(ReplicaState.DRAINING)
 
     def undrain(self) -> None:
-        """Takes :meth:`drain` back: the replica stays after all."""
         self._drains = False
         if self._gate.state is ReplicaState.DRAINING:
             self.set_state(ReplicaState.SERVING)

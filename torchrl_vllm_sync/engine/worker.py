@@ -1,10 +1,10 @@
-"""What this library adds to every vLLM worker: methods called by ``collective_rpc``.
+"""Methods that this library adds to every vLLM worker, called by ``collective_rpc``.
 
 Importing it registers the receiver of the ``broadcast`` transport with vLLM, which mixes the class
-into its own worker class when ``worker_extension_cls`` names it, so only engines started by this
-library are touched. Names carry a prefix, because an attribute that collides with the worker's own
-fails an assertion. Failures come back as data: an exception that crosses ``collective_rpc`` loses
-its type.
+into its worker class where ``worker_extension_cls`` names it: only engines started by this library
+are touched. Names carry a prefix, because an attribute that collides with the worker's own fails an
+assertion. Failures are returned as data: an exception that crosses ``collective_rpc`` loses its
+type.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 # The second attempt repairs what the first left behind; a third would not fare better.
 MAX_ATTEMPTS = 2
-# Bytes that a peer gives at a time, and where a worker leaves them for one on the same node.
+# Bytes of one chunk of a peer's weights, and where a worker leaves it for one on the same node.
 CHUNK_BYTES = 64 * 2**20
 PEER_DIRECTORY = Path("/dev/shm")
 PEER_PREFIX = "torchrl_vllm_sync_peer-"
@@ -56,8 +56,8 @@ PEER_PREFIX = "torchrl_vllm_sync_peer-"
 class PeerCopy:
     """All tensors of a worker's model as one row of bytes, cut into chunks.
 
-    Two replicas with the same engine arguments hold the same tensors under the same names in the
-    same layouts, so nothing is loaded or processed: bytes go from tensor to tensor.
+    Replicas with the same engine arguments hold the same tensors, names and layouts, so nothing is
+    loaded or processed: bytes go from tensor to tensor.
     """
 
     def __init__(self, model: torch.nn.Module, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -72,11 +72,10 @@ class PeerCopy:
         self.num_chunks = -(-sum(row.numel() for _, row in self._rows) // chunk_bytes)
 
     def give(self, index: int) -> bytes:
-        """Returns the bytes of one chunk."""
         return b"".join(piece.cpu().numpy().tobytes() for piece in self._pieces(index))
 
     def give_file(self, index: int, path: str) -> None:
-        """Puts one chunk into a file that only this user can read; replaces what was there."""
+        """Writes one chunk to a file that only this user can read."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
             for piece in self._pieces(index):
@@ -94,11 +93,10 @@ class PeerCopy:
             piece.copy_(part)
 
     def checksums(self) -> dict[str, int]:
-        """Returns a checksum of each tensor, by name."""
         return {name: tensor_checksum(row) for name, row in self._rows}
 
     def _pieces(self, index: int) -> Iterator[torch.Tensor]:
-        """The parts of tensors that make up a chunk, as they lie in the model."""
+        """Yields the parts of tensors that make up a chunk."""
         begin, offset = index * self._chunk_bytes, 0
         end = begin + self._chunk_bytes
         for _, row in self._rows:
@@ -109,7 +107,7 @@ class PeerCopy:
 
 
 def _row_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in the order in which they lie, whatever the order of its dimensions."""
+    """The tensor's bytes in the order of its memory, whatever the order of its dimensions."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     dense = tensor.permute(order)
     if not dense.is_contiguous():
@@ -118,9 +116,9 @@ def _row_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def answered(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
-    """Has a method of a worker answer with its failure, as ``updates.raise_failures`` reads it.
+    """Makes a worker's method return its failure, as ``updates.raise_failures`` reads it.
 
-    ``untouched`` says whether the weights are as they were; ``_sync_touched`` tells it.
+    ``untouched`` says whether the weights are as they were, according to ``_sync_touched``.
     """
 
     @functools.wraps(method)
@@ -148,12 +146,12 @@ class SyncWorkerExtension:
     """Methods of a vLLM worker with which its replica's actor replaces and reads weights.
 
     A ``worker_extension_cls`` of your own must subclass this one. Methods named ``native_`` drive
-    the worker's transfer engine, whichever it is. vLLM's own of the same purpose
+    the worker's transfer engine, whichever it is. vLLM's own counterparts
     (``vllm/v1/worker/gpu_worker.py``, 0.26 to 0.32) raise, and leave the model taken apart when an
-    update fails; these put it together again.
+    update fails; these put it together.
     """
 
-    # The worker's own.
+    # Attributes of vLLM's worker.
     vllm_config: VllmConfig
     device: torch.device
     model_runner: Any
@@ -174,8 +172,7 @@ class SyncWorkerExtension:
     def sync_load_snapshot(self, path: str, metadata: list[list[Any]]) -> dict[str, Any]:
         """Loads one stored version into this worker's shard of the model.
 
-        The caller holds the lock on ``path`` and has verified it. A load that fails half-way is
-        repeated once from the start, which repairs what the first attempt left behind.
+        The caller holds the lock on ``path`` and has verified it.
         """
         self._sync_touched = True
         taken, attempts = None, 0
@@ -192,12 +189,12 @@ class SyncWorkerExtension:
 
     @answered
     def sync_join(self, init_info: dict[str, Any]) -> None:
-        """Joins the trainer's group; blocks until everybody has come."""
+        """Joins the trainer's group; blocks until all have joined."""
         self._sync_receiver().init_transfer_engine(BroadcastInitInfo(**init_info))
 
     @answered
     def sync_prepare(self, metadata: list[list[Any]], bucket_bytes: int) -> dict[str, Any]:
-        """Learns what all coming pushes consist of; the model may be serving."""
+        """Prepares for the tensors of all coming pushes; the model may be serving."""
         receiver = self._sync_receiver()
         receiver.prepare(from_json(metadata), bucket_bytes)
         return {**receiver.path_taken, "direct": receiver.takes_direct}
@@ -235,10 +232,7 @@ class SyncWorkerExtension:
         return {"began_at": began_at}
 
     def sync_staged(self) -> dict[str, Any] | None:
-        """Returns how :meth:`sync_stage` ended, or ``None`` while it is under way.
-
-        ``began_at`` is ``time.monotonic()`` at the trainer's word to begin.
-        """
+        """Returns the result of :meth:`sync_stage`, or ``None`` while it is under way."""
         return self._sync_staged.result() if self._sync_staged.done() else None
 
     @answered
@@ -286,19 +280,18 @@ class SyncWorkerExtension:
 
     @answered
     def sync_peer_checksums(self) -> dict[str, Any]:
-        """Returns ``checksums`` of what was given or taken."""
         return {"checksums": self._sync_peer.checksums()}
 
     @answered
     def sync_peer_close(self) -> None:
-        """Removes what :meth:`sync_peer_give` left behind."""
+        """Removes the file of :meth:`sync_peer_give`."""
         Path(self._sync_peer_file).unlink(missing_ok=True)
         self._sync_forget_encodings()
 
     def _sync_uncopyable(self, gives: bool) -> str:
         """Why the tensors are not all that the model computes with; empty if they are.
 
-        Pushes through a load plan prove it; who has had none yet trusts a peer with equal settings.
+        Pushes by a load plan prove it; a worker without one yet trusts a peer with equal settings.
         """
         if reason := why_not_a_plan(self.vllm_config):
             return reason
@@ -306,7 +299,6 @@ class SyncWorkerExtension:
         return receiver.path_reason if gives and receiver.path != "plan" else ""
 
     def _sync_receiver(self) -> BroadcastReceiver:
-        """Returns the worker's end of the broadcast transport."""
         receiver = self.weight_transfer_engine
         if not isinstance(receiver, BroadcastReceiver):
             raise TransferError(
@@ -322,7 +314,7 @@ class SyncWorkerExtension:
         return receiver
 
     def _sync_forget_encodings(self) -> None:
-        """Drops what the vision part of a model computed with the old weights."""
+        """Drops vision encodings that were computed with the old weights."""
         if self.vllm_config.model_config.is_multimodal_model:
             self.model_runner.reset_encoder_cache()
             self.model_runner.reset_mm_cache()
@@ -330,7 +322,7 @@ class SyncWorkerExtension:
     def _sync_tensors(
         self, path: Path, metadata: list[ParamMeta]
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        """Maps the stored tensors; none is copied here."""
+        """Maps the stored tensors without a copy."""
         return open_tensordict(path, metadata).items()
 
     def _sync_model(self) -> torch.nn.Module:
@@ -340,7 +332,7 @@ class SyncWorkerExtension:
 
     @answered
     def native_use(self, backend: str | None) -> None:
-        """Puts another transfer engine in the place of the present one, which leaves its group."""
+        """Replaces the transfer engine by another one; the present one leaves its group."""
         self._native_refuse_open("another engine")
         present = self.weight_transfer_engine
         if self._native_launched is None:
@@ -371,17 +363,13 @@ class SyncWorkerExtension:
 
     @answered
     def native_shutdown(self) -> None:
-        """Leaves the trainer's group; initialising again is possible.
-
-        Does what vLLM's ``shutdown_weight_transfer_engine`` does, which 0.26 does not have.
-        """
+        """Does what vLLM's ``shutdown_weight_transfer_engine`` does, which 0.26 does not have."""
         self._native_abandon()
         self._native_ready = False
         if self.weight_transfer_engine is not None:
             self.weight_transfer_engine.shutdown()
 
     def native_engine_name(self) -> str:
-        """Returns the class name of the present transfer engine."""
         return type(self.weight_transfer_engine).__name__
 
     def native_device_uuid(self) -> str:
@@ -390,7 +378,7 @@ class SyncWorkerExtension:
 
     @answered
     def native_check(self) -> None:
-        """Says whether an update could begin; changes nothing."""
+        """Checks that an update could begin; changes nothing."""
         engine = self._native_engine()
         if not self._native_ready:
             raise TransferNotReadyError(
@@ -475,7 +463,7 @@ class SyncWorkerExtension:
         self._native_abandon()
 
     def _native_abandon(self) -> None:
-        """Finalises a layerwise reload that was begun: left alone it would poison the next one."""
+        """Finalises a layerwise reload that was begun, which would corrupt the next one."""
         if self._native_parts is None:
             return
         self._native_parts = None

@@ -1,1 +1,1 @@
-"""A weight's way outside the engine: what is sent, one push at a time, and who got it."""
+"""The path of weights outside the engine: sources, pushes, transports, and what replicas hold."""

@@ -1,4 +1,4 @@
-"""The transport that one gets without asking for one: chosen at the first push."""
+"""The default transport, chosen at the first push."""
 
 from __future__ import annotations
 
@@ -112,10 +112,10 @@ TRANSPORTS: dict[str, Callable[[], WeightTransport]] = {
 
 
 def place_of(source: WeightSource) -> Place:
-    """Says where a source's tensors are, without reading them.
+    """Returns where a source's tensors are, without reading them.
 
-    A source that does not tell, since it computes or gathers them, is taken to be where its module
-    is, and without a module on the current GPU if this process uses one.
+    One that computes or gathers them is taken to be where its module is, and without a module on
+    the current GPU if this process uses one.
     """
     devices = devices_of(source)
     if not devices:

@@ -1,4 +1,4 @@
-"""What earlier pushes tell the next: versions, time limits, and what became of each."""
+"""Records of earlier pushes: versions, time limits and outcomes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.transport import LoadReport, PauseMode, PushReport
 
 
-# How long a push may take when nobody says: a multiple of what pushes like it have taken.
+# ---- Time limits of pushes
 
 
 FIRST_TIMEOUT_S = 300.0
@@ -30,7 +30,7 @@ MOST_KINDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushKind:
-    """What pushes must have in common for one to tell how long another takes."""
+    """What pushes must have in common for their times to be comparable."""
 
     transport: str
     num_bytes: int
@@ -41,18 +41,18 @@ class PushKind:
 
 
 class PushDeadlines:
-    """Time limits of pushes, from the times of those that went well.
+    """Time limits of pushes: 30 s and three times the median of the last successful ones.
 
-    30 s and three times the median of the last few, as a watchdog that neither ends slow pushes nor
-    lets a wedged peer hold the others for long. Before there is a measurement, and where requests
-    in flight are waited for, 300 s at least: how long those take says nothing of the next.
+    A watchdog that neither ends slow pushes nor lets a stuck peer hold the others for long. Before
+    there is a measurement, and where requests in flight are waited for, 300 s at least: how long
+    those take says nothing of the next.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[PushKind, deque[float]] = {}
 
     def record(self, kind: PushKind, seconds: float) -> None:
-        """Notes how long a push took that every replica acknowledged."""
+        """Records the time of a push that every replica acknowledged."""
         taken = self._seconds.pop(kind, None) or deque(maxlen=NUM_SAMPLES)
         taken.append(seconds)
         self._seconds[kind] = taken
@@ -69,7 +69,7 @@ class PushDeadlines:
 
 
 class VersionLedger:
-    """Which versions this trainer knows of: what each replica holds, and which one is committed.
+    """The versions this trainer knows of: what each replica holds, and which one is committed.
 
     A version is committed once every replica holds it, or, if pushes are not strict, once one does:
     the others take no requests until they hold it too. A push that fails commits nothing.
@@ -79,10 +79,10 @@ class VersionLedger:
         self.committed = 0  # newest version that was; 0 is what engines launch with
         self.reached = 0  # newest version that a replica took from this process
         self.attempted = 0  # newest version that this process began to send
-        self.seen = 0  # newest version that any replica was at, one that is stale now too
+        self.seen = 0  # newest version that any replica, stale ones included, was at
         # What each replica last acknowledged; ``None`` after a failed update.
         self.held: dict[str, int | None] = {}
-        self.is_current = False  # whether nobody need be asked what the replicas hold
+        self.is_current = False  # whether ``held`` is up to date, so that no replica need be asked
         self._run: tuple[int, str | None] = 0, None
 
     @property
@@ -92,12 +92,12 @@ class VersionLedger:
 
     @property
     def run_id(self) -> str | None:
-        """Run that the committed version belongs to; ``None`` if nobody here knows."""
+        """Run that the committed version belongs to; ``None`` if unknown here."""
         version, run_id = self._run
         return run_id if version == self.committed else None
 
     def take_stock(self, answers: Mapping[str, Any]) -> None:
-        """Takes over what the replicas report of themselves."""
+        """Takes over what the replicas report."""
         reports = {n: one for n, one in answers.items() if isinstance(one, EngineReport)}
         whole = {n for n, one in reports.items() if one.state.admits_requests}
         self.held = {n: reports[n].weight_version if n in whole else None for n in answers}
@@ -107,7 +107,7 @@ class VersionLedger:
         self.is_current = True
 
     def next_version(self, wanted: int | None, stored: int) -> int:
-        """Returns the version to send, by default one that nobody has seen."""
+        """Returns the version to send, by default an unused one."""
         if wanted is None:
             # A version that failed everywhere may be stored already: its number is used up.
             wanted = max(self.newest, self.attempted, stored) + 1
@@ -117,7 +117,7 @@ class VersionLedger:
         return wanted
 
     def record(self, reports: list[LoadReport], version: int, run_id: str, *, strict: bool) -> bool:
-        """Notes each replica's answer; returns whether that commits ``version``, as news."""
+        """Records each replica's answer; returns whether that newly commits ``version``."""
         self.held |= {one.replica_id: one.version for one in reports}
         is_news = commits(reports, strict=strict) and version > self.committed
         if is_news:
@@ -135,17 +135,17 @@ def reached_some(reports: list[LoadReport]) -> bool:
 
 
 def commits(reports: list[LoadReport], *, strict: bool) -> bool:
-    """Whether a version counts as committed: on all replicas that count, or at least on one."""
+    """Whether a version counts as committed: on all expected replicas, or at least on one."""
     is_complete = not any(one.error and one.is_expected for one in reports)
     return reached_some(reports) and (is_complete or not strict)
 
 
 def errors_of(reports: list[LoadReport]) -> dict[str, str]:
-    """Returns the id of each replica that did not reach the version, to the reason."""
+    """Returns the reason of each replica that did not reach the version, by id."""
     return {one.replica_id: one.error for one in reports if one.error}
 
 
-# How pushes look to other processes.
+# ---- Status of pushes, for other processes
 
 
 def finished_push(report: PushReport, ended_at: float) -> PushStatus:
@@ -177,5 +177,5 @@ def failed_push(
 
 
 def _seconds(phases: Mapping[str, float]) -> dict[str, float]:
-    """The phases that are seconds, without the unit in their names; the others are counts."""
+    """The phases that are seconds, without the unit in their names; others are counts."""
     return {name.removesuffix("_s"): value for name, value in phases.items() if name.endswith("_s")}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SHORT_TIMEOUT_S = 30.0
 DEFAULT_BUFFER_BYTES = 256 * 2**20
-# From this release on that transfers are packed is agreed upon once; before, at each update.
+# From this release on packing is agreed upon once; before, at each update.
 _FIRST_WITH_PACKING_AT_INIT = Version("0.28")
 
 
@@ -167,7 +167,7 @@ class IPCTransport:
         return {name: given_up if one is None else one for name, one in answers.items()}
 
     def _show(self, members: Members, chunk: list[ParamMeta], deadline: Deadline) -> dict[str, Any]:
-        """Has every replica copy the buffer out; it may be filled again when they have answered."""
+        """Makes every replica copy the buffer out; it may be refilled when they have answered."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         info = {
@@ -179,7 +179,7 @@ class IPCTransport:
         left = max(deadline.left_s, 1e-3)
         calls = {}
         for name in members.incarnations:
-            # An export is counted once, and given back by the one who opens it.
+            # An export is counted once, and released by the process that opens it.
             handles = {device_uuid(self._device): reduce_tensor(self._buffer)[1]}
             own = {**info, **self._fields[name], "ipc_handles_bytes": pickle.dumps(handles)}
             calls[name] = (own, left)
@@ -192,12 +192,12 @@ class IPCTransport:
 
     @torch.no_grad()
     def _chunks(self, source: WeightSource) -> Iterator[list[ParamMeta]]:
-        """Fills the buffer with as many tensors as it takes; yields which, when they are in it."""
+        """Fills the buffer with as many tensors as it takes, again and again; yields which."""
         chunk: list[ParamMeta] = []
         offset = 0
         for meta, tensor in checked(source, source.metadata(), self._device):
             full = offset + meta.num_bytes > self._buffer.numel()
-            # The receiver splits without gaps, so that a wider dtype must happen to be aligned.
+            # The receiver splits without gaps, so a wider dtype must happen to be aligned.
             if chunk and (full or offset % meta.dtype.itemsize):
                 self._finish_copies()
                 yield chunk
@@ -215,7 +215,7 @@ class IPCTransport:
             torch.cuda.current_stream(self._device).synchronize()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process has a GPU, and a buffer, of its own.
+        # A copy in another process has its own GPU and buffer.
         return {"_buffer_bytes": self._buffer_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

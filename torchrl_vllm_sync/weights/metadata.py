@@ -1,4 +1,4 @@
-"""What a parameter is: its name, dtype and shape, in memory, on the wire and as one digest."""
+"""The metadata of parameters: name, dtype and shape, in memory, on the wire and as one digest."""
 
 from __future__ import annotations
 
@@ -60,12 +60,11 @@ class ParamMeta:
 
 
 def to_json(metadata: Iterable[ParamMeta]) -> list[list[Any]]:
-    """Lists ``[name, dtype, shape]`` that JSON holds, dtypes as ``"float32"``."""
+    """Returns lists of ``[name, dtype, shape]`` for JSON, dtypes as ``"float32"``."""
     return [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in metadata]
 
 
 def from_json(items: Sequence[Sequence[Any]]) -> list[ParamMeta]:
-    """The inverse of ``to_json``."""
     metadata: list[ParamMeta] = []
     for item in items:
         match item:
@@ -81,10 +80,7 @@ def from_json(items: Sequence[Sequence[Any]]) -> list[ParamMeta]:
 
 
 def metadata_digest(metadata: Iterable[ParamMeta]) -> str:
-    """A digest of names, dtypes and shapes in their order, equal in every process and host.
-
-    The order counts, because transfers go item by item.
-    """
+    """A digest of names, dtypes and shapes, equal in every process; their order counts."""
     text = json.dumps(to_json(metadata), separators=(",", ":"), ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -1,4 +1,4 @@
-"""What a trainer's module sends: its parameters as they are now, under a checkpoint's names."""
+"""The tensors of a trainer's module as they are now, under a checkpoint's names."""
 
 from __future__ import annotations
 
@@ -19,17 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
-# Which tensors a trainer's module stands for: its state dict, with LoRA adapters merged in.
+# ---- Tensors of a module: its state dict, with LoRA adapters merged in
 
 
 class TensorReader:
-    """Reads one tensor of a module, merged and whole, each time it is called.
-
-    Attributes:
-        shape: Full shape.
-        dtype: Dtype of what is read.
-        changed: Whether adapters add to the tensor.
-    """
+    """Reads one tensor of a module, merged and whole; ``changed``: whether adapters add to it."""
 
     def __init__(
         self, tensor: torch.Tensor, deltas: Sequence[Callable[[], torch.Tensor]] = ()
@@ -40,12 +34,12 @@ class TensorReader:
 
     @property
     def is_plain(self) -> bool:
-        """Whether what is read is the tensor itself: neither merged nor gathered."""
+        """Whether the tensor is read as it is: neither merged nor gathered."""
         return not self.changed and not isinstance(self._tensor, DTensor)
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Where the tensor lies and how, as :func:`layout_of` lists it."""
+        """Memory and layout of the tensor, as in :func:`layout_of`."""
         return _place(self._tensor)
 
     def __call__(self) -> torch.Tensor:
@@ -73,10 +67,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal, at no cost when they share their storage.
-
-    Of sharded tensors this rank's shards are compared.
-    """
+    """Whether two tensors, or this rank's shards, are equal; free if they share their storage."""
     one, other = local(one), local(other)
     if one.shape != other.shape:
         return False
@@ -101,7 +92,7 @@ def module_readers(module: torch.nn.Module) -> dict[str, TensorReader]:
 
 
 def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses tensors without values to read, before anybody is told that they will come."""
+    """Refuses tensors without values to read, before a push is announced."""
     bad = {
         name: "on the meta device" if one.is_meta else one.layout
         for name, one in tensors.items()
@@ -115,13 +106,13 @@ def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Returns which tensors of a transformers model, with adapters or not, repeat which."""
+    """Returns each tied tensor of a transformers model, and the one that it repeats."""
     model = module.get_base_model() if is_peft(module) else module  # pyright: ignore[reportCallIssue]
     return dict(getattr(model, "all_tied_weights_keys", {}))
 
 
 def drop_tied(readers: dict[str, TensorReader], tied: dict[str, str]) -> dict[str, TensorReader]:
-    """Leaves a tied tensor once, unless its two names no longer hold the same values."""
+    """Leaves out tied tensors, unless their two names no longer hold the same values."""
     kept = dict(readers)
     for name, twin in tied.items():
         if name in kept and twin in kept and kept[name].same_as(kept[twin]):
@@ -132,7 +123,7 @@ def drop_tied(readers: dict[str, TensorReader], tied: dict[str, str]) -> dict[st
 def layout_of(module: torch.nn.Module) -> list[Any]:
     """Returns names and places of all tensors in ``module``; equal lists: nothing has moved.
 
-    One walk over the modules, several times quicker than ``state_dict()``. Values play no part.
+    One walk over the modules, several times quicker than ``state_dict()``.
     """
     layout: list[Any] = []
     pending = [module]
@@ -155,12 +146,12 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_peft(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is a PEFT model; says so without importing PEFT."""
+    """Whether ``module`` is a PEFT model; PEFT is not imported."""
     return type(module).__module__.startswith("peft.")
 
 
 def _lora_readers(model: Any) -> dict[str, TensorReader]:
-    """Readers for the base model's names, each adding the active adapters' change on reading."""
+    """Readers under the base model's names, each adding what the active adapters change."""
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
 
@@ -214,7 +205,7 @@ def _chosen_copy(wrapper: Any) -> str:
 
 
 def _check_biases(name: str, wrapper: Any) -> None:
-    """Refuses biases of adapters over a layer that has none, which the engines' has not either."""
+    """Refuses biases of adapters on a layer that has none: the engines' has none either."""
     biased = getattr(wrapper, "lora_bias", {})
     adapters = [one for one in wrapper.active_adapters if biased.get(one, False)]
     has_none = adapters and getattr(wrapper.get_base_layer(), "bias", None) is None
@@ -226,7 +217,7 @@ def _check_biases(name: str, wrapper: Any) -> None:
 
 
 def _lora_deltas(name: str, leaf: str, layer: Any) -> list[Callable[[], torch.Tensor]]:
-    """Returns what computes the addition of each active adapter to ``leaf`` of ``layer``."""
+    """Returns what computes each active adapter's addition to ``leaf`` of ``layer``."""
     from peft.tuners.lora import Embedding
 
     if hasattr(layer, "parameter_name"):
@@ -256,16 +247,14 @@ def _lora_deltas(name: str, leaf: str, layer: Any) -> list[Callable[[], torch.Te
     return [lambda one=one: layer.get_delta_weight(one) for one in active]
 
 
-# As which tensors a hub's checkpoint holds a model's: worked out once, then replayed as views.
+# ---- Tensors in checkpoint form: worked out once, then replayed as views
 #
 # transformers keeps some tensors in another form than checkpoints do, experts above all: one fused
-# tensor a layer here, two or three a layer and expert there. Its ``revert_weight_conversion``
-# takes
-# milliseconds for each, so it runs once, over tensors without storage, while a dispatch mode notes
+# tensor a layer here, two or three a layer and expert there. Its ``revert_weight_conversion`` takes
+# milliseconds for each, so it runs once, on tensors without storage, while a dispatch mode records
 # what becomes of each. What is cut, indexed or transposed out of one tensor is a strided view of
-# it,
-# and is taken as such from the live tensor ever after, without a copy. What is computed (joined,
-# interleaved) is converted anew each time.
+# it, and is taken as such from the live tensor ever after, without a copy. What is computed
+# (joined, interleaved) is converted anew each time.
 
 
 aten = torch.ops.aten
@@ -307,7 +296,7 @@ class Bundle:
     def publish(
         self, model: torch.nn.Module, tensors: Sequence[torch.Tensor]
     ) -> list[tuple[str, torch.Tensor]]:
-        """Returns name and value of each published tensor: views where it can be."""
+        """Returns name and value of each published tensor: views where possible."""
         views = self.views(tensors)
         if views is None:
             found = _revert(model, dict(zip(self.sources, tensors, strict=True)))
@@ -318,7 +307,7 @@ class Bundle:
 def bundles_of(
     model: torch.nn.Module, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> list[Bundle]:
-    """Works out as which tensors a checkpoint of ``model`` holds the given ones."""
+    """Returns in which tensors a checkpoint of ``model`` holds the given ones."""
     stand_ins = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, (shape, dtype) in tensors.items()
@@ -346,7 +335,6 @@ def _bundle(
     found: Mapping[str, torch.Tensor],
     origins: _Origins,
 ) -> Bundle:
-    """Describes the tensors ``names``, all of which are made from ``sources``."""
     whole = stand_ins[sources[0]]
     if len(sources) > 1 or not all(origins.is_view(found[name], whole) for name in names):
         metadata = tuple(ParamMeta.of(name, found[name]) for name in names)
@@ -371,7 +359,7 @@ def _components(groups: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
 
 
 def _revert(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns ``tensors`` as a checkpoint on a hub holds them."""
+    """Returns ``tensors`` in the form of a checkpoint on a hub."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -381,7 +369,7 @@ def _revert(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[st
 
 
 class _Origins(TorchDispatchMode):
-    """Notes which tensors another is made from, and takes plain copies for what they copy."""
+    """Records which tensors another is made from, and replaces plain copies by their sources."""
 
     def __init__(self, stand_ins: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -390,7 +378,6 @@ class _Origins(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []  # a storage's address must not be given out again
 
     def of(self, tensor: torch.Tensor) -> frozenset[str]:
-        """Returns the names of the tensors from which ``tensor`` was made."""
         return self._sources[_storage(tensor)]
 
     def is_view(self, tensor: torch.Tensor, whole: torch.Tensor) -> bool:
@@ -414,7 +401,7 @@ class _Origins(TorchDispatchMode):
         if func is aten.clone.default:
             return aten.alias.default(args[0])
         if func in (aten.view.default, aten._unsafe_view.default):
-            out = args[0].reshape(args[1])  # of a copy that was none, it may need one after all
+            out = args[0].reshape(args[1])  # the copy that was left out may be needed after all
         else:
             out = func(*args, **kwargs)
         made = [one for one in _tensors(out) if _storage(one) not in self._sources]
@@ -442,10 +429,9 @@ class ModuleSource:
     """A Hugging Face model, plain or wrapped by PEFT, by a TorchRL policy, by DDP or by compile.
 
     Every iteration reads the parameters as they are then. LoRA adapters are merged one tensor at a
-    time into a fresh tensor, so that the training copy is never touched; the result equals that of
-    PEFT's ``merge_and_unload()`` bit by bit, whatever the dtypes of base and adapters. Experts that
-    transformers holds fused are published under their own names as views of the fused tensor, in
-    the order in which they lie there.
+    time into a fresh tensor, so the training copy is never touched; the result equals PEFT's
+    ``merge_and_unload()`` bit by bit, whatever the dtypes. Fused experts are published under their
+    own names as views, in the order in which they lie in the fused tensor.
 
     What is worked out about a module is kept with it, not with the source. A ``StableSource``.
     """
@@ -455,14 +441,13 @@ class ModuleSource:
 
     @property
     def owner(self) -> object:
-        """The model without its wrappers, with which everything kept goes away."""
+        """The model without its wrappers; what is cached lives as long as it."""
         return self._module
 
     def metadata(self) -> list[ParamMeta]:
-        """Returns name, dtype and full shape of each tensor, without merging anything.
+        """Returns the metadata of each tensor, without merging anything.
 
-        It is the same list object as long as names, dtypes and shapes are the same: leave it as
-        it is.
+        The same list object while names, dtypes and shapes stay: leave it as it is.
         """
         return self._state().plan.metadata
 
@@ -483,7 +468,7 @@ class ModuleSource:
         return readers[name].same_as(readers[other])
 
     def _state(self) -> _State:
-        """Returns the module's tensors and plan, from last time if nothing has moved."""
+        """Returns the module's tensors and plan, cached while nothing has moved."""
         module = self._module
         if is_peft(module):  # which adapters add to what may change at any time
             readers = drop_tied(module_readers(module), tied_names(module))
@@ -499,7 +484,7 @@ class ModuleSource:
             readers, plan_of(module, readers), layout, everything, _ties(everything, tied)
         )
         _STATES.pop(module, None)
-        # A state dict that is computed by hooks may change where the module's tensors do not.
+        # Hooks may compute a state dict that changes where the module's tensors do not.
         places = {one for one in layout if isinstance(one, tuple)}
         if all(one.is_plain and one.place in places for one in everything.values()):
             _STATES[module] = state
@@ -508,7 +493,7 @@ class ModuleSource:
 
 @dataclass(slots=True)
 class Plan:
-    """As what a module's tensors are published."""
+    """How a module's tensors are published."""
 
     # name, shape and dtype of each of the module's tensors
     facts: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -554,7 +539,7 @@ def _ties(readers: dict[str, TensorReader], tied: dict[str, str]) -> list[bool]:
 
 
 def plan_of(module: torch.nn.Module, readers: dict[str, TensorReader]) -> Plan:
-    """Returns as what the tensors of ``readers`` are published; worked out once for a module."""
+    """Returns how the tensors of ``readers`` are published; computed once for a module."""
     facts = {name: (one.shape, one.dtype) for name, one in readers.items()}
     plan = _PLANS.get(module)
     if plan is None or list(plan.facts.items()) != list(facts.items()):

@@ -1,4 +1,4 @@
-"""Where weights are, on the trainer and in the engines, and which transport that asks for."""
+"""The places of weights, in trainer and engines, and the transport that they ask for."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _named(place: Place | EngineDescription) -> str:
 
 
 def this_node() -> str:
-    """Returns what tells this machine, or container, from others: its name and its boot."""
+    """Returns what identifies this machine, or container: its name and its boot."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
 
@@ -83,8 +83,10 @@ def device_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-# From which of the trainer's devices a transport sends. The current CUDA device says little: it is
-# each thread's own, and whoever keeps a model on ``cuda:1`` need never have made that the current.
+# ---- The trainer's device that a transport sends from
+#
+# The current CUDA device says little: it is each thread's own, and a process that keeps a model on
+# ``cuda:1`` need never have made that the current one.
 
 
 def devices_of(source: WeightSource) -> set[torch.device]:
@@ -99,7 +101,7 @@ def devices_of(source: WeightSource) -> set[torch.device]:
 
 
 def home_device(source: WeightSource | None, kind: str) -> torch.device | None:
-    """Returns the one device of a kind that a source's tensors are on."""
+    """Returns the device of a kind that a source's tensors are on; ``None`` unless it is one."""
     devices = set() if source is None else devices_of(source)
     of_kind = [one for one in devices if one.type == kind]
     return of_kind[0] if len(of_kind) == 1 else None

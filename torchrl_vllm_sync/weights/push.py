@@ -1,4 +1,4 @@
-"""One push: reconcile, send, acknowledge, commit; and the ledger of who holds which version."""
+"""One push: reconcile, send, acknowledge, commit; and the ledger of versions that replicas hold."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class VersionHooks:
         return type(self), ()
 
     def register(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
-        """Adds a hook; returns a function that takes it away, and does nothing the second time."""
+        """Adds a hook; returns an idempotent function that removes it."""
         if not callable(hook):
             raise UnsupportedArgumentError(f"hook must be callable, got {hook!r}")
         with self._lock:
@@ -85,7 +85,7 @@ class VersionHooks:
             return self._add(self._hooks, hook)
 
     def listen(self, listener: Callable[[int], object]) -> Callable[[], None]:
-        """Adds a function that :meth:`moved` calls; returns one that takes it away."""
+        """Adds a function that :meth:`moved` calls; returns one that removes it."""
         return self._add(self._listeners, listener)
 
     def _add(self, known: list[Any], one: Callable[..., object]) -> Callable[[], None]:
@@ -98,14 +98,14 @@ class VersionHooks:
         return remove
 
     def moved(self, version: int) -> None:
-        """Calls every listener with the version that this process brought the service to."""
+        """Notifies listeners of the version that this process brought the service to."""
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:
             listener(version)
 
     def announce(self, report: PushReport) -> None:
-        """Calls every listener, then every hook, in the order of registration."""
+        """Notifies listeners, then hooks, in the order of registration."""
         self.moved(report.version)
         with self._lock:
             hooks = list(self._hooks)
@@ -119,16 +119,16 @@ class VersionHooks:
             raise failures[0]
 
 
-# Seconds within which a replica must show that all of it is alive before another gives it anything.
+# Seconds for a replica to show that all of it is alive before another sends it weights.
 PROBE_TIMEOUT_S = 10.0
-# What a step of a catch-up gets at least, however late it begins.
+# Least seconds for a step of a catch-up, however late it begins.
 LEAST_S = 1.0
 
 
 def load_snapshot(
     client: ReplicaClient, replica_ids: Collection[str], stored: Any, version: int, limit_s: float
 ) -> dict[str, Any]:
-    """Has replicas load a snapshot, stored by whichever process."""
+    """Makes replicas load a snapshot, whichever process stored it."""
     return client.start_calls(
         "load_snapshot",
         dict.fromkeys(replica_ids, (stored["directory"], stored["run_id"])),
@@ -144,10 +144,9 @@ def catch_up_from_others(
     version: int,
     deadline: Deadline,
 ) -> dict[str, Any]:
-    """Has replicas load the snapshot that others loaded, or else copy the weights of one of them.
+    """Makes replicas load the snapshot that others loaded, or copy the weights of one of them.
 
-    That one goes on serving, and pushes to it wait for a chunk at most. A replica that is silent
-    gets nothing.
+    That one goes on serving; pushes to it wait for a chunk at most. A silent replica gets nothing.
     """
     answers: dict[str, Any] = {}
     sources = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
@@ -187,17 +186,17 @@ STOCK_TIMEOUT_S = 30.0
 HOLD_BACK_TIMEOUT_S = 5.0
 # A push that is under way has time limits of its own; this is for one that ignores them.
 TURN_TIMEOUT_S = 3600.0
-# Seconds for a replica to say whether another trainer is pushing; one that is silent has no say.
+# Seconds for a replica to answer whether another trainer is pushing; a silent one is passed over.
 TURN_CALL_TIMEOUT_S = 5.0
-# Seconds between signs of life to the replicas, which forget a trainer that gives none for long.
+# Seconds between signs of life to the replicas, which drop a trainer that gives none for long.
 SIGN_OF_LIFE_S = 5.0
 
 
 class Turn:
-    """Keeps pushes of other trainers out, in whatever process, or is kept out by one.
+    """Excludes pushes of other trainers, in whatever process, or is refused by one.
 
     All trainers ask the same replica first, so that one of two that begin at once goes on. The
-    others are told too, for when that one dies; they answer while the weights are being looked at.
+    others are asked too, in case that one dies; they answer while the weights are being checked.
     """
 
     def __init__(self, members: Members, sender: str, number: int) -> None:
@@ -232,11 +231,11 @@ class Turn:
 
     @contextlib.contextmanager
     def giving_signs(self) -> Iterator[None]:
-        """Tells the replicas from time to time that the push goes on."""
+        """Sends the replicas signs of life while the push goes on."""
         ended = threading.Event()
 
         def give() -> None:
-            with contextlib.suppress(ServiceClosedError):  # nobody is left to be told
+            with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
                 while not ended.wait(SIGN_OF_LIFE_S):
                     self._start(self._replicas, "keep_push")
 
@@ -249,9 +248,9 @@ class Turn:
             thread.join()
 
     def end(self) -> Callable[[], object]:
-        """Lets other trainers push; returns what waits until those that are awake know."""
+        """Lets other trainers push; returns what waits until responsive replicas know."""
         silent = self._members.silent.keys() & self._replicas
-        with contextlib.suppress(ServiceClosedError):  # nobody is left to be told
+        with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
             if silent:
                 self._start(silent, "end_push")
             awake = self._start([n for n in self._replicas if n not in silent], "end_push")
@@ -260,7 +259,7 @@ class Turn:
 
 
 def deliver(transport: WeightTransport, members: Members, push: Push) -> list[LoadReport]:
-    """Sends, and once more to the others when replicas are lost; returns who has it."""
+    """Sends, and again to the others when replicas are lost; returns the replicas' reports."""
     times = push.times
     answers: dict[str, Any] = {}
     lost: dict[str, str] = {}
@@ -274,7 +273,7 @@ def deliver(transport: WeightTransport, members: Members, push: Push) -> list[Lo
             try:
                 transport.open(members, push.source)
             except TransferError:
-                break  # nobody is left: what was answered before stands
+                break  # no replica is left: earlier answers stand
             times.seconds["attempts"] = attempt + 1
             times.note("lost_s", start, begin)
             times.note("last_words_s", times.broke_off or begin, begin)
@@ -319,7 +318,7 @@ class WeightPusher:
 
     @property
     def committed_run_id(self) -> str | None:
-        """Run that the committed version belongs to; ``None`` if nobody here knows."""
+        """Run that the committed version belongs to; ``None`` if unknown here."""
         return self._ledger.run_id
 
     @contextlib.contextmanager
@@ -350,7 +349,7 @@ class WeightPusher:
 
     @property
     def transport(self) -> WeightTransport:
-        """The transport that pushes use: what was chosen for the first one, unless it was told."""
+        """The transport that pushes use; for an ``AutoTransport`` the one that it chose."""
         used = self._transport
         return (used.chosen or used) if isinstance(used, AutoTransport) else used
 
@@ -369,13 +368,13 @@ class WeightPusher:
             self._open(self._transport)
 
     def step_aside(self) -> None:
-        """Closes a transport that meets the engines in a group, which others are about to use."""
+        """Closes a transport that shares a group with the engines: others are about to use them."""
         with self._lock:
             if not isinstance(self.transport, MemmapTransport):
                 self._transport.close()
 
     def look_again(self) -> None:
-        """Asks the replicas what they hold before the next push: others have changed it."""
+        """Makes the next push ask the replicas what they hold: others have changed it."""
         with self._lock:
             self._ledger.is_current = False
 
@@ -394,7 +393,7 @@ class WeightPusher:
     ) -> PushReport:
         """Brings every replica to ``version``; ``options`` are those of :class:`PushOptions`.
 
-        ``on_end`` is told what became of it, ahead of hooks; ``None`` after an interrupt.
+        ``on_end`` gets the status ahead of hooks; ``None`` after an interrupt.
         """
         begin = time.perf_counter()
         status: PushStatus | None = None
@@ -428,7 +427,7 @@ class WeightPusher:
         begin: float,
         ending: contextlib.ExitStack,
     ) -> tuple[PushReport, bool]:
-        """Sends once, or twice if another process was quicker; says whether that is news."""
+        """Sends once, or twice if another process pushed first; returns whether it commits anew."""
         times, transport, ledger = PhaseTimes(), self._transport, self._ledger
         strict = bool(options.strict)
         with contextlib.ExitStack() as stack:
@@ -466,8 +465,8 @@ class WeightPusher:
                 news, self._missed = missed - self._missed, missed
                 if not failures:
                     break
-                ledger.is_current = False  # the next push asks anew what the replicas hold
-                if news:  # somebody may well send this again
+                ledger.is_current = False  # the next push asks again what the replicas hold
+                if news:  # this may well be sent again
                     with times.measure("compare_s"):
                         content.summed(given)
                 if last_try or not self._was_overtaken(reports, chosen):
@@ -491,7 +490,7 @@ class WeightPusher:
         return report, is_news
 
     def _open(self, transport: WeightTransport, source: WeightSource | None = None) -> None:
-        """Opens the transport for those who are there."""
+        """Opens the transport for the members that are present."""
         self._members.choose(self._members.silent if transport.is_collective else None)
         transport.open(self._members, source)
 
@@ -513,25 +512,25 @@ class WeightPusher:
         version: int,
         transport: WeightTransport,
     ) -> None:
-        """Remembers what was pushed if anybody may have it under this version; silent ones may."""
+        """Remembers what was pushed if a replica, even a silent one, may hold this version."""
         may_have = reached_some(reports) or any(one.is_silent for one in reports)
         is_known = self._pushed is not None and self._pushed[0] == version
         if (may_have or transport.last_version >= version) and not is_known:
             self._pushed = version, content
 
     def _was_overtaken(self, reports: list[LoadReport], version: int) -> bool:
-        """Whether nobody took ``version`` because another process pushed as many in between."""
+        """Whether no replica took ``version`` because another process pushed as many in between."""
         if reached_some(reports):
             return False
         self._take_stock()
         return self._ledger.newest >= version
 
     def _keep_out(self, reports: list[LoadReport], version: int, run_id: str) -> None:
-        """Has replicas take no requests until they hold what others have: ``version``.
+        """Keeps replicas from requests until they hold what others have: ``version``.
 
-        That is those that were left behind, and those that joined while it was on its way. While
-        this process pushes none joins here, but in the process that supervises the service. If
-        nobody reached ``version``, the replicas that are whole go on serving what they hold.
+        Those are the ones left behind, and the ones that joined meanwhile, which during a push
+        happens only in the process that supervises the service. If no replica reached ``version``,
+        whole ones go on serving what they hold.
         """
         everyone, errors = self._client.standings().keys(), errors_of(reports)
         behind = everyone - {one.replica_id for one in reports} | errors.keys()
@@ -551,7 +550,7 @@ class WeightPusher:
             self._ledger.take_stock(self._reports())
 
     def _reports(self, without: Collection[str] = ()) -> dict[str, Any]:
-        """Asks those replicas for reports that were not silent a moment ago."""
+        """Returns reports of the replicas that were not silent a moment ago."""
         awaited = awaited_replicas(self._client.standings())
         asked = awaited.keys() - self._members.silent.keys() - set(without)
         calls = self._client.start_calls("report", dict.fromkeys(asked, ()))
@@ -561,8 +560,7 @@ class WeightPusher:
         """Brings single replicas to the newest version that others serve, without a push.
 
         From the snapshots of the memmap transport if that stored the version, here or in another
-        process, and otherwise from another replica that serves it, where weights can be copied as
-        they are.
+        process; otherwise from a replica that serves it, where weights can be copied as they are.
         """
         deadline = Deadline(timeout_s)
         with self.exclusive(timeout_s):

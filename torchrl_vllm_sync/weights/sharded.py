@@ -1,8 +1,8 @@
-"""What a module sharded by FSDP2 sends: each layer gathered on the sending rank, one ahead.
+"""The tensors of a module sharded by FSDP2: each layer gathered on the sending rank, one ahead.
 
-The first of the module's ranks iterates; the others take part with ``participate()`` until they
-hear how the push ended. While one group of parameters (a decoder layer, or what comes before or
-after them) is consumed, the next is on its way, and no more than these two are ever alive.
+The first of the module's ranks iterates; the others take part with ``participate()`` until the push
+ends. While one group of parameters (a decoder layer, or what comes before or after them) is
+consumed, the next is on its way, and no more than these two are ever alive.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# One gather of a few sharded parameters to the sending rank, under way until it is waited for.
+# ---- Gathers of a few sharded parameters to the sending rank
 
 
-# Seconds between looks at who else takes part in a call that blocks.
+# Seconds between checks of the other ranks in a call that blocks.
 WATCH_S = 0.05
 
 
@@ -66,7 +66,7 @@ class Gather:
         self._works: list[dist.Work | _Queued] = []
 
     def launch(self, watch: Callable[[], None] = lambda: None) -> None:
-        """Begins to gather; waits for the others only where a part cannot do without."""
+        """Begins to gather; waits for the others only where a part has to."""
         if not any(isinstance(part, _Redistributed) for part in self._parts.values()):
             self._launch()
             return
@@ -99,7 +99,6 @@ class Gather:
 
 
 def _part_of(tensor: torch.Tensor, receives: bool) -> _Local | _Sharded | _Redistributed:
-    """Returns this rank's part in gathering ``tensor``."""
     if not isinstance(tensor, DTensor):
         return _Local(tensor)
     if all(isinstance(one, Replicate) for one in tensor.placements):
@@ -129,8 +128,8 @@ class _Local:
 class _Sharded:
     """A tensor cut along one dimension over a list of ranks: only the first of them receives it.
 
-    Shards are as large as the first, but for the last ones, so that gathered one after another,
-    each in as much room as the first, the whole lies at the beginning.
+    Shards are as large as the first, but for the last ones: gathered one after another, each in as
+    much room as the first, they give the whole at the beginning.
     """
 
     def __init__(self, tensor: DTensor, dim: int, receives: bool) -> None:
@@ -159,7 +158,7 @@ class _Sharded:
 
 
 class _Redistributed:
-    """A tensor that is laid out otherwise, such as on a mesh of several dimensions.
+    """A tensor in another layout, such as on a mesh of several dimensions.
 
     Launching it waits for the others, and every rank receives it.
     """
@@ -192,7 +191,7 @@ class _Queued:
 
 
 def _same_stream() -> contextlib.AbstractContextManager[None]:
-    """Returns what makes another thread queue its work where this one does."""
+    """Returns a context in which another thread queues its work on this thread's stream."""
     if not torch.cuda.is_initialized():
         return contextlib.nullcontext()
     stream = torch.cuda.current_stream()
@@ -210,37 +209,36 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-# How the ranks of one trainer go through a push in step: one leads, the others follow.
+# ---- Rounds: the ranks of one trainer go through a push in step
 #
-# The leader says through the process group's key-value store what comes next ("gather group 3", or
-# how the push ended), and goes on only when every other rank has said that it is ready. So a rank
-# that fails is noticed before the others are inside a collective with it, and every wait ends: with
-# the others, with the failed rank's own words, or at a deadline.
+# The leader writes what comes next ("gather group 3", or how the push ended) into the process
+# group's key-value store, and goes on only when every other rank has reported that it is ready. So
+# a rank that fails is noticed before the others are inside a collective with it, and every wait
+# ends: with the others, with the failed rank's own reason, or at a deadline.
 #
 # Keys of one round, below its number: ``begun``; ``joined/<rank>``; ``ready/<step>/<rank>``;
-# ``next/<step>``, the last of which holds the verdict; ``over``. Beside them ``broken``: who could
-# not begin a gather that the others are in. Their process group is out of step from then on, and
-# there is no other round.
+# ``next/<step>``, the last of which holds the verdict; ``over``. Beside them ``broken``: the rank
+# that could not begin a gather that the others are in. Their process group is out of step from then
+# on, and there is no other round.
 #
-# Everybody who reaches the store can write into it, and torch's listens on all interfaces: so a
-# verdict is JSON of bounded size, and whatever a key may hold ends in a ``TrainerRankError``.
+# Every process that reaches the store can write into it, and torch's listens on all interfaces: so
+# a verdict is JSON of bounded size, and whatever a key may hold ends in a ``TrainerRankError``.
 
 
 FAILED, GATHER, VERDICT = "!", "g", "v"
 BROKEN = "broken"
-# Of one value. What the store is asked for is bounded once it is here: it has no call for less.
+# Of one value, checked once it is here: the store has no call for less.
 MOST_BYTES = 1 << 22
 MOST_REASON = 1 << 14
-# When something broke off, ranks get as long to show that it was not them.
+# Seconds for ranks to show, when something broke off, that it was not them.
 GRACE_S = 1.0
 
 
 class TrainerRankError(SyncError, RuntimeError):
     """A rank of the trainer failed or fell silent, which ended a push on all of them.
 
-    Attributes:
-        rank: Global rank of the one to look at; ``None`` if none can be told from the others.
-        reason: What it said, or how it was missed.
+    ``rank`` is its global rank, ``None`` if it cannot be told from the others; ``reason`` is what
+    it reported, or how it was missed.
     """
 
     def __init__(self, rank: int | None, reason: str) -> None:
@@ -264,7 +262,7 @@ class TrainerRanks:
     """The ranks that hold one sharded module; the first of them leads.
 
     A push is one round: :meth:`begin` on the leader, :meth:`join` on each other rank, in the same
-    order everywhere. What state there is lies in the store.
+    order everywhere. All state is in the store.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, store: Store, *, timeout_s: float) -> None:
@@ -278,11 +276,11 @@ class TrainerRanks:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the one that sends."""
+        """Whether this process sends."""
         return self.rank == self.leader
 
     def begin(self, digest: str) -> LeadingRound:
-        """Starts a round on the leader, without waiting for anybody."""
+        """Starts a round on the leader, without waiting."""
         self._refuse_broken()
         with _store_errors():
             number = self.store.add("rounds", 1)
@@ -301,19 +299,18 @@ class TrainerRanks:
         return FollowingRound(self, number, timeout_s, outcome)
 
     def break_step(self, error: BaseException) -> None:
-        """Notes that this rank could not begin a gather to which all had been called."""
+        """Notes that this rank could not begin a gather that all were called for."""
         with _logging_store_errors("the other ranks could not be told of a failure"):
             if not self.store.check([BROKEN]):
                 self.store.set(BROKEN, _written(self.failure(error)))
 
     def failure(self, error: BaseException) -> Verdict:
-        """Returns the verdict for an error on this rank."""
         if isinstance(error, TrainerRankError):
             return Verdict(error.reason, error.rank)
         return Verdict(_words_of(error), self.rank)
 
     def await_text(self, key: str, timeout_s: float, what: str) -> str:
-        """Returns what the leader wrote under ``key``, once it has."""
+        """Waits for what the leader writes under ``key``."""
         begin = time.monotonic()
         try:
             self.store.wait([key], timedelta(seconds=timeout_s))
@@ -327,11 +324,10 @@ class TrainerRanks:
             raise TrainerRankError(self.leader, told) from error
 
     def text(self, key: str) -> str:
-        """Returns what the store holds under ``key``, which is there."""
         return _text(self.store.get(key), key)
 
     def _refuse_broken(self) -> None:
-        """Raises if a gather was left that others were in."""
+        """Raises if a rank left the others in a gather."""
         with _store_errors():
             if not self.store.check([BROKEN]):
                 return
@@ -349,8 +345,7 @@ class TrainerRanks:
 class LeadingRound:
     """The leader's side of a round: :meth:`call` for each group, then one verdict.
 
-    Attributes:
-        is_broken: Whether this rank could not begin a gather that it had called for.
+    ``is_broken`` says whether this rank could not begin a gather that it had called for.
     """
 
     def __init__(self, ranks: TrainerRanks, number: int, digest: str) -> None:
@@ -364,7 +359,7 @@ class LeadingRound:
             self._say(GATHER + str(index))
 
     def succeed(self, outcome: Any) -> None:
-        """Tells all ranks that the push succeeded; one that is not there any more is logged."""
+        """Ends the round with success on all ranks; a rank that is gone is logged."""
         verdict = _written(Verdict("", outcome=outcome))
         try:
             self._await_ready()
@@ -373,8 +368,8 @@ class LeadingRound:
         self._end(verdict)
 
     def fail(self, error: BaseException) -> None:
-        """Tells all ranks why there was no push; waits for those who have yet to join."""
-        # All who wait in a broken gather have joined, and so have those that a rank's error names.
+        """Ends the round with the reason of a failure; waits for ranks that have yet to join."""
+        # All that wait in a broken gather have joined, and so have those that a rank's error names.
         if not self.is_broken and not isinstance(error, TrainerRankError):
             try:
                 self._await_ready()
@@ -383,13 +378,13 @@ class LeadingRound:
         self._end(_written(self._ranks.failure(error)))
 
     def raise_reported(self) -> None:
-        """Looks, without waiting, whether a rank has said that it failed."""
+        """Raises if a rank has reported a failure, without waiting."""
         for key, rank in self._keys().items():
             if self._store.check([key]):
                 _raise_if_failed(rank, self._ranks.text(key))
 
     def blame(self, reason: str) -> TrainerRankError:
-        """Returns the error for a gather that broke off, after a look at who is still there."""
+        """Returns the error for a gather that broke off, after a check of which ranks are there."""
         try:
             self._await_ready(GRACE_S)
         except TrainerRankError as error:
@@ -400,7 +395,7 @@ class LeadingRound:
         return {f"{self._number}/ready/{self._step}/{rank}": rank for rank in self._ranks.ranks[1:]}
 
     def _await_ready(self, timeout_s: float | None = None) -> None:
-        """Waits for the others' word that they have begun what was called for before."""
+        """Waits until the others have begun what was called for before."""
         timeout_s = self._ranks.timeout_s if timeout_s is None else timeout_s
         keys = self._keys()
         if not keys:
@@ -433,7 +428,7 @@ class LeadingRound:
             self._forget(self._number - 1)
 
     def _forget(self, number: int) -> None:
-        """Deletes the keys of a round, whose verdict all have read who joined the one after it."""
+        """Deletes the keys of a round: all that joined the one after it have read its verdict."""
         if not self._store.check([f"{number}/over"]):
             return
         joined = (f"{number}/joined/{rank}" for rank in self._ranks.ranks[1:])
@@ -447,7 +442,7 @@ class LeadingRound:
 class FollowingRound:
     """Another rank's side of a round: :meth:`present`, :meth:`next`, gather, :meth:`launched`, ...
 
-    Whoever was called must not fail before its part of the gather has begun.
+    A rank that was called must not fail before its part of the gather has begun.
     """
 
     def __init__(self, ranks: TrainerRanks, number: int, timeout_s: float, outcome: Any) -> None:
@@ -455,11 +450,11 @@ class FollowingRound:
         self._store, self._outcome, self.is_broken = ranks.store, outcome, False
 
     def present(self, digest: str) -> None:
-        """Says that this rank is ready for the first call."""
+        """Reports that this rank is ready for the first call."""
         self._say_ready(digest)
 
     def next(self, timeout_s: float | None = None) -> int | Verdict:
-        """Waits for the leader's word: the index of the group to gather, or the verdict."""
+        """Waits for the leader's call: the index of the group to gather, or the verdict."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         key = f"{self._number}/next/{self._step}"
         call = self._ranks.await_text(key, timeout_s, "say what comes next")
@@ -469,19 +464,19 @@ class FollowingRound:
         return _number(call.removeprefix(GATHER), self._ranks.leader)
 
     def launched(self) -> None:
-        """Says that this rank's part of the gather has begun, so that the next may be called."""
+        """Reports that this rank's part of the gather has begun, so that the next may be called."""
         self._step += 1
         self._say_ready("")
 
     def raise_reported(self) -> None:
-        """Looks, without waiting, whether the push ended while this rank takes its part."""
+        """Raises if the push ended while this rank takes its part, without waiting."""
         key = f"{self._number}/next/{self._step + 1}"
         if self._store.check([key]):
             verdict = _read(self._ranks.text(key))
             raise TrainerRankError(verdict.failed_rank, verdict.reason)
 
     def explain(self, error: TrainerRankError) -> TrainerRankError:
-        """Returns why a gather broke off: the leader's verdict if it comes to one, or ``error``."""
+        """Returns why a gather broke off: the leader's verdict if there is one, or ``error``."""
         try:
             call = self.next(self._ranks.timeout_s + 2 * GRACE_S)
         except TrainerRankError:
@@ -491,7 +486,7 @@ class FollowingRound:
         return error
 
     def fail(self, error: BaseException) -> None:
-        """Tells the leader that this rank takes no further part, if it can still be told."""
+        """Reports that this rank takes no further part, if the store can still be reached."""
         text = FAILED + _words_of(error)
         with _logging_store_errors("the sending rank could not be told of a failure"):
             for step in (self._step, self._step + 1):
@@ -518,7 +513,7 @@ def _store_errors(rank: int | None = None, what: str = "their store failed") -> 
 
 @contextmanager
 def _logging_store_errors(what: str) -> Iterator[None]:
-    """Logs failures of the store, where something else is the news."""
+    """Logs failures of the store, which must not replace the push's own outcome."""
     try:
         yield
     except dist.DistError as error:
@@ -531,7 +526,6 @@ def _raise_if_failed(rank: int, text: str) -> None:
 
 
 def _written(verdict: Verdict) -> str:
-    """Writes a verdict as text."""
     try:
         text = VERDICT + json.dumps(msgspec.to_builtins(verdict))
     except (TypeError, ValueError, RecursionError) as error:
@@ -542,7 +536,7 @@ def _written(verdict: Verdict) -> str:
 
 
 def _read(call: str, outcome: Any = Any) -> Verdict:
-    """Reads a verdict, of which anybody may have written the text; ``outcome`` is a type."""
+    """Reads a verdict, which any process may have written; ``outcome`` is a type."""
     try:
         verdict = msgspec.convert(json.loads(call.removeprefix(VERDICT)), Verdict)
         if verdict.outcome is None:
@@ -553,20 +547,18 @@ def _read(call: str, outcome: Any = Any) -> Verdict:
 
 
 def _words_of(error: BaseException) -> str:
-    """Returns what the other ranks are told of an error."""
+    """Returns the text about an error for the other ranks."""
     words = f"{type(error).__name__}: {error}"[:MOST_REASON]
     return words.encode(errors="backslashreplace").decode()
 
 
 def _number(text: str, rank: int | None) -> int:
-    """Reads a number that a rank wrote."""
     if not (text.isascii() and text.isdecimal() and len(text) < 16):
         raise TrainerRankError(rank, f"wrote {text!r:.50} where a number belongs")
     return int(text)
 
 
 def _text(value: bytes, key: str) -> str:
-    """Reads what the store holds under ``key``."""
     if len(value) > MOST_BYTES:
         raise TrainerRankError(None, f"their store holds {len(value)} bytes under {key}")
     try:
@@ -576,14 +568,14 @@ def _text(value: bytes, key: str) -> str:
 
 
 STEP_TIMEOUT_S = 60.0
-# Seconds between looks at whether a rank has said that it failed.
+# Seconds between checks for a failure that a rank has reported.
 LOOK_S = 0.1
 FOLLOW_TIMEOUT_S = 900.0
 
 
 @dataclass(slots=True)
 class Announcement:
-    """What the sending rank tells the others at the end of a push: plain values or dataclasses."""
+    """What the sending rank announces at the end of a push: plain values or dataclasses."""
 
     outcome: Any = None
 
@@ -637,8 +629,7 @@ class ShardedModuleSource:
     def metadata(self) -> list[ParamMeta]:
         """Returns name, dtype and full shape of each tensor, on any rank, without gathering.
 
-        It is the same list object as long as names, dtypes and shapes are the same: leave it as
-        it is.
+        The same list object while names, dtypes and shapes stay: leave it as it is.
         """
         return self._plan(self._tensors()).metadata
 
@@ -666,7 +657,7 @@ class ShardedModuleSource:
 
     @contextmanager
     def lead(self) -> Iterator[Announcement]:
-        """Goes round a push on the sending rank: tells the others how it ended, whatever happens.
+        """Wraps a push on the sending rank: the others learn how it ended, whatever happens.
 
         Inside, iterate as often as needed. Leaving waits for ranks that have yet to join.
         """
@@ -680,7 +671,7 @@ class ShardedModuleSource:
             if self._failure is None or not isinstance(error, Exception):
                 self._round.fail(error)
                 raise
-            # Engines that were cut off report no more than that.
+            # Engines that were cut off report only that, not why.
             self._round.fail(self._failure)
             raise self._failure from error
         finally:
@@ -736,7 +727,7 @@ class ShardedModuleSource:
                     del sources
                 del whole
         except TrainerRankError as error:
-            # Without the traceback, which holds what the reader was sending.
+            # Without the traceback, which keeps what the reader was sending alive.
             self._failure = TrainerRankError(error.rank, error.reason)
             raise
         except GeneratorExit:
@@ -754,14 +745,13 @@ class ShardedModuleSource:
         return gather
 
     def _called(self, groups: list[list[Bundle]], call: int) -> list[Bundle]:
-        """Returns the group that this rank was called for."""
         if call >= len(groups):
             raise TrainerRankError(self._ranks.leader, f"called for group {call} of {len(groups)}")
         return groups[call]
 
     @contextmanager
     def _launching(self, turn: LeadingRound | FollowingRound) -> Iterator[Callable[[], None]]:
-        """Tells the others if this rank cannot begin what all were called for."""
+        """Reports to the others if this rank cannot begin what all were called for."""
         deadline = time.monotonic() + self._ranks.timeout_s
 
         def watch() -> None:
@@ -813,7 +803,7 @@ class ShardedModuleSource:
         """Returns the parameters and buffers, sharded as they are; a tied one appears once."""
         tensors = dict(self._module.state_dict(keep_vars=True))
         for name, twin in tied_names(self._module).items():
-            # Not by value: ranks would have to agree, and each sees its shard alone.
+            # Not by value: ranks would have to agree, and each sees only its own shard.
             if name in tensors and tensors[name] is tensors.get(twin):
                 del tensors[name]
         return tensors
@@ -839,7 +829,7 @@ def is_sharded(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def leading(source: object) -> Iterator[Announcement]:
-    """Goes round any push: for a sharded source :meth:`ShardedModuleSource.lead`, else nothing."""
+    """Wraps any push: of a sharded source in :meth:`ShardedModuleSource.lead`, else in nothing."""
     if isinstance(source, ShardedModuleSource):
         with source.lead() as announcement:
             yield announcement
@@ -877,7 +867,7 @@ _STORES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Store, Store]] = (
 
 
 def _store_for(module: torch.nn.Module) -> Store:
-    """Returns a connection of its own to the process group's store, kept with the module."""
+    """Returns the module's own connection to the process group's store."""
     default = _get_default_store()
     known = _STORES.get(module)
     if known is None or known[0] is not default:

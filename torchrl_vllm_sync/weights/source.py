@@ -1,4 +1,4 @@
-"""What a push sends: named full tensors in checkpoint form, from whatever the trainer holds."""
+"""The source of a push: named full tensors in checkpoint form, from whatever the trainer holds."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 HEAD = "lm_head.weight"
-# Buffers that no checkpoint holds, since they follow from its configuration; a TensorDict may.
+# Buffers that follow from the configuration: no checkpoint holds them, but a TensorDict may.
 DERIVED = ("inv_freq", "original_inv_freq", "position_ids")
-# transformers 5 holds the experts of a layer in one tensor: of which of each expert's matrices in a
-# checkpoint, one below the other, by the names of either kind of checkpoint.
+# transformers 5 holds the experts of a layer in one tensor: which matrices of each expert it holds,
+# one below the other, by the names of either kind of checkpoint.
 EXPERTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "up_proj": (("up_proj",),),
     "down_proj": (("down_proj",), ("w2",)),
 }
-# What it calls otherwise in models with experts.
+# In models with experts: transformers' name, and that of checkpoints.
 RENAMED = (".mlp.", ".block_sparse_moe.")
 
 
@@ -65,13 +65,12 @@ class WeightSource(Protocol):
 class StableSource(Protocol):
     """What a source offers besides when its tensors live at the same place from push to push.
 
-    A sender may then keep whatever it worked out about them as long as ``views()`` returns the very
-    list it returned before.
+    A sender may cache what it worked out about them while ``views()`` returns the same list object.
     """
 
     @property
     def owner(self) -> object:
-        """Whose lifetime the tensors share: hashable and weakly referenceable."""
+        """The object whose lifetime the tensors share: hashable and weakly referenceable."""
         ...
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
@@ -97,7 +96,7 @@ class MappingSource:
 
     @property
     def owner(self) -> object:
-        """This source itself: another made of the same tensors shares nothing with it."""
+        """This source: another one of the same tensors shares nothing with it."""
         return self
 
     def metadata(self) -> list[ParamMeta]:
@@ -108,7 +107,7 @@ class MappingSource:
         return self._metadata
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
-        """Returns the tensors, detached; see :class:`StableSource`."""
+        """Returns the tensors, detached."""
         if any(isinstance(tensor, DTensor) for tensor in self.tensors.values()):
             return None
         views = [(name, tensor.detach()) for name, tensor in self.tensors.items()]
@@ -122,7 +121,6 @@ class MappingSource:
             yield name, whole(tensor)
 
     def same_values(self, name: str, other: str) -> bool:
-        """Whether two of the tensors are equal."""
         return same_values(self.tensors[name], self.tensors[other])
 
 
@@ -188,23 +186,22 @@ class _Fit:
                         yield from zip(parts, expert.chunk(len(parts)), strict=True)
 
 
-# What the last push of each owner was found to fit: a source is made anew for each push.
+# The last fit of each owner: a source is made anew for each push.
 _FITS: weakref.WeakKeyDictionary[Any, _Fit] = weakref.WeakKeyDictionary()
 
 
 class _FittedSource:
-    """A source whose names and dtypes are those of the engines' model, in its order of sending."""
+    """A source under the names and dtypes of the engines' model, in its own order."""
 
     def __init__(self, source: WeightSource, fit: _Fit) -> None:
         self._source, self._fit = source, fit
 
     @property
     def owner(self) -> object:
-        """What the tensors live with."""
         return self._source.owner if isinstance(self._source, StableSource) else self
 
     def metadata(self) -> list[ParamMeta]:
-        """Returns what the engines expect, in the source's order; a list to be left as it is."""
+        """Returns what the engines expect, in the source's order; leave the list as it is."""
         return self._fit.metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -212,7 +209,6 @@ class _FittedSource:
         return self._fit.renamed(self._source)
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
-        """Returns what iteration yields as aliases; see :class:`StableSource`."""
         views = self._source.views() if isinstance(self._source, StableSource) else None
         fit = self._fit
         if views is None:
@@ -225,11 +221,10 @@ class _FittedSource:
 def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightSource:
     """Checks that ``source`` is a complete push for the engines' model and renames it to fit.
 
-    A prefix that all names share, as wrappers add, is removed. Experts that transformers holds in
-    one tensor a layer are sent one by one, as checkpoints hold them. A tied output head may be
-    present or not, but must equal the embedding. Any floating-point dtype may stand for another,
-    since transports cast. What was found is kept with the source's owner and holds as long as both
-    lists of metadata are the same objects.
+    A prefix that all names share, as wrappers add, is removed. Fused experts are sent one by one,
+    as checkpoints hold them. A tied output head may be absent, but must equal the embedding. Any
+    floating-point dtype may stand for another, since transports cast. The result is kept with the
+    source's owner while both lists of metadata are the same objects.
     """
     given = source.metadata()
     fit = _FITS.get(source.owner) if isinstance(source, StableSource) else None
@@ -315,7 +310,6 @@ def _sent_as(
 
 
 def _part_shape(shape: tuple[int, ...], names: list[tuple[str, ...]]) -> tuple[int, ...]:
-    """Returns the shape of each expert's parts in a tensor that holds them all."""
     return shape[1] // len(names[0]), shape[2]
 
 
@@ -338,7 +332,7 @@ def _twins(
 
 
 def _untied(source: WeightSource, twins: tuple[str, str] | None, prefix: str) -> str:
-    """Says if ``source`` has an output head of its own, which engines that tie it would drop."""
+    """Returns the fault of a separate output head, which engines that tie it would drop."""
     same = getattr(source, "same_values", None)
     if same is None or twins is None or same(*twins):
         return ""
@@ -364,13 +358,13 @@ def _listing(what: str, names: Sequence[str]) -> str:
 
 
 class Content:
-    """What a source held at a moment, to tell later whether a push repeats it.
+    """What a source held at a moment, to recognise whether a later push repeats it.
 
-    At once it notes where each tensor lay, torch's count of the writes to it, and some values of a
-    few: fused optimizers do not count their writes. That shows an optimizer step and other tensors,
-    not a write through ``.data`` to a tensor that is none of the few, and nothing of a source whose
-    tensors are not at hand: merged adapters, a source of the user's. :meth:`summed` reads all
-    tensors at hand once, and shows every change. Of sharded tensors it reads this rank's shards.
+    It notes where each tensor lies, torch's count of the writes to it, and some values of a few,
+    since fused optimizers do not count their writes. That shows an optimizer step and other
+    tensors; not a write through ``.data`` outside of the few, and nothing of a source whose tensors
+    are not at hand (merged adapters, a user's source). :meth:`summed` reads all tensors at hand and
+    shows every change. Of sharded tensors this rank's shards are read.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -381,12 +375,12 @@ class Content:
         self._failed = False
 
     def summed(self, source: WeightSource) -> None:
-        """Notes that a retry is due, and checksums to know one by."""
+        """Notes that a retry is due, and checksums to recognise it by."""
         held, self._failed = _held(source), True
         self._sums = None if held is None else _sums(held)
 
     def difference(self, source: WeightSource) -> str:
-        """Says what of ``source`` is not as it was, or cannot be shown to be; empty if all is."""
+        """Returns what of ``source`` may not be as it was; empty if all is shown to be."""
         held = _held(source)
         if held is None or self._marks is None or self._samples is None:
             # A push that left replicas behind is retried whatever its source is.
@@ -407,7 +401,7 @@ def _differing(names: Sequence[str]) -> str:
 
 
 def _held(source: WeightSource) -> dict[str, torch.Tensor] | None:
-    """Returns the live tensors that a source reads unchanged; ``None`` if they are not known."""
+    """Returns the live tensors that a source reads unchanged; ``None`` if unknown."""
     if isinstance(source, MappingSource):
         return source.tensors
     owner = source.owner if isinstance(source, StableSource) else None
@@ -417,7 +411,7 @@ def _held(source: WeightSource) -> dict[str, torch.Tensor] | None:
 
 
 def _marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
-    """Returns what tells whether tensors are the same memory, written to as often."""
+    """Identifies the memory of tensors and the number of writes to it."""
     found = {}
     for name, tensor in tensors.items():
         one = local(tensor)
@@ -445,11 +439,10 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Returns checksums of tensors."""
     return {name: checksum(_raw(local(one))) for name, one in tensors.items()}
 
 
 def _place(item: tuple[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Returns what tells whether a name still stands for the same memory."""
+    """Identifies the memory that a name stands for."""
     name, tensor = item
     return name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

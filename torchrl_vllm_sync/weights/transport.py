@@ -1,4 +1,4 @@
-"""What every transport owes and shares: pushes, their members, phases and reports."""
+"""The common part of all transports: pushes, their members, phases and reports."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 
 def check_mode(mode: object) -> None:
-    """Refuses what says nothing of requests in flight."""
     if mode not in get_args(PauseMode):
         raise UnsupportedArgumentError(f"mode must be one of {get_args(PauseMode)}, got {mode!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOptions:
-    """How to push; see ``AsyncVLLM.push_weights``. Checks itself."""
+    """Options of a push, checked; ``AsyncVLLM.push_weights`` describes them."""
 
     timeout_s: float | None = None
     clear_cache: bool = False
@@ -71,13 +70,12 @@ class PhaseTimes:
         self.broke_off: float | None = None
 
     def note(self, phase: str, begin: float, end: float | None = None) -> None:
-        """Notes one phase."""
         self.seconds[phase] = (time.perf_counter() if end is None else end) - begin
         self.starts[phase] = begin
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Notes the time inside ``with`` as one phase, also if that ends with an exception."""
+        """Notes the time inside ``with`` as one phase, also after an exception."""
         begin = time.perf_counter()
         try:
             yield
@@ -87,7 +85,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """One version on its way: what a transport sends, and how; see :class:`PushOptions`."""
+    """One version on its way: what a transport sends, and how."""
 
     source: WeightSource  # complete, and fitting the engines' model
     version: int
@@ -97,7 +95,7 @@ class Push:
     times: PhaseTimes = field(default_factory=PhaseTimes)
 
 
-# What replicas answer, and what became of a push.
+# ---- Answers of replicas, and the outcome of a push
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,12 +204,11 @@ class PushReport:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns what an exception says, or its name if it says nothing."""
+    """Returns an exception's message, or its name if that is empty."""
     return str(error) or type(error).__name__
 
 
 def failed(answers: Mapping[str, Any]) -> dict[str, BaseException]:
-    """Returns the answers that are exceptions."""
     return {name: one for name, one in answers.items() if isinstance(one, BaseException)}
 
 
@@ -222,13 +219,13 @@ def is_silent(answer: Any) -> bool:
 
 
 def is_lost(answer: Any) -> bool:
-    """Whether the replica kept silent, or died so that there will be no other answer."""
+    """Whether the replica was silent, or is dead, so that no other answer will come."""
     dead = isinstance(answer, ReplicaUnavailableError) and answer.state in _NOT_AWAITED
     return dead or is_silent(answer)
 
 
 def lost_replicas(answers: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the replicas without which an update that broke off is worth another attempt."""
+    """Returns the lost replicas if the update broke off for others too: worth another attempt."""
     lost = {name for name, one in answers.items() if is_lost(one)}
     others = [one for name, one in answers.items() if name not in lost]
     broke_off = any(isinstance(one, BaseException) for one in others)
@@ -236,13 +233,12 @@ def lost_replicas(answers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def raise_exceptions(answers: Mapping[str, Any]) -> None:
-    """Raises for the replicas that failed."""
     reasons = [f"replica {name}: {one!s}" for name, one in failed(answers).items()]
     if reasons:
         raise TransferError("; ".join(reasons))
 
 
-# How replicas are reached, and which of them a push goes to.
+# ---- How replicas are reached, and which of them a push goes to
 
 
 # One that joins is ``STARTING`` and has an engine: it takes pushes before it takes requests.
@@ -255,7 +251,7 @@ class Standing:
 
     state: ReplicaState
     reason: str = ""  # why it is in that state
-    incarnation: str = ""  # tells its actor from one that had its id before
+    incarnation: str = ""  # identifies its actor among all that have had its id
 
     @property
     def absence(self) -> str:
@@ -296,7 +292,7 @@ class ReplicaClient(Protocol):
         ...
 
     def refresh_members(self) -> None:
-        """Follows replicas that have come or gone by now; asks one of them if others change it."""
+        """Follows replicas that have come or gone; asks one of them if others change the set."""
         ...
 
     def standings(self) -> dict[str, Standing]:
@@ -322,9 +318,9 @@ class ReplicaClient(Protocol):
 
 @dataclass(slots=True)
 class _Silence:
-    """What a replica was silent about, and a question to it that nobody waits for.
+    """What a replica was silent about, and a question to it that nothing waits for.
 
-    The question goes through the actor and the engine core to every worker, so that an answer means
+    The question passes through the actor and the engine core to every worker, so an answer means
     that all of them run again. Asking costs one call; looking for the answer costs nothing.
     """
 
@@ -334,11 +330,11 @@ class _Silence:
 
 
 class Members:
-    """The replicas that a trainer's pushes go to, and why they do without the others.
+    """The replicas that a trainer's pushes go to, and why others are left out.
 
-    Lifecycle: :meth:`choose` before each attempt; the transport drops whom it cannot begin with.
-    Who is silent is remembered until it answers, is dead or was replaced, so that a wedged replica
-    delays only the push that it was wedged in.
+    Lifecycle: :meth:`choose` before each attempt; the transport drops those it cannot begin with. A
+    silent replica is remembered until it answers, is dead or was replaced, so that it delays only
+    the push that it hung in.
     """
 
     def __init__(self, client: ReplicaClient) -> None:
@@ -351,11 +347,11 @@ class Members:
 
     @property
     def silent(self) -> dict[str, str]:
-        """Id of each silent replica, to what it was silent about."""
+        """Id of each silent replica, and what it was silent about."""
         return {name: one.reason for name, one in self._silences.items()}
 
     def choose(self, without: Mapping[str, str] | None = None) -> None:
-        """Begins anew with every replica that is there, but for those to do without."""
+        """Starts over with every replica that is present, except ``without``."""
         standings = self.client.standings()
         absent = {name: one.absence for name, one in standings.items() if one.absence}
         self.missing = absent | {n: why for n, why in (without or {}).items() if n in standings}
@@ -363,7 +359,7 @@ class Members:
         self.incarnations = {n: one for n, one in awaited.items() if n not in self.missing}
 
     def drop(self, answers: Mapping[str, BaseException]) -> None:
-        """Does without these, for what they answered."""
+        """Leaves these out, for what they answered."""
         self.missing |= {name: reason_of(one) for name, one in answers.items()}
         for name in answers:
             self.incarnations.pop(name, None)
@@ -374,7 +370,7 @@ class Members:
         return self.client.start_calls(method, dict.fromkeys(self.incarnations, args), **kwargs)
 
     def describe(self) -> dict[str, EngineDescription]:
-        """Asks each what it is, and drops those that do not say."""
+        """Asks each for its description, and drops those that do not answer."""
         answers: dict[str, Any] = {}
         if self.incarnations:
             answers = self.start("describe").answers(DESCRIBE_TIMEOUT_S)
@@ -393,7 +389,7 @@ class Members:
                 self._silences[name] = _Silence(reason_of(one), incarnation, self._probe(name))
 
     def look(self) -> None:
-        """Forgets the silent ones that have answered since, are dead, or are other actors now."""
+        """Forgets silent replicas that have answered since, are dead, or were replaced."""
         awaited = awaited_replicas(self.client.standings())
         for name, silence in list(self._silences.items()):
             if awaited.get(name) != silence.incarnation:
@@ -406,7 +402,7 @@ class Members:
                 del self._silences[name]
 
     def forget_silence(self, replica_ids: Collection[str]) -> None:
-        """Takes these for awake: they have done something."""
+        """Counts these as awake: they have done something."""
         for name in replica_ids:
             self._silences.pop(name, None)
 
@@ -491,7 +487,7 @@ class WeightTransport(Protocol):
 
 
 def check_transport(transport: object) -> None:
-    """Refuses what cannot be sent through, before it takes the place of what can."""
+    """Refuses what is no transport, before it replaces one."""
     methods = [getattr(transport, one, None) for one in ("open", "send", "close")]
     if isinstance(transport, type) or not all(map(callable, methods)):
         raise UnsupportedArgumentError(
