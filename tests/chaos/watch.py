@@ -23,10 +23,10 @@ class Watch:
         balancer = service.requests.balancer
         choose = balancer._choose
 
-        def watched(tracker, *args):
-            candidates, position = choose(tracker, *args)
+        def watched(*args):
+            candidates, position = choose(*args)
             chosen = candidates.snapshots[position]
-            now = {one.replica_id: one for one in tracker.snapshots()}[chosen.replica_id]
+            now = {one.replica_id: one for one in balancer.load.snapshots()}[chosen.replica_id]
             if not now.state.admits_requests:
                 self.bad_choices.append((time.monotonic(), now))
             return candidates, position

@@ -182,12 +182,16 @@ def test_staged_weights_arrive(staging):
 class Slow(MappingSource):
     """A source that takes its time over each tensor."""
 
+    def __init__(self, tensors, pause_s=0.02):
+        super().__init__(tensors)
+        self.pause_s = pause_s
+
     def views(self):
         return None
 
     def __iter__(self):
         for item in super().__iter__():
-            time.sleep(0.04)
+            time.sleep(self.pause_s)
             yield item
 
 
@@ -202,7 +206,8 @@ async def tokens_during_a_push(service, weights):
     reading = asyncio.ensure_future(times_of_tokens(service))
     await until_running(service, 1)
     begin = time.monotonic()
-    report = await asyncio.to_thread(service.push_weights, Slow(weights), timeout_s=60)
+    source = Slow(weights, pause_s=0.04)
+    report = await asyncio.to_thread(service.push_weights, source, timeout_s=60)
     end = time.monotonic()
     return sum(begin < when < end for when in await reading), report.replicas[0].phases
 
