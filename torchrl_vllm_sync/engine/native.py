@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from torchrl_vllm_sync.checks import check_seconds
 from torchrl_vllm_sync.engine.args import payload_of
 from torchrl_vllm_sync.engine.updates import (
     RESUME_TIMEOUT_S,
@@ -261,10 +262,7 @@ class NativeCalls:
         Requests in flight freeze until the update has ended; those without a token yet start again
         then, under the new weights.
         """
-        if not 0 < idle_timeout_s < math.inf:
-            raise UnsupportedArgumentError(
-                f"idle_timeout_s must be a finite number greater than 0, got {idle_timeout_s}"
-            )
+        check_seconds("idle_timeout_s", idle_timeout_s)
         await self._begin(_OpenUpdate(idle_timeout_s), "keep", False, timeout_s)
 
     async def update_weights(self, request: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:

@@ -23,7 +23,7 @@ from torchrl_vllm_sync.rl.collectors import CollectorVersions
 from torchrl_vllm_sync.rl.local_llm import LocalLLM
 from torchrl_vllm_sync.rl.updater import WeightUpdater, as_service
 from torchrl_vllm_sync.service.service import AsyncVLLM
-from torchrl_vllm_sync.versions import MAX_VERSION, check_version
+from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.weights.auto import TRANSPORTS
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
@@ -31,7 +31,7 @@ from torchrl_vllm_sync.weights.snapshots.records import LayoutName
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
-from torchrl_vllm_sync.weights.transport import check_transport
+from torchrl_vllm_sync.weights.transport import GRACE_S, check_transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -199,10 +199,6 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
             return super().update_weights(weights, version=version)
         if version is not None:
             check_version("version", version)
-            if version > MAX_VERSION:
-                raise UnsupportedArgumentError(
-                    f"version must be at most {MAX_VERSION}, got {version}"
-                )
         source = as_weight_source(self._to_send(weights))
         if self._writer is None:
             self._writer = SnapshotWriter(self._scheme.remote_addr, layout=self._scheme.layout)
@@ -254,10 +250,6 @@ class _Announced:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())
-
-
-# A replica keeps to the time limit itself. One silent for this much longer has hung.
-GRACE_S = 10.0
 
 
 class VLLMWeightReceiver:

@@ -13,6 +13,7 @@ from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.weights.metadata import from_json
 from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
+from torchrl_vllm_sync.weights.transport import GRACE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -136,8 +137,6 @@ def check_wait(name: str, seconds: Any) -> None:
 
 
 DEFAULT_TIMEOUT_S = 300.0
-# A replica keeps to the time limit itself. One silent for this much longer has hung.
-GRACE_S = 10.0
 
 
 class NativeClient:

@@ -157,8 +157,8 @@ class Rendezvous:
     address: str  # the trainer's address, reachable from every worker
     port: int  # port of its `TCPStore`
     world_size: int  # the trainer and the workers of all replicas
-    # network interface to use, of this name on every host; `None` takes the one that reaches
-    # `address`. NCCL keeps to the one that a process has used first
+    # Network interface to use, of this name on every host; `None` takes the one that reaches
+    # `address`. NCCL keeps to the one that a process has used first.
     interface: str | None = None
 
 

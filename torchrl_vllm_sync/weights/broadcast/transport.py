@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from torchrl_vllm_sync.checks import Deadline, check_integer
+from torchrl_vllm_sync.checks import Deadline, check_integer, check_seconds
 from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
     SyncError,
@@ -97,10 +97,7 @@ class BroadcastTransport:
         join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
     ) -> None:
         check_integer("bucket_bytes", bucket_bytes, 1)
-        if not 0 < join_timeout_s < float("inf"):
-            raise UnsupportedArgumentError(
-                f"join_timeout_s must be a finite number greater than 0, got {join_timeout_s}"
-            )
+        check_seconds("join_timeout_s", join_timeout_s)
         if verify not in ("first", "always", "never"):
             raise UnsupportedArgumentError(
                 f"verify must be 'first', 'always' or 'never', got {verify!r}"

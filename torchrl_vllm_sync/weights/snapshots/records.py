@@ -173,9 +173,9 @@ class Owner:
     epoch: int  # number of the writer; each counts on from the one before
     process: ProcessIdentity  # the writer's
     released: bool  # whether it has given the directory back
-    # folders of writers from this epoch on may be written again: their writers have certainly
+    # Folders of writers from this epoch on may be written again: their writers have certainly
     # ended. An older one may be that of a writer that was replaced while it was stopped, and that
-    # writes on when it resumes
+    # writes on when it resumes.
     reusable_from: int
 
     @classmethod

@@ -233,12 +233,12 @@ class PublishReport:
     path: Path  # folder that holds it
     num_bytes: int  # bytes of the parameters
     seconds: float  # from call to return
-    # seconds of `acquire` (a folder to write into), `fill`, `flush`, `flip` and `collect` (removing
+    # Seconds of `acquire` (a folder to write into), `fill`, `flush`, `flip` and `collect` (removing
     # old folders), one after the other; and in `fill` of `source` (waiting for the next tensor),
-    # `copy` and `hash`, of all threads together
+    # `copy` and `hash`, of all threads together.
     phases: Mapping[str, float]
-    # when each began, in seconds of `time.perf_counter()`; `source`, `copy` and `hash` are sums of
-    # many pieces and have no start
+    # When each began, in seconds of `time.perf_counter()`; `source`, `copy` and `hash` are sums of
+    # many pieces and have no start.
     phase_starts: Mapping[str, float]
 
 
