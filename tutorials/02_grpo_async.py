@@ -62,7 +62,6 @@ import common.quiet  # noqa: F401  sets what the libraries below read
 
 # isort: split
 import ray
-import torch
 from common import results
 from common.engines import make_policy, started
 from common.results import shown
@@ -177,23 +176,18 @@ class Dataloader:
 
 
 class InTurn(TensorDictModuleBase):
-    """The policy, which waits for the turn of its prompts and notes who sampled, and when."""
+    """The policy, which waits for the turn of its prompts."""
 
-    def __init__(self, policy, turns, groups, collector):
+    def __init__(self, policy, turns, groups):
         super().__init__()
-        self.policy, self.turns, self.groups, self.collector = policy, turns, groups, collector
+        self.policy, self.turns, self.groups = policy, turns, groups
         self.in_keys, self.out_keys = policy.in_keys, policy.out_keys
 
     def forward(self, tensordict):
         """Waits, and samples."""
         turn = int(tensordict["group"].min()) // self.groups
         ray.get(self.turns.wait.remote(turn), timeout=WAIT_S)
-        began = time.time()
-        out = self.policy(tensordict)
-        for name, value in (("who", self.collector), ("began", began), ("ended", time.time())):
-            whole = torch.full(out.batch_size, value, dtype=torch.float64)
-            out.set(("sampling", name), whole)
-        return out
+        return self.policy(tensordict)
 
 
 # %% [markdown]
@@ -234,14 +228,14 @@ def make_collectors(args, service, tokenizer, buffer, turns):
     return [
         RayLLMCollector(
             partial(make_env, args, tokenizer, Dataloader(turns)),
-            policy=InTurn(policy, turns, args.groups, collector=number),
+            policy=InTurn(policy, turns, args.groups),
             replay_buffer=buffer,
             dialog_turns_per_batch=args.batch_size,
             total_dialog_turns=-1,
             track_policy_version=VersionStamp(service),
             remote_config=IN_ACTORS,
         )
-        for number in range(args.collectors)
+        for _ in range(args.collectors)
     ]
 
 
@@ -314,21 +308,11 @@ class Step:
     seconds: float  # from the begin of the loop to the end of this step
 
 
-@dataclass(frozen=True)
-class Span:
-    """Something that took a while: seconds from the begin of the loop."""
-
-    who: str
-    began: float
-    ended: float
-
-
 class Run:
-    """What happened: steps, spans for the timeline, and what the claims are checked against."""
+    """What happened: the steps, and what the claims are checked against."""
 
     def __init__(self):
         self.steps: list[Step] = []
-        self.spans: set[Span] = set()
         self.answers: Counter[int] = Counter()  # rows trained, by the number of their prompt
         self.queries: list[list[str]] = []  # of each step, one for each row
         self.num_dropped = self.num_taken = self.num_left = self.num_written = 0
@@ -363,7 +347,7 @@ def train(args, service, tokenizer, checkpoint, run):
         cleanup.callback(buffer.close)
         cleanup.callback(end, collectors, turns, buffer, run)
         ray.get([one._collector.is_initialized.remote() for one in collectors], timeout=WAIT_S)
-        zero, start = time.time(), time.perf_counter()
+        start = time.perf_counter()
         for collector in collectors:
             collector.start()
         for step in range(args.steps):
@@ -398,23 +382,9 @@ def train(args, service, tokenizer, checkpoint, run):
             run.steps.append(done)
             run.answers.update(rows["group"].flatten().tolist())
             run.queries.append(list(rows["query"]))
-            run.spans |= {
-                Span("training", sampled - start, trained - start),
-                Span("push", trained - start, pushed - start),
-                *sampling_spans(rows, zero),
-            }
             yield done
         run.num_dropped, run.num_taken = stale.num_dropped, intake.taken
         run.summary = measure.summary()
-
-
-def sampling_spans(rows, zero):
-    """Returns which collectors sampled the rows, and when."""
-    noted = [rows["sampling", name].tolist() for name in ("who", "began", "ended")]
-    return {
-        Span(f"collector {who:.0f}", began - zero, ended - zero)
-        for who, began, ended in zip(*noted, strict=True)
-    }
 
 
 def end(collectors, turns, buffer, run):
@@ -429,35 +399,10 @@ def end(collectors, turns, buffer, run):
 # %% [markdown]
 # ## Results
 #
-# A picture of reward and staleness over the steps, a timeline of some seconds in the middle of the
-# run, a table, and the raw figures, in `--output`.
+# A picture of reward and staleness over the steps, a table, and the raw figures, in `--output`.
 
 
 # %%
-def plot_timeline(run, args, path):
-    """Draws who worked when, in the middle third of the run or ten seconds of it."""
-    total = run.steps[-1].seconds
-    width = min(10.0, total / 3)
-    left = (total - width) / 2
-    workers = [*(f"collector {i}" for i in range(args.collectors)), "training", "push"]
-    colours = ["tab:blue"] * args.collectors + ["tab:orange", "tab:red"]
-    with results.picture(path, figsize=(8, 0.5 * len(workers) + 1.4)) as axes:
-        for row, (worker, colour) in enumerate(zip(workers, colours, strict=True)):
-            bars = [
-                (one.began, one.ended - one.began)
-                for one in run.spans
-                if one.who == worker and one.ended > left and one.began < left + width
-            ]
-            axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=colour, edgecolor="white")
-        for one in run.spans:
-            if one.who == "push" and left < one.ended < left + width:
-                axes.axvline(one.ended, color="tab:red", linewidth=0.5, alpha=0.5)
-        axes.set_yticks(range(len(workers)), workers)
-        axes.invert_yaxis()
-        axes.set_xlim(left, left + width)
-        axes.set_xlabel("seconds; thin lines: all replicas hold the new version")
-
-
 def save(run, args):
     """Writes pictures, table and figures to the output directory, and prints the table."""
     args.output.mkdir(parents=True, exist_ok=True)
@@ -468,11 +413,9 @@ def save(run, args):
     ages = {"staleness": "mean", "max_staleness": "oldest", args.staleness: "bound"}
     panels = {"sample age, versions": ages, "rows dropped": {"dropped": ""}}
     results.curves(args.output / "curve.png", title, run.steps, args.reward_target, panels)
-    plot_timeline(run, args, args.output / "timeline.png")
     means = ", ".join(f"{name} {one:.3g}" for name, one in run.summary.items() if one is not None)
     text = f"{results.table(run.steps)}\nMeans over all rows trained: {means}"
-    spans = sorted(run.spans, key=lambda one: one.began)
-    results.write(args.output, text, curve=run.steps, timeline=spans)
+    results.write(args.output, text, curve=run.steps)
 
 
 def shortcomings(run, args):

@@ -392,28 +392,10 @@ def versions(conversation):
 # %% [markdown]
 # ## Results
 #
-# Two pictures, some conversations, and the raw figures of every turn and step, in `--output`.
+# A picture, some conversations, and the raw figures of every turn and step, in `--output`.
 
 
 # %%
-def plot_cached(turns, path):
-    """Draws the mean cached tokens of each turn, in outlines as large as the mean prompt."""
-    colors = {"sessions": "tab:blue", "round-robin": "tab:orange"}
-    title = "Prompt tokens from the prefix cache, mean of a turn (grey: whole prompt)"
-    with results.picture(path, title=title, figsize=(7, 3.5)) as axis:
-        for shift, (routing, color) in zip((-0.2, 0.2), colors.items(), strict=True):
-            by_turn = list(zip(*by_conversation(turns, routing), strict=True))
-            at = [turn + shift for turn in range(1, TURNS + 1)]
-            prompts = [statistics.mean(one.prompt_tokens for one in some) for some in by_turn]
-            cached = [statistics.mean(one.cached_tokens for one in some) for some in by_turn]
-            axis.bar(at, prompts, width=0.36, color="none", edgecolor="lightgrey")
-            axis.bar(at, cached, width=0.36, color=color, label=routing)
-        axis.set_xticks(range(1, TURNS + 1))
-        axis.set_xlabel("turn")
-        axis.set_ylabel("tokens")
-        axis.legend(frameon=False)
-
-
 def cache_table(turns):
     """Returns cached tokens by routing and turn as text."""
     lines = [f"{'routing':<12} {'turn':>4} {'prompt':>7} {'cached':>7} {'moved':>6}"]
@@ -454,7 +436,6 @@ def save(steps, turns, args):
     args.output.mkdir(parents=True, exist_ok=True)
     measured = [one for one in turns if one.routing != "training"]
     text = cache_table(measured)
-    plot_cached(measured, args.output / "cached.png")
     if steps:
         title = (
             f"GRPO over conversations of {TURNS} turns, {args.model} model, {args.replicas} "

@@ -46,7 +46,7 @@ import common.quiet  # noqa: F401  sets what the libraries below read
 import torch
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
 from common.engines import SHARED_GPU_UTILIZATION, ray_running, scenario, small_service
-from common.equality import Comparison, conclude, greedy_answers, random_prompts, show_kinds
+from common.equality import compare, conclude, greedy_answers, random_prompts
 from common.settings import finish_push, make_push_parser
 
 # %% [markdown]
@@ -120,24 +120,18 @@ def run(args, directory):
     with make_service(args, checkpoint) as service:
         expected = greedy_answers(service, prompts, args.num_tokens)
 
-    compared = Comparison.of(after, expected)
-    gibberish = Comparison.of(before, expected)
-    for number, (old, new) in enumerate(zip(before, after, strict=True)):
-        parts = " ".join(map(str, old[:6])), " ".join(map(str, new[:6]))
-        print(f"  prompt {number:2}: before {parts[0]} … | after {parts[1]} …")
-    print(f"before the push: {gibberish.equal} of {gibberish.total} answers equal")
-    print(f"after the push: {compared.equal} of {compared.total} answers equal")
-    show_kinds(after)
+    compared = compare({"before the push": before, "after the push": after}, expected)
+    gibberish = compared["before the push"].equal
     case = f"{args.model or args.shape}, tp {args.tensor_parallel}, {args.quantization}"
-    failure = f"{gibberish.equal} answers were right before the push: it proves nothing"
+    failure = f"{gibberish} answers were right before the push: it proves nothing"
     return conclude(
         "tensor_parallel_fp8" + "_shared" * args.shared,
         f"{case}, {report.transport}" + (", trainer on a GPU of the engine" * args.shared),
-        {"before": gibberish, "after": compared},
-        {"after": report},
-        "after",
+        compared,
+        {"after the push": report},
+        "after the push",
         smoke=args.smoke,
-        failure=failure if gibberish.equal else "",
+        failure=failure if gibberish else "",
     )
 
 

@@ -52,7 +52,7 @@ import torch
 import torch.distributed as dist
 from common.checkpoints import MOE_SHAPES, save_shape
 from common.engines import SHARED_GPU_UTILIZATION, ray_running, scenario, small_service
-from common.equality import Comparison, conclude, greedy_answers, random_prompts
+from common.equality import compare, conclude, greedy_answers, random_prompts
 from common.settings import finish_push, make_push_parser
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -218,12 +218,7 @@ def run(args, directory, device):
     with make_service(args, checkpoint) as service:
         expected = ask(args, service)
     shown = dict(zip(("dummy weights", "first push", "second push"), answers, strict=True))
-    compared = {name: Comparison.of(one, expected) for name, one in shown.items()}
-    for number in range(args.prompts):
-        parts = [f"{name} {' '.join(map(str, one[number][:5]))} …" for name, one in shown.items()]
-        print(f"  prompt {number:2}: {' | '.join(parts)}")
-    for name, one in compared.items():
-        print(f"{name}: {one.equal} of {one.total} answers equal to the checkpoint's")
+    compared = compare(shown, expected)
     print(f"loss {loss:.3f}")
     case = f"{args.shape}, {args.num_ranks} ranks, dp {args.engine_gpus or 1} with experts"
     failure = "the training step changed no answer: the second push proves nothing"

@@ -39,7 +39,7 @@ import common.quiet  # noqa: F401  sets what the libraries below read
 import ray
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
 from common.engines import end_on_sigterm, ray_running, scenario, small_service
-from common.equality import Comparison, conclude, greedy_answers, random_prompts
+from common.equality import compare, conclude, greedy_answers, random_prompts
 from common.settings import finish_push, make_push_parser
 from ray.cluster_utils import Cluster
 
@@ -125,29 +125,25 @@ def run(args, directory):
         before = greedy_answers(service, prompts, args.num_tokens)
         print("Pushing the trainer's weights into all of them", flush=True)
         report = service.push_weights(trained, transport=BroadcastTransport())
-        after = [
-            greedy_answers(service, prompts, args.num_tokens, actor_index=index)
-            for index in range(args.replicas)
-        ]
+        after = []
+        for index in range(args.replicas):
+            after += greedy_answers(service, prompts, args.num_tokens, actor_index=index)
     print("Starting an engine that reads the trainer's checkpoint", flush=True)
     with small_service(new, args.dtype, num_cpus_per_replica=cpus) as service:
         expected = greedy_answers(service, prompts, args.num_tokens)
 
-    gibberish = Comparison.of(before, expected)
-    compared = Comparison.of([one for some in after for one in some], expected * args.replicas)
-    print(f"before the push: {gibberish.equal} of {gibberish.total} answers equal")
-    print(f"after the push: {compared.equal} of {compared.total} answers equal, of all replicas")
+    compared = compare({"before the push": before, "after the push": after}, expected)
     failure = ""
     if here in found.values():
         failure = "a replica is on the trainer's node"
-    elif gibberish.equal == gibberish.total:
+    elif compared["before the push"].equal == args.prompts:
         failure = "the answers were right before the push: it proves nothing"
     return conclude(
         "two_nodes",
         f"{args.shape}, {args.replicas} replicas, {where}",
-        {"before": gibberish, "after": compared},
-        {"after": report},
-        "after",
+        compared,
+        {"after the push": report},
+        "after the push",
         smoke=args.smoke,
         failure=failure,
     )

@@ -85,6 +85,26 @@ def show_kinds(answers: Sequence[Sequence[int]]) -> None:
     print(f"The compared tokens are of {len({one for some in answers for one in some})} kinds")
 
 
+def compare(
+    answers: Mapping[str, Sequence[list[int]]], expected: Sequence[list[int]]
+) -> dict[str, Comparison]:
+    """Compares what was answered when with what is right, and prints how each answer begins.
+
+    Where several replicas answered, their answers follow one another.
+    """
+    for number in range(len(expected)):
+        shown = [f"{when} {' '.join(map(str, one[number][:5]))}" for when, one in answers.items()]
+        print(f"  prompt {number:2}: {' … | '.join(shown)} …")
+    found = {
+        when: Comparison.of(one, [*expected] * (len(one) // len(expected)))
+        for when, one in answers.items()
+    }
+    for when, one in found.items():
+        print(f"{when}: {one.equal} of {one.total} answers equal to the checkpoint's")
+    show_kinds(expected)
+    return found
+
+
 def conclude(
     name: str,
     case: str,

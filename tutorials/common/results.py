@@ -50,19 +50,6 @@ def write(directory: Path, text: str, **rows: Sequence[Any]) -> None:
     print(f"Written to {directory}: {', '.join(sorted(one.name for one in directory.iterdir()))}")
 
 
-@contextlib.contextmanager
-def picture(
-    path: Path, rows: int = 1, columns: int = 1, *, title: str = "", **options: Any
-) -> Iterator[Any]:
-    """Gives the axes of a picture, and saves it."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
-        figure.suptitle(title, fontsize=10)
-        yield axes
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
-
-
 def curves(
     path: Path, title: str, steps: Sequence[Any], target: float | None, panels: dict[str, Any]
 ) -> None:
@@ -70,7 +57,11 @@ def curves(
 
     A panel is a label and the names of its lines: figures by their name in a step, or constants.
     """
-    with picture(path, 1 + len(panels), title=title, figsize=(7, 7), sharex=True) as (first, *rest):
+    with plt.rc_context(STYLE):
+        figure, (first, *rest) = plt.subplots(
+            1 + len(panels), figsize=(7, 7), sharex=True, layout="constrained"
+        )
+        figure.suptitle(title, fontsize=10)
         first.set_ylabel("mean reward")
         first.plot([one.reward for one in steps], color="tab:blue")
         if target is not None:
@@ -93,6 +84,8 @@ def curves(
             if len(lines) > 1:
                 axis.legend(frameon=False)
         (rest or [first])[-1].set_xlabel("step")
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
 
 
 def drive(

@@ -5,6 +5,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sphinx.util.nodes import make_refnode
+
 PACKAGE = "torchrl_vllm_sync"
 
 project = PACKAGE
@@ -53,49 +55,21 @@ DEFINED, IMPORTED = names_of_the_sources()
 
 
 def find_by_last_name(app: Any, env: Any, node: Any, content: Any) -> Any:
-    """Resolves a name as docstrings and annotations have it: without its module.
-
-    Args:
-        app: Sphinx.
-        env: Its environment.
-        node: The reference.
-        content: What it shows.
-
-    Returns:
-        A link to the only object of that name; plain text for what the sources define or import
-        and no page shows; ``None``, which Sphinx warns of, for what is nowhere.
-    """
+    """Resolves a name as docstrings and annotations have it, without its module: to a link if it is
+    shown once, to plain text if the sources define or import it; else Sphinx warns of it."""
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"].lstrip(".~")
-    domain = env.domains["py"]
+    objects = env.domains["py"].objects
     # An object found under a second name, such as a class's home, is the same one.
-    found = {
-        entry.node_id: (entry.docname, name)
-        for name, entry in domain.objects.items()
-        if name.endswith(f".{target}") and not entry.aliased
-    }
-    if len(found) == 1:
-        ((node_id, (docname, name)),) = found.items()
-        return domain_link(app, node["refdoc"], docname, node_id, content, name)
-    last = target.rpartition(".")[2]
-    return content if last in DEFINED | IMPORTED or found else None
-
-
-def domain_link(app: Any, source: str, docname: str, node_id: str, content: Any, title: str) -> Any:
-    """Makes a link inside the reference.
-
-    Args:
-        app: Sphinx.
-        source: Page of the link.
-        docname: Page of its target.
-        node_id: The target.
-        content: What it shows.
-        title: What is shown when it is pointed at.
-    """
-    from sphinx.util.nodes import make_refnode
-
-    return make_refnode(app.builder, source, docname, node_id, content, title)
+    names = [one for one, entry in objects.items() if one.endswith(f".{target}")]
+    homes = [one for one in names if not objects[one].aliased]
+    if len(homes) == 1:
+        entry = objects[homes[0]]
+        return make_refnode(
+            app.builder, node["refdoc"], entry.docname, entry.node_id, content, homes[0]
+        )
+    return content if names or target.rpartition(".")[2] in DEFINED | IMPORTED else None
 
 
 def setup(app: Any) -> None:
