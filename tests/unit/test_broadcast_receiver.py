@@ -364,7 +364,7 @@ def test_larger_buckets_get_buffers_of_their_own(world, transports):
 def test_a_load_ends_when_its_transfer_has_ended(world, transports, monkeypatch, direct):
     """On a GPU everything is only queued; here the order in which it is shows."""
     from torchrl_vllm_sync.engine import receiver
-    from torchrl_vllm_sync.engine.plan_copies import BoundBucket
+    from torchrl_vllm_sync.engine.plan import BoundBucket
 
     here, order = world("qwen3"), []
     transport = transports(verify="never")

@@ -1,15 +1,20 @@
-"""The recording of a load plan: the model's own ``load_weights`` runs over stand-ins without data.
+"""The load plan of a worker's model: where each slice of a push lands, recorded once.
 
-Stand-ins are tensors on the ``meta`` device. Views of them share their storage, so a slice that
-reaches a parameter still identifies its tensor, its offset and its strides. The copy into the
-parameter is recorded and left out, so the model does not change.
+The model's own ``load_weights`` runs over stand-ins without data, tensors on the ``meta`` device.
+Views of them share their storage, so a slice that reaches a parameter still identifies its tensor,
+its offset and its strides. The copy into the parameter is recorded and left out, so the model does
+not change. Bound to the receive buffers, a plan is a list of cached views for each bucket, loaded
+by a few ``torch._foreach_copy_``.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +24,11 @@ from torch.utils._pytree import tree_leaves
 from torchrl_vllm_sync.errors import SyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch._ops import OpOverload
 
+    from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, Piece
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 
@@ -60,106 +66,233 @@ class PlannedFill:
     value: float
 
 
+Write = PlannedCopy | PlannedFill
+
+
+class LoadPlan:
+    """The copies and constants that make up one complete load of a worker's model.
+
+    ``fills`` are constants that a loaded model holds already and no push changes. Checkpoint
+    tensors without a copy are those of other workers, by pipeline or expert parallelism.
+
+    Example:
+        >>> plan = record_load_plan(model, metadata)
+        >>> layout = BucketLayout(metadata)
+        >>> slots = make_buffers(layout, device, 3)
+        >>> for bucket in plan.bind(layout, slots):  # bucket i arrives in slots[i % 3]
+        ...     bucket.copy()
+    """
+
+    def __init__(
+        self,
+        metadata: Iterable[ParamMeta],
+        copies: Iterable[PlannedCopy],
+        fills: Iterable[PlannedFill] = (),
+    ) -> None:
+        self.copies, self.fills = list(copies), list(fills)
+        self._metadata = list(metadata)
+        self._lacks_constants = True
+
+    @functools.cached_property
+    def whole_targets(self) -> list[torch.Tensor] | None:
+        """Targets of all checkpoint tensors if each lands whole, unchanged and in one piece.
+
+        They can then be received straight into the model, without buckets.
+        """
+        found: dict[str, torch.Tensor] = {}
+        wanted = {meta.name: meta for meta in self._metadata if meta.num_elements}
+        for copy in self.copies:
+            meta, target = wanted[copy.name], copy.target
+            whole = copy.offset == 0 and target.numel() == meta.num_elements
+            straight = target.is_contiguous() and target.dtype == meta.dtype
+            in_order = copy.stride == torch.empty(copy.shape, device="meta").stride()
+            if copy.name in found or not (whole and straight and in_order):
+                return None
+            found[copy.name] = target.view(-1)
+        return [found[name] for name in wanted] if found.keys() == wanted.keys() else None
+
+    @torch.no_grad()
+    def fill_constants(self) -> None:
+        """Sets what loaders set and no push holds, such as padding, once; a load must follow."""
+        # A model that was launched with dummy weights lacks them.
+        if self._lacks_constants:
+            for fill in self.fills:
+                fill.target.fill_(fill.value)
+            self._lacks_constants = False
+
+    def bind(self, layout: BucketLayout, buffers: Sequence[torch.Tensor]) -> list[BoundBucket]:
+        """Builds every view that loading the buckets of ``layout`` needs; joins adjacent copies.
+
+        ``layout`` is that of the plan's metadata, and ``buffers`` were made for it.
+        """
+        pieces: defaultdict[str, list[tuple[int, Piece]]] = defaultdict(list)
+        for number, bucket in enumerate(layout.buckets):
+            for piece in bucket.pieces:
+                pieces[piece.name].append((number, piece))
+        loads: list[list[_Load]] = [[] for _ in layout.buckets]
+        for copy in self.copies:
+            dims = _coalesced(zip(copy.shape, copy.stride, copy.target.stride(), strict=True))
+            offset = int(copy.target.storage_offset())
+            for number, load in _cut(copy, copy.offset, offset, dims, pieces[copy.name]):
+                loads[number].append(load)
+        return [
+            BoundBucket(_merged(one), buffers[number % len(buffers)])
+            for number, one in enumerate(loads)
+        ]
+
+    def redirected(self, place: Callable[[torch.Tensor], torch.Tensor]) -> LoadPlan:
+        """The same plan with other targets."""
+        return LoadPlan(
+            self._metadata,
+            [replace(copy, target=place(copy.target)) for copy in self.copies],
+            [replace(fill, target=place(fill.target)) for fill in self.fills],
+        )
+
+
+# ---- Binding: copies are cut at the borders of buckets, and neighbours joined
+
+# One dimension of a copy: its size, and its strides in the source and in the target. Those of a
+# copy are outermost first.
+Dim = tuple[int, int, int]
+
+
+def _coalesced(dims: Iterable[Dim]) -> tuple[Dim, ...]:
+    """The same copy in as few dimensions as possible; a dense one has one, of strides 1 and 1."""
+    merged: list[Dim] = []
+    for size, source, target in sorted(
+        (dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1:], reverse=True
+    ):
+        if merged and merged[-1][1:] == (source * size, target * size):
+            merged[-1] = (merged[-1][0] * size, source, target)
+        else:
+            merged.append((size, source, target))
+    return tuple(merged)
+
+
+def _cut(
+    copy: PlannedCopy,
+    source: int,
+    offset: int,
+    dims: tuple[Dim, ...],
+    parts: Sequence[tuple[int, Piece]],
+) -> Iterator[tuple[int, _Load]]:
+    """Yields the loads that make up a part of ``copy``, each with the number of its bucket.
+
+    The part goes from element ``source`` of the checkpoint tensor to element ``offset`` of the
+    target's storage; ``parts`` are the tensor's buckets and pieces, in order.
+    """
+    (size, stride, target_stride), *others = dims or ((1, 0, 0),)
+    inner = tuple(others)
+    extent = 1 + sum((count - 1) * step for count, step, _ in inner)
+    index = 0
+    while index < size:
+        begin, to = source + index * stride, offset + index * target_stride
+        behind = bisect_right(parts, begin, key=lambda part: part[1].first_element)
+        number, piece = parts[behind - 1]
+        skipped = begin - piece.first_element
+        room = piece.num_elements - skipped
+        if room < extent:
+            yield from _cut(copy, begin, to, inner, parts)
+            index += 1
+            continue
+        # Of stride 0 only if all are: then each index means the same element.
+        count = min((room - extent) // stride + 1, size - index) if stride else size
+        fitting = ((count, stride, target_stride), *inner) if count > 1 else inner
+        dtype = piece.meta.dtype
+        first_byte = piece.byte_offset + skipped * dtype.itemsize
+        yield number, _Load(first_byte, dtype, copy.target, to, fitting)
+        index += count
+
+
+class _Load(NamedTuple):
+    """A copy out of one bucket: from byte ``begin`` to element ``offset`` of a target's storage."""
+
+    begin: int
+    dtype: torch.dtype
+    target: torch.Tensor
+    offset: int
+    dims: tuple[Dim, ...]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is dense on both sides."""
+        return not self.dims or (len(self.dims) == 1 and self.dims[0][1:] == (1, 1))
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(size for size, _, _ in self.dims)
+
+    def is_followed_by(self, other: _Load) -> bool:
+        """Whether ``other`` goes on where this one ends, in the bucket and in one storage."""
+        return (
+            self.is_flat
+            and other.is_flat
+            and (self.dtype, self.target.dtype) == (other.dtype, other.target.dtype)
+            and self.begin + self.num_elements * self.dtype.itemsize == other.begin
+            and self.offset + self.num_elements == other.offset
+            and storage_key(self.target) == storage_key(other.target)
+        )
+
+
+def _merged(loads: list[_Load]) -> list[_Load]:
+    """Joins flat loads that are neighbours in the bucket and in their target's storage."""
+    merged: list[_Load] = []
+    for load in sorted(loads, key=lambda one: one.begin):
+        if merged and merged[-1].is_followed_by(load):
+            count = merged[-1].num_elements + load.num_elements
+            merged[-1] = merged[-1]._replace(dims=((count, 1, 1),))
+        else:
+            merged.append(load)
+    return merged
+
+
+class BoundBucket:
+    """The copies that load one received bucket: lists of targets and sources by pair of dtypes."""
+
+    def __init__(self, loads: Iterable[_Load], buffer: torch.Tensor) -> None:
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        groups: defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
+        groups = defaultdict(lambda: ([], []))
+        for load in loads:
+            dtype, target = load.dtype, load.target
+            if dtype not in typed:
+                num_bytes = buffer.numel() // dtype.itemsize * dtype.itemsize
+                typed[dtype] = buffer[:num_bytes].view(dtype)
+            shape, source_stride, stride = ([dim[i] for dim in load.dims] for i in range(3))
+            start = typed[dtype].storage_offset() + load.begin // dtype.itemsize
+            # Only lists of one pair of dtypes and dense tensors take the fused kernel.
+            targets, sources = groups[dtype, target.dtype, target.device, load.is_flat]
+            targets.append(target.as_strided(shape, stride, load.offset))
+            sources.append(typed[dtype].as_strided(shape, source_stride, start))
+        self._groups = list(groups.values())
+
+    @property
+    def num_copies(self) -> int:
+        """Pairs of views, after merging."""
+        return sum(len(targets) for targets, _ in self._groups)
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copies the bucket's buffer into the model, on the current stream."""
+        for targets, sources in self._groups:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+# ---- Recording
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Identifies the memory that ``tensor`` views, as long as something keeps it alive."""
     return tensor.untyped_storage()._cdata
 
 
-def check_coverage(model: torch.nn.Module, writes: Sequence[PlannedCopy | PlannedFill]) -> None:
-    """Checks that ``writes`` set every parameter of ``model`` completely and nothing twice.
+def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> LoadPlan:
+    """Records where each slice of a complete push lands in ``model``.
 
-    A constant counts as covered. A copy may follow it on the same elements, not precede it.
+    Parameters must be in the layout that the loader expects: neither repacked nor quantised after
+    loading. vLLM's loaders need the worker's configuration to be current
+    (``set_current_vllm_config``).
     """
-    by_storage: defaultdict[int, list[PlannedCopy | PlannedFill]] = defaultdict(list)
-    for write in writes:
-        by_storage[storage_key(write.target)].append(write)
-    written: dict[int, _Written] = {}
-    parameters = dict(model.named_parameters())
-    faults: list[str] = []
-    for name, tensor in [*parameters.items(), *model.named_buffers()]:
-        if not tensor.numel():
-            continue
-        key = storage_key(tensor)
-        if key not in written:
-            written[key] = _Written(by_storage[key])
-        missing, twice = (count // tensor.element_size() for count in written[key].faults(tensor))
-        if missing and name in parameters:
-            faults.append(f"{name} ({missing} of {tensor.numel()} elements missing)")
-        if twice:
-            faults.append(f"{name} ({twice} elements written twice)")
-    if faults:
-        more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-        raise PlanNotPossibleError(
-            f"the loader must write every element once: {', '.join(faults[:SHOWN])}{more}"
-        )
-
-
-class _Written:
-    """Which bytes of one storage the writes cover, as arrays of starts and ends."""
-
-    def __init__(self, writes: Sequence[PlannedCopy | PlannedFill]) -> None:
-        bounds = [_bounds(write.target) for write in writes]
-        is_copy = [isinstance(write, PlannedCopy) for write in writes]
-        self._all = _joined(bounds)
-        self._copies = _joined([one for one, copy in zip(bounds, is_copy, strict=True) if copy])
-        # Constants that would overwrite an earlier copy.
-        self._wiped: list[np.ndarray] = []
-        for i, one in enumerate(bounds):
-            if not is_copy[i] and any(is_copy[:i]):
-                before = [bounds[j] for j in range(i) if is_copy[j]]
-                if _size(_joined([*before, one])) < _size(_joined(before)) + _size(one):
-                    self._wiped.append(one)
-
-    def faults(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Returns bytes of ``tensor`` that are not written, and those written more than once."""
-        own = _bounds(tensor)
-        missing = _size(_joined([own, self._all])) - _size(self._all)
-        low, high = own[0].min(), own[1].max()
-        copies = np.clip(_joined([self._copies, *self._wiped]), low, high)
-        return missing, int((copies[1] - copies[0]).sum()) - _size(copies)
-
-
-def _bounds(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of its storage that a tensor covers: starts and ends, of shape ``(2, count)``."""
-    if not tensor.numel():
-        return np.empty((2, 0), dtype=np.int64)
-    run = 1
-    outer: list[tuple[int, int]] = []
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, count in sorted(dim for dim in dims if dim[1] != 1):
-        if stride == run and not outer:
-            run *= count
-        else:
-            outer.append((stride, count))
-    if tensor.numel() // run > MAX_INTERVALS:
-        raise PlanNotPossibleError(
-            f"writes of shape {list(tensor.shape)} and strides {list(tensor.stride())} are too "
-            "scattered to be checked"
-        )
-    starts = np.array([tensor.storage_offset()], dtype=np.int64)
-    for stride, count in outer:
-        starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
-    return np.stack([starts, starts + run]) * tensor.element_size()
-
-
-def _joined(bounds: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.empty((2, 0), dtype=np.int64), *bounds], axis=1)
-
-
-def _size(bounds: np.ndarray) -> int:
-    """Bytes of the union of intervals."""
-    if not bounds.size:
-        return 0
-    starts, ends = bounds[:, np.argsort(bounds[0], kind="stable")]
-    reached = np.maximum.accumulate(ends)
-    begins = np.maximum(starts[1:], reached[:-1])
-    return int(ends[0] - starts[0] + np.maximum(ends[1:] - begins, 0).sum())
-
-
-def record_writes(
-    model: torch.nn.Module, metadata: Sequence[ParamMeta]
-) -> list[PlannedCopy | PlannedFill]:
-    """Runs the loader of ``model`` over stand-ins and returns its writes, in order."""
     if len({meta.name for meta in metadata}) < len(metadata):
         raise ValueError("metadata must name each tensor once")
     names: dict[int, str] = {}
@@ -168,12 +301,11 @@ def record_writes(
             raise PlanNotPossibleError(f"{name} holds no data yet")
         if tensor.numel():
             names[storage_key(tensor)] = name
-    recorder = _Recorder(names, metadata)
-    state = _ModelState(model)
+    recorder, state = _Recorder(names), _ModelState(model)
     try:
         # In inference mode a dispatch mode sees composite operations, which may be views or not.
         with torch.inference_mode(mode=False), torch.no_grad(), recorder:
-            model.load_weights(recorder.stand_ins())  # pyright: ignore[reportCallIssue]  vLLM's
+            model.load_weights(recorder.stand_ins(metadata))  # pyright: ignore[reportCallIssue]  vLLM's
     except PlanNotPossibleError:
         raise
     except Exception as error:  # any: the loader is the model's, and stand-ins are new to it
@@ -183,18 +315,24 @@ def record_writes(
     finally:
         changed = state.restore()
     if changed:
-        raise PlanNotPossibleError(f"the loader replaces {', '.join(changed[:5])}")
-    check_coverage(model, recorder.writes)
-    return recorder.writes
+        raise PlanNotPossibleError(f"the loader replaces {', '.join(changed[:SHOWN])}")
+    _check_coverage(model, recorder.writes)
+    return LoadPlan(
+        metadata,
+        [one for one in recorder.writes if isinstance(one, PlannedCopy)],
+        [one for one in recorder.writes if isinstance(one, PlannedFill)],
+    )
 
 
 class _ModelState:
     """The tensors of a model, to put back what a loader replaces."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modules = [
-            (name, module, dict(module._parameters), dict(module._buffers), _plain_tensors(module))
-            for name, module in model.named_modules()
+        self._tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+            (prefix, table, dict(table))
+            for prefix, module in model.named_modules()
+            # In a module's own attributes are tensors that are not registered.
+            for table in (module._parameters, module._buffers, module.__dict__)
         ]
         self._data = {
             name: (tensor, tensor.data)
@@ -204,66 +342,42 @@ class _ModelState:
     def restore(self) -> list[str]:
         """Undoes every replacement and returns the names."""
         changed: list[str] = []
-        for prefix, module, parameters, buffers, plain in self._modules:
-            now_plain = _plain_tensors(module)
-            for now, before in [
-                (module._parameters, parameters),
-                (module._buffers, buffers),
-                (now_plain, plain),
-            ]:
-                names = now.keys() | before.keys()
-                differing = [name for name in names if now.get(name) is not before.get(name)]
-                changed += [f"{prefix}.{name}".removeprefix(".") for name in differing]
-                if now is now_plain:
-                    for name in differing:
-                        module.__dict__.pop(name, None)
-                    module.__dict__.update(plain)
-                elif differing:
-                    now.clear()
-                    now.update(before)
+        for prefix, table, before in self._tables:
+            for name in [*table, *(before.keys() - table)]:
+                both = table.get(name), before.get(name)
+                if both[0] is both[1] or not any(isinstance(one, torch.Tensor) for one in both):
+                    continue
+                changed.append(f"{prefix}.{name}".removeprefix("."))
+                if name in before:
+                    table[name] = both[1]
+                else:
+                    del table[name]
         for name, (tensor, data) in self._data.items():
-            if not _same_memory(tensor, data):
+            if tensor.dtype != data.dtype or not tensor.is_set_to(data):
                 changed.append(name)
                 tensor.data = data
         return sorted(changed)
 
 
-def _plain_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that are attributes of a module without being registered."""
-    return {
-        name: value for name, value in module.__dict__.items() if isinstance(value, torch.Tensor)
-    }
-
-
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        storage_key(one) == storage_key(other)
-        and one.storage_offset() == other.storage_offset()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
-    )
-
-
 class _Recorder(TorchDispatchMode):
     """Records every write into the model, in order, in place of doing it."""
 
-    def __init__(self, model_names: dict[int, str], metadata: Sequence[ParamMeta]) -> None:
+    def __init__(self, model_names: dict[int, str]) -> None:
         super().__init__()
-        self.writes: list[PlannedCopy | PlannedFill] = []
+        self.writes: list[Write] = []
         self.current = "the first tensor"  # the one the loader took last
-        self._model_names = model_names
-        self._stand_ins = [
-            (meta, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in metadata
-        ]
         # By storage. A storage's key is its address, so all that have one must stay alive.
-        self._sources = {storage_key(tensor): meta for meta, tensor in self._stand_ins}
+        self._model_names = model_names
+        self._sources: dict[int, ParamMeta] = {}
         self._computed: dict[int, str] = {}
         self._alive: list[torch.Tensor] = []
 
-    def stand_ins(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for meta, tensor in self._stand_ins:
+    def stand_ins(self, metadata: Iterable[ParamMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+        for meta in metadata:
             self.current = meta.name
+            tensor = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+            self._sources[storage_key(tensor)] = meta
+            self._alive.append(tensor)
             yield meta.name, tensor
 
     def __torch_dispatch__(
@@ -316,17 +430,10 @@ class _Recorder(TorchDispatchMode):
                 f"{into or 'a tensor outside of the model'} is written from "
                 f"{origin or 'a tensor that is not of the checkpoint'} while {self.current} loads"
             )
-        if source.shape != target.shape:
-            source = source.expand(target.shape)
-        self.writes.append(
-            PlannedCopy(
-                meta.name,
-                int(source.storage_offset()),
-                tuple(source.shape),
-                source.stride(),
-                _plain_view(target),
-            )
-        )
+        source = source.expand(target.shape)
+        offset, shape = int(source.storage_offset()), tuple(source.shape)
+        view = _plain_view(target)
+        self.writes.append(PlannedCopy(meta.name, offset, shape, source.stride(), view))
         return target
 
     def _origin(self, tensor: torch.Tensor) -> str | None:
@@ -339,12 +446,13 @@ class _Recorder(TorchDispatchMode):
         """Any other operation: its results are no stand-ins, and it must not write."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         origin = next(filter(None, map(self._origin, tensors)), None)
-        if func._schema.is_mutable:
-            for tensor in tree_leaves(_written_arguments(func, args, kwargs)):
-                if isinstance(tensor, torch.Tensor):
-                    name = self._model_names.get(storage_key(tensor)) or origin
-                    if name is not None:
-                        raise PlanNotPossibleError(f"{name} is changed in place by {func}")
+        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+        written = [given.get(one.name) for one in func._schema.arguments if one.is_write]
+        for tensor in tree_leaves(written):
+            if isinstance(tensor, torch.Tensor):
+                name = self._model_names.get(storage_key(tensor)) or origin
+                if name is not None:
+                    raise PlanNotPossibleError(f"{name} is changed in place by {func}")
         if origin is None:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
@@ -360,20 +468,90 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-def _written_arguments(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Any]:
-    given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-    return [
-        given[one.name]
-        for one in func._schema.arguments
-        if one.name in given and one.alias_info is not None and one.alias_info.is_write
-    ]
-
-
 def _plain_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a plain tensor; vLLM's parameter classes give views of their own class."""
     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return view.set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
+
+
+# ---- Coverage
+
+
+def _check_coverage(model: torch.nn.Module, writes: Sequence[Write]) -> None:
+    """Checks that ``writes`` set every parameter of ``model`` completely and nothing twice.
+
+    A constant counts as covered. A copy may follow it on the same elements, not precede it.
+    """
+    by_storage: defaultdict[int, list[Write]] = defaultdict(list)
+    for write in writes:
+        by_storage[storage_key(write.target)].append(write)
+    parameters = dict(model.named_parameters())
+    faults: list[str] = []
+    for name, tensor in [*parameters.items(), *model.named_buffers()]:
+        if not tensor.numel():
+            continue
+        found = _faults(tensor, by_storage[storage_key(tensor)])
+        missing, twice = (num_bytes // tensor.element_size() for num_bytes in found)
+        if missing and name in parameters:
+            faults.append(f"{name} ({missing} of {tensor.numel()} elements missing)")
+        if twice:
+            faults.append(f"{name} ({twice} elements written twice)")
+    if faults:
+        more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        raise PlanNotPossibleError(
+            f"the loader must write every element once: {', '.join(faults[:SHOWN])}{more}"
+        )
+
+
+def _faults(tensor: torch.Tensor, writes: Sequence[Write]) -> tuple[int, int]:
+    """Returns bytes of ``tensor`` that are not written, and those written more than once."""
+    once: list[np.ndarray] = []  # what nothing may write again: copies, constants over copies
+    constants: list[np.ndarray] = []
+    for write in writes:
+        bounds = _bounds(write.target)
+        if isinstance(write, PlannedFill) and _size(*once, bounds) == _size(*once) + _size(bounds):
+            constants.append(bounds)
+        else:
+            once.append(bounds)
+    own, written = _bounds(tensor), [*once, *constants]
+    within = np.clip(_joined(once), own[0].min(), own[1].max())
+    twice = int((within[1] - within[0]).sum()) - _size(within)
+    return _size(own, *written) - _size(*written), twice
+
+
+def _bounds(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of its storage that a tensor covers: starts and ends, of shape ``(2, count)``."""
+    run = 1
+    outer: list[tuple[int, int]] = []
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, count in sorted(dim for dim in dims if dim[1] != 1):
+        if stride == run and not outer:
+            run *= count
+        else:
+            outer.append((stride, count))
+    if tensor.numel() // run > MAX_INTERVALS:
+        raise PlanNotPossibleError(
+            f"writes of shape {list(tensor.shape)} and strides {list(tensor.stride())} are too "
+            "scattered to be checked"
+        )
+    starts = np.array([tensor.storage_offset()], dtype=np.int64)
+    for stride, count in outer:
+        starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
+    return np.stack([starts, starts + run]) * tensor.element_size()
+
+
+def _joined(bounds: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty((2, 0), dtype=np.int64), *bounds], axis=1)
+
+
+def _size(*bounds: np.ndarray) -> int:
+    """Bytes of the union of intervals."""
+    joined = _joined(bounds)
+    if not joined.size:
+        return 0
+    starts, ends = joined[:, np.argsort(joined[0], kind="stable")]
+    reached = np.maximum.accumulate(ends)
+    begins = np.maximum(starts[1:], reached[:-1])
+    return int(ends[0] - starts[0] + np.maximum(ends[1:] - begins, 0).sum())

@@ -8,6 +8,7 @@ vLLM's layerwise reload, and reports why.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
-from torchrl_vllm_sync.engine.plan_copies import PlanNotPossibleError, record_load_plan
+from torchrl_vllm_sync.engine.plan import PlanNotPossibleError, record_load_plan
 from torchrl_vllm_sync.engine.reload import checksum, reload_model
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.broadcast.buckets import (
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
-    from torchrl_vllm_sync.engine.plan_copies import LoadPlan
+    from torchrl_vllm_sync.engine.plan import BoundBucket, LoadPlan
 
 
 # Seconds between checks of staged weights that are arriving: each takes the interpreter from the
@@ -70,7 +72,7 @@ class BroadcastInitInfo(WeightTransferInitInfo):
     group_id: int = 0  # part of its pushes' ids, so that other groups' differ
     # time.monotonic() of this host after which nothing waits for the worker: a call that an engine
     # comes to later, because it was stopped, is not begun.
-    deadline: float | None = None
+    deadline: float = math.inf
 
 
 @dataclass
@@ -100,30 +102,16 @@ def why_not_a_plan(vllm_config: VllmConfig) -> str:
     return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
-def choose_plan(
-    model: torch.nn.Module, vllm_config: VllmConfig, metadata: Sequence[ParamMeta]
-) -> tuple[LoadPlan | None, str]:
-    """Records a load plan for ``model``, or says why there is none."""
-    if reason := why_not_a_plan(vllm_config):
-        return None, reason
-    try:
-        with set_current_vllm_config(vllm_config):
-            return record_load_plan(model, metadata), ""
-    except PlanNotPossibleError as error:
-        return None, str(error)
-
-
 class StagingArea:
     """A second set of a model's parameters, where weights arrive while the model goes on serving.
 
     On a GPU it is reserved at launch, so that vLLM sizes its KV cache for what is left; on a CPU
-    with the first plan: engines there reload layer by layer and keep whole ``tensors`` instead. It
-    ``is_full`` from a push's end until that is installed.
+    with the first plan: engines there reload layer by layer and keep whole tensors instead.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self.tensors: list[tuple[str, torch.Tensor]] = []
-        self.is_full = False
+        # What was staged besides the parameters, from a push's end until that is installed.
+        self.tensors: list[tuple[str, torch.Tensor]] | None = None
         self._model, self._device = model, device
         self._spare: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         if device.type == "cuda":
@@ -137,27 +125,24 @@ class StagingArea:
 
     @torch.no_grad()
     def install(self) -> None:
-        """Copies everything into the model and waits for it."""
+        """Copies all parameters into the model and waits for it."""
         for live, spare in self._spare.values():
             live.copy_(spare, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def _reserve(self) -> None:
-        storages = {
-            storage.data_ptr(): storage
-            for storage in (one.untyped_storage() for one in self._model.parameters())
-            if storage.nbytes()
-        }
-        needed = sum(storage.nbytes() for storage in storages.values())
+        storages = (one.untyped_storage() for one in self._model.parameters())
+        needed = {one.data_ptr(): one for one in storages if one.nbytes()}
+        num_bytes = sum(storage.nbytes() for storage in needed.values())
         if self._device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._device)
-            if free < needed:
+            if free < num_bytes:
                 raise TransferError(
-                    f"staged weights need {needed / 1e9:.2f} GB on {self._device} beside the "
+                    f"staged weights need {num_bytes / 1e9:.2f} GB on {self._device} beside the "
                     f"model, {free / 1e9:.2f} GB are free"
                 )
-        for pointer, storage in storages.items():
+        for pointer, storage in needed.items():
             live = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             self._spare[pointer] = live, live.clone()
 
@@ -199,10 +184,10 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._group: BroadcastGroup | None = None
         self._group_id = 0
         self._layout: BucketLayout | None = None
-        self._buffers: list[torch.Tensor] = []
         self._planned: LoadPlan | None = None
         self._staged_plan: LoadPlan | None = None
         self.path_reason, self._distrust = "no push was prepared yet", ""
+        self._forget_buffers()
         self._staging: StagingArea | None = None
         self.staging_refusal = ""
         if config.backend == STAGED_BACKEND:
@@ -235,11 +220,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
         """Joins the trainer's group, and leaves the one before."""
         self.shutdown()
-        deadline = time.monotonic() + init_info.timeout_s
-        if init_info.deadline is not None:
-            deadline = min(deadline, init_info.deadline)
-        timeout_s = deadline - time.monotonic()
-        if timeout_s <= 0:
+        deadline = Deadline(min(init_info.timeout_s, init_info.deadline - time.monotonic()))
+        if deadline.passed:
             raise TransferError("this worker came too late to the rendezvous")
         rendezvous = Rendezvous(
             init_info.master_address,
@@ -248,24 +230,30 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             init_info.interface,
         )
         rank = init_info.rank_offset + self.rank_in_replica
-        group = BroadcastGroup.join(rendezvous, rank, self.device, timeout_s=timeout_s)
-        group.connect(timeout_s=max(deadline - time.monotonic(), 1.0))
+        group = BroadcastGroup.join(rendezvous, rank, self.device, timeout_s=deadline.left_s)
+        group.connect(timeout_s=max(deadline.left_s, 1.0))
         self._group, self._group_id = group, init_info.group_id
 
     def prepare(self, metadata: Sequence[ParamMeta], bucket_bytes: int) -> None:
         """Works out once where the tensors of all coming pushes go."""
-        self._layout, self._buffers = BucketLayout(metadata, bucket_bytes), []
+        self._layout = BucketLayout(metadata, bucket_bytes)
         self._planned = self._staged_plan = None
-        if not self._distrust:
-            self._planned, self.path_reason = choose_plan(self.model, self.vllm_config, metadata)
-        if self._planned is None:
+        self._forget_buffers()
+        self.path_reason = self._distrust or why_not_a_plan(self.vllm_config)
+        if self.path_reason:
+            return
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self._planned = record_load_plan(self.model, metadata)
+        except PlanNotPossibleError as error:
+            self.path_reason = str(error)
             return
         if self._staging is not None:
             self._staged_plan = self._staging.stand_in(self._planned)
         if not self.takes_direct:
             self._buffers = make_buffers(self._layout, self.device)
             for plan in filter(None, (self._planned, self._staged_plan)):
-                plan.bound(self._layout, self._buffers)
+                self._bound[plan] = plan.bind(self._layout, self._buffers)
 
     @property
     def digest(self) -> str:
@@ -307,9 +295,9 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         _, layout = self._ready()
         with self._leaving_on_failure():
             if self._planned is None:
-                self._reload(deadline)
-                for _ in range(num_passes - 1):
-                    self._transfer(deadline, list)
+                self._transfer(self._reload, deadline)
+                if num_passes > 1:
+                    self._transfer(list, deadline)
             else:
                 self._load(self._planned, deadline, direct)
                 if num_passes > 1:
@@ -318,19 +306,15 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     def stage(self, deadline: float, *, direct: bool = False) -> None:
         """Receives one push into spare memory, while the model goes on serving."""
-        _, layout = self._ready()
-        staging = self.require_staging()
-        staging.is_full = False
+        self._ready()
+        staging, tensors = self.require_staging(), list[tuple[str, torch.Tensor]]()
+        staging.tensors = None
         with self._leaving_on_failure():
             if self._staged_plan is not None:
                 self._load(self._staged_plan, deadline, direct, ARRIVAL_POLL_S)
             else:
-
-                def keep(arrivals: Iterator[int]) -> None:
-                    staging.tensors = list(whole_tensors(layout, self._buffers, arrivals))
-
-                self._transfer(deadline, keep)
-        staging.is_full = True
+                self._transfer(lambda arrivals: tensors.extend(self._whole(arrivals)), deadline)
+        staging.tensors = tensors
 
     def require_staging(self) -> StagingArea:
         if self._staging is None:
@@ -348,13 +332,12 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def install_staged(self) -> None:
         """Puts what :meth:`stage` received into the model, which must not be serving meanwhile."""
         staging = self.require_staging()
-        if not staging.is_full:
+        tensors, staging.tensors = staging.tensors, None
+        if tensors is None:
             raise TransferError("no weights are staged")
-        staging.is_full = False
         if self._staged_plan is not None:
             staging.install()
         else:
-            tensors, staging.tensors = staging.tensors, []
             reload_model(self.model, self.vllm_config, tensors)
 
     def shutdown(self) -> None:
@@ -387,8 +370,12 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             self.shutdown()
             raise TransferError(f"the transfer broke off: {error}") from error
 
+    def _forget_buffers(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._bound: dict[LoadPlan, list[BoundBucket]] = {}
+
     def _transfer(
-        self, deadline: float, take: Callable[[Iterator[int]], object], poll_s: float = SPIN_S
+        self, take: Callable[[Iterator[int]], object], deadline: float, poll_s: float = SPIN_S
     ) -> None:
         """Passes the buckets to ``take`` as they arrive, and waits for the end."""
         group, layout = self._ready()
@@ -411,38 +398,34 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     @torch.no_grad()
     def _load(self, plan: LoadPlan, deadline: float, direct: bool, poll_s: float = SPIN_S) -> None:
         plan.fill_constants()
-        if direct:
-            group, _ = self._ready()
-            if plan.whole_targets is None:
-                raise TransferError("this worker cannot receive without buckets")
-            broadcast_tensors(group, plan.whole_targets, deadline=deadline)
-            self._await_end(group, deadline, poll_s)
+        if not direct:
+            self._transfer(lambda arrivals: self._copy(plan, arrivals), deadline, poll_s)
             return
-        _, layout = self._ready()
+        group, _ = self._ready()
+        if plan.whole_targets is None:
+            raise TransferError("this worker cannot receive without buckets")
+        broadcast_tensors(group, plan.whole_targets, deadline=deadline)
+        self._await_end(group, deadline, poll_s)
 
-        def copy(arrivals: Iterator[int]) -> None:
-            buckets = plan.bound(layout, self._buffers)
-            for index in arrivals:
-                buckets[index].copy()
+    def _copy(self, plan: LoadPlan, arrivals: Iterator[int]) -> None:
+        if plan not in self._bound:
+            self._bound[plan] = plan.bind(self._ready()[1], self._buffers)
+        for index in arrivals:
+            self._bound[plan][index].copy()
 
-        self._transfer(deadline, copy, poll_s)
+    def _whole(self, arrivals: Iterator[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        return whole_tensors(self._ready()[1], self._buffers, arrivals)
 
-    def _reload(self, deadline: float) -> None:
-        _, layout = self._ready()
-
-        def reload(arrivals: Iterator[int]) -> None:
-            tensors = whole_tensors(layout, self._buffers, arrivals)
-            reload_model(self.model, self.vllm_config, tensors)
-
-        self._transfer(deadline, reload)
+    def _reload(self, arrivals: Iterator[int]) -> None:
+        reload_model(self.model, self.vllm_config, self._whole(arrivals))
 
     def _check_plan(self, deadline: float) -> None:
         """Compares the plan's parameters with those of the layerwise reload."""
         by_plan = checksum(self.model.named_parameters())
-        self._reload(deadline)
+        self._transfer(self._reload, deadline)
         by_reload = checksum(self.model.named_parameters())
         if self.takes_direct:
-            self._buffers = []  # until the next check
+            self._forget_buffers()  # until the next check
         if wrong := [name for name in by_reload if by_plan.get(name) != by_reload[name]]:
             self._planned = self._staged_plan = None
             self._distrust = self.path_reason = (
