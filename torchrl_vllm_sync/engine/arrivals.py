@@ -30,6 +30,7 @@ from torchrl_vllm_sync.weights.transport import LoadReport
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchrl_vllm_sync.checks import Deadline
     from torchrl_vllm_sync.engine.updates import Updates
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
@@ -87,26 +88,24 @@ class BroadcastLoads:
         **options: Any,
     ) -> LoadReport:
         """Receives one version; ``options`` say how the engine is paused."""
-        deadline = time.perf_counter() + timeout_s
-        updates, phases = self._updates, dict[str, float]()
+        updates, push = self._updates, (push_id, digest, direct)
 
         async def load(left: float) -> list[dict[str, Any]]:
             if staged:
                 return await updates.call_workers("sync_install_staged", timeout_s=left)
-            push = push_id, digest, direct, num_passes, left
-            return await updates.call_workers("sync_receive", *push, timeout_s=left + LAST_WORDS_S)
+            how = num_passes, left
+            return await updates.call_workers(
+                "sync_receive", *push, *how, timeout_s=left + LAST_WORDS_S
+            )
 
-        async with updates.exclusive(timeout_s):
+        async with updates.exclusive(timeout_s) as deadline:
             updates.refuse_stale(version, run_id)
-            if staged:
-                begin = time.monotonic()
-                began_at = await self._stage(push_id, digest, direct, timeout_s)
-                phases = {"stage_s": time.monotonic() - begin, "ready_s": began_at - begin}
+            phases = await self._stage(push, deadline) if staged else {}
             return await updates.apply(
                 load,
                 version=version,
                 run_id=run_id,
-                timeout_s=deadline - time.perf_counter(),
+                timeout_s=deadline.left_s,
                 phases=phases,
                 **options,
             )
@@ -116,18 +115,18 @@ class BroadcastLoads:
         if not self._updates.is_over:
             await self._updates.call_workers("sync_leave", timeout_s=LEAVE_TIMEOUT_S)
 
-    async def _stage(self, push_id: int, digest: str, direct: bool, timeout_s: float) -> float:
-        """Receives into spare memory; returns when it began, by ``time.monotonic()``."""
-        updates, deadline = self._updates, time.perf_counter() + timeout_s
-        push = push_id, digest, direct, timeout_s
-        await updates.ask_workers("sync_stage", *push, timeout_s=timeout_s, what="preparing")
-        while (left := deadline - time.perf_counter()) > 0:
-            answers = await updates.call_workers("sync_staged", timeout_s=left)
+    async def _stage(self, push: tuple[int, str, bool], deadline: Deadline) -> dict[str, float]:
+        """Receives into spare memory; returns the seconds that took."""
+        updates, limit_s, begin = self._updates, deadline.left_s, time.monotonic()
+        await updates.ask_workers("sync_stage", *push, limit_s, timeout_s=limit_s, what="preparing")
+        while not deadline.passed:
+            answers = await updates.call_workers("sync_staged", timeout_s=deadline.left_s)
             if all(answers):
                 raise_failures(updates.replica_id, answers)
-                return min(one["began_at"] for one in answers)
+                began_at = min(one["began_at"] for one in answers)
+                return {"stage_s": time.monotonic() - begin, "ready_s": began_at - begin}
             await asyncio.sleep(STAGED_POLL_S)
-        raise TransferError(f"staging took longer than {timeout_s:g} s")
+        raise TransferError(f"staging took longer than {limit_s:.3g} s")
 
 
 class PeerLoads:
@@ -191,9 +190,8 @@ class PeerLoads:
 
     async def take(self, offer: dict[str, Any], *, timeout_s: float) -> LoadReport:
         """Takes the offered weights, unless this replica holds them by now."""
-        updates, deadline = self._updates, time.monotonic() + timeout_s
-        version, run_id = offer["version"], offer["run_id"]
-        async with updates.exclusive(timeout_s):
+        updates, version, run_id = self._updates, offer["version"], offer["run_id"]
+        async with updates.exclusive(timeout_s) as deadline:
             if updates.whole:
                 updates.refuse_older(version)
                 if (updates.version, updates.run_id) == (version, run_id):
@@ -206,12 +204,12 @@ class PeerLoads:
                     lambda _: self._copy(offer, deadline),
                     version=version,
                     run_id=run_id,
-                    timeout_s=deadline - time.monotonic(),
+                    timeout_s=deadline.left_s,
                 )
             finally:
                 await self._ask("sync_peer_close")
 
-    async def _copy(self, offer: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+    async def _copy(self, offer: dict[str, Any], deadline: Deadline) -> list[dict[str, Any]]:
         """Takes every chunk and compares checksums, for ``Updates.apply``."""
         actor, token = offer["actor"], offer["token"]
         by_value = offer["node_id"] != this_node()
@@ -236,15 +234,15 @@ class PeerLoads:
             raise TransferError("the offer does not stand any more")
 
     async def _ask(
-        self, method: str, *args: Any, deadline: float = float("inf")
+        self, method: str, *args: Any, deadline: Deadline | None = None
     ) -> list[dict[str, Any]]:
-        left_s = min(max(deadline - time.monotonic(), 1e-3), COPY_TIMEOUT_S)
-        return await self._updates.ask_workers(method, *args, timeout_s=left_s, what="copying")
+        limit_s = min(deadline.left_s, COPY_TIMEOUT_S) if deadline else COPY_TIMEOUT_S
+        return await self._updates.ask_workers(method, *args, timeout_s=limit_s, what="copying")
 
 
-async def _within(call: Any, deadline: float) -> Any:
+async def _within(call: Any, deadline: Deadline) -> Any:
     try:
-        async with asyncio.timeout(max(deadline - time.monotonic(), 1e-3)):
+        async with asyncio.timeout(deadline.left_s):
             return await call
     except TimeoutError:
         raise SilentEngineError("the giving replica did not answer in time") from None
@@ -257,7 +255,7 @@ class SnapshotLoads:
         self._updates = updates
         self._expected = functools.cache(expected)
         self._follower: asyncio.Task[None] | None = None
-        self._load: asyncio.Future[LoadReport] | None = None
+        self._load: asyncio.Task[LoadReport] | None = None
         self._readers: dict[tuple[str, str | None, bool], SnapshotReader] = {}
         self._source: dict[str, Any] | None = None
 
@@ -278,16 +276,22 @@ class SnapshotLoads:
         **options: Any,
     ) -> LoadReport:
         """Loads the newest version stored in ``directory``, unless the engine holds it already."""
-        updates = self._updates
-        deadline = time.perf_counter() + timeout_s
-        async with updates.exclusive(timeout_s):
-            reader = self._reader(directory, run_id, verify=verify)
-            begin = time.perf_counter()
+        updates, reader = self._updates, self._reader(directory, run_id, verify)
+        async with updates.exclusive(timeout_s) as deadline:
+            begin, reading = time.perf_counter(), contextlib.ExitStack()
             newer_than = updates.version if updates.whole else None
-            reading = contextlib.ExitStack()
             snapshot = await asyncio.to_thread(reading.enter_context, reader.read(newer_than))
+            phases = {"verify_s": time.perf_counter() - begin}
+
+            async def load(left: float) -> list[dict[str, Any]]:
+                data = reader.directory / snapshot.manifest.path / DATA_FILE
+                what = str(data), to_json(snapshot.metadata)
+                answers = await updates.call_workers("sync_load_snapshot", *what, timeout_s=left)
+                if not any(answer["error"] for answer in answers):
+                    await asyncio.to_thread(reading.close)  # raises unless it was one version
+                return answers
+
             try:
-                verified = time.perf_counter()
                 if snapshot is None:
                     self._check_held(directory, run_id, at_least)
                     return LoadReport(version=updates.version, loaded=False)
@@ -297,18 +301,14 @@ class SnapshotLoads:
                     )
                 if compare:
                     await asyncio.to_thread(self._check_fits, snapshot)
-                if verified >= deadline:
+                if deadline.passed:
                     raise SyncError(f"reading {directory} took longer than {timeout_s:g} s")
-                run = snapshot.manifest.run_id
+                version, run = snapshot.version, snapshot.manifest.run_id
+                limit_s = deadline.left_s
                 report = await updates.apply(
-                    lambda left: self._load_in_workers(reader, snapshot, reading, left),
-                    version=snapshot.version,
-                    run_id=run,
-                    timeout_s=deadline - verified,
-                    phases={"verify_s": verified - begin},
-                    **options,
+                    load, version=version, run_id=run, timeout_s=limit_s, phases=phases, **options
                 )
-                self._source = {"directory": directory, "run_id": run, "version": report.version}
+                self._source = {"directory": directory, "run_id": run, "version": version}
                 return report
             finally:
                 await asyncio.to_thread(reading.__exit__, *sys.exc_info())
@@ -331,10 +331,12 @@ class SnapshotLoads:
         except ValueError:
             return  # transformers has no such model to compare with; vLLM decides
         given = {meta.name: meta.shape for meta in snapshot.metadata}
-        problems = [f"{meta.name} is missing" for meta in expected if meta.name not in given] + [
-            f"{meta.name} has shape {list(given[meta.name])} instead of {list(meta.shape)}"
-            for meta in expected
-            if given.get(meta.name, meta.shape) != meta.shape
+        problems = [
+            f"{name} has shape {list(given[name])} instead of {list(shape)}"
+            if name in given
+            else f"{name} is missing"
+            for name, shape in ((meta.name, meta.shape) for meta in expected)
+            if given.get(name) != shape
         ]
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -343,25 +345,7 @@ class SnapshotLoads:
                 f"{self._updates.replica_id}: {'; '.join(problems[:5])}{more}"
             )
 
-    async def _load_in_workers(
-        self,
-        reader: SnapshotReader,
-        snapshot: Snapshot,
-        reading: contextlib.ExitStack,
-        timeout_s: float,
-    ) -> list[dict[str, Any]]:
-        """Loads in every worker, then ends ``reading``, which raises unless it was one version."""
-        answers = await self._updates.call_workers(
-            "sync_load_snapshot",
-            str(reader.directory / snapshot.manifest.path / DATA_FILE),
-            to_json(snapshot.metadata),
-            timeout_s=timeout_s,
-        )
-        if not any(answer["error"] for answer in answers):
-            await asyncio.to_thread(reading.close)
-        return answers
-
-    def _reader(self, directory: str, run_id: str | None, *, verify: bool) -> SnapshotReader:
+    def _reader(self, directory: str, run_id: str | None, verify: bool) -> SnapshotReader:
         """Returns the cached reader of one directory; it keeps mappings from load to load."""
         key = (directory, run_id, verify)
         if key not in self._readers:
@@ -379,35 +363,32 @@ class SnapshotLoads:
     ) -> None:
         """Loads new versions as they appear, retrying failed ones, until :meth:`stop_following`."""
         self.stop()
-        load = functools.partial(
-            self.load, directory, run_id, at_least=0, verify=verify, timeout_s=timeout_s
-        )
-        reader = self._reader(directory, run_id, verify=verify)
-        self._follower = asyncio.create_task(self._follow(reader, load, interval_s))
+        follow = self._follow(directory, run_id, interval_s, verify=verify, timeout_s=timeout_s)
+        self._follower = asyncio.create_task(follow)
 
     async def _follow(
-        self, reader: SnapshotReader, load: Callable[[], Any], interval_s: float
+        self, directory: str, run_id: str | None, interval_s: float, *, verify: bool, **options: Any
     ) -> None:
-        updates, complaint = self._updates, ""
+        updates, told = self._updates, ""
+        reader = self._reader(directory, run_id, verify)
         while not updates.is_over:
-            now = ""
+            problem = ""
             try:
                 manifest = await asyncio.to_thread(reader.current)
                 if manifest and (manifest.version > updates.version or not updates.whole):
-                    # Shielded, so that :meth:`stop` leaves no load half done.
-                    self._load = under_way = asyncio.ensure_future(load())
-                    await asyncio.shield(under_way)
+                    load = self.load(directory, run_id, at_least=0, verify=verify, **options)
+                    self._load = asyncio.create_task(load)
+                    await asyncio.shield(self._load)  # :meth:`stop` leaves no load half done
                 elif manifest and manifest.version < updates.version:
-                    now = (
-                        f"version {manifest.version} is older than the replica's {updates.version}"
-                    )
+                    found = manifest.version
+                    problem = f"version {found} is older than the replica's {updates.version}"
             except SyncError as error:
-                now = str(error)
-            if now and now != complaint:
+                problem = str(error)
+            if problem and problem != told:
                 logger.warning(
-                    "replica %s cannot follow %s: %s", updates.replica_id, reader.directory, now
+                    "replica %s cannot follow %s: %s", updates.replica_id, directory, problem
                 )
-            complaint = now
+            told = problem
             await asyncio.sleep(interval_s)
 
     def stop(self) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import time
+from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 # vLLM's label for weights without one: those of the launch.
 UNLABELLED = "default"
-OLDEST_SUPPORTED = Version("0.26")
 _FIRST_WITH_WEIGHT_LABEL = Version("0.27")
 _FIRST_WITH_LABEL_SPANS = Version("0.32")
 # The last line of a traceback, as Python or vLLM's logger prints it.
@@ -76,8 +76,7 @@ class StatsRecorder(StatLoggerBase):
 
     def __init__(self) -> None:
         self._by_engine: dict[int, EngineStats] = {}
-        self._tokens = [0, 0]  # of prompts, sampled
-        self._prefix_cache = [0, 0]  # looked up, found
+        self._totals = Counter[str]()  # by the names of EngineCounters
 
     def __call__(self, vllm_config: VllmConfig, engine_index: int = 0) -> StatsRecorder:
         """Serves as its own factory, as ``AsyncLLM(stat_loggers=[...])`` expects."""
@@ -93,12 +92,12 @@ class StatsRecorder(StatLoggerBase):
     ) -> None:
         """Keeps the scheduler's figures of one step, and adds its tokens up."""
         if iteration_stats is not None:
-            self._tokens[0] += iteration_stats.num_prompt_tokens
-            self._tokens[1] += iteration_stats.num_generation_tokens
+            self._totals["num_prompt_tokens"] += iteration_stats.num_prompt_tokens
+            self._totals["num_generated_tokens"] += iteration_stats.num_generation_tokens
         if scheduler_stats is None:
             return
-        self._prefix_cache[0] += scheduler_stats.prefix_cache_stats.queries
-        self._prefix_cache[1] += scheduler_stats.prefix_cache_stats.hits
+        self._totals["prefix_cache_queries"] += scheduler_stats.prefix_cache_stats.queries
+        self._totals["prefix_cache_hits"] += scheduler_stats.prefix_cache_stats.hits
         self._by_engine[engine_idx] = EngineStats(
             scheduler_stats.num_running_reqs,
             scheduler_stats.num_waiting_reqs,
@@ -123,12 +122,7 @@ class StatsRecorder(StatLoggerBase):
 
     def counters(self) -> EngineCounters:
         """Returns exact totals of all data-parallel engines since their start."""
-        return EngineCounters(
-            num_prompt_tokens=self._tokens[0],
-            num_generated_tokens=self._tokens[1],
-            prefix_cache_queries=self._prefix_cache[0],
-            prefix_cache_hits=self._prefix_cache[1],
-        )
+        return EngineCounters(**self._totals)
 
 
 async def call_workers(
@@ -145,34 +139,23 @@ async def call_workers(
     ``timeout_s`` has no effect where the worker lives in the engine core (``uniproc_executor.py``).
     """
     client: Any = engine.engine_core
-    answers = await asyncio.gather(
-        *(
-            client._call_utility_async(
-                "collective_rpc", method, timeout_s, args, kwargs, engine=one
-            )
-            for one in client.core_engines
-        )
-    )
-    return [answer for of_one_engine in answers for answer in of_one_engine]
+    call = "collective_rpc", method, timeout_s, args, kwargs
+    calls = (client._call_utility_async(*call, engine=one) for one in client.core_engines)
+    return [answer for of_one_engine in await asyncio.gather(*calls) for answer in of_one_engine]
 
 
 async def ask_health(engine: AsyncLLM) -> None:
     """Returns when every worker of every data-parallel engine has answered.
 
-    ``AsyncLLM.check_health`` only checks whether the core's process is alive. The workers' own
-    (``vllm/v1/worker/worker_base.py``) does nothing, and is reached through the loop in which each
-    engine core steps. Without a time limit: the multiprocessing executor would take a late answer
-    for that to the next call.
+    ``AsyncLLM.check_health`` only checks whether the core's process is alive; the workers' own
+    (``vllm/v1/worker/worker_base.py``) is reached through the loop in which each engine core steps.
+    Without a time limit: the multiprocessing executor would take a late answer for the next one.
     """
     await call_workers(engine, "check_health", ())
 
 
 def num_unfinished_requests(engine: AsyncLLM) -> int:
-    """Returns how many requests are inside ``engine``, exactly and without an RPC.
-
-    ``AsyncLLM.get_num_unfinished_requests`` appears only in vLLM 0.29; what is behind it is in
-    every supported version (``vllm/v1/engine/output_processor.py``).
-    """
+    """Returns how many requests are inside, exactly and without an RPC; public since vLLM 0.29."""
     return engine.output_processor.get_num_unfinished_requests()
 
 
@@ -193,12 +176,11 @@ class SampleState:
 
     @property
     def yields_only_new(self) -> bool:
-        """Whether each output holds only the tokens since the last one."""
         return self._state.output_kind is RequestOutputKind.DELTA
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the response that have reached this process."""
+        """Those of the response that have reached this process."""
         return self._state.detokenizer.num_output_tokens()
 
     @property
@@ -238,7 +220,7 @@ class SampleState:
         logprobs.prompt_logprobs = begun.prompt_logprobs
         if installed_vllm() >= _FIRST_WITH_LABEL_SPANS:
             state.weight_version_starts[:] = [
-                (label_of_version(one.version), one.start) for one in begun.spans
+                (str(one.version) if one.version else UNLABELLED, one.start) for one in begun.spans
             ]
 
     def _between(self, begin: str, end: str) -> float | None:
@@ -252,9 +234,8 @@ class SampleState:
 def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None:
     """Calls ``on_sample`` for every sample that ``engine`` registers from now on.
 
-    vLLM has no hook there, so its output processor's ``add_request`` is wrapped: every request,
-    each sample of ``n`` by itself, passes it in the ``AsyncLLM`` process before the engine core
-    receives it (``vllm/v1/engine/async_llm.py``, ``vllm/v1/engine/llm_engine.py``).
+    vLLM has no hook there, so its output processor's ``add_request`` is wrapped, which each sample
+    passes before the engine core receives it (``vllm/v1/engine/{async_llm,llm_engine}.py``).
     """
     processor = engine.output_processor
     add_request = processor.add_request
@@ -264,10 +245,6 @@ def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None
         on_sample(SampleState(processor, processor.request_states[request.request_id], request))
 
     processor.add_request = add_and_tell
-
-
-def label_of_version(version: int) -> str:
-    return UNLABELLED if version == 0 else str(version)
 
 
 def label_spans(completion: CompletionOutput) -> list[tuple[str, int, int]] | None:

@@ -7,12 +7,12 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_vllm_sync import errors
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.errors import (
     PushUnderWayError,
@@ -26,7 +26,7 @@ from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.weights.transport import LoadReport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -81,7 +81,6 @@ class Watchdog:
         self._giving_up: asyncio.Task[None] | None = None
 
     def start(self, limit_s: float) -> None:
-        """Begins the wait, or begins it again."""
         self.stop()
         self._timer = asyncio.get_running_loop().call_later(limit_s, self._end)
 
@@ -120,23 +119,20 @@ class Pause:
     num_restarted: int = 0
     num_kept: int = 0
 
-    def report(
-        self, version: int, phases: Mapping[str, float] = MappingProxyType({}), **load: Any
-    ) -> LoadReport:
-        """Returns the report on the update that has just ended; ``phases`` came before it."""
-        done, now = time.perf_counter(), time.time()
-        before = phases.get("verify_s", 0.0) + phases.get("stage_s", 0.0)
+    def report(self, version: int, **load: Any) -> LoadReport:
+        """The report on the update that has just ended; ``load`` are fields of its own."""
+        whole_pause_s = time.perf_counter() - self.begun
+        before = load.get("verify_s", 0.0) + load.get("stage_s", 0.0)
         return LoadReport(
             version=version,
             loaded=True,
             pause_s=self.reached - self.begun,
             load_s=self.loaded - self.reached,
-            resume_s=done - self.loaded,
-            whole_pause_s=done - self.begun,
+            resume_s=self.begun + whole_pause_s - self.loaded,
+            whole_pause_s=whole_pause_s,
             num_kept=self.num_kept,
             num_restarted=self.num_restarted,
-            began_at=now - (done - self.begun) - before,
-            **phases,
+            began_at=time.time() - whole_pause_s - before,
             **load,
         )
 
@@ -146,20 +142,15 @@ class Updates:
 
     A replica whose weights are not known to be whole stays paused, so that no step ever runs on
     them, until a load succeeds. An engine that its user has paused stays so whatever is loaded.
-
-    Attributes:
-        whole: Whether the weights are known to be all of :attr:`version`.
-        apart: Whether workers' models may be taken apart for a reload; the next load repairs that.
-        held: Whether the engine's user has paused it.
-        asleep: The memory that its user has put to sleep: ``weights``, ``kv_cache``.
-        run_id: Run that the version belongs to; ``None`` if unknown.
-        num_waiting: Updates that wait for the one under way.
     """
 
     def __init__(self, engine: AsyncLLM, gate: AdmissionGate) -> None:
-        self.whole, self.held, self.apart, self.num_waiting = True, False, False, 0
-        self.asleep: frozenset[str] = frozenset()
-        self.run_id: str | None = None
+        self.whole = True  # whether the weights are known to be all of `version`
+        self.apart = False  # whether models may be taken apart for a reload, which the next repairs
+        self.held = False  # whether the engine's user has paused it
+        self.asleep: frozenset[str] = frozenset()  # memory put to sleep: "weights", "kv_cache"
+        self.run_id: str | None = None  # of the run that the version belongs to, if that is known
+        self.num_waiting = 0  # updates that wait for the one under way
         self._engine, self._gate = engine, gate
         self._lock = asyncio.Lock()
         self._floor = self._repeats = 0
@@ -208,18 +199,13 @@ class Updates:
 
     def keep_push(self, sender: str, number: int) -> None:
         """Notes a sign of life of the trainer that pushes."""
-        if push := self._push_of(sender, number):
+        if (push := self._push) and (push.sender, push.number) == (sender, number):
             push.seen_at = time.monotonic()
 
     def end_push(self, sender: str, number: int) -> None:
         """Lets other trainers push; does nothing if a later push has begun."""
-        if push := self._push_of(sender, number):
+        if (push := self._push) and (push.sender, push.number) == (sender, number):
             push.is_open = False
-
-    def _push_of(self, sender: str, number: int) -> _Push | None:
-        push = self._push
-        is_it = push is not None and (push.sender, push.number) == (sender, number)
-        return push if is_it else None
 
     # ---------------------------------------------------------------- what may be loaded
 
@@ -243,23 +229,24 @@ class Updates:
         self.refuse_older(version)
         self.refuse_foreign(version, run_id)
 
-    def _require_alive(self) -> None:
-        if self._engine.errored:
-            self.set_state(ReplicaState.FAILED, f"engine core died: {self._engine.dead_error}")
-        if self.is_over:
-            raise self._gate.refusal()
-
     def require_weights(self) -> None:
         if "weights" in self.asleep:
             raise TransferNotReadyError(
                 f"the weights of replica {self.replica_id} are asleep: wake_up(['weights']) first"
             )
 
+    def _require_alive(self) -> None:
+        if self._engine.errored:
+            self.set_state(ReplicaState.FAILED, f"engine core died: {self._engine.dead_error}")
+        if self.is_over:
+            raise self._gate.refusal()
+
     # ---------------------------------------------------------------- locking and calls
 
     @contextlib.asynccontextmanager
-    async def exclusive(self, timeout_s: float) -> AsyncIterator[None]:
-        """Keeps other updates out."""
+    async def exclusive(self, timeout_s: float) -> AsyncIterator[Deadline]:
+        """Keeps other updates out; yields what it leaves of the time."""
+        deadline = Deadline(timeout_s)
         self.num_waiting += 1
         try:
             async with asyncio.timeout(timeout_s):
@@ -270,25 +257,15 @@ class Updates:
             self.num_waiting -= 1
         try:
             self._require_alive()
-            yield
+            yield deadline
         finally:
             self._lock.release()
 
-    async def settled(self) -> None:
-        """Waits until no load is under way."""
-        async with self._lock:
-            return
-
     async def call_workers(
-        self,
-        method: str,
-        *args: Any,
-        timeout_s: float,
-        what: str = "loading",
+        self, method: str, *args: Any, timeout_s: float, what: str = "loading"
     ) -> list[Any]:
         """Calls a method of every worker and returns their answers."""
-        call = internals.call_workers(self._engine, method, args)
-        return await self.ask(what, call, timeout_s)
+        return await self.ask(what, internals.call_workers(self._engine, method, args), timeout_s)
 
     async def ask_workers(
         self, method: str, *args: Any, timeout_s: float = SHORT_TIMEOUT_S, what: str
@@ -302,19 +279,13 @@ class Updates:
         """Returns when every worker has answered: a sign of life of the whole replica."""
         await self.call_workers("sync_staging_refusal", timeout_s=60.0, what="a sign of life")
 
-    async def ask(
-        self,
-        what: str,
-        call: Awaitable[Any],
-        timeout_s: float,
-    ) -> Any:
+    async def ask(self, what: str, call: Awaitable[Any], timeout_s: float) -> Any:
         """Awaits the engine's answer; raises if its core dies, since vLLM answers no call then."""
-        answer = asyncio.ensure_future(call)
-        deadline = time.perf_counter() + timeout_s
+        answer, deadline = asyncio.ensure_future(call), Deadline(timeout_s)
         try:
             while not (await asyncio.wait({answer}, timeout=min(POLL_S, timeout_s)))[0]:
                 self._require_alive()
-                if time.perf_counter() >= deadline:
+                if deadline.passed:
                     raise SilentEngineError(f"{what} took longer than {timeout_s:.3g} s")
         finally:
             answer.cancel()
@@ -335,7 +306,7 @@ class Updates:
         timeout_s: float,
         mode: PauseMode = "keep",
         clear_cache: bool = False,
-        phases: Mapping[str, float] = MappingProxyType({}),
+        phases: dict[str, float] | None = None,
     ) -> LoadReport:
         """Pauses the engine, has its workers load, and resumes; :meth:`exclusive` is held.
 
@@ -360,10 +331,10 @@ class Updates:
             await self.commit(pause, version, str(version), run_id)
         return pause.report(
             version,
-            phases,
             num_tensors=answers[0]["num_tensors"],
             attempts=max(answer["attempts"] for answer in answers),
             **path_of(answers),
+            **(phases or {}),
         )
 
     @contextlib.asynccontextmanager
@@ -397,11 +368,11 @@ class Updates:
         pending = {name: one for name, one in self._gate.running.items() if not one.has_begun}
         for running in pending.values():
             running.restart = True
-        deadline = time.perf_counter() + SEND_BACK_TIMEOUT_S
+        deadline = Deadline(SEND_BACK_TIMEOUT_S)
         # One that has just passed the gate may not be registered with vLLM yet, hence the loop.
         while left := [name for name in pending if name in self._gate.running]:
             self._require_alive()
-            if time.perf_counter() > deadline:
+            if deadline.passed:
                 raise SyncError(f"{len(left)} requests did not leave the paused engine")
             await self._engine.abort(left)
             await asyncio.sleep(0.002)
