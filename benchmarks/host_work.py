@@ -92,7 +92,7 @@ def run(recorder: Recorder, case: str, models: VllmModels, rounds: int) -> None:
     recorded = time.perf_counter()
     bound = plan.bind(layout, receiving)
     once = {"recording": recorded - begin, "binding": time.perf_counter() - recorded}
-    num_copies = sum(bucket.num_copies for bucket in bound)
+    num_copies = sum(len(targets) for bucket in bound for targets, _ in bucket.groups)
 
     def read() -> None:
         assert source().views() is not None

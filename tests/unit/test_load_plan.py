@@ -40,7 +40,7 @@ def push(plan, checkpoint, bucket_bytes=BUCKET_BYTES):
             end = piece.byte_offset + piece.num_bytes
             slot[piece.byte_offset : end].copy_(rows.view(torch.uint8))
         bound[number].copy()
-    return sum(bucket.num_copies for bucket in bound)
+    return sum(len(targets) for bucket in bound for targets, _ in bucket.groups)
 
 
 def skipped(plan, checkpoint):

@@ -15,7 +15,6 @@ import ray
 
 from torchrl_vllm_sync.engine.updates import Watchdog, path_of, raise_failures
 from torchrl_vllm_sync.errors import (
-    SilentEngineError,
     SnapshotError,
     SyncError,
     TransferError,
@@ -58,11 +57,10 @@ class BroadcastLoads:
 
     async def join(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
         """Has every worker join the trainer's group."""
-        async with self._updates.exclusive(timeout_s):
-            limits = {"timeout_s": timeout_s, "deadline": time.monotonic() + timeout_s}
-            await self._updates.ask_workers(
-                "sync_join", init_info | limits, timeout_s=timeout_s + LAST_WORDS_S, what="joining"
-            )
+        async with self._updates.exclusive(timeout_s) as deadline:
+            info = init_info | {"timeout_s": timeout_s, "deadline": deadline.at}
+            limit_s = deadline.left_s + LAST_WORDS_S
+            await self._updates.ask_workers("sync_join", info, timeout_s=limit_s, what="joining")
 
     async def prepare(
         self, metadata: list[list[Any]], bucket_bytes: int, *, timeout_s: float
@@ -93,22 +91,14 @@ class BroadcastLoads:
         async def load(left: float) -> list[dict[str, Any]]:
             if staged:
                 return await updates.call_workers("sync_install_staged", timeout_s=left)
-            how = num_passes, left
-            return await updates.call_workers(
-                "sync_receive", *push, *how, timeout_s=left + LAST_WORDS_S
-            )
+            args = *push, num_passes, left
+            return await updates.call_workers("sync_receive", *args, timeout_s=left + LAST_WORDS_S)
 
         async with updates.exclusive(timeout_s) as deadline:
             updates.refuse_stale(version, run_id)
             phases = await self._stage(push, deadline) if staged else {}
-            return await updates.apply(
-                load,
-                version=version,
-                run_id=run_id,
-                timeout_s=deadline.left_s,
-                phases=phases,
-                **options,
-            )
+            limit_s = deadline.left_s
+            return await updates.apply(load, version, run_id, limit_s, phases=phases, **options)
 
     async def leave(self) -> None:
         """Has every worker leave the group; workers whose engine is dead have left it."""
@@ -141,7 +131,7 @@ class PeerLoads:
     def __init__(self, updates: Updates) -> None:
         self._updates = updates
         self._token = ""
-        self._offered: contextlib.AsyncExitStack | None = None
+        self._offered = contextlib.AsyncExitStack()
         self._watchdog = Watchdog(lambda: self.withdraw(self._token))
 
     async def offer(self, *, timeout_s: float) -> dict[str, Any]:
@@ -179,14 +169,16 @@ class PeerLoads:
 
     async def withdraw(self, token: str) -> None:
         """Ends an offer; does nothing if it has ended."""
-        if token != self._token or self._offered is None:
+        if token != self._token:
             return
-        offered, self._offered, self._token = self._offered, None, ""
+        self._token = ""
         self._watchdog.stop()
-        try:
+        async with self._offered:
             await self._ask("sync_peer_close")
-        finally:
-            await offered.aclose()
+
+    def _require(self, token: str) -> None:
+        if token != self._token:
+            raise TransferError("the offer does not stand any more")
 
     async def take(self, offer: dict[str, Any], *, timeout_s: float) -> LoadReport:
         """Takes the offered weights, unless this replica holds them by now."""
@@ -200,52 +192,36 @@ class PeerLoads:
                 own = await self._ask("sync_peer_open", offer["token"], False)
                 if [a["layout"] for a in own] != [a["layout"] for a in offer["workers"]]:
                     raise TransferError("the two replicas' tensors are not alike")
-                return await updates.apply(
-                    lambda _: self._copy(offer, deadline),
-                    version=version,
-                    run_id=run_id,
-                    timeout_s=deadline.left_s,
-                )
+                copy = functools.partial(self._copy, offer, deadline)
+                return await updates.apply(copy, version, run_id, deadline.left_s)
             finally:
                 await self._ask("sync_peer_close")
 
-    async def _copy(self, offer: dict[str, Any], deadline: Deadline) -> list[dict[str, Any]]:
+    async def _copy(
+        self, offer: dict[str, Any], deadline: Deadline, _: float
+    ) -> list[dict[str, Any]]:
         """Takes every chunk and compares checksums, for ``Updates.apply``."""
-        actor, token = offer["actor"], offer["token"]
+        actor, token, peer = offer["actor"], offer["token"], "the giving replica"
         by_value = offer["node_id"] != this_node()
         for index in range(max(one["num_chunks"] for one in offer["workers"])):
-            sources = await _within(actor.give_weights.remote(token, index, by_value), deadline)
+            call = actor.give_weights.remote(token, index, by_value)
+            sources = await self._updates.ask(peer, call, deadline.left_s)
             await self._ask("sync_peer_take", index, sources, deadline=deadline)
-        theirs = await _within(actor.weight_checksums.remote(token), deadline)
+        call = actor.weight_checksums.remote(token)
+        theirs = await self._updates.ask(peer, call, deadline.left_s)
         answers = await self._ask("sync_peer_checksums", deadline=deadline)
+        loaded = {"num_tensors": len(theirs[0]), "path": "peer", "path_reason": ""}
         return [
-            {
-                "error": "" if one["checksums"] == wanted else "the copy differs from the peer",
-                "num_tensors": len(wanted),
-                "attempts": 1,
-                "path": "peer",
-                "path_reason": "",
-            }
+            {"error": "" if one["checksums"] == wanted else "the copy differs from the peer"}
+            | loaded
             for one, wanted in zip(answers, theirs, strict=True)
         ]
-
-    def _require(self, token: str) -> None:
-        if token != self._token or self._offered is None:
-            raise TransferError("the offer does not stand any more")
 
     async def _ask(
         self, method: str, *args: Any, deadline: Deadline | None = None
     ) -> list[dict[str, Any]]:
         limit_s = min(deadline.left_s, COPY_TIMEOUT_S) if deadline else COPY_TIMEOUT_S
         return await self._updates.ask_workers(method, *args, timeout_s=limit_s, what="copying")
-
-
-async def _within(call: Any, deadline: Deadline) -> Any:
-    try:
-        async with asyncio.timeout(deadline.left_s):
-            return await call
-    except TimeoutError:
-        raise SilentEngineError("the giving replica did not answer in time") from None
 
 
 class SnapshotLoads:
@@ -256,7 +232,8 @@ class SnapshotLoads:
         self._expected = functools.cache(expected)
         self._follower: asyncio.Task[None] | None = None
         self._load: asyncio.Task[LoadReport] | None = None
-        self._readers: dict[tuple[str, str | None, bool], SnapshotReader] = {}
+        # A reader keeps mappings from load to load.
+        self._reader = functools.cache(SnapshotReader)
         self._source: dict[str, Any] | None = None
 
     def source(self) -> dict[str, Any] | None:
@@ -276,21 +253,12 @@ class SnapshotLoads:
         **options: Any,
     ) -> LoadReport:
         """Loads the newest version stored in ``directory``, unless the engine holds it already."""
-        updates, reader = self._updates, self._reader(directory, run_id, verify)
+        updates, reading = self._updates, contextlib.ExitStack()
+        reader = self._reader(directory, run_id=run_id, verify=verify)
         async with updates.exclusive(timeout_s) as deadline:
-            begin, reading = time.perf_counter(), contextlib.ExitStack()
-            newer_than = updates.version if updates.whole else None
+            begin, newer_than = time.perf_counter(), updates.version if updates.whole else None
             snapshot = await asyncio.to_thread(reading.enter_context, reader.read(newer_than))
             phases = {"verify_s": time.perf_counter() - begin}
-
-            async def load(left: float) -> list[dict[str, Any]]:
-                data = reader.directory / snapshot.manifest.path / DATA_FILE
-                what = str(data), to_json(snapshot.metadata)
-                answers = await updates.call_workers("sync_load_snapshot", *what, timeout_s=left)
-                if not any(answer["error"] for answer in answers):
-                    await asyncio.to_thread(reading.close)  # raises unless it was one version
-                return answers
-
             try:
                 if snapshot is None:
                     self._check_held(directory, run_id, at_least)
@@ -303,11 +271,18 @@ class SnapshotLoads:
                     await asyncio.to_thread(self._check_fits, snapshot)
                 if deadline.passed:
                     raise SyncError(f"reading {directory} took longer than {timeout_s:g} s")
+                data = str(reader.directory / snapshot.manifest.path / DATA_FILE)
+                call = "sync_load_snapshot", data, to_json(snapshot.metadata)
+
+                async def load(left: float) -> list[dict[str, Any]]:
+                    answers = await updates.call_workers(*call, timeout_s=left)
+                    if not any(answer["error"] for answer in answers):
+                        await asyncio.to_thread(reading.close)  # raises unless it was one version
+                    return answers
+
                 version, run = snapshot.version, snapshot.manifest.run_id
                 limit_s = deadline.left_s
-                report = await updates.apply(
-                    load, version=version, run_id=run, timeout_s=limit_s, phases=phases, **options
-                )
+                report = await updates.apply(load, version, run, limit_s, phases=phases, **options)
                 self._source = {"directory": directory, "run_id": run, "version": version}
                 return report
             finally:
@@ -345,13 +320,6 @@ class SnapshotLoads:
                 f"{self._updates.replica_id}: {'; '.join(problems[:5])}{more}"
             )
 
-    def _reader(self, directory: str, run_id: str | None, verify: bool) -> SnapshotReader:
-        """Returns the cached reader of one directory; it keeps mappings from load to load."""
-        key = (directory, run_id, verify)
-        if key not in self._readers:
-            self._readers[key] = SnapshotReader(directory, run_id=run_id, verify=verify)
-        return self._readers[key]
-
     def follow(
         self,
         directory: str,
@@ -370,7 +338,7 @@ class SnapshotLoads:
         self, directory: str, run_id: str | None, interval_s: float, *, verify: bool, **options: Any
     ) -> None:
         updates, told = self._updates, ""
-        reader = self._reader(directory, run_id, verify)
+        reader = self._reader(directory, run_id=run_id, verify=verify)
         while not updates.is_over:
             problem = ""
             try:
@@ -400,4 +368,5 @@ class SnapshotLoads:
     async def stop_following(self) -> None:
         """Ends :meth:`follow`; a load under way is finished first."""
         self.stop()
-        await self._updates.settled()
+        if self._load is not None:
+            await asyncio.wait({self._load})

@@ -49,7 +49,6 @@ _EXCEPTION = re.compile(
 
 
 def installed_vllm() -> Version:
-    """Returns the version of the installed vLLM, whichever distribution carries it."""
     try:
         found = version("vllm")
     except PackageNotFoundError:
@@ -68,11 +67,7 @@ class EngineStats:
 
 
 class StatsRecorder(StatLoggerBase):
-    """A vLLM stat logger that keeps the newest figures of each data-parallel engine.
-
-    vLLM calls ``record`` in the ``AsyncLLM`` process, so reading costs no RPC
-    (``vllm/v1/metrics/loggers.py``, unstable by its own docstring).
-    """
+    """A vLLM stat logger in the ``AsyncLLM`` process (``vllm/v1/metrics/loggers.py``)."""
 
     def __init__(self) -> None:
         self._by_engine: dict[int, EngineStats] = {}
@@ -109,7 +104,7 @@ class StatsRecorder(StatLoggerBase):
         """Does nothing; the interface asks for it."""
 
     def latest(self) -> EngineStats | None:
-        """Returns the figures summed over data-parallel engines, or ``None`` before the first."""
+        """Figures of all data-parallel engines; ``None`` before the first."""
         stats = list(self._by_engine.values())
         if not stats:
             return None
@@ -121,7 +116,6 @@ class StatsRecorder(StatLoggerBase):
         )
 
     def counters(self) -> EngineCounters:
-        """Returns exact totals of all data-parallel engines since their start."""
         return EngineCounters(**self._totals)
 
 
@@ -132,11 +126,10 @@ async def call_workers(
     kwargs: dict[str, Any] | None = None,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Calls ``method`` on every worker of every data-parallel engine and returns all answers.
+    """Calls ``method`` on every worker of every data-parallel engine.
 
     ``AsyncLLM.collective_rpc`` drops the answers of all engines but the first
-    (``call_utility_async`` of the data-parallel clients, ``vllm/v1/engine/core_client.py``).
-    ``timeout_s`` has no effect where the worker lives in the engine core (``uniproc_executor.py``).
+    (``vllm/v1/engine/core_client.py``). ``timeout_s`` has no effect on a worker in the engine core.
     """
     client: Any = engine.engine_core
     call = "collective_rpc", method, timeout_s, args, kwargs
@@ -163,8 +156,7 @@ class SampleState:
     """What vLLM's ``AsyncLLM`` process knows of one sample of a request.
 
     Reads a ``RequestState`` (``vllm/v1/engine/output_processor.py``), which stays readable after
-    the sample's end. Times are differences of the engine core's monotonic clock in seconds;
-    ``None`` where vLLM lacks one of the two ends.
+    the sample's end. Seconds are ``None`` where vLLM has not noted both ends.
     """
 
     __slots__ = ("_processor", "_request", "_state", "engine_id", "index")
@@ -180,7 +172,6 @@ class SampleState:
 
     @property
     def num_tokens(self) -> int:
-        """Those of the response that have reached this process."""
         return self._state.detokenizer.num_output_tokens()
 
     @property
@@ -199,10 +190,9 @@ class SampleState:
     decode_s = property(lambda self: self._between("first_token_ts", "last_token_ts"))
 
     def resume(self, begun: BegunAnswer, params: SamplingParams) -> None:
-        """Makes the answer begin with another replica's tokens, which end the prompt until now.
+        """Makes the answer, not yet put out, begin with tokens of another replica.
 
-        Called before the sample's first output. Its ``RequestState`` gets the tokens, text,
-        log-probabilities and weight labels of an unbroken run.
+        They end the prompt until now. The ``RequestState`` becomes that of an unbroken run.
         """
         state, tokens = self._state, list(begun.token_ids)
         whole = copy.copy(self._request)
@@ -257,9 +247,8 @@ def label_spans(completion: CompletionOutput) -> list[tuple[str, int, int]] | No
 async def settle_outputs(engine: AsyncLLM) -> None:
     """Waits until all that a paused engine core has sent is part of the requests' states here.
 
-    The answer to the pause comes behind the last outputs, on the same socket, but ``AsyncLLM`` only
-    queues those for a task that takes them in parts. The empty output queued here is taken after
-    all before it. The caller bounds the wait.
+    The answer to the pause comes behind the last outputs, but ``AsyncLLM`` only queues those for a
+    task. The empty output queued here is taken after all before it. The caller bounds the wait.
     """
     client: Any = engine.engine_core
     engine._run_output_handler()
@@ -290,10 +279,7 @@ def output_sizes() -> dict[int, int]:
 
 
 def startup_failure(since: dict[int, int]) -> str:
-    """Returns the first and last exception printed by vLLM processes; empty if none can be read.
-
-    vLLM gives the process that starts it no more than "see root cause above".
-    """
+    """Returns the first and last exception printed since; vLLM only says "see root cause above"."""
     printed: list[str] = []
     try:
         for fd, size in since.items():  # Ray's files of this actor, shared by its children

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
-from torchrl_vllm_sync.checks import check_seconds
+from torchrl_vllm_sync.checks import Deadline, check_seconds
 from torchrl_vllm_sync.engine.args import payload_of
 from torchrl_vllm_sync.engine.updates import (
     RESUME_TIMEOUT_S,
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Seconds for a call by default.
-DEFAULT_TIMEOUT_S = 300.0
+TIMEOUT_S = 300.0
 # Seconds without a call after which the process that drives an update counts as gone.
 IDLE_TIMEOUT_S = 300.0
 SLEEP_LEVELS = (0, 1, 2)
@@ -69,11 +68,7 @@ class _OpenUpdate:
     stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     is_busy: bool = False
     num_tensors: int = 0
-    deadline: float = math.inf
-
-    def left_s(self) -> float:
-        """Seconds until the next call is overdue."""
-        return min(self.limit_s, max(self.deadline - time.monotonic(), 0.0))
+    deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
 
 
 class NativeCalls:
@@ -111,7 +106,7 @@ class NativeCalls:
         *,
         mode: PauseMode = "abort",
         clear_cache: bool = True,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         """Pauses until :meth:`resume_generation`; vLLM's defaults end requests and drop caches."""
         check_mode(mode)
@@ -119,7 +114,7 @@ class NativeCalls:
             call = self._engine.pause_generation(mode=mode, clear_cache=clear_cache)
             await self._hold("pausing", call, timeout_s)
 
-    async def resume_generation(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    async def resume_generation(self, *, timeout_s: float = TIMEOUT_S) -> None:
         """Ends :meth:`pause_generation`; does nothing to an engine that is not paused."""
         async with self._turn("resume_generation", timeout_s):
             if self._updates.asleep:
@@ -134,7 +129,7 @@ class NativeCalls:
         return await self._updates.ask("asking", self._engine.is_paused(), SHORT_TIMEOUT_S)
 
     async def sleep(
-        self, level: int = 1, mode: PauseMode = "abort", *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self, level: int = 1, mode: PauseMode = "abort", *, timeout_s: float = TIMEOUT_S
     ) -> None:
         """Puts the engine to sleep; new requests wait at the gate until :meth:`wake_up`."""
         check_mode(mode)
@@ -152,9 +147,7 @@ class NativeCalls:
             if level > 1:
                 self._updates.whole = False
 
-    async def wake_up(
-        self, tags: list[str] | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> bool:
+    async def wake_up(self, tags: list[str] | None = None, *, timeout_s: float = TIMEOUT_S) -> bool:
         """Wakes the engine, or the memory that ``tags`` name; fully awake it takes requests.
 
         After ``sleep(level=2)``: ``wake_up(["weights"])``, an update, ``wake_up(["kv_cache"])``.
@@ -201,7 +194,7 @@ class NativeCalls:
     # ---------------------------------------------------------------- the transfer engine
 
     async def init_weight_transfer_engine(
-        self, request: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self, request: Any, *, timeout_s: float = TIMEOUT_S
     ) -> None:
         """Initialises every worker's transfer engine; most wait for the trainer in it."""
         info = payload_of(request, "init_info")
@@ -222,50 +215,19 @@ class NativeCalls:
         async with self._updates.exclusive(SHORT_TIMEOUT_S):
             await self._updates.ask_workers("native_shutdown", what="leaving")
 
-    async def expect_native(self, version: int, run_id: str) -> None:
-        """Checks that :meth:`receive_native` could begin, so that no collective waits in vain."""
-        async with self._turn("a push"):
-            self._updates.require_weights()
-            await self._check_native(version, run_id)
-
-    async def receive_native(
-        self,
-        update_info: dict[str, Any],
-        *,
-        version: int,
-        run_id: str,
-        timeout_s: float,
-        **options: Any,
-    ) -> LoadReport:
-        """Receives a whole version through the transfer engine, in one go."""
-        async with self._turn("a push", timeout_s):
-            await self._check_native(version, run_id)
-            return await self._updates.apply(
-                lambda left: self._updates.call_workers("native_load", update_info, timeout_s=left),
-                version=version,
-                run_id=run_id,
-                timeout_s=timeout_s,
-                **options,
-            )
-
-    async def _check_native(self, version: int, run_id: str) -> None:
-        self._updates.refuse_stale(version, run_id)
-        await self._updates.ask_workers("native_check", what="checking")
-
     # ---------------------------------------------------------------- an open update
 
     async def start_weight_update(
-        self, *, timeout_s: float = DEFAULT_TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S
+        self, *, timeout_s: float = TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S
     ) -> None:
         """Begins an update: keeps other updates out, and pauses the engine if it is not.
 
-        Requests in flight freeze until the update has ended; those without a token yet start again
-        then, under the new weights.
+        Requests in flight freeze until it has ended; those without a token yet start again then.
         """
         check_seconds("idle_timeout_s", idle_timeout_s)
         await self._begin(_OpenUpdate(idle_timeout_s), "keep", False, timeout_s)
 
-    async def update_weights(self, request: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    async def update_weights(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
         """Receives one part of the update, or all of it."""
         updates, info = self._updates, payload_of(request, "update_info")
         async with self._step("update_weights"):
@@ -277,7 +239,7 @@ class NativeCalls:
             raise_failures(updates.replica_id, answers)
 
     async def finish_weight_update(
-        self, weight_version: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self, weight_version: str | None = None, *, timeout_s: float = TIMEOUT_S
     ) -> None:
         """Ends the update: the engine goes on, unless its user had paused it before."""
         self._require_idle("finish_weight_update")
@@ -288,11 +250,9 @@ class NativeCalls:
             await self._updates.ask_workers("native_finish", timeout_s=timeout_s, what="finishing")
             self._updates.apart = False
             await self._updates.commit(update.pause, version, label, update.run_id)
-        await self._end(update, None)
+        await self._end(update)
 
-    async def update_weights_native(
-        self, request: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
+    async def update_weights_native(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
         """TorchRL's name for start, update and finish in one call."""
         await self.start_weight_update(timeout_s=timeout_s)
         await self.update_weights(request, timeout_s=timeout_s)
@@ -303,17 +263,13 @@ class NativeCalls:
 
         Requests in flight freeze meanwhile, so that each of their tokens has one version.
         """
-        async with self._turn("update_weight_version"):
-            label = str(new_version)
-            version = self._version_of(label)
-            is_serving = self._updates.whole and self._gate.state.admits_requests
-            async with (
-                self._updates.paused("keep", clear_cache=False, timeout_s=SHORT_TIMEOUT_S)
-                if is_serving
-                else contextlib.nullcontext()
-            ):
-                await self._updates.label(label)
-                self._gate.switch(version)
+        async with self._turn("update_weight_version"), contextlib.AsyncExitStack() as stack:
+            version = self._version_of(str(new_version))
+            if self._updates.whole and self._gate.state.admits_requests:
+                pause = self._updates.paused("keep", clear_cache=False, timeout_s=SHORT_TIMEOUT_S)
+                await stack.enter_async_context(pause)
+            await self._updates.label(str(new_version))
+            self._gate.switch(version)
 
     def _version_of(self, label: str | None) -> int:
         """Returns the policy version of a label; of one that is no integer, the present version."""
@@ -328,6 +284,28 @@ class NativeCalls:
             )
         return version
 
+    async def expect_native(self, version: int, run_id: str) -> None:
+        """Checks that :meth:`receive_native` could begin, so that no collective waits in vain."""
+        async with self._turn("a push"):
+            self._updates.require_weights()
+            self._updates.refuse_stale(version, run_id)
+            await self._updates.ask_workers("native_check", what="checking")
+
+    async def receive_native(
+        self,
+        update_info: dict[str, Any],
+        *,
+        version: int,
+        run_id: str,
+        mode: PauseMode,
+        clear_cache: bool,
+        timeout_s: float,
+    ) -> LoadReport:
+        """Receives a whole version through the transfer engine, in one go."""
+        await self.begin_chunks(version, run_id, mode, clear_cache, timeout_s)
+        await self.receive_chunk(update_info, timeout_s)
+        return await self.finish_chunks()
+
     async def begin_chunks(
         self, version: int, run_id: str, mode: PauseMode, clear_cache: bool, timeout_s: float
     ) -> None:
@@ -336,13 +314,12 @@ class NativeCalls:
         await self._begin(_OpenUpdate(timeout_s, version, run_id), mode, clear_cache, timeout_s)
 
     async def receive_chunk(self, update_info: dict[str, Any], timeout_s: float) -> None:
-        update = self._require_chunks()
+        update, _ = self._require_chunks()
         await self.update_weights(update_info, timeout_s=timeout_s)
         update.num_tensors += len(update_info["names"])
 
     async def finish_chunks(self) -> LoadReport:
-        update = self._require_chunks()
-        version = update.version or 0
+        update, version = self._require_chunks()
         await self.finish_weight_update(str(version), timeout_s=RESUME_TIMEOUT_S)
         return update.pause.report(
             version,
@@ -357,10 +334,10 @@ class NativeCalls:
         if self._open is not None and self._open.run_id == run_id:
             await self._abandon()
 
-    def _require_chunks(self) -> _OpenUpdate:
+    def _require_chunks(self) -> tuple[_OpenUpdate, int]:
         if self._open is None or self._open.version is None:
             raise TransferNotReadyError("no version was begun, or its time was up")
-        return self._open
+        return self._open, self._open.version
 
     async def _begin(
         self, update: _OpenUpdate, mode: PauseMode, clear_cache: bool, timeout_s: float
@@ -377,7 +354,7 @@ class NativeCalls:
             self._updates.apart = True
             await self._updates.ask_workers("native_start", timeout_s=timeout_s, what="starting")
             if update.version is not None:
-                update.deadline = time.monotonic() + update.limit_s
+                update.deadline = Deadline(update.limit_s)
 
     def _require_idle(self, what: str) -> _OpenUpdate:
         """Returns the open update, or refuses ``what``."""
@@ -402,24 +379,18 @@ class NativeCalls:
         try:
             yield update
         except BaseException as error:
-            await self._fail(update, error)
+            # Workers that did not answer are busy: the next update puts their models together.
+            have_answered = isinstance(error, WORKERS_ANSWERED) and not self._engine.errored
+            try:
+                if self._open is update and self._updates.apart and have_answered:
+                    await self._updates.put_together()
+            finally:
+                await self._end(update, error)
             raise
         finally:
             update.is_busy = False
             if self._open is update:
-                self._watchdog.start(update.left_s())
-
-    async def _fail(self, update: _OpenUpdate, error: BaseException) -> None:
-        """Ends the update after a failure: puts the model together, releases what it had taken."""
-        if self._open is not update:  # it has ended
-            return
-        # Workers that did not answer are still busy: the next update puts their models together.
-        have_answered = isinstance(error, WORKERS_ANSWERED) and not self._engine.errored
-        try:
-            if self._updates.apart and have_answered:
-                await self._updates.put_together()
-        finally:
-            await self._end(update, error)
+                self._watchdog.start(min(update.limit_s, update.deadline.left_s))
 
     async def _abandon(self, reason: str = "") -> None:
         """Gives the open update up; a replica that had received part of it is stale then."""
@@ -431,8 +402,7 @@ class NativeCalls:
                 await self._end(update, None if self._updates.whole else given_up)
 
     async def _give_up_silent(self) -> None:
-        update = self._open
-        if update is None:
+        if (update := self._open) is None:
             return
         reason = f"no call came for {update.limit_s:g} s"
         if update.version is not None:
@@ -442,11 +412,10 @@ class NativeCalls:
         )
         await self._abandon(f": {reason}")
 
-    async def _end(self, update: _OpenUpdate, error: BaseException | None) -> None:
+    async def _end(self, update: _OpenUpdate, error: BaseException | None = None) -> None:
         """Resumes, or leaves the replica stale after ``error``, and lets other updates in."""
-        self._open = None
-        self._watchdog.stop()
-        if error is None:
-            await update.stack.aclose()
-        else:
-            await update.stack.__aexit__(type(error), error, error.__traceback__)
+        if self._open is update:
+            self._open = None
+            self._watchdog.stop()
+            details = (type(error), error, error.__traceback__) if error else (None, None, None)
+            await update.stack.__aexit__(*details)

@@ -13,7 +13,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -69,29 +69,18 @@ class PlannedFill:
 Write = PlannedCopy | PlannedFill
 
 
+@dataclass(eq=False)
 class LoadPlan:
     """The copies and constants that make up one complete load of a worker's model.
 
     ``fills`` are constants that a loaded model holds already and no push changes. Checkpoint
     tensors without a copy are those of other workers, by pipeline or expert parallelism.
-
-    Example:
-        >>> plan = record_load_plan(model, metadata)
-        >>> layout = BucketLayout(metadata)
-        >>> slots = make_buffers(layout, device, 3)
-        >>> for bucket in plan.bind(layout, slots):  # bucket i arrives in slots[i % 3]
-        ...     bucket.copy()
     """
 
-    def __init__(
-        self,
-        metadata: Iterable[ParamMeta],
-        copies: Iterable[PlannedCopy],
-        fills: Iterable[PlannedFill] = (),
-    ) -> None:
-        self.copies, self.fills = list(copies), list(fills)
-        self._metadata = list(metadata)
-        self._lacks_constants = True
+    metadata: Sequence[ParamMeta]
+    copies: list[PlannedCopy]
+    fills: list[PlannedFill] = field(default_factory=list)
+    _lacks_constants: bool = True
 
     @functools.cached_property
     def whole_targets(self) -> list[torch.Tensor] | None:
@@ -100,7 +89,7 @@ class LoadPlan:
         They can then be received straight into the model, without buckets.
         """
         found: dict[str, torch.Tensor] = {}
-        wanted = {meta.name: meta for meta in self._metadata if meta.num_elements}
+        wanted = {meta.name: meta for meta in self.metadata if meta.num_elements}
         for copy in self.copies:
             meta, target = wanted[copy.name], copy.target
             whole = copy.offset == 0 and target.numel() == meta.num_elements
@@ -113,15 +102,14 @@ class LoadPlan:
 
     @torch.no_grad()
     def fill_constants(self) -> None:
-        """Sets what loaders set and no push holds, such as padding, once; a load must follow."""
-        # A model that was launched with dummy weights lacks them.
+        """Sets, once, what a model that was launched with dummy weights lacks; a load follows."""
         if self._lacks_constants:
             for fill in self.fills:
                 fill.target.fill_(fill.value)
             self._lacks_constants = False
 
     def bind(self, layout: BucketLayout, buffers: Sequence[torch.Tensor]) -> list[BoundBucket]:
-        """Builds every view that loading the buckets of ``layout`` needs; joins adjacent copies.
+        """Builds every view that loading the buckets needs; bucket ``i`` arrives in ``i % count``.
 
         ``layout`` is that of the plan's metadata, and ``buffers`` were made for it.
         """
@@ -141,9 +129,8 @@ class LoadPlan:
         ]
 
     def redirected(self, place: Callable[[torch.Tensor], torch.Tensor]) -> LoadPlan:
-        """The same plan with other targets."""
         return LoadPlan(
-            self._metadata,
+            self.metadata,
             [replace(copy, target=place(copy.target)) for copy in self.copies],
             [replace(fill, target=place(fill.target)) for fill in self.fills],
         )
@@ -178,8 +165,8 @@ def _cut(
 ) -> Iterator[tuple[int, _Load]]:
     """Yields the loads that make up a part of ``copy``, each with the number of its bucket.
 
-    The part goes from element ``source`` of the checkpoint tensor to element ``offset`` of the
-    target's storage; ``parts`` are the tensor's buckets and pieces, in order.
+    From element ``source`` of the checkpoint tensor to element ``offset`` of the target's storage;
+    ``parts`` are the tensor's buckets and pieces, in order.
     """
     (size, stride, target_stride), *others = dims or ((1, 0, 0),)
     inner = tuple(others)
@@ -215,7 +202,6 @@ class _Load(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """Whether it is dense on both sides."""
         return not self.dims or (len(self.dims) == 1 and self.dims[0][1:] == (1, 1))
 
     @property
@@ -264,17 +250,11 @@ class BoundBucket:
             targets, sources = groups[dtype, target.dtype, target.device, load.is_flat]
             targets.append(target.as_strided(shape, stride, load.offset))
             sources.append(typed[dtype].as_strided(shape, source_stride, start))
-        self._groups = list(groups.values())
-
-    @property
-    def num_copies(self) -> int:
-        """Pairs of views, after merging."""
-        return sum(len(targets) for targets, _ in self._groups)
+        self.groups = list(groups.values())
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copies the bucket's buffer into the model, on the current stream."""
-        for targets, sources in self._groups:
+        for targets, sources in self.groups:
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -289,9 +269,8 @@ def storage_key(tensor: torch.Tensor) -> int:
 def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> LoadPlan:
     """Records where each slice of a complete push lands in ``model``.
 
-    Parameters must be in the layout that the loader expects: neither repacked nor quantised after
-    loading. vLLM's loaders need the worker's configuration to be current
-    (``set_current_vllm_config``).
+    Parameters must be as the loader expects them, neither repacked nor quantised since. vLLM's
+    loaders need the worker's configuration to be current (``set_current_vllm_config``).
     """
     if len({meta.name for meta in metadata}) < len(metadata):
         raise ValueError("metadata must name each tensor once")
@@ -340,7 +319,6 @@ class _ModelState:
         }
 
     def restore(self) -> list[str]:
-        """Undoes every replacement and returns the names."""
         changed: list[str] = []
         for prefix, table, before in self._tables:
             for name in [*table, *(before.keys() - table)]:
@@ -480,9 +458,9 @@ def _plain_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_coverage(model: torch.nn.Module, writes: Sequence[Write]) -> None:
-    """Checks that ``writes`` set every parameter of ``model`` completely and nothing twice.
+    """Checks that every parameter is set completely and nothing twice.
 
-    A constant counts as covered. A copy may follow it on the same elements, not precede it.
+    A copy may follow a constant on the same elements, not precede it.
     """
     by_storage: defaultdict[int, list[Write]] = defaultdict(list)
     for write in writes:
@@ -516,8 +494,8 @@ def _faults(tensor: torch.Tensor, writes: Sequence[Write]) -> tuple[int, int]:
         else:
             once.append(bounds)
     own, written = _bounds(tensor), [*once, *constants]
-    within = np.clip(_joined(once), own[0].min(), own[1].max())
-    twice = int((within[1] - within[0]).sum()) - _size(within)
+    within = [bounds.clip(own[0].min(), own[1].max()) for bounds in once]
+    twice = sum(int((ends - starts).sum()) for starts, ends in within) - _size(*within)
     return _size(own, *written) - _size(*written), twice
 
 
@@ -542,15 +520,11 @@ def _bounds(tensor: torch.Tensor) -> np.ndarray:
     return np.stack([starts, starts + run]) * tensor.element_size()
 
 
-def _joined(bounds: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.empty((2, 0), dtype=np.int64), *bounds], axis=1)
-
-
 def _size(*bounds: np.ndarray) -> int:
     """Bytes of the union of intervals."""
-    joined = _joined(bounds)
-    if not joined.size:
+    if not bounds:
         return 0
+    joined = np.concatenate(bounds, axis=1)
     starts, ends = joined[:, np.argsort(joined[0], kind="stable")]
     reached = np.maximum.accumulate(ends)
     begins = np.maximum(starts[1:], reached[:-1])

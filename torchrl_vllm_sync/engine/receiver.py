@@ -102,57 +102,6 @@ def why_not_a_plan(vllm_config: VllmConfig) -> str:
     return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
-class StagingArea:
-    """A second set of a model's parameters, where weights arrive while the model goes on serving.
-
-    On a GPU it is reserved at launch, so that vLLM sizes its KV cache for what is left; on a CPU
-    with the first plan: engines there reload layer by layer and keep whole tensors instead.
-    """
-
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        # What was staged besides the parameters, from a push's end until that is installed.
-        self.tensors: list[tuple[str, torch.Tensor]] | None = None
-        self._model, self._device = model, device
-        self._spare: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        if device.type == "cuda":
-            self._reserve()
-
-    def stand_in(self, plan: LoadPlan) -> LoadPlan:
-        """Returns ``plan`` with targets in spare memory instead of in the model."""
-        if not self._spare:
-            self._reserve()
-        return plan.redirected(self._counterpart)
-
-    @torch.no_grad()
-    def install(self) -> None:
-        """Copies all parameters into the model and waits for it."""
-        for live, spare in self._spare.values():
-            live.copy_(spare, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-    def _reserve(self) -> None:
-        storages = (one.untyped_storage() for one in self._model.parameters())
-        needed = {one.data_ptr(): one for one in storages if one.nbytes()}
-        num_bytes = sum(storage.nbytes() for storage in needed.values())
-        if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            if free < num_bytes:
-                raise TransferError(
-                    f"staged weights need {num_bytes / 1e9:.2f} GB on {self._device} beside the "
-                    f"model, {free / 1e9:.2f} GB are free"
-                )
-        for pointer, storage in needed.items():
-            live = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            self._spare[pointer] = live, live.clone()
-
-    def _counterpart(self, target: torch.Tensor) -> torch.Tensor:
-        spare = self._spare[target.untyped_storage().data_ptr()][1]
-        return spare.view(target.dtype).as_strided(
-            target.shape, target.stride(), target.storage_offset()
-        )
-
-
 def register() -> None:
     """Registers the engine with vLLM in this process; idempotent."""
     for name in (BROADCAST_BACKEND, STAGED_BACKEND):
@@ -161,12 +110,10 @@ def register() -> None:
 
 
 class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateInfo]):
-    """One worker's end of the ``broadcast`` transport.
+    """One worker's end of the ``broadcast`` transport, made by vLLM when the model is loaded.
 
-    vLLM makes it when the model is loaded; :meth:`init_transfer_engine` joins the trainer's group,
-    again after each failure; each push is complete in itself; :meth:`shutdown` leaves the group.
     ``path_reason`` says why pushes take no load plan, ``staging_refusal`` why the memory for staged
-    weights could not be reserved.
+    weights could not be reserved. A group that was left after a failure is joined anew.
     """
 
     init_info_cls = BroadcastInitInfo
@@ -188,14 +135,18 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._staged_plan: LoadPlan | None = None
         self.path_reason, self._distrust = "no push was prepared yet", ""
         self._forget_buffers()
-        self._staging: StagingArea | None = None
-        self.staging_refusal = ""
-        if config.backend == STAGED_BACKEND:
+        self._can_stage, self.staging_refusal = config.backend == STAGED_BACKEND, ""
+        # A second set of the parameters, where weights arrive while the model goes on serving: by
+        # the address of each of the model's storages, its bytes and as many spare ones.
+        self._spare: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # From the end of a staged push until it is installed: whole tensors, if there is no plan.
+        self._staged: list[tuple[str, torch.Tensor]] | None = None
+        if self._can_stage and device.type == "cuda":
             try:
-                self._staging = StagingArea(model, device)
+                self._reserve()  # at launch, so that vLLM sizes its KV cache for what is left
             except TransferError as error:
                 # Raised here it would end the engine core; vLLM does not pass its message on.
-                self.staging_refusal = str(error)
+                self._can_stage, self.staging_refusal = False, str(error)
 
     @property
     def path(self) -> str:
@@ -235,7 +186,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._group, self._group_id = group, init_info.group_id
 
     def prepare(self, metadata: Sequence[ParamMeta], bucket_bytes: int) -> None:
-        """Works out once where the tensors of all coming pushes go."""
+        """Works out where the tensors of all coming pushes go."""
         self._layout = BucketLayout(metadata, bucket_bytes)
         self._planned = self._staged_plan = None
         self._forget_buffers()
@@ -248,8 +199,10 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         except PlanNotPossibleError as error:
             self.path_reason = str(error)
             return
-        if self._staging is not None:
-            self._staged_plan = self._staging.stand_in(self._planned)
+        if self._can_stage:
+            if not self._spare:
+                self._reserve()
+            self._staged_plan = self._planned.redirected(self._counterpart)
         if not self.takes_direct:
             self._buffers = make_buffers(self._layout, self.device)
             for plan in filter(None, (self._planned, self._staged_plan)):
@@ -264,10 +217,9 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         """Does nothing: each push is complete in itself."""
 
     def finish_weight_update(self) -> None:
-        """Does nothing: :meth:`receive_weights` ends with the weights in place."""
+        """Does nothing, likewise."""
 
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
-        """Receives one push into the model."""
         deadline = self.await_weights(update_info)
         self.receive(deadline, num_passes=update_info.num_passes, direct=update_info.direct)
 
@@ -307,17 +259,17 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def stage(self, deadline: float, *, direct: bool = False) -> None:
         """Receives one push into spare memory, while the model goes on serving."""
         self._ready()
-        staging, tensors = self.require_staging(), list[tuple[str, torch.Tensor]]()
-        staging.tensors = None
+        self.require_staging()
+        self._staged, tensors = None, list[tuple[str, torch.Tensor]]()
         with self._leaving_on_failure():
             if self._staged_plan is not None:
                 self._load(self._staged_plan, deadline, direct, ARRIVAL_POLL_S)
             else:
                 self._transfer(lambda arrivals: tensors.extend(self._whole(arrivals)), deadline)
-        staging.tensors = tensors
+        self._staged = tensors
 
-    def require_staging(self) -> StagingArea:
-        if self._staging is None:
+    def require_staging(self) -> None:
+        if not self._can_stage:
             raise TransferError(
                 self.staging_refusal
                 or "this engine was launched without memory for staged weights: "
@@ -327,18 +279,40 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             raise TransferError(
                 f"staged weights need a load plan, which this model has not: {self.path_reason}"
             )
-        return self._staging
 
+    @torch.no_grad()
     def install_staged(self) -> None:
-        """Puts what :meth:`stage` received into the model, which must not be serving meanwhile."""
-        staging = self.require_staging()
-        tensors, staging.tensors = staging.tensors, None
+        """Puts what :meth:`stage` received into the model; no step may run meanwhile."""
+        self.require_staging()
+        tensors, self._staged = self._staged, None
         if tensors is None:
             raise TransferError("no weights are staged")
-        if self._staged_plan is not None:
-            staging.install()
-        else:
+        if self._staged_plan is None:
             reload_model(self.model, self.vllm_config, tensors)
+            return
+        for live, spare in self._spare.values():
+            live.copy_(spare, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _reserve(self) -> None:
+        storages = (one.untyped_storage() for one in self.model.parameters())
+        needed = {one.data_ptr(): one for one in storages if one.nbytes()}
+        num_bytes = sum(storage.nbytes() for storage in needed.values())
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            if free < num_bytes:
+                raise TransferError(
+                    f"staged weights need {num_bytes / 1e9:.2f} GB on {self.device} beside the "
+                    f"model, {free / 1e9:.2f} GB are free"
+                )
+        for pointer, storage in needed.items():
+            live = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+            self._spare[pointer] = live, live.clone()
+
+    def _counterpart(self, target: torch.Tensor) -> torch.Tensor:
+        spare = self._spare[target.untyped_storage().data_ptr()][1].view(target.dtype)
+        return spare.as_strided(target.shape, target.stride(), target.storage_offset())
 
     def shutdown(self) -> None:
         """Leaves the group; the trainer notices if it is still sending. Idempotent."""

@@ -1,7 +1,7 @@
 """vLLM's layerwise reload: a whole checkpoint loaded into a model that is already serving.
 
-It puts every layer back into checkpoint format, runs the model's own ``load_weights`` over the new
-tensors, processes each layer as at start-up and copies the result into the storage the kernels use
+It puts every layer back into checkpoint format, runs the model's own ``load_weights``, processes
+each layer as at start-up and copies the result into the storage the kernels use
 (``vllm/model_executor/model_loader/reload/layerwise.py``, vLLM 0.26 to 0.32). A plain
 ``load_weights`` after start-up fails or corrupts wherever weights were repacked.
 """
@@ -36,12 +36,7 @@ _QUANTISED_BY_LOADER = ("bitsandbytes", "gguf")
 
 
 def check_can_be_filled(model_config: ModelConfig) -> None:
-    """Refuses models that a trainer's weights do not fit into.
-
-    Layers of a quantised checkpoint need packed integers and scales, which no trainer holds. What a
-    layer quantises itself when weights arrive (``quantization="fp8"`` and other *online* methods)
-    is fine.
-    """
+    """Refuses models whose layers need packed integers and scales, which no trainer holds."""
     found = getattr(model_config.hf_config, "quantization_config", None)
     if found is not None:
         how = f"a checkpoint that is quantised already ({model_config.quantization})"
@@ -59,9 +54,8 @@ def check_can_be_filled(model_config: ModelConfig) -> None:
 def checkpoint_metadata(model_config: ModelConfig) -> list[ParamMeta]:
     """Returns one entry for each tensor of the loaded model's checkpoint, in checkpoint order.
 
-    The model is built on the ``meta`` device, which allocates nothing; names are converted to
-    published checkpoint form (transformers 5 fuses experts in memory). A tied output head is left
-    out. Floating-point dtypes are the engine's, whatever the checkpoint was stored in.
+    Names are those of published checkpoints (transformers 5 fuses experts in memory), without a
+    tied output head. Floating-point dtypes are the engine's.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -96,11 +90,10 @@ def checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 @torch.no_grad()
 def tensor_checksum(tensor: torch.Tensor) -> int:
-    """The checksum of one tensor's values in row-major order, whatever its shape.
+    """The checksum of one tensor's values in row-major order, computed where it is.
 
-    Computed where it is: little-endian words of 64 bits, padded with zeros, each mixed with its
-    position and added up, so that a swapped or moved value shows. Arithmetic wraps around, so that
-    all devices agree.
+    Words of 64 bits, padded with zeros, are mixed with their positions and added up, so that a
+    swapped or moved value shows. Arithmetic wraps around, so that all devices agree.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = torch.full((), tensor.nbytes, dtype=torch.int64, device=tensor.device)
@@ -162,26 +155,21 @@ def _loadable_names(model: torch.nn.Module) -> set[str]:
     Not a tied head, nor scales of a quantised KV cache, which every fp8 model has with defaults and
     hardly any checkpoint holds.
     """
-    other = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, ParallelLMHead)
-        and getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    } | {
-        f"{name}.{scale}"
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
-        for scale in _CACHE_SCALES
-    }
-    return {name for name, _ in model.named_parameters()} - other
+    names = {name for name, _ in model.named_parameters()}
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    for name, module in model.named_modules():
+        if is_tied and isinstance(module, ParallelLMHead):
+            names.discard(f"{name}.weight")
+        if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
+            names -= {f"{name}.{scale}" for scale in _CACHE_SCALES}
+    return names
 
 
 def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
     """Adds the model's names of parameters that a loader reports under shorter ones.
 
-    A module that delegates loading to a part of itself may leave the part's name out: experts of
-    vLLM 0.26 report ``experts.w13_weight`` and are ``experts.routed_experts.w13_weight``
-    (``fused_moe/runner/moe_runner.py``, ``load_weights``). A name that fits several stays as it is.
+    Experts of vLLM 0.26 report ``experts.w13_weight`` for ``experts.routed_experts.w13_weight``
+    (``fused_moe/runner/moe_runner.py``). A name that fits several stays as it is.
     """
     names = set(loaded)
     for name in names - expected:
@@ -195,12 +183,11 @@ def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
 
 
 def repack_cpu(model: torch.nn.Module) -> None:
-    """Redoes the prepacking that a layerwise reload skips on vLLM's CPU backend.
+    """Redoes the prepacking that a layerwise reload skips on vLLM's CPU backend (0.26 to 0.32).
 
-    A tied ``ParallelLMHead`` keeps its own packed copy of the embedding, which a reload never
-    refreshes (``vocab_parallel_embedding.py``), and unquantised experts stay in checkpoint layout
-    inside packed storage (``fused_moe/unquantized_fused_moe_method.py``). Seen in vLLM 0.26, 0.28,
-    0.32 (heads) and 0.32 (experts).
+    A tied ``ParallelLMHead`` keeps its own packed copy of the embedding
+    (``vocab_parallel_embedding.py``), and unquantised experts stay in checkpoint layout inside
+    packed storage (``fused_moe/unquantized_fused_moe_method.py``).
     """
     if not current_platform.is_cpu():
         return

@@ -99,17 +99,6 @@ class Watchdog:
 
 
 @dataclass(slots=True)
-class _Push:
-    """The last push that began; ``number`` is its trainer's own count."""
-
-    trainer: ProcessIdentity
-    sender: str
-    number: int
-    seen_at: float
-    is_open: bool = True
-
-
-@dataclass(slots=True)
 class Pause:
     """One pause of the engine for an update; seconds of ``time.perf_counter()``."""
 
@@ -155,7 +144,10 @@ class Updates:
         self._lock = asyncio.Lock()
         self._floor = self._repeats = 0
         self._drains = self._was_admitted = False
-        self._push: _Push | None = None
+        # Trainer and sender of the last push that began; sender and number of one under way.
+        self._pushed_by: tuple[ProcessIdentity, str] | None = None
+        self._push: tuple[str, int] | None = None
+        self._seen_at = 0.0  # when its trainer last gave a sign of life
 
     @property
     def version(self) -> int:
@@ -188,24 +180,24 @@ class Updates:
 
     def begin_push(self, trainer: ProcessIdentity, sender: str, number: int) -> bool:
         """Keeps other trainers out until this push ends; returns whether the last was its too."""
-        before = self._push
-        is_same = before is not None and (before.trainer, before.sender) == (trainer, sender)
-        if before is not None and not is_same and before.is_open:
+        before, now = self._pushed_by, time.monotonic()
+        is_same = before == (trainer, sender)
+        if before is not None and self._push is not None and not is_same:
             limit_s = PUSH_SILENCE_S if self.whole else TORN_SILENCE_S
-            if time.monotonic() - before.seen_at <= limit_s and not before.trainer.is_gone():
-                raise PushUnderWayError(before.trainer.hostname, before.trainer.pid)
-        self._push = _Push(trainer, sender, number, time.monotonic())
+            if now - self._seen_at <= limit_s and not before[0].is_gone():
+                raise PushUnderWayError(before[0].hostname, before[0].pid)
+        self._pushed_by, self._push, self._seen_at = (trainer, sender), (sender, number), now
         return is_same
 
     def keep_push(self, sender: str, number: int) -> None:
         """Notes a sign of life of the trainer that pushes."""
-        if (push := self._push) and (push.sender, push.number) == (sender, number):
-            push.seen_at = time.monotonic()
+        if self._push == (sender, number):
+            self._seen_at = time.monotonic()
 
     def end_push(self, sender: str, number: int) -> None:
         """Lets other trainers push; does nothing if a later push has begun."""
-        if (push := self._push) and (push.sender, push.number) == (sender, number):
-            push.is_open = False
+        if self._push == (sender, number):
+            self._push = None
 
     # ---------------------------------------------------------------- what may be loaded
 
@@ -287,23 +279,22 @@ class Updates:
                 self._require_alive()
                 if deadline.passed:
                     raise SilentEngineError(f"{what} took longer than {timeout_s:.3g} s")
-        finally:
-            answer.cancel()
-        try:
             return answer.result()
         except EngineDeadError:
             self._require_alive()
             raise
+        finally:
+            answer.cancel()
 
     # ---------------------------------------------------------------- a whole update
 
     async def apply(
         self,
         load: Callable[[float], Awaitable[list[dict[str, Any]]]],
-        *,
         version: int,
         run_id: str | None,
         timeout_s: float,
+        *,
         mode: PauseMode = "keep",
         clear_cache: bool = False,
         phases: dict[str, float] | None = None,
@@ -332,7 +323,7 @@ class Updates:
         return pause.report(
             version,
             num_tensors=answers[0]["num_tensors"],
-            attempts=max(answer["attempts"] for answer in answers),
+            attempts=max(one.get("attempts", 1) for one in answers),
             **path_of(answers),
             **(phases or {}),
         )
