@@ -160,7 +160,7 @@ async def test_a_call_under_way_does_not_count_as_silence(native):
     native._updates.call_workers, ask = slow, native._updates.call_workers
     part = asyncio.create_task(native.update_weights(PART))
     await asyncio.sleep(0)
-    assert native._open.is_busy
+    assert native._open.steps.ag_running
     assert native._watchdog._timer.cancelled()
     going_on.set()
     await part

@@ -25,7 +25,6 @@ from torchrl_vllm_sync.engine.updates import (
     raise_failures,
 )
 from torchrl_vllm_sync.errors import (
-    SyncError,
     TransferError,
     TransferNotReadyError,
     UnsupportedArgumentError,
@@ -36,7 +35,7 @@ from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.transport import check_mode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -59,16 +58,15 @@ WORKERS_ANSWERED = (TransferError, TransferNotReadyError, WeightMismatchError)
 
 @dataclass(slots=True)
 class _OpenUpdate:
-    """An update that is driven call by call, and what it has taken."""
+    """An update that is driven call by call."""
 
     limit_s: float  # between calls; if it comes in chunks, for the whole update
     version: int | None = None  # known from the start of one that comes in chunks
     run_id: str = NATIVE_RUN
     pause: Pause = field(default_factory=Pause)
-    stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
-    is_busy: bool = False
     num_tensors: int = 0
     deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
+    steps: Any = None  # the generator NativeCalls._run, to which each call of the update is sent
 
 
 class NativeCalls:
@@ -230,7 +228,8 @@ class NativeCalls:
     async def update_weights(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
         """Receives one part of the update, or all of it."""
         updates, info = self._updates, payload_of(request, "update_info")
-        async with self._step("update_weights"):
+
+        async def receive() -> None:
             was_whole, updates.whole = updates.whole, False
             answers = await updates.call_workers(
                 "native_update", info, timeout_s=timeout_s, what="receiving"
@@ -238,19 +237,23 @@ class NativeCalls:
             updates.whole = was_whole and all(one["untouched"] for one in answers)
             raise_failures(updates.replica_id, answers)
 
+        await self._step("update_weights", receive)
+
     async def finish_weight_update(
         self, weight_version: str | None = None, *, timeout_s: float = TIMEOUT_S
     ) -> None:
         """Ends the update: the engine goes on, unless its user had paused it before."""
-        self._require_idle("finish_weight_update")
+        update, updates = self._require_idle("finish_weight_update"), self._updates
         label = None if weight_version is None else str(weight_version)
         version = self._version_of(label)  # one that is refused leaves the update open
-        async with self._step("finish_weight_update") as update:
-            self._updates.whole = False
-            await self._updates.ask_workers("native_finish", timeout_s=timeout_s, what="finishing")
-            self._updates.apart = False
-            await self._updates.commit(update.pause, version, label, update.run_id)
-        await self._end(update)
+
+        async def finish() -> None:
+            updates.whole = False
+            await updates.ask_workers("native_finish", timeout_s=timeout_s, what="finishing")
+            updates.apart = False
+            await updates.commit(update.pause, version, label, update.run_id)
+
+        await self._step("finish_weight_update", finish)
 
     async def update_weights_native(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
         """TorchRL's name for start, update and finish in one call."""
@@ -343,18 +346,35 @@ class NativeCalls:
         self, update: _OpenUpdate, mode: PauseMode, clear_cache: bool, timeout_s: float
     ) -> None:
         self._refuse_open("start_weight_update")
+        update.steps = self._run(update, mode, clear_cache, timeout_s)
         self._open = update
-        async with self._step("start_weight_update"):
-            await update.stack.enter_async_context(self._updates.exclusive(timeout_s))
-            self._updates.require_weights()
-            await self._updates.ask_workers("native_check", what="checking")
-            update.pause = await update.stack.enter_async_context(
-                self._updates.paused(mode, clear_cache, timeout_s)
-            )
-            self._updates.apart = True
-            await self._updates.ask_workers("native_start", timeout_s=timeout_s, what="starting")
-            if update.version is not None:
-                update.deadline = Deadline(update.limit_s)
+        await self._step("start_weight_update")
+
+    async def _run(
+        self, update: _OpenUpdate, mode: PauseMode, clear_cache: bool, timeout_s: float
+    ) -> AsyncGenerator[None, Callable[[], Awaitable[None]] | None]:
+        """An open update from its start to its end: a step that finishes it, or a failure."""
+        updates = self._updates
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(setattr, self, "_open", None)
+            await stack.enter_async_context(updates.exclusive(timeout_s))
+            updates.require_weights()
+            await updates.ask_workers("native_check", what="checking")
+            pause = updates.paused(mode, clear_cache, timeout_s)
+            update.pause = await stack.enter_async_context(pause)
+            updates.apart = True
+            try:
+                await updates.ask_workers("native_start", timeout_s=timeout_s, what="starting")
+                if update.version is not None:
+                    update.deadline = Deadline(update.limit_s)
+                while updates.apart:
+                    if take := (yield):
+                        await take()
+            except WORKERS_ANSWERED:
+                # Those that did not are busy: the next update puts their models together.
+                if updates.apart and not self._engine.errored:
+                    await updates.put_together()
+                raise
 
     def _require_idle(self, what: str) -> _OpenUpdate:
         """Returns the open update, or refuses ``what``."""
@@ -363,43 +383,30 @@ class NativeCalls:
                 f"{what}: no weight update is open on replica {self._updates.replica_id}: "
                 "start_weight_update comes first"
             )
-        if self._open.is_busy:
+        if self._open.steps.ag_running:
             raise TransferNotReadyError(
                 f"{what} has to wait: another call of the weight update on replica "
                 f"{self._updates.replica_id} is under way"
             )
         return self._open
 
-    @contextlib.asynccontextmanager
-    async def _step(self, what: str) -> AsyncIterator[_OpenUpdate]:
-        """One call of the open update: a second one meanwhile is refused, a failure ends it."""
+    async def _step(self, what: str, take: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Takes a step of the open update: a second one meanwhile is refused, a failure ends it."""
         update = self._require_idle(what)
-        update.is_busy = True
         self._watchdog.stop()
-        try:
-            yield update
-        except BaseException as error:
-            # Workers that did not answer are busy: the next update puts their models together.
-            have_answered = isinstance(error, WORKERS_ANSWERED) and not self._engine.errored
-            try:
-                if self._open is update and self._updates.apart and have_answered:
-                    await self._updates.put_together()
-            finally:
-                await self._end(update, error)
-            raise
-        finally:
-            update.is_busy = False
-            if self._open is update:
-                self._watchdog.start(min(update.limit_s, update.deadline.left_s))
+        with contextlib.suppress(StopAsyncIteration):
+            await update.steps.asend(take)
+            self._watchdog.start(min(update.limit_s, update.deadline.left_s))
 
     async def _abandon(self, reason: str = "") -> None:
         """Gives the open update up; a replica that had received part of it is stale then."""
-        async with self._step("giving up") as update:
-            try:
-                await self._updates.put_together()
-            finally:
-                given_up = SyncError("an update was given up half-way" + reason)
-                await self._end(update, None if self._updates.whole else given_up)
+        given_up = TransferError(f"an update was given up half-way{reason}")
+        self._watchdog.stop()
+        try:
+            await self._require_idle("giving up").steps.athrow(given_up)
+        except TransferError as error:
+            if error is not given_up:
+                raise
 
     async def _give_up_silent(self) -> None:
         if (update := self._open) is None:
@@ -411,11 +418,3 @@ class NativeCalls:
             "replica %s: a weight update is given up: %s", self._updates.replica_id, reason
         )
         await self._abandon(f": {reason}")
-
-    async def _end(self, update: _OpenUpdate, error: BaseException | None = None) -> None:
-        """Resumes, or leaves the replica stale after ``error``, and lets other updates in."""
-        if self._open is update:
-            self._open = None
-            self._watchdog.stop()
-            details = (type(error), error, error.__traceback__) if error else (None, None, None)
-            await update.stack.__aexit__(*details)
