@@ -122,10 +122,8 @@ class BroadcastLoads:
 class PeerLoads:
     """Gives this engine's weights to another replica of its service, or takes another's.
 
-    Giving: :meth:`offer`; :meth:`give` for each chunk and :meth:`checksums`, called by the replica
-    that takes; :meth:`withdraw`. The engine goes on generating while updates wait, so that what is
-    given is one version. An offer ends by itself when nothing was taken for 15 s, and at the next
-    chunk when an update, which is newer, waits.
+    While an offer stands updates wait, so that what is given is one version. It ends by itself when
+    nothing was taken for 15 s, and at the next chunk when an update, which is newer, waits.
     """
 
     def __init__(self, updates: Updates) -> None:

@@ -138,11 +138,10 @@ async def call_workers(
 
 
 async def ask_health(engine: AsyncLLM) -> None:
-    """Returns when every worker of every data-parallel engine has answered.
+    """Returns when every worker has answered, through the loop in which its engine core steps.
 
-    ``AsyncLLM.check_health`` only checks whether the core's process is alive; the workers' own
-    (``vllm/v1/worker/worker_base.py``) is reached through the loop in which each engine core steps.
-    Without a time limit: the multiprocessing executor would take a late answer for the next one.
+    ``AsyncLLM.check_health`` only checks whether the core's process is alive. Without a time limit:
+    the multiprocessing executor would take a late answer for the next one.
     """
     await call_workers(engine, "check_health", ())
 

@@ -1,7 +1,6 @@
 """vLLM's own weight-transfer, pause and sleep calls on one engine, under vLLM's names.
 
-Beyond vLLM each has a time limit, is serialised or refused, and an update pauses an engine that is
-not paused. Plain mappings are accepted beside vLLM's request classes.
+Beyond vLLM, each has a time limit and is serialised or refused, and an update pauses the engine.
 """
 
 from __future__ import annotations
@@ -70,11 +69,10 @@ class _OpenUpdate:
 
 
 class NativeCalls:
-    """Drives the updates of one engine from outside.
+    """Drives the updates of one engine from outside: start, any number of parts, finish.
 
-    An update: :meth:`start_weight_update`, :meth:`update_weights` any number of times,
-    :meth:`finish_weight_update`; or the same in chunks. A failure or silence ends it. While it is
-    open the engine is paused, pushes wait, and requests wait at the gate.
+    A failure or silence ends an update. While it is open the engine is paused, pushes wait, and
+    requests wait at the gate.
     """
 
     def __init__(self, updates: Updates, engine: AsyncLLM, gate: AdmissionGate) -> None:
@@ -146,10 +144,7 @@ class NativeCalls:
                 self._updates.whole = False
 
     async def wake_up(self, tags: list[str] | None = None, *, timeout_s: float = TIMEOUT_S) -> bool:
-        """Wakes the engine, or the memory that ``tags`` name; fully awake it takes requests.
-
-        After ``sleep(level=2)``: ``wake_up(["weights"])``, an update, ``wake_up(["kv_cache"])``.
-        """
+        """Wakes the engine, or the memory that ``tags`` name; fully awake it takes requests."""
         wanted = MEMORY_TAGS if tags is None else frozenset(tags)
         if unknown := sorted(wanted - MEMORY_TAGS - {"scheduling"}):
             raise UnsupportedArgumentError(
@@ -207,7 +202,7 @@ class NativeCalls:
             await self._updates.ask_workers("native_use", backend, what="changing")
 
     async def shutdown_weight_transfer_engine(self) -> None:
-        """Leaves the trainer's group; an open update is given up first."""
+        """Leaves the trainer's group; gives an open update up first."""
         if self._open is not None:
             await self._abandon()
         async with self._updates.exclusive(SHORT_TIMEOUT_S):
@@ -218,10 +213,7 @@ class NativeCalls:
     async def start_weight_update(
         self, *, timeout_s: float = TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S
     ) -> None:
-        """Begins an update: keeps other updates out, and pauses the engine if it is not.
-
-        Requests in flight freeze until it has ended; those without a token yet start again then.
-        """
+        """Keeps other updates out, and pauses the engine if it is not, until the update ends."""
         check_seconds("idle_timeout_s", idle_timeout_s)
         await self._begin(_OpenUpdate(idle_timeout_s), "keep", False, timeout_s)
 
@@ -262,10 +254,7 @@ class NativeCalls:
         await self.finish_weight_update(timeout_s=timeout_s)
 
     async def update_weight_version(self, new_version: str) -> None:
-        """Labels weights that are in place already; vLLM's Ray client calls it after an update.
-
-        Requests in flight freeze meanwhile, so that each of their tokens has one version.
-        """
+        """Labels weights that are in place; requests in flight freeze, so each token has one."""
         async with self._turn("update_weight_version"), contextlib.AsyncExitStack() as stack:
             version = self._version_of(str(new_version))
             if self._updates.whole and self._gate.state.admits_requests:

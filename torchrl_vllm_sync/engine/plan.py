@@ -1,10 +1,9 @@
 """The load plan of a worker's model: where each slice of a push lands, recorded once.
 
-The model's own ``load_weights`` runs over stand-ins without data, tensors on the ``meta`` device.
-Views of them share their storage, so a slice that reaches a parameter still identifies its tensor,
-its offset and its strides. The copy into the parameter is recorded and left out, so the model does
-not change. Bound to the receive buffers, a plan is a list of cached views for each bucket, loaded
-by a few ``torch._foreach_copy_``.
+The model's own ``load_weights`` runs over stand-ins on the ``meta`` device. Views of them share
+their storage, so a slice that reaches a parameter still identifies its tensor, offset and strides.
+The copy into the parameter is recorded and left out, so the model does not change. Bound to the
+receive buffers, a plan is a list of views for each bucket, loaded by a few ``_foreach_copy_``.
 """
 
 from __future__ import annotations
@@ -47,6 +46,15 @@ class PlanNotPossibleError(SyncError, RuntimeError):
     """This model cannot be loaded by plain copies; says why and names the tensor or parameter."""
 
 
+# One dimension of a copy: its size, and its strides in the source and in the target. Those of a
+# copy are outermost first.
+Dim = tuple[int, int, int]
+
+
+def _is_flat(dims: tuple[Dim, ...]) -> bool:
+    return not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedCopy:
     """One slice of a checkpoint tensor and the place it is loaded to."""
@@ -56,6 +64,20 @@ class PlannedCopy:
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements; 0 where one element fills several
     target: torch.Tensor  # a view into a parameter or buffer of the model, of the same shape
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """The copy in as few dimensions as possible; a dense one has one, of strides 1 and 1."""
+        merged: list[Dim] = []
+        dims = zip(self.shape, self.stride, self.target.stride(), strict=True)
+        for size, source, target in sorted(
+            (dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1:], reverse=True
+        ):
+            if merged and merged[-1][1:] == (source * size, target * size):
+                merged[-1] = (merged[-1][0] * size, source, target)
+            else:
+                merged.append((size, source, target))
+        return tuple(merged)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,11 +93,7 @@ Write = PlannedCopy | PlannedFill
 
 @dataclass(eq=False)
 class LoadPlan:
-    """The copies and constants that make up one complete load of a worker's model.
-
-    ``fills`` are constants that a loaded model holds already and no push changes. Checkpoint
-    tensors without a copy are those of other workers, by pipeline or expert parallelism.
-    """
+    """The copies that make up one complete load, and constants, which no push changes."""
 
     metadata: Sequence[ParamMeta]
     copies: list[PlannedCopy]
@@ -84,20 +102,15 @@ class LoadPlan:
 
     @functools.cached_property
     def whole_targets(self) -> list[torch.Tensor] | None:
-        """Targets of all checkpoint tensors if each lands whole, unchanged and in one piece.
-
-        They can then be received straight into the model, without buckets.
-        """
+        """Where to receive all tensors without buckets, if each lands whole and unchanged."""
         found: dict[str, torch.Tensor] = {}
         wanted = {meta.name: meta for meta in self.metadata if meta.num_elements}
         for copy in self.copies:
             meta, target = wanted[copy.name], copy.target
-            whole = copy.offset == 0 and target.numel() == meta.num_elements
-            straight = target.is_contiguous() and target.dtype == meta.dtype
-            in_order = copy.stride == torch.empty(copy.shape, device="meta").stride()
-            if copy.name in found or not (whole and straight and in_order):
+            is_straight = target.dtype == meta.dtype and _is_flat(copy.dims)
+            if copy.name in found or not is_straight or target.numel() < meta.num_elements:
                 return None
-            found[copy.name] = target.view(-1)
+            found[copy.name] = target.as_strided((target.numel(),), (1,))
         return [found[name] for name in wanted] if found.keys() == wanted.keys() else None
 
     @torch.no_grad()
@@ -109,19 +122,15 @@ class LoadPlan:
             self._lacks_constants = False
 
     def bind(self, layout: BucketLayout, buffers: Sequence[torch.Tensor]) -> list[BoundBucket]:
-        """Builds every view that loading the buckets needs; bucket ``i`` arrives in ``i % count``.
-
-        ``layout`` is that of the plan's metadata, and ``buffers`` were made for it.
-        """
+        """Builds every view that loading takes; ``buffers`` are used in turn."""
         pieces: defaultdict[str, list[tuple[int, Piece]]] = defaultdict(list)
         for number, bucket in enumerate(layout.buckets):
             for piece in bucket.pieces:
                 pieces[piece.name].append((number, piece))
         loads: list[list[_Load]] = [[] for _ in layout.buckets]
         for copy in self.copies:
-            dims = _coalesced(zip(copy.shape, copy.stride, copy.target.stride(), strict=True))
-            offset = int(copy.target.storage_offset())
-            for number, load in _cut(copy, copy.offset, offset, dims, pieces[copy.name]):
+            start, parts = int(copy.target.storage_offset()), pieces[copy.name]
+            for number, load in _cut(copy, copy.offset, start, copy.dims, parts):
                 loads[number].append(load)
         return [
             BoundBucket(_merged(one), buffers[number % len(buffers)])
@@ -138,23 +147,6 @@ class LoadPlan:
 
 # ---- Binding: copies are cut at the borders of buckets, and neighbours joined
 
-# One dimension of a copy: its size, and its strides in the source and in the target. Those of a
-# copy are outermost first.
-Dim = tuple[int, int, int]
-
-
-def _coalesced(dims: Iterable[Dim]) -> tuple[Dim, ...]:
-    """The same copy in as few dimensions as possible; a dense one has one, of strides 1 and 1."""
-    merged: list[Dim] = []
-    for size, source, target in sorted(
-        (dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1:], reverse=True
-    ):
-        if merged and merged[-1][1:] == (source * size, target * size):
-            merged[-1] = (merged[-1][0] * size, source, target)
-        else:
-            merged.append((size, source, target))
-    return tuple(merged)
-
 
 def _cut(
     copy: PlannedCopy,
@@ -163,10 +155,10 @@ def _cut(
     dims: tuple[Dim, ...],
     parts: Sequence[tuple[int, Piece]],
 ) -> Iterator[tuple[int, _Load]]:
-    """Yields the loads that make up a part of ``copy``, each with the number of its bucket.
+    """Yields the loads of a part of ``copy``, and their buckets' numbers.
 
-    From element ``source`` of the checkpoint tensor to element ``offset`` of the target's storage;
-    ``parts`` are the tensor's buckets and pieces, in order.
+    It goes from element ``source`` of the checkpoint tensor to element ``offset`` of the target's
+    storage; ``parts`` are the tensor's buckets and pieces, in order.
     """
     (size, stride, target_stride), *others = dims or ((1, 0, 0),)
     inner = tuple(others)
@@ -201,18 +193,14 @@ class _Load(NamedTuple):
     dims: tuple[Dim, ...]
 
     @property
-    def is_flat(self) -> bool:
-        return not self.dims or (len(self.dims) == 1 and self.dims[0][1:] == (1, 1))
-
-    @property
     def num_elements(self) -> int:
         return math.prod(size for size, _, _ in self.dims)
 
     def is_followed_by(self, other: _Load) -> bool:
         """Whether ``other`` goes on where this one ends, in the bucket and in one storage."""
         return (
-            self.is_flat
-            and other.is_flat
+            _is_flat(self.dims)
+            and _is_flat(other.dims)
             and (self.dtype, self.target.dtype) == (other.dtype, other.target.dtype)
             and self.begin + self.num_elements * self.dtype.itemsize == other.begin
             and self.offset + self.num_elements == other.offset
@@ -247,7 +235,7 @@ class BoundBucket:
             shape, source_stride, stride = ([dim[i] for dim in load.dims] for i in range(3))
             start = typed[dtype].storage_offset() + load.begin // dtype.itemsize
             # Only lists of one pair of dtypes and dense tensors take the fused kernel.
-            targets, sources = groups[dtype, target.dtype, target.device, load.is_flat]
+            targets, sources = groups[dtype, target.dtype, target.device, _is_flat(load.dims)]
             targets.append(target.as_strided(shape, stride, load.offset))
             sources.append(typed[dtype].as_strided(shape, source_stride, start))
         self.groups = list(groups.values())
@@ -347,7 +335,7 @@ class _Recorder(TorchDispatchMode):
         # By storage. A storage's key is its address, so all that have one must stay alive.
         self._model_names = model_names
         self._sources: dict[int, ParamMeta] = {}
-        self._computed: dict[int, str] = {}
+        self._origins: dict[int, str] = {}  # what was made of stand-ins, and of which
         self._alive: list[torch.Tensor] = []
 
     def stand_ins(self, metadata: Iterable[ParamMeta]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -355,6 +343,7 @@ class _Recorder(TorchDispatchMode):
             self.current = meta.name
             tensor = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
             self._sources[storage_key(tensor)] = meta
+            self._origins[storage_key(tensor)] = meta.name
             self._alive.append(tensor)
             yield meta.name, tensor
 
@@ -415,10 +404,7 @@ class _Recorder(TorchDispatchMode):
         return target
 
     def _origin(self, tensor: torch.Tensor) -> str | None:
-        """What a tensor was made of, if that is stand-ins."""
-        key = storage_key(tensor)
-        meta = self._sources.get(key)
-        return meta.name if meta is not None else self._computed.get(key)
+        return self._origins.get(storage_key(tensor))
 
     def _other(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any other operation: its results are no stand-ins, and it must not write."""
@@ -441,7 +427,7 @@ class _Recorder(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if not isinstance(tensor, torch.Tensor):
                 raise PlanNotPossibleError(f"a value of {origin} is read by {func}")
-            self._computed[storage_key(tensor)] = f"{func} of {origin}"
+            self._origins[storage_key(tensor)] = f"{func} of {origin}"
             self._alive.append(tensor)
         return result
 
@@ -458,10 +444,7 @@ def _plain_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_coverage(model: torch.nn.Module, writes: Sequence[Write]) -> None:
-    """Checks that every parameter is set completely and nothing twice.
-
-    A copy may follow a constant on the same elements, not precede it.
-    """
+    """Refuses parameters not set completely, and what is set twice; constants may come first."""
     by_storage: defaultdict[int, list[Write]] = defaultdict(list)
     for write in writes:
         by_storage[storage_key(write.target)].append(write)

@@ -1,8 +1,7 @@
 """The receiver of pushes in a vLLM worker: a ``WeightTransferEngine`` over NCCL or Gloo.
 
-Registered under its own name in this library's engines only, by the worker extension. Where a load
-plan covers the model, buckets are copied straight into the parameters; every other model takes
-vLLM's layerwise reload, and reports why.
+Where a load plan covers the model, buckets are copied straight into the parameters; every other
+model takes vLLM's layerwise reload, and reports why.
 """
 
 from __future__ import annotations
@@ -239,11 +238,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         StartSignal(group, push_id).await_start(deadline=deadline)
 
     def receive(self, deadline: float, *, num_passes: int = 1, direct: bool = False) -> int:
-        """Receives one push into the model; returns how many tensors.
-
-        A second pass goes through the layerwise reload: unless both leave the same parameters, the
-        plan is given up for good. The weights are right either way.
-        """
+        """Receives one push into the model; a second pass checks the plan. Returns how many."""
         _, layout = self._ready()
         with self._leaving_on_failure():
             if self._planned is None:

@@ -1,9 +1,8 @@
 """vLLM's layerwise reload: a whole checkpoint loaded into a model that is already serving.
 
-It puts every layer back into checkpoint format, runs the model's own ``load_weights``, processes
-each layer as at start-up and copies the result into the storage the kernels use
-(``vllm/model_executor/model_loader/reload/layerwise.py``, vLLM 0.26 to 0.32). A plain
-``load_weights`` after start-up fails or corrupts wherever weights were repacked.
+It puts layers back into checkpoint format, loads and processes each as at start-up and copies the
+result into the storage the kernels use (``vllm/model_executor/model_loader/reload/layerwise.py``).
+A plain ``load_weights`` after start-up fails or corrupts wherever weights were repacked.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ def check_can_be_filled(model_config: ModelConfig) -> None:
 
 
 def checkpoint_metadata(model_config: ModelConfig) -> list[ParamMeta]:
-    """Returns one entry for each tensor of the loaded model's checkpoint, in checkpoint order.
-
-    Names are those of published checkpoints (transformers 5 fuses experts in memory), without a
-    tied output head. Floating-point dtypes are the engine's.
-    """
+    """Returns the tensors of the model's checkpoint, as published, in the engine's dtype."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config.hf_config, trust_remote_code=model_config.trust_remote_code
@@ -112,7 +107,7 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
     return int(total.item())
 
 
-# vllm/model_executor/layers/quantization/kv_cache.py, ``BaseKVCacheMethod.create_weights``
+# Every fp8 model has them, with defaults (``vllm/model_executor/layers/quantization/kv_cache.py``).
 _CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 
 
@@ -150,11 +145,7 @@ def reload_model(
 
 
 def _loadable_names(model: torch.nn.Module) -> set[str]:
-    """Names of the parameters a full checkpoint must fill.
-
-    Not a tied head, nor scales of a quantised KV cache, which every fp8 model has with defaults and
-    hardly any checkpoint holds.
-    """
+    """Names of the parameters a full checkpoint fills: no tied head, no scales of a KV cache."""
     names = {name for name, _ in model.named_parameters()}
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     for name, module in model.named_modules():

@@ -156,10 +156,7 @@ class Updates:
 
     @property
     def salt(self) -> str:
-        """Name of the weights in keys of cached prefixes.
-
-        Weights that replace others under one version must not find their keys, hence the count.
-        """
+        """Name of the weights in keys of cached prefixes; a repeated version has one of its own."""
         return f"v{self.version}" + (f".{self._repeats}" if self._repeats else "")
 
     @property
@@ -268,7 +265,6 @@ class Updates:
         return answers
 
     async def probe_workers(self) -> None:
-        """Returns when every worker has answered: a sign of life of the whole replica."""
         await self.call_workers("sync_staging_refusal", timeout_s=60.0, what="a sign of life")
 
     async def ask(self, what: str, call: Awaitable[Any], timeout_s: float) -> Any:
@@ -299,10 +295,7 @@ class Updates:
         clear_cache: bool = False,
         phases: dict[str, float] | None = None,
     ) -> LoadReport:
-        """Pauses the engine, has its workers load, and resumes; :meth:`exclusive` is held.
-
-        ``phases`` are seconds of phases before that, by their names in ``LoadReport``.
-        """
+        """Pauses, has the workers load, and resumes; ``phases`` of the report came before."""
         if self.apart:
             await self.put_together()
         self.require_weights()
@@ -334,8 +327,7 @@ class Updates:
     ) -> AsyncIterator[Pause]:
         """Freezes the engine; on every exit it is whole and serving, or out of service.
 
-        Requests in flight survive a failure before the load began; after that the weights are
-        unknown, so the requests are ended and the engine stays paused.
+        Requests in flight survive a failure that leaves the weights whole, and are ended otherwise.
         """
         before, pause = self._gate.state, Pause()
         self.set_state(ReplicaState.UPDATING)
@@ -420,12 +412,9 @@ class Updates:
             self.set_state(ReplicaState.DRAINING if self._drains else ReplicaState.SERVING)
 
     def hold_back(self, version: int, run_id: str | None) -> None:
-        """Takes the replica out of service until it holds ``version``, if it does not.
-
-        It missed a push which others took: it is whole, but not current. One that holds another
-        run's version of the same number would be taken for current, so it must load anew.
-        """
+        """Takes a replica that missed a push out of service until it holds ``version``."""
         self._floor = max(self._floor, version)
+        # Another run's version of the same number would be taken for this one: it must load anew.
         foreign = self.version == version and run_id not in (None, self.run_id)
         if foreign:
             self.whole = False
