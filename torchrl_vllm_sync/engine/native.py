@@ -62,6 +62,8 @@ class _OpenUpdate:
     limit_s: float  # between calls; if it comes in chunks, for the whole update
     version: int | None = None  # known from the start of one that comes in chunks
     run_id: str = NATIVE_RUN
+    mode: PauseMode = "keep"
+    clear_cache: bool = False
     pause: Pause = field(default_factory=Pause)
     num_tensors: int = 0
     deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
@@ -215,7 +217,7 @@ class NativeCalls:
     ) -> None:
         """Keeps other updates out, and pauses the engine if it is not, until the update ends."""
         check_seconds("idle_timeout_s", idle_timeout_s)
-        await self._begin(_OpenUpdate(idle_timeout_s), "keep", False, timeout_s)
+        await self._begin(_OpenUpdate(idle_timeout_s), timeout_s)
 
     async def update_weights(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
         """Receives one part of the update, or all of it."""
@@ -223,9 +225,7 @@ class NativeCalls:
 
         async def receive() -> None:
             was_whole, updates.whole = updates.whole, False
-            answers = await updates.call_workers(
-                "native_update", info, timeout_s=timeout_s, what="receiving"
-            )
+            answers = await updates.call_workers("native_update", info, timeout_s=timeout_s)
             updates.whole = was_whole and all(one["untouched"] for one in answers)
             raise_failures(updates.replica_id, answers)
 
@@ -284,17 +284,10 @@ class NativeCalls:
             await self._updates.ask_workers("native_check", what="checking")
 
     async def receive_native(
-        self,
-        update_info: dict[str, Any],
-        *,
-        version: int,
-        run_id: str,
-        mode: PauseMode,
-        clear_cache: bool,
-        timeout_s: float,
+        self, update_info: dict[str, Any], *, timeout_s: float, **options: Any
     ) -> LoadReport:
-        """Receives a whole version through the transfer engine, in one go."""
-        await self.begin_chunks(version, run_id, mode, clear_cache, timeout_s)
+        """Receives a whole version in one go; ``options`` are those of :meth:`begin_chunks`."""
+        await self.begin_chunks(timeout_s=timeout_s, **options)
         await self.receive_chunk(update_info, timeout_s)
         return await self.finish_chunks()
 
@@ -303,7 +296,8 @@ class NativeCalls:
     ) -> None:
         """Begins a version that comes in parts; the sender has ``timeout_s`` for all of them."""
         self._updates.refuse_stale(version, run_id)
-        await self._begin(_OpenUpdate(timeout_s, version, run_id), mode, clear_cache, timeout_s)
+        update = _OpenUpdate(timeout_s, version, run_id, mode, clear_cache)
+        await self._begin(update, timeout_s)
 
     async def receive_chunk(self, update_info: dict[str, Any], timeout_s: float) -> None:
         update, _ = self._require_chunks()
@@ -313,13 +307,8 @@ class NativeCalls:
     async def finish_chunks(self) -> LoadReport:
         update, version = self._require_chunks()
         await self.finish_weight_update(str(version), timeout_s=RESUME_TIMEOUT_S)
-        return update.pause.report(
-            version,
-            num_tensors=update.num_tensors,
-            attempts=1,
-            path="layerwise",
-            path_reason="vLLM's own transfer engines always take it",
-        )
+        path = {"path": "layerwise", "path_reason": "vLLM's own transfer engines always take it"}
+        return update.pause.report(version, num_tensors=update.num_tensors, attempts=1, **path)
 
     async def give_up_chunks(self, run_id: str) -> None:
         """Ends what run ``run_id`` has begun; the replica is stale if a part of it had come."""
@@ -331,16 +320,14 @@ class NativeCalls:
             raise TransferNotReadyError("no version was begun, or its time was up")
         return self._open, self._open.version
 
-    async def _begin(
-        self, update: _OpenUpdate, mode: PauseMode, clear_cache: bool, timeout_s: float
-    ) -> None:
+    async def _begin(self, update: _OpenUpdate, timeout_s: float) -> None:
         self._refuse_open("start_weight_update")
-        update.steps = self._run(update, mode, clear_cache, timeout_s)
+        update.steps = self._run(update, timeout_s)
         self._open = update
         await self._step("start_weight_update")
 
     async def _run(
-        self, update: _OpenUpdate, mode: PauseMode, clear_cache: bool, timeout_s: float
+        self, update: _OpenUpdate, timeout_s: float
     ) -> AsyncGenerator[None, Callable[[], Awaitable[None]] | None]:
         """An open update from its start to its end: a step that finishes it, or a failure."""
         updates = self._updates
@@ -349,7 +336,7 @@ class NativeCalls:
             await stack.enter_async_context(updates.exclusive(timeout_s))
             updates.require_weights()
             await updates.ask_workers("native_check", what="checking")
-            pause = updates.paused(mode, clear_cache, timeout_s)
+            pause = updates.paused(update.mode, update.clear_cache, timeout_s)
             update.pause = await stack.enter_async_context(pause)
             updates.apart = True
             try:
@@ -398,12 +385,11 @@ class NativeCalls:
                 raise
 
     async def _give_up_silent(self) -> None:
-        if (update := self._open) is None:
-            return
-        reason = f"no call came for {update.limit_s:g} s"
-        if update.version is not None:
-            reason = f"version {update.version} did not arrive within {update.limit_s:g} s"
-        logger.warning(
-            "replica %s: a weight update is given up: %s", self._updates.replica_id, reason
-        )
-        await self._abandon(f": {reason}")
+        if update := self._open:
+            version, limit_s = update.version, update.limit_s
+            reason = f"no call came for {limit_s:g} s"
+            if version is not None:
+                reason = f"version {version} did not arrive within {limit_s:g} s"
+            what = "replica %s: a weight update is given up: %s"
+            logger.warning(what, self._updates.replica_id, reason)
+            await self._abandon(f": {reason}")
