@@ -190,14 +190,13 @@ class PeerLoads:
                 own = await self._ask("sync_peer_open", offer["token"], False)
                 if [a["layout"] for a in own] != [a["layout"] for a in offer["workers"]]:
                     raise TransferError("the two replicas' tensors are not alike")
-                copy = functools.partial(self._copy, offer, deadline)
-                return await updates.apply(copy, version, run_id, deadline.left_s)
+                return await updates.apply(
+                    lambda _: self._copy(offer, deadline), version, run_id, deadline.left_s
+                )
             finally:
                 await self._ask("sync_peer_close")
 
-    async def _copy(
-        self, offer: dict[str, Any], deadline: Deadline, _: float
-    ) -> list[dict[str, Any]]:
+    async def _copy(self, offer: dict[str, Any], deadline: Deadline) -> list[dict[str, Any]]:
         """Takes every chunk and compares checksums, for ``Updates.apply``."""
         actor, token, peer = offer["actor"], offer["token"], "the giving replica"
         by_value = offer["node_id"] != this_node()
@@ -361,7 +360,6 @@ class SnapshotLoads:
         """Ends :meth:`follow`; a load under way goes on."""
         if self._follower is not None:
             self._follower.cancel()
-            self._follower = None
 
     async def stop_following(self) -> None:
         """Ends :meth:`follow`; a load under way is finished first."""

@@ -85,7 +85,6 @@ class StatsRecorder(StatLoggerBase):
         mm_cache_stats: Any = None,  # noqa: ARG002
         engine_idx: int = 0,
     ) -> None:
-        """Keeps the scheduler's figures of one step, and adds its tokens up."""
         if iteration_stats is not None:
             self._totals["num_prompt_tokens"] += iteration_stats.num_prompt_tokens
             self._totals["num_generated_tokens"] += iteration_stats.num_generation_tokens
@@ -126,11 +125,7 @@ async def call_workers(
     kwargs: dict[str, Any] | None = None,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Calls ``method`` on every worker of every data-parallel engine.
-
-    ``AsyncLLM.collective_rpc`` drops the answers of all engines but the first
-    (``vllm/v1/engine/core_client.py``). ``timeout_s`` has no effect on a worker in the engine core.
-    """
+    """Calls every worker of every engine; ``AsyncLLM.collective_rpc`` returns one engine's only."""
     client: Any = engine.engine_core
     call = "collective_rpc", method, timeout_s, args, kwargs
     calls = (client._call_utility_async(*call, engine=one) for one in client.core_engines)
@@ -138,11 +133,8 @@ async def call_workers(
 
 
 async def ask_health(engine: AsyncLLM) -> None:
-    """Returns when every worker has answered, through the loop in which its engine core steps.
-
-    ``AsyncLLM.check_health`` only checks whether the core's process is alive. Without a time limit:
-    the multiprocessing executor would take a late answer for the next one.
-    """
+    """Returns when every worker has answered; ``AsyncLLM.check_health`` asks the process only."""
+    # Without a time limit: the multiprocessing executor would take a late answer for the next one.
     await call_workers(engine, "check_health", ())
 
 
@@ -152,11 +144,7 @@ def num_unfinished_requests(engine: AsyncLLM) -> int:
 
 
 class SampleState:
-    """What vLLM's ``AsyncLLM`` process knows of one sample of a request.
-
-    Reads a ``RequestState`` (``vllm/v1/engine/output_processor.py``), which stays readable after
-    the sample's end. Seconds are ``None`` where vLLM has not noted both ends.
-    """
+    """A sample as the ``AsyncLLM`` process knows it (``vllm/v1/engine/output_processor.py``)."""
 
     __slots__ = ("_processor", "_request", "_state", "engine_id", "index")
 
@@ -189,10 +177,7 @@ class SampleState:
     decode_s = property(lambda self: self._between("first_token_ts", "last_token_ts"))
 
     def resume(self, begun: BegunAnswer, params: SamplingParams) -> None:
-        """Makes the answer, not yet put out, begin with tokens of another replica.
-
-        They end the prompt until now. The ``RequestState`` becomes that of an unbroken run.
-        """
+        """Makes the answer begin with another replica's tokens, which end the prompt until now."""
         state, tokens = self._state, list(begun.token_ids)
         whole = copy.copy(self._request)
         whole.prompt_token_ids = self._request.prompt_token_ids[: -len(tokens)]
@@ -221,11 +206,7 @@ class SampleState:
 
 
 def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None:
-    """Calls ``on_sample`` for every sample that ``engine`` registers from now on.
-
-    vLLM has no hook there, so its output processor's ``add_request`` is wrapped, which each sample
-    passes before the engine core receives it (``vllm/v1/engine/{async_llm,llm_engine}.py``).
-    """
+    """Calls ``on_sample`` for every sample that ``engine`` registers; vLLM has no hook there."""
     processor = engine.output_processor
     add_request = processor.add_request
 
@@ -244,11 +225,8 @@ def label_spans(completion: CompletionOutput) -> list[tuple[str, int, int]] | No
 
 
 async def settle_outputs(engine: AsyncLLM) -> None:
-    """Waits until all that a paused engine core has sent is part of the requests' states here.
-
-    The answer to the pause comes behind the last outputs, but ``AsyncLLM`` only queues those for a
-    task. The empty output queued here is taken after all before it. The caller bounds the wait.
-    """
+    """Waits, for as long as the caller allows, until all that a paused core sent is taken up."""
+    # ``AsyncLLM`` queues outputs for a task; the empty one is taken after all before it.
     client: Any = engine.engine_core
     engine._run_output_handler()
     client.outputs_queue.put_nowait(EngineCoreOutputs())

@@ -57,8 +57,6 @@ WORKERS_ANSWERED = (TransferError, TransferNotReadyError, WeightMismatchError)
 
 @dataclass(slots=True)
 class _OpenUpdate:
-    """An update that is driven call by call."""
-
     limit_s: float  # between calls; if it comes in chunks, for the whole update
     version: int | None = None  # known from the start of one that comes in chunks
     run_id: str = NATIVE_RUN
@@ -71,11 +69,7 @@ class _OpenUpdate:
 
 
 class NativeCalls:
-    """Drives the updates of one engine from outside: start, any number of parts, finish.
-
-    A failure or silence ends an update. While it is open the engine is paused, pushes wait, and
-    requests wait at the gate.
-    """
+    """Pauses of one engine and its updates, driven from outside: start, any parts, finish."""
 
     def __init__(self, updates: Updates, engine: AsyncLLM, gate: AdmissionGate) -> None:
         self._updates, self._engine, self._gate = updates, engine, gate
@@ -220,7 +214,6 @@ class NativeCalls:
         await self._begin(_OpenUpdate(idle_timeout_s), timeout_s)
 
     async def update_weights(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Receives one part of the update, or all of it."""
         updates, info = self._updates, payload_of(request, "update_info")
 
         async def receive() -> None:
@@ -353,7 +346,6 @@ class NativeCalls:
                 raise
 
     def _require_idle(self, what: str) -> _OpenUpdate:
-        """Returns the open update, or refuses ``what``."""
         if self._open is None:
             raise TransferNotReadyError(
                 f"{what}: no weight update is open on replica {self._updates.replica_id}: "

@@ -25,8 +25,6 @@ from torchrl_vllm_sync.errors import SyncError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch._ops import OpOverload
-
     from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, Piece
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
@@ -49,9 +47,10 @@ class PlanNotPossibleError(SyncError, RuntimeError):
 # One dimension of a copy: its size, and its strides in the source and in the target. Those of a
 # copy are outermost first.
 Dim = tuple[int, int, int]
+Dims = tuple[Dim, ...]
 
 
-def _is_flat(dims: tuple[Dim, ...]) -> bool:
+def _is_flat(dims: Dims) -> bool:
     return not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))
 
 
@@ -66,7 +65,7 @@ class PlannedCopy:
     target: torch.Tensor  # a view into a parameter or buffer of the model, of the same shape
 
     @property
-    def dims(self) -> tuple[Dim, ...]:
+    def dims(self) -> Dims:
         """The copy in as few dimensions as possible; a dense one has one, of strides 1 and 1."""
         merged: list[Dim] = []
         dims = zip(self.shape, self.stride, self.target.stride(), strict=True)
@@ -149,11 +148,7 @@ class LoadPlan:
 
 
 def _cut(
-    copy: PlannedCopy,
-    source: int,
-    offset: int,
-    dims: tuple[Dim, ...],
-    parts: Sequence[tuple[int, Piece]],
+    copy: PlannedCopy, source: int, offset: int, dims: Dims, parts: Sequence[tuple[int, Piece]]
 ) -> Iterator[tuple[int, _Load]]:
     """Yields the loads of a part of ``copy``, and their buckets' numbers.
 
@@ -190,7 +185,7 @@ class _Load(NamedTuple):
     dtype: torch.dtype
     target: torch.Tensor
     offset: int
-    dims: tuple[Dim, ...]
+    dims: Dims
 
     @property
     def num_elements(self) -> int:
@@ -255,11 +250,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> LoadPlan:
-    """Records where each slice of a complete push lands in ``model``.
-
-    Parameters must be as the loader expects them, neither repacked nor quantised since. vLLM's
-    loaders need the worker's configuration to be current (``set_current_vllm_config``).
-    """
+    """Records where each slice of a push lands in a model that is as its loader expects it."""
     if len({meta.name for meta in metadata}) < len(metadata):
         raise ValueError("metadata must name each tensor once")
     names: dict[int, str] = {}
@@ -347,13 +338,7 @@ class _Recorder(TorchDispatchMode):
             self._alive.append(tensor)
             yield meta.name, tensor
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten.as_strided.default and storage_key(args[0]) in self._sources:
             # A stand-in's strides are not reliable: its clones are views.
@@ -406,7 +391,7 @@ class _Recorder(TorchDispatchMode):
     def _origin(self, tensor: torch.Tensor) -> str | None:
         return self._origins.get(storage_key(tensor))
 
-    def _other(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any other operation: its results are no stand-ins, and it must not write."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         origin = next(filter(None, map(self._origin, tensors)), None)

@@ -109,11 +109,7 @@ def register() -> None:
 
 
 class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateInfo]):
-    """One worker's end of the ``broadcast`` transport, made by vLLM when the model is loaded.
-
-    ``path_reason`` says why pushes take no load plan, ``staging_refusal`` why the memory for staged
-    weights could not be reserved. A group that was left after a failure is joined anew.
-    """
+    """One worker's end of the ``broadcast`` transport, made by vLLM when the model is loaded."""
 
     init_info_cls = BroadcastInitInfo
     update_info_cls = BroadcastUpdateInfo
@@ -130,10 +126,10 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._group: BroadcastGroup | None = None
         self._group_id = 0
         self._layout: BucketLayout | None = None
-        self._planned: LoadPlan | None = None
-        self._staged_plan: LoadPlan | None = None
+        self._forget()
+        # Why pushes take no load plan; and if a check has failed, for good.
         self.path_reason, self._distrust = "no push was prepared yet", ""
-        self._forget_buffers()
+        # The refusal says why the memory for staged weights could not be reserved.
         self._can_stage, self.staging_refusal = config.backend == STAGED_BACKEND, ""
         # A second set of the parameters, where weights arrive while the model goes on serving: by
         # the address of each of the model's storages, its bytes and as many spare ones.
@@ -173,12 +169,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         deadline = Deadline(min(init_info.timeout_s, init_info.deadline - time.monotonic()))
         if deadline.passed:
             raise TransferError("this worker came too late to the rendezvous")
-        rendezvous = Rendezvous(
-            init_info.master_address,
-            init_info.master_port,
-            init_info.world_size,
-            init_info.interface,
-        )
+        address, port = init_info.master_address, init_info.master_port
+        rendezvous = Rendezvous(address, port, init_info.world_size, init_info.interface)
         rank = init_info.rank_offset + self.rank_in_replica
         group = BroadcastGroup.join(rendezvous, rank, self.device, timeout_s=deadline.left_s)
         group.connect(timeout_s=max(deadline.left_s, 1.0))
@@ -187,8 +179,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def prepare(self, metadata: Sequence[ParamMeta], bucket_bytes: int) -> None:
         """Works out where the tensors of all coming pushes go."""
         self._layout = BucketLayout(metadata, bucket_bytes)
-        self._planned = self._staged_plan = None
-        self._forget_buffers()
+        self._forget()
         self.path_reason = self._distrust or why_not_a_plan(self.vllm_config)
         if self.path_reason:
             return
@@ -215,8 +206,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def start_weight_update(self) -> None:
         """Does nothing: each push is complete in itself."""
 
-    def finish_weight_update(self) -> None:
-        """Does nothing, likewise."""
+    finish_weight_update = start_weight_update
 
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
         deadline = self.await_weights(update_info)
@@ -339,7 +329,9 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             self.shutdown()
             raise TransferError(f"the transfer broke off: {error}") from error
 
-    def _forget_buffers(self) -> None:
+    def _forget(self) -> None:
+        self._planned: LoadPlan | None = None
+        self._staged_plan: LoadPlan | None = None
         self._buffers: list[torch.Tensor] = []
         self._bound: dict[LoadPlan, list[BoundBucket]] = {}
 
@@ -394,7 +386,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._transfer(self._reload, deadline)
         by_reload = checksum(self.model.named_parameters())
         if self.takes_direct:
-            self._forget_buffers()  # until the next check
+            self._buffers, self._bound = [], {}  # until the next check
         if wrong := [name for name in by_reload if by_plan.get(name) != by_reload[name]]:
             self._planned = self._staged_plan = None
             self._distrust = self.path_reason = (

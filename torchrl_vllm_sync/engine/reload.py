@@ -7,6 +7,7 @@ A plain ``load_weights`` after start-up fails or corrupts wherever weights were 
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,11 +86,7 @@ def checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 @torch.no_grad()
 def tensor_checksum(tensor: torch.Tensor) -> int:
-    """The checksum of one tensor's values in row-major order, computed where it is.
-
-    Words of 64 bits, padded with zeros, are mixed with their positions and added up, so that a
-    swapped or moved value shows. Arithmetic wraps around, so that all devices agree.
-    """
+    """Words of 64 bits, mixed with their positions and added up; alike on all devices."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = torch.full((), tensor.nbytes, dtype=torch.int64, device=tensor.device)
     position = 1
@@ -118,19 +115,13 @@ def reload_model(
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> int:
     """Replaces every parameter of ``model`` by ``weights``; returns the number of tensors."""
-    taken = 0
-
-    def counted() -> Iterable[tuple[str, torch.Tensor]]:
-        nonlocal taken
-        for name, tensor in weights:
-            taken += 1
-            yield name, tensor
-
+    taken = itertools.count()
     with set_current_vllm_config(vllm_config):
         initialize_layerwise_reload(model)
         expected = _loadable_names(model)
         try:
-            loaded = model.load_weights(counted())  # pyright: ignore[reportCallIssue]  vLLM's, not a Tensor
+            counted = (one for one, _ in zip(weights, taken, strict=False))
+            loaded = model.load_weights(counted)  # pyright: ignore[reportCallIssue]  vLLM's, not a Tensor
         finally:
             # An interrupted reload that is not finalised corrupts even a complete next one.
             finalize_layerwise_reload(model, vllm_config.model_config)
@@ -141,7 +132,7 @@ def reload_model(
         raise WeightMismatchError(
             f"{len(missing)} of {len(expected)} parameters received no weights: {shown}"
         )
-    return taken
+    return next(taken)
 
 
 def _loadable_names(model: torch.nn.Module) -> set[str]:
@@ -159,8 +150,7 @@ def _loadable_names(model: torch.nn.Module) -> set[str]:
 def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
     """Adds the model's names of parameters that a loader reports under shorter ones.
 
-    Experts of vLLM 0.26 report ``experts.w13_weight`` for ``experts.routed_experts.w13_weight``
-    (``fused_moe/runner/moe_runner.py``). A name that fits several stays as it is.
+    Experts of vLLM 0.26 report ``experts.w13_weight`` for ``experts.routed_experts.w13_weight``.
     """
     names = set(loaded)
     for name in names - expected:
@@ -176,9 +166,8 @@ def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
 def repack_cpu(model: torch.nn.Module) -> None:
     """Redoes the prepacking that a layerwise reload skips on vLLM's CPU backend (0.26 to 0.32).
 
-    A tied ``ParallelLMHead`` keeps its own packed copy of the embedding
-    (``vocab_parallel_embedding.py``), and unquantised experts stay in checkpoint layout inside
-    packed storage (``fused_moe/unquantized_fused_moe_method.py``).
+    A tied ``ParallelLMHead`` keeps its own packed copy of the embedding, and unquantised experts
+    stay in checkpoint layout inside packed storage.
     """
     if not current_platform.is_cpu():
         return

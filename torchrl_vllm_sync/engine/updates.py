@@ -89,13 +89,13 @@ class Watchdog:
             self._timer.cancel()
 
     def _end(self) -> None:
-        self._giving_up = asyncio.create_task(self._report())
+        async def give_up() -> None:
+            try:
+                await self._give_up()
+            except SyncError as error:  # nothing awaits this task
+                logger.warning("%s", error)
 
-    async def _report(self) -> None:
-        try:
-            await self._give_up()
-        except SyncError as error:  # nothing awaits this task
-            logger.warning("%s", error)
+        self._giving_up = asyncio.create_task(give_up())
 
 
 @dataclass(slots=True)
@@ -170,7 +170,6 @@ class Updates:
 
     @property
     def is_over(self) -> bool:
-        """Whether the replica is dead or closed."""
         return self._gate.state in (ReplicaState.FAILED, ReplicaState.CLOSED)
 
     # ---------------------------------------------------------------- several trainers
@@ -195,8 +194,6 @@ class Updates:
         """Lets other trainers push; does nothing if a later push has begun."""
         if self._push == (sender, number):
             self._push = None
-
-    # ---------------------------------------------------------------- what may be loaded
 
     def refuse_older(self, version: int, what: str = "version") -> None:
         if version < self.version:
@@ -230,8 +227,6 @@ class Updates:
         if self.is_over:
             raise self._gate.refusal()
 
-    # ---------------------------------------------------------------- locking and calls
-
     @contextlib.asynccontextmanager
     async def exclusive(self, timeout_s: float) -> AsyncIterator[Deadline]:
         """Keeps other updates out; yields what it leaves of the time."""
@@ -253,7 +248,6 @@ class Updates:
     async def call_workers(
         self, method: str, *args: Any, timeout_s: float, what: str = "loading"
     ) -> list[Any]:
-        """Calls a method of every worker and returns their answers."""
         return await self.ask(what, internals.call_workers(self._engine, method, args), timeout_s)
 
     async def ask_workers(
@@ -325,10 +319,7 @@ class Updates:
     async def paused(
         self, mode: PauseMode, clear_cache: bool, timeout_s: float
     ) -> AsyncIterator[Pause]:
-        """Freezes the engine; on every exit it is whole and serving, or out of service.
-
-        Requests in flight survive a failure that leaves the weights whole, and are ended otherwise.
-        """
+        """Freezes the engine; on every exit it is whole and serving, or stale without requests."""
         before, pause = self._gate.state, Pause()
         self.set_state(ReplicaState.UPDATING)
         try:
