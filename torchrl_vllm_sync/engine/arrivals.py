@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from torchrl_vllm_sync.engine.updates import Watchdog, path_of, raise_failures
-from torchrl_vllm_sync.errors import (
-    SnapshotError,
-    SyncError,
-    TransferError,
-    WeightMismatchError,
-)
+from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError, WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import this_node
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE

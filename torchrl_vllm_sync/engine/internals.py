@@ -13,10 +13,9 @@ import re
 import stat
 import time
 from collections import Counter
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.version import Version
 from vllm.sampling_params import RequestOutputKind
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm import SamplingParams
-    from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -56,8 +54,7 @@ def installed_vllm() -> Version:
     return Version(Version(found).base_version)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(NamedTuple):
     """The scheduler's figures after one step."""
 
     num_running: int  # requests in the running batch
@@ -73,9 +70,8 @@ class StatsRecorder(StatLoggerBase):
         self._by_engine: dict[int, EngineStats] = {}
         self._totals = Counter[str]()  # by the names of EngineCounters
 
-    def __call__(self, vllm_config: VllmConfig, engine_index: int = 0) -> StatsRecorder:
+    def __call__(self, *_: Any, **__: Any) -> StatsRecorder:
         """Serves as its own factory, as ``AsyncLLM(stat_loggers=[...])`` expects."""
-        del vllm_config, engine_index
         return self
 
     def record(
@@ -104,15 +100,10 @@ class StatsRecorder(StatLoggerBase):
 
     def latest(self) -> EngineStats | None:
         """Figures of all data-parallel engines; ``None`` before the first."""
-        stats = list(self._by_engine.values())
-        if not stats:
+        if not self._by_engine:
             return None
-        return EngineStats(
-            sum(one.num_running for one in stats),
-            sum(one.num_waiting for one in stats),
-            max(one.kv_cache_usage for one in stats),
-            min(one.measured_at for one in stats),
-        )
+        running, waiting, usage, measured_at = zip(*self._by_engine.values(), strict=True)
+        return EngineStats(sum(running), sum(waiting), max(usage), min(measured_at))
 
     def counters(self) -> EngineCounters:
         return EngineCounters(**self._totals)

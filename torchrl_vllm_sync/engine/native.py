@@ -16,7 +16,6 @@ from vllm.platforms import current_platform
 from torchrl_vllm_sync.checks import Deadline, check_seconds
 from torchrl_vllm_sync.engine.args import payload_of
 from torchrl_vllm_sync.engine.updates import (
-    RESUME_TIMEOUT_S,
     SHORT_TIMEOUT_S,
     Pause,
     Updates,
@@ -49,8 +48,6 @@ TIMEOUT_S = 300.0
 IDLE_TIMEOUT_S = 300.0
 SLEEP_LEVELS = (0, 1, 2)
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
-# The run of versions that came by vLLM's own calls.
-NATIVE_RUN = "vLLM's own calls"
 # What workers' own failures are raised as; one that did not answer in time is a plain SyncError.
 WORKERS_ANSWERED = (TransferError, TransferNotReadyError, WeightMismatchError)
 
@@ -59,7 +56,7 @@ WORKERS_ANSWERED = (TransferError, TransferNotReadyError, WeightMismatchError)
 class _OpenUpdate:
     limit_s: float  # between calls; if it comes in chunks, for the whole update
     version: int | None = None  # known from the start of one that comes in chunks
-    run_id: str = NATIVE_RUN
+    run_id: str = "vLLM's own calls"
     mode: PauseMode = "keep"
     clear_cache: bool = False
     pause: Pause = field(default_factory=Pause)
@@ -94,11 +91,7 @@ class NativeCalls:
     # ---------------------------------------------------------------- pauses of the engine's user
 
     async def pause_generation(
-        self,
-        *,
-        mode: PauseMode = "abort",
-        clear_cache: bool = True,
-        timeout_s: float = TIMEOUT_S,
+        self, *, mode: PauseMode = "abort", clear_cache: bool = True, timeout_s: float = TIMEOUT_S
     ) -> None:
         """Pauses until :meth:`resume_generation`; vLLM's defaults end requests and drop caches."""
         check_mode(mode)
@@ -299,7 +292,7 @@ class NativeCalls:
 
     async def finish_chunks(self) -> LoadReport:
         update, version = self._require_chunks()
-        await self.finish_weight_update(str(version), timeout_s=RESUME_TIMEOUT_S)
+        await self.finish_weight_update(str(version), timeout_s=SHORT_TIMEOUT_S)
         path = {"path": "layerwise", "path_reason": "vLLM's own transfer engines always take it"}
         return update.pause.report(version, num_tensors=update.num_tensors, attempts=1, **path)
 

@@ -292,10 +292,8 @@ class _ModelState:
             # In a module's own attributes are tensors that are not registered.
             for table in (module._parameters, module._buffers, module.__dict__)
         ]
-        self._data = {
-            name: (tensor, tensor.data)
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-        }
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        self._data = [(name, tensor, tensor.data) for name, tensor in tensors]
 
     def restore(self) -> list[str]:
         changed: list[str] = []
@@ -309,7 +307,7 @@ class _ModelState:
                     table[name] = both[1]
                 else:
                     del table[name]
-        for name, (tensor, data) in self._data.items():
+        for name, tensor, data in self._data:
             if tensor.dtype != data.dtype or not tensor.is_set_to(data):
                 changed.append(name)
                 tensor.data = data

@@ -76,8 +76,6 @@ class BroadcastInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BroadcastUpdateInfo(WeightTransferUpdateInfo):
-    """One push."""
-
     push_id: int  # begins with the group's
     timeout_s: float = 300.0  # for all of it
     num_passes: int = 1  # how often the trainer sends everything; the second time is a check
@@ -322,11 +320,10 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         """Leaves the group if a transfer breaks off, so that the others notice."""
         try:
             yield
-        except TransferError:
+        except RuntimeError as error:  # what communicators raise, or our own
             self.shutdown()
-            raise
-        except RuntimeError as error:  # what communicators raise
-            self.shutdown()
+            if isinstance(error, TransferError):
+                raise
             raise TransferError(f"the transfer broke off: {error}") from error
 
     def _forget(self) -> None:

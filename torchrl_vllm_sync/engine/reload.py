@@ -110,9 +110,7 @@ _CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 
 @torch.no_grad()
 def reload_model(
-    model: torch.nn.Module,
-    vllm_config: VllmConfig,
-    weights: Iterable[tuple[str, torch.Tensor]],
+    model: torch.nn.Module, vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> int:
     """Replaces every parameter of ``model`` by ``weights``; returns the number of tensors."""
     taken = itertools.count()

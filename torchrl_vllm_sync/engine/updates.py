@@ -36,12 +36,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds for calls that only ask or clear up.
+# Seconds for calls that only ask, label, resume or clear up.
 SHORT_TIMEOUT_S = 30.0
 # Seconds within which requests without a token must have left a paused engine.
 SEND_BACK_TIMEOUT_S = 10.0
-# Seconds within which a paused engine must answer the call to resume.
-RESUME_TIMEOUT_S = 30.0
 # Seconds between checks that an engine core that has yet to answer is alive.
 POLL_S = 0.5
 # Added to the reason when a load broke off that had begun to write.
@@ -366,7 +364,7 @@ class Updates:
 
     async def label(self, label: str) -> None:
         call = internals.set_weight_label(self._engine, label)
-        await self.ask("labelling", call, RESUME_TIMEOUT_S)
+        await self.ask("labelling", call, SHORT_TIMEOUT_S)
 
     async def put_together(self) -> None:
         """Makes workers end the reload that an update had begun."""
@@ -378,7 +376,7 @@ class Updates:
         if self.held:
             return
         try:
-            await self.ask("resuming", self._engine.resume_generation(), RESUME_TIMEOUT_S)
+            await self.ask("resuming", self._engine.resume_generation(), SHORT_TIMEOUT_S)
         except BaseException as error:
             self.whole = False  # it may be frozen: only a successful load makes it serve again
             self.set_state(ReplicaState.STALE, f"the engine did not resume: {error}")
@@ -407,8 +405,7 @@ class Updates:
         self._floor = max(self._floor, version)
         # Another run's version of the same number would be taken for this one: it must load anew.
         foreign = self.version == version and run_id not in (None, self.run_id)
-        if foreign:
-            self.whole = False
+        self.whole = self.whole and not foreign
         if (foreign or self.version < self._floor) and self._gate.state.admits_requests:
             other = " of this run" if foreign else ""
             self.set_state(ReplicaState.STALE, f"it did not reach version {self._floor}{other}")
