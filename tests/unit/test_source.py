@@ -133,12 +133,12 @@ def test_the_names_of_experts_are_worked_out_once(checkpoints, monkeypatch):
     list(source)
     assert len(calls) == 1
     gc.collect()
-    assert model in module_module._PLANS
-    assert model in module_module._STATES
+    known = module_module._KNOWN
+    assert known[model].plan is not None
+    assert known[model].state is not None
     del model, source
     gc.collect()
-    for kept in (module_module._PLANS, module_module._STATES):
-        assert not [key for key in kept if "Moe" in type(key).__name__]
+    assert not [key for key in known if "Moe" in type(key).__name__]
 
 
 @pytest.mark.parametrize("wrap", ["TransformersWrapper", "DDP", "compile", "both"])

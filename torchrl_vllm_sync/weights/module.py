@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tensordict.nn import TensorDictModuleBase
@@ -23,39 +24,36 @@ if TYPE_CHECKING:
 
 
 class TensorReader:
-    """Reads one tensor of a module, merged and whole; ``changed``: whether adapters add to it."""
+    """Reads one tensor of a module, whole, with what the ``deltas`` of adapters add to it."""
 
     def __init__(
         self, tensor: torch.Tensor, deltas: Sequence[Callable[[], torch.Tensor]] = ()
     ) -> None:
         self._tensor, self._deltas = tensor, deltas
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        self.changed = bool(deltas)
+        self.shape, self.dtype = tensor.shape, tensor.dtype
 
     @property
     def is_plain(self) -> bool:
         """Whether the tensor is read as it is: neither merged nor gathered."""
-        return not self.changed and not isinstance(self._tensor, DTensor)
+        return not self._deltas and not isinstance(self._tensor, DTensor)
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Memory and layout of the tensor, as in :func:`layout_of`."""
-        return _place(self._tensor)
+        return place_of(self._tensor)
 
     def __call__(self) -> torch.Tensor:
         """Returns the tensor as it is now; where adapters add to it, a fresh one."""
         with torch.no_grad():
             tensor = whole(self._tensor)
-            if not self._deltas:
-                return tensor
-            merged = tensor.clone()
+            if self._deltas:
+                tensor = tensor.clone()
             for delta in self._deltas:
-                merged += whole(delta())  # as PEFT merges: one adapter at a time, each rounded once
-            return merged
+                tensor += whole(delta())  # as PEFT merges: one adapter at a time, each rounded once
+            return tensor
 
     def same_as(self, other: TensorReader) -> bool:
         """Whether both read the same values; gathers and merges only where adapters add."""
-        if self.changed or other.changed:
+        if self._deltas or other._deltas:
             return torch.equal(self(), other())
         return same_values(self._tensor, other._tensor)
 
@@ -105,19 +103,19 @@ def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Returns each tied tensor of a transformers model, and the one that it repeats."""
-    model = module.get_base_model() if is_peft(module) else module  # pyright: ignore[reportCallIssue]
-    return dict(getattr(model, "all_tied_weights_keys", {}))
+Held = TypeVar("Held")
 
 
-def drop_tied(readers: dict[str, TensorReader], tied: dict[str, str]) -> dict[str, TensorReader]:
-    """Leaves out tied tensors, unless their two names no longer hold the same values."""
-    kept = dict(readers)
-    for name, twin in tied.items():
-        if name in kept and twin in kept and kept[name].same_as(kept[twin]):
-            del kept[name]
-    return kept
+def repeated(
+    module: torch.nn.Module, held: Mapping[str, Held], is_same: Callable[[Held, Held], bool]
+) -> set[str]:
+    """Returns the tied tensors of a transformers model that are the same as those they repeat."""
+    tied: dict[str, str] = getattr(base_model(module), "all_tied_weights_keys", {})
+    return {
+        name
+        for name, original in tied.items()
+        if name in held and original in held and is_same(held[name], held[original])
+    }
 
 
 def layout_of(module: torch.nn.Module) -> list[Any]:
@@ -136,12 +134,13 @@ def layout_of(module: torch.nn.Module) -> list[Any]:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     layout.append(name)
-                    layout.append(_place(tensor))
+                    layout.append(place_of(tensor))
         layout.append(len(parts["_non_persistent_buffers_set"]))
     return layout
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Identifies the memory of a tensor and its layout."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -157,7 +156,7 @@ def _lora_readers(model: Any) -> dict[str, TensorReader]:
 
     if model.active_peft_config.is_prompt_learning:
         raise WeightMismatchError("prompt learning changes no weights: there is nothing to push")
-    base = model.get_base_model()
+    base = base_model(model)
     wrappers = {
         name: module
         for name, module in base.named_modules()
@@ -169,13 +168,16 @@ def _lora_readers(model: Any) -> dict[str, TensorReader]:
     tensors = base.state_dict()
     check_readable(tensors)
     for name, tensor in tensors.items():
-        owner = _owner(name, wrappers)
+        parents = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
+        owner = next((one for one in parents if one in wrappers), None)
         if owner is None:
             readers[name] = TensorReader(tensor)
             continue
         wrapper, inner = wrappers[owner], name.removeprefix(owner + ".")
         if isinstance(wrapper, ModulesToSaveWrapper):
-            chosen = _chosen_copy(wrapper)
+            active = [one for one in wrapper.active_adapters if one in wrapper.modules_to_save]
+            is_saved = active and not wrapper.disable_adapters
+            chosen = f"modules_to_save.{active[0]}." if is_saved else "original_module."
             if inner.startswith(chosen):
                 readers[f"{owner}.{inner.removeprefix(chosen)}"] = TensorReader(tensor)
         elif inner.startswith("base_layer."):
@@ -185,23 +187,6 @@ def _lora_readers(model: Any) -> dict[str, TensorReader]:
                 plain = f"{owner}.{leaf}"
                 readers[plain] = TensorReader(tensor, _lora_deltas(plain, leaf, wrapper))
     return readers
-
-
-def _owner(name: str, wrappers: dict[str, Any]) -> str | None:
-    """Returns the outermost wrapper that ``name`` lies in."""
-    end = name.find(".")
-    while end != -1:
-        if name[:end] in wrappers:
-            return name[:end]
-        end = name.find(".", end + 1)
-    return None
-
-
-def _chosen_copy(wrapper: Any) -> str:
-    active = [one for one in wrapper.active_adapters if one in wrapper.modules_to_save]
-    if wrapper.disable_adapters or not active:
-        return "original_module."
-    return f"modules_to_save.{active[0]}."
 
 
 def _check_biases(name: str, wrapper: Any) -> None:
@@ -260,37 +245,29 @@ def _lora_deltas(name: str, leaf: str, layer: Any) -> list[Callable[[], torch.Te
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Where a published tensor lies in the contiguous tensor that holds it."""
-
-    # elements between neighbours, for each dimension of the published tensor
-    stride: tuple[int, ...]
-    offset: int  # elements before its first value
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
     """Tensors of a checkpoint that are made from the same tensors of the model."""
 
     sources: tuple[str, ...]  # names of the model's tensors
     # the checkpoint's tensors; those that are views in the order of their storage
     metadata: tuple[ParamMeta, ...]
-    # where each of these lies in the one source; `None` if they must be computed
-    windows: tuple[Window, ...] | None
+    # each of these without storage, as it lies in the one source; `None` if they must be computed
+    windows: tuple[torch.Tensor, ...] | None = None
     # whether the one published tensor is the source itself, perhaps renamed
     unchanged: bool = False
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]] | None:
         """Returns name and view of each published tensor, without copying anything."""
+        whole = tensors[0]
         if self.unchanged:
-            return [(self.metadata[0].name, tensors[0])]
-        if self.windows is None or not tensors[0].is_contiguous():
+            return [(self.metadata[0].name, whole)]
+        if self.windows is None or not whole.is_contiguous():
             return None
-        whole, start = tensors[0], tensors[0].storage_offset()
+        start = whole.storage_offset()
         return [
-            (meta.name, whole.as_strided(meta.shape, window.stride, start + window.offset))
-            for meta, window in zip(self.metadata, self.windows, strict=True)
+            (meta.name, whole.as_strided(one.shape, one.stride(), start + one.storage_offset()))
+            for meta, one in zip(self.metadata, self.windows, strict=True)
         ]
 
     def publish(
@@ -312,41 +289,30 @@ def bundles_of(
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, (shape, dtype) in tensors.items()
     }
-    origins = _Origins(stand_ins)
-    with origins:
+    with _Origins(stand_ins) as origins:
         found = _revert(model, dict(stand_ins))
-    order = {name: i for i, name in enumerate(stand_ins)}
     makings = {name: origins.of(tensor) for name, tensor in found.items()}
+    component = _components(makings.values())
     grouped: dict[frozenset[str], list[str]] = {}
-    whole_of = _components(makings.values())
     for name, sources in makings.items():
-        grouped.setdefault(whole_of[min(sources, key=order.__getitem__)], []).append(name)
-    bundles = [
-        _bundle(tuple(sorted(sources, key=order.__getitem__)), names, stand_ins, found, origins)
-        for sources, names in grouped.items()
-    ]
+        grouped.setdefault(component[next(iter(sources))], []).append(name)
+    order = {name: i for i, name in enumerate(stand_ins)}
+    bundles: list[Bundle] = []
+    for members, names in grouped.items():
+        sources = tuple(sorted(members, key=order.__getitem__))
+        whole = stand_ins[sources[0]]
+        windows = None
+        if len(sources) == 1 and all(origins.is_view(found[name], whole) for name in names):
+            names.sort(key=lambda name: found[name].storage_offset())
+            windows = tuple(found[name] for name in names)
+        metadata = tuple(ParamMeta.of(name, found[name]) for name in names)
+        unchanged = windows is not None and [_extent(one) for one in windows] == [_extent(whole)]
+        bundles.append(Bundle(sources, metadata, windows, unchanged))
     return sorted(bundles, key=lambda one: order[one.sources[0]])
 
 
-def _bundle(
-    sources: tuple[str, ...],
-    names: list[str],
-    stand_ins: Mapping[str, torch.Tensor],
-    found: Mapping[str, torch.Tensor],
-    origins: _Origins,
-) -> Bundle:
-    whole = stand_ins[sources[0]]
-    if len(sources) > 1 or not all(origins.is_view(found[name], whole) for name in names):
-        metadata = tuple(ParamMeta.of(name, found[name]) for name in names)
-        return Bundle(sources, metadata, None)
-    names = sorted(names, key=lambda name: found[name].storage_offset())
-    windows = tuple(
-        Window(found[name].stride(), int(found[name].storage_offset())) for name in names
-    )
-    metadata = tuple(ParamMeta.of(name, found[name]) for name in names)
-    itself = Window(whole.stride(), 0)
-    unchanged = windows == (itself,) and metadata[0].shape == tuple(whole.shape)
-    return Bundle(sources, metadata, windows, unchanged)
+def _extent(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _components(groups: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
@@ -389,13 +355,7 @@ class _Origins(TorchDispatchMode):
             and tensor.dtype == whole.dtype
         )
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
         if func is aten.clone.default:
@@ -417,12 +377,51 @@ class _Origins(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    leaves = [tree] if isinstance(tree, torch.Tensor) else tree_leaves(tree)
-    return [one for one in leaves if isinstance(one, torch.Tensor)]
+    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+@dataclass(slots=True)
+class Plan:
+    """How a module's tensors are published."""
+
+    # name, shape and dtype of each of the module's tensors
+    facts: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    bundles: list[Bundle]  # what is made of which
+    metadata: list[ParamMeta]  # all published tensors, in their order
+
+
+@dataclass(slots=True)
+class _State:
+    """A module's tensors, while they stay where they are."""
+
+    everything: dict[str, TensorReader]
+    left_out: set[str]  # tied tensors that repeat others
+    layout: list[Any] | None
+    readers: dict[str, TensorReader]
+    plan: Plan
+    views: list[tuple[str, torch.Tensor]] | None = None  # made when they are first asked for
+
+
+@dataclass(slots=True)
+class Known:
+    """What was worked out about the owner of some tensors, since a source is made for each push."""
+
+    plan: Plan | None = None
+    state: _State | None = None
+    fit: Any = None  # how its tensors become those that engines expect, see :mod:`source`
+    store: Any = None  # its connection to its process group's store, see :mod:`sharded`
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()
+
+
+def known_of(owner: Any) -> Known:
+    """Returns the record of ``owner``, to which nothing in it may refer: it lives as long."""
+    return _KNOWN.setdefault(owner, Known())
 
 
 class ModuleSource:
@@ -431,9 +430,7 @@ class ModuleSource:
     Every iteration reads the parameters as they are then. LoRA adapters are merged one tensor at a
     time into a fresh tensor, so the training copy is never touched; the result equals PEFT's
     ``merge_and_unload()`` bit by bit, whatever the dtypes. Fused experts are published under their
-    own names as views, in the order in which they lie in the fused tensor.
-
-    What is worked out about a module is kept with it, not with the source. A ``StableSource``.
+    own names as views, in the order in which they lie in the fused tensor. A ``StableSource``.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -441,7 +438,7 @@ class ModuleSource:
 
     @property
     def owner(self) -> object:
-        """The model without its wrappers; what is cached lives as long as it."""
+        """The model without its wrappers."""
         return self._module
 
     def metadata(self) -> list[ParamMeta]:
@@ -460,7 +457,16 @@ class ModuleSource:
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
         """Returns what iteration yields as aliases of the parameters."""
-        return self._state().views()
+        state = self._state()
+        if state.views is None and all(one.is_plain for one in state.readers.values()):
+            found: list[tuple[str, torch.Tensor]] = []
+            for bundle in state.plan.bundles:
+                views = bundle.views([state.readers[name]() for name in bundle.sources])
+                if views is None:
+                    return None
+                found += views
+            state.views = found
+        return state.views
 
     def same_values(self, name: str, other: str) -> bool:
         """Whether two of the model's tensors, by their names in it, are equal."""
@@ -468,85 +474,37 @@ class ModuleSource:
         return readers[name].same_as(readers[other])
 
     def _state(self) -> _State:
-        """Returns the module's tensors and plan, cached while nothing has moved."""
-        module = self._module
-        if is_peft(module):  # which adapters add to what may change at any time
-            readers = drop_tied(module_readers(module), tied_names(module))
-            return _State(readers, plan_of(module, readers), None)
-        layout = layout_of(module)
-        known = _STATES.get(module)
-        tied = tied_names(module)
-        if known is not None and known.layout == layout and known.ties == _ties(known.all, tied):
-            return known
+        """Returns the module's tensors and plan, kept while nothing has moved."""
+        module, known = self._module, known_of(self._module)
+        # What adapters add, and to what, may change at any time.
+        layout = None if is_peft(module) else layout_of(module)
+        state = known.state
+        if (
+            state is not None
+            and state.layout == layout
+            and state.left_out == repeated(module, state.everything, TensorReader.same_as)
+        ):
+            return state
         everything = module_readers(module)
-        readers = drop_tied(everything, tied)
-        state = _State(
-            readers, plan_of(module, readers), layout, everything, _ties(everything, tied)
-        )
-        _STATES.pop(module, None)
+        left_out = repeated(module, everything, TensorReader.same_as)
+        readers = {name: one for name, one in everything.items() if name not in left_out}
+        state = _State(everything, left_out, layout, readers, plan_of(module, readers))
         # Hooks may compute a state dict that changes where the module's tensors do not.
-        places = {one for one in layout if isinstance(one, tuple)}
-        if all(one.is_plain and one.place in places for one in everything.values()):
-            _STATES[module] = state
+        places = {one for one in layout or () if isinstance(one, tuple)}
+        is_fixed = all(one.is_plain and one.place in places for one in everything.values())
+        known.state = state if is_fixed else None
         return state
 
 
-@dataclass(slots=True)
-class Plan:
-    """How a module's tensors are published."""
-
-    # name, shape and dtype of each of the module's tensors
-    facts: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    bundles: list[Bundle]  # what is made of which
-    metadata: list[ParamMeta]  # all published tensors, in their order
-
-
-@dataclass(slots=True)
-class _State:
-    """What is known of a module while its tensors stay where they are."""
-
-    readers: dict[str, TensorReader]
-    plan: Plan
-    layout: list[Any] | None
-    all: dict[str, TensorReader] = field(default_factory=dict)
-    ties: list[bool] = field(default_factory=list)
-    found: list[tuple[str, torch.Tensor]] | None = None
-
-    def views(self) -> list[tuple[str, torch.Tensor]] | None:
-        """Returns the published tensors as aliases, made when they are first asked for."""
-        if self.found is None and all(one.is_plain for one in self.readers.values()):
-            found = []
-            for bundle in self.plan.bundles:
-                views = bundle.views([self.readers[name]() for name in bundle.sources])
-                if views is None:
-                    return None
-                found += views
-            self.found = found
-        return self.found
-
-
-_PLANS: weakref.WeakKeyDictionary[torch.nn.Module, Plan] = weakref.WeakKeyDictionary()
-_STATES: weakref.WeakKeyDictionary[torch.nn.Module, _State] = weakref.WeakKeyDictionary()
-
-
-def _ties(readers: dict[str, TensorReader], tied: dict[str, str]) -> list[bool]:
-    """Returns which tied tensors are equal, at no cost where they share their storage."""
-    return [
-        readers[name].same_as(readers[twin])
-        for name, twin in tied.items()
-        if name in readers and twin in readers
-    ]
-
-
-def plan_of(module: torch.nn.Module, readers: dict[str, TensorReader]) -> Plan:
-    """Returns how the tensors of ``readers`` are published; computed once for a module."""
-    facts = {name: (one.shape, one.dtype) for name, one in readers.items()}
-    plan = _PLANS.get(module)
-    if plan is None or list(plan.facts.items()) != list(facts.items()):
+def plan_of(module: torch.nn.Module, tensors: Mapping[str, TensorReader | torch.Tensor]) -> Plan:
+    """Returns how the tensors of a module are published; computed once for each module."""
+    known = known_of(module)
+    facts = {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()}
+    if known.plan is None or list(known.plan.facts.items()) != list(facts.items()):
         bundles = bundles_of(base_model(module), facts)
-        plan = Plan(facts, bundles, [meta for bundle in bundles for meta in bundle.metadata])
-        _PLANS[module] = plan
-    return plan
+        metadata = [meta for bundle in bundles for meta in bundle.metadata]
+        known.plan = Plan(facts, bundles, metadata)
+    return known.plan
 
 
 def base_model(module: torch.nn.Module) -> torch.nn.Module:

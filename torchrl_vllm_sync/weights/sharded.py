@@ -11,8 +11,8 @@ import contextlib
 import itertools
 import json
 import logging
+import operator
 import time
-import weakref
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import metadata_digest
 from torchrl_vllm_sync.weights.module import (
-    TensorReader,
     check_readable,
     is_peft,
+    known_of,
     plan_of,
+    repeated,
     same_values,
-    tied_names,
     unwrap,
 )
 
@@ -631,7 +631,7 @@ class ShardedModuleSource:
 
         The same list object while names, dtypes and shapes stay: leave it as it is.
         """
-        return self._plan(self._tensors()).metadata
+        return plan_of(self._module, self._tensors()).metadata
 
     def same_values(self, name: str, other: str) -> bool:
         """Whether this rank's shards of two tensors, by their names in the model, are equal."""
@@ -683,7 +683,7 @@ class ShardedModuleSource:
         under_way: list[Gather] = []
         try:
             tensors = self._tensors()
-            groups = _groups(self._plan(tensors))
+            groups = _groups(plan_of(self._module, tensors))
             # Prepared before this rank is called: failing between the call and the launch would
             # leave the sending rank alone in a collective, and the process group out of step.
             expected, prepared = 0, self._prepare(groups[0], tensors)
@@ -711,7 +711,7 @@ class ShardedModuleSource:
 
     def _iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
         tensors = self._tensors()
-        groups = _groups(self._plan(tensors))
+        groups = _groups(plan_of(self._module, tensors))
         ahead: Gather | None = None
         try:
             for index, group in enumerate(groups):
@@ -802,14 +802,9 @@ class ShardedModuleSource:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Returns the parameters and buffers, sharded as they are; a tied one appears once."""
         tensors = dict(self._module.state_dict(keep_vars=True))
-        for name, twin in tied_names(self._module).items():
-            # Not by value: ranks would have to agree, and each sees only its own shard.
-            if name in tensors and tensors[name] is tensors.get(twin):
-                del tensors[name]
-        return tensors
-
-    def _plan(self, tensors: dict[str, torch.Tensor]) -> Plan:
-        return plan_of(self._module, {name: TensorReader(one) for name, one in tensors.items()})
+        # Not by value: ranks would have to agree, and each sees only its own shard.
+        left_out = repeated(self._module, tensors, operator.is_)
+        return {name: one for name, one in tensors.items() if name not in left_out}
 
     def _digest(self) -> str:
         return metadata_digest(self.metadata())
@@ -861,15 +856,9 @@ def _ranks_of(module: torch.nn.Module) -> tuple[int, ...]:
     return min(members)
 
 
-_STORES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Store, Store]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def _store_for(module: torch.nn.Module) -> Store:
     """Returns the module's own connection to the process group's store."""
-    default = _get_default_store()
-    known = _STORES.get(module)
-    if known is None or known[0] is not default:
-        _STORES[module] = known = default, default.clone()  # pyright: ignore[reportAttributeAccessIssue]
-    return known[1]
+    default, known = _get_default_store(), known_of(module)
+    if known.store is None or known.store[0] is not default:
+        known.store = default, default.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    return known.store[1]

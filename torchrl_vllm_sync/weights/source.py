@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -16,10 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.module import (
+    Known,
     ModuleSource,
     check_readable,
     is_peft,
+    known_of,
     local,
+    place_of,
     same_values,
     whole,
 )
@@ -27,7 +29,7 @@ from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
 from torchrl_vllm_sync.weights.snapshots.data_file import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 HEAD = "lm_head.weight"
@@ -93,6 +95,7 @@ class MappingSource:
         check_readable(self.tensors)
         self._metadata: list[ParamMeta] = []
         self._views: list[tuple[str, torch.Tensor]] = []
+        self._places: list[tuple[Any, ...]] = []
 
     @property
     def owner(self) -> object:
@@ -100,7 +103,7 @@ class MappingSource:
         return self
 
     def metadata(self) -> list[ParamMeta]:
-        """Returns name, dtype and full shape of each tensor; the same list while none changes."""
+        """Returns the tensors' metadata; the same list while none changes."""
         metadata = [ParamMeta.of(name, tensor) for name, tensor in self.tensors.items()]
         if metadata != self._metadata:
             self._metadata = metadata
@@ -110,13 +113,14 @@ class MappingSource:
         """Returns the tensors, detached."""
         if any(isinstance(tensor, DTensor) for tensor in self.tensors.values()):
             return None
-        views = [(name, tensor.detach()) for name, tensor in self.tensors.items()]
-        if list(map(_place, views)) != list(map(_place, self._views)):
-            self._views = views
+        places = [(name, *place_of(tensor)) for name, tensor in self.tensors.items()]
+        if places != self._places:
+            self._places = places
+            self._views = [(name, tensor.detach()) for name, tensor in self.tensors.items()]
         return self._views
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields each tensor, detached and whole."""
+        """Yields the tensors, detached and whole."""
         for name, tensor in self.tensors.items():
             yield name, whole(tensor)
 
@@ -166,8 +170,7 @@ class _Fit:
     # expert's parts. A name that is not here is tied or derived
     sent: dict[str, str | list[tuple[str, ...]]]
     metadata: list[ParamMeta]  # what is sent
-    # names, in the source, of a head and the embedding that must equal it
-    twins: tuple[str, str] | None
+    embedding: str | None  # what a head that comes along, and is not sent, must equal
     # the list that `views` was made from
     source_views: list[tuple[str, torch.Tensor]] | None = None
     # those of the source that are sent, renamed
@@ -184,10 +187,6 @@ class _Fit:
                 case [*experts]:
                     for parts, expert in zip(experts, tensor, strict=True):
                         yield from zip(parts, expert.chunk(len(parts)), strict=True)
-
-
-# The last fit of each owner: a source is made anew for each push.
-_FITS: weakref.WeakKeyDictionary[Any, _Fit] = weakref.WeakKeyDictionary()
 
 
 class _FittedSource:
@@ -227,12 +226,11 @@ def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightS
     source's owner while both lists of metadata are the same objects.
     """
     given = source.metadata()
-    fit = _FITS.get(source.owner) if isinstance(source, StableSource) else None
+    known = known_of(source.owner) if isinstance(source, StableSource) else Known()
+    fit: _Fit | None = known.fit
     if fit is None or fit.given is not given or fit.expected is not expected:
-        fit = _fit(source, given, expected)
-        if isinstance(source, StableSource):
-            _FITS[source.owner] = fit
-    elif problem := _untied(source, fit.twins, fit.prefix):
+        fit = known.fit = _fit(source, given, expected)
+    elif problem := _untied(source, fit.prefix, fit.embedding):
         raise _mismatch(problem)
     return _FittedSource(source, fit)
 
@@ -253,42 +251,46 @@ def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamM
     twice: list[str] = []
     for name, names in sent.items():
         meta = relevant[name]
-        shape = meta.shape if isinstance(names, str) else _part_shape(meta.shape, names)
-        for one in [names] if isinstance(names, str) else itertools.chain(*names):
-            if one in found:
-                twice.append(one)
-            found[one] = ParamMeta(one, meta.dtype, shape)
-    known = wanted.keys() | {HEAD}
-    both = [(name, meta, wanted[name]) for name, meta in found.items() if name in wanted]
+        if isinstance(names, str):
+            items = [ParamMeta(names, meta.dtype, meta.shape)]
+        else:
+            shape = meta.shape[1] // len(names[0]), meta.shape[2]
+            items = [ParamMeta(one, meta.dtype, shape) for one in itertools.chain(*names)]
+        twice += [one.name for one in items if one.name in found]
+        found |= {one.name: one for one in items}
+    both = [(meta, wanted[name]) for name, meta in found.items() if name in wanted]
+    embedding = None
+    if HEAD in found and HEAD not in wanted:
+        alike = [meta.name for meta, _ in both if "embed" in meta.name]
+        alike = [name for name in alike if found[name].shape == found[HEAD].shape]
+        embedding = alike[0] if len(alike) == 1 else None
     problems = [
         _listing("missing", [name for name in wanted if name not in found]),
-        _listing("unknown", [name for name in found if name not in known]),
+        _listing("unknown", [name for name in found if name not in wanted and name != HEAD]),
         _listing("given twice", twice),
         _listing(
             "of another shape",
             [
-                f"{name} {list(meta.shape)} instead of {list(want.shape)}"
-                for name, meta, want in both
+                f"{meta.name} {list(meta.shape)} instead of {list(want.shape)}"
+                for meta, want in both
                 if meta.shape != want.shape
             ],
         ),
         _listing(
             "of another kind of dtype",
             [
-                f"{name} {meta.dtype} instead of {want.dtype}"
-                for name, meta, want in both
+                f"{meta.name} {meta.dtype} instead of {want.dtype}"
+                for meta, want in both
                 if meta.dtype.is_floating_point != want.dtype.is_floating_point
             ],
         ),
+        _untied(source, prefix, embedding),
     ]
-    twins = None if HEAD in wanted else _twins(prefix, found, wanted)
-    problems.append(_untied(source, twins, prefix))
     if any(problems):
         raise _mismatch("; ".join(filter(None, problems)))
-    metadata = [want for _, _, want in both]
     if HEAD not in wanted:
         sent.pop(prefix + HEAD, None)
-    return _Fit(given, expected, prefix, sent, metadata, twins)
+    return _Fit(given, expected, prefix, sent, [want for _, want in both], embedding)
 
 
 def _sent_as(
@@ -309,35 +311,16 @@ def _sent_as(
     return name
 
 
-def _part_shape(shape: tuple[int, ...], names: list[tuple[str, ...]]) -> tuple[int, ...]:
-    return shape[1] // len(names[0]), shape[2]
-
-
 def _mismatch(problems: str) -> WeightMismatchError:
     return WeightMismatchError(f"the push does not fit the engines' model: {problems}")
 
 
-def _twins(
-    prefix: str, found: Mapping[str, ParamMeta], wanted: Mapping[str, ParamMeta]
-) -> tuple[str, str] | None:
-    """Returns the source's names of an output head and of the embedding it must equal."""
-    if HEAD not in found:
-        return None
-    twins = [
-        name
-        for name, meta in found.items()
-        if name in wanted and "embed" in name and meta.shape == found[HEAD].shape
-    ]
-    return (prefix + HEAD, prefix + twins[0]) if len(twins) == 1 else None
-
-
-def _untied(source: WeightSource, twins: tuple[str, str] | None, prefix: str) -> str:
+def _untied(source: WeightSource, prefix: str, embedding: str | None) -> str:
     """Returns the fault of a separate output head, which engines that tie it would drop."""
     same = getattr(source, "same_values", None)
-    if same is None or twins is None or same(*twins):
+    if embedding is None or same is None or same(prefix + HEAD, prefix + embedding):
         return ""
-    head, embedding = (name.removeprefix(prefix) for name in twins)
-    return f"{head} differs from {embedding}, to which the engines tie it"
+    return f"{HEAD} differs from {embedding}, to which the engines tie it"
 
 
 def _common_prefix(given: Iterable[str], wanted: Mapping[str, ParamMeta]) -> str:
@@ -368,36 +351,26 @@ class Content:
     """
 
     def __init__(self, source: WeightSource) -> None:
-        held = _held(source)
-        self._marks = None if held is None else _marks(held)
-        self._samples = None if held is None else _samples(held)
-        self._sums: dict[str, int] | None = None
-        self._failed = False
+        self._look: Callable[[Mapping[str, torch.Tensor]], dict[str, Any]] = _glance
+        self._seen = self._see(source)
 
     def summed(self, source: WeightSource) -> None:
         """Notes that a retry is due, and checksums to recognise it by."""
-        held, self._failed = _held(source), True
-        self._sums = None if held is None else _sums(held)
+        self._look = _sums
+        self._seen = self._see(source)
 
     def difference(self, source: WeightSource) -> str:
         """Returns what of ``source`` may not be as it was; empty if all is shown to be."""
-        held = _held(source)
-        if held is None or self._marks is None or self._samples is None:
+        then, now = self._seen, self._see(source)
+        if then is None or now is None:
             # A push that left replicas behind is retried whatever its source is.
-            return "" if self._failed else "nothing is known to compare its weights with"
-        if self._sums is not None:
-            return _differing(_unequal(_sums(held), self._sums))
-        return _differing(
-            _unequal(_marks(held), self._marks) or _unequal(_samples(held), self._samples)
-        )
+            return "" if self._look is _sums else "nothing is known to compare its weights with"
+        changed = [name for name in {**now, **then} if now.get(name) != then.get(name)]
+        return _listing("not as they were", changed)
 
-
-def _unequal(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**now, **then} if now.get(name) != then.get(name)]
-
-
-def _differing(names: Sequence[str]) -> str:
-    return _listing("not as they were", names) if names else ""
+    def _see(self, source: WeightSource) -> dict[str, Any] | None:
+        held = _held(source)
+        return None if held is None else self._look(held)
 
 
 def _held(source: WeightSource) -> dict[str, torch.Tensor] | None:
@@ -410,26 +383,20 @@ def _held(source: WeightSource) -> dict[str, torch.Tensor] | None:
     return dict(owner.state_dict(keep_vars=True))
 
 
-def _marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
-    """Identifies the memory of tensors and the number of writes to it."""
-    found = {}
-    for name, tensor in tensors.items():
+def _glance(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Identifies tensors' memory and the number of writes to it, and reads some values of eight."""
+    found: dict[str, Any] = {}
+    step = max(len(tensors) // 8, 1)
+    for index, (name, tensor) in enumerate(tensors.items()):
         one = local(tensor)
         storage = StorageWeakRef(one.untyped_storage())  # no other storage is taken for it
         writes = None if tensor.is_inference() else tensor._version
-        found[name] = (storage, one.storage_offset(), tuple(one.shape), one.stride(), writes)
+        sample = None
+        if index % step == 0:
+            flat = one.reshape(-1)
+            sample = _raw(flat[:: max(flat.numel() // 16, 1)]).numpy().tobytes()
+        found[name] = storage, one.storage_offset(), one.shape, one.stride(), writes, sample
     return found
-
-
-def _samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """Returns sixteen values of each of eight tensors, spread over all of them."""
-    names = list(tensors)
-    return {name: _sample(local(tensors[name])) for name in names[:: max(len(names) // 8, 1)]}
-
-
-def _sample(tensor: torch.Tensor) -> bytes:
-    flat = tensor.reshape(-1)
-    return _raw(flat[:: max(flat.numel() // 16, 1)]).numpy().tobytes()
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -440,9 +407,3 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: checksum(_raw(local(one))) for name, one in tensors.items()}
-
-
-def _place(item: tuple[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Identifies the memory that a name stands for."""
-    name, tensor = item
-    return name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
