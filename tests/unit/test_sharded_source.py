@@ -12,6 +12,7 @@ import time
 import traceback
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +180,7 @@ def compare(found, whole):
 def fill(part):
     if part._room is not None:
         part._room.zero_()[: len(part._mine)] = part._mine
+    return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
 
 def read_and_compare(rank, kind, wrap="layers", train=False, lose=False):
@@ -190,7 +192,7 @@ def read_and_compare(rank, kind, wrap="layers", train=False, lose=False):
     assert source.metadata() is as_weight_source(sharded).metadata()
     assert source.views() is None
     if lose:  # the local shard instead of the whole
-        sharded_module._Sharded.launch = lambda self: fill(self)
+        sharded_module._Sharded.launch = fill
     for turn in range(2):
         if train:
             ids = torch.arange(12).reshape(2, 6)
@@ -289,7 +291,7 @@ def watch(rank):
     class Watched(sharded_module.Gather):
         def __init__(self, tensors, *, receives):
             super().__init__(tensors, receives=receives)
-            alive.append(weakref.WeakSet(one._room for one in self._parts.values()))
+            alive.append(weakref.WeakSet(one._room for one in self._sharded.values()))
             self.number = len(alive) - 1
 
         def launch(self, *args):
@@ -534,7 +536,7 @@ def test_strange_words_of_the_leader_end_in_a_typed_error(ranks, strange):
     leader, follower, store = ranks
     leader.begin("digest")
     followed = follower.join(timeout_s=5, outcome=PushReport)
-    followed.present("digest")
+    followed.ready("digest")
     put(store, "1/next/0", strange)
     refused(followed.next)
     put(store, "1/next/1", strange)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
@@ -21,20 +23,19 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.rl.collectors import CollectorVersions
 from torchrl_vllm_sync.rl.local_llm import LocalLLM
-from torchrl_vllm_sync.rl.updater import WeightUpdater, as_service
+from torchrl_vllm_sync.rl.updater import WeightUpdater, as_service, as_transport
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import check_version
-from torchrl_vllm_sync.weights.auto import TRANSPORTS
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshots.records import LayoutName
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
-from torchrl_vllm_sync.weights.transport import GRACE_S, check_transport
+from torchrl_vllm_sync.weights.transport import GRACE_S, PushOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torchrl_vllm_sync.weights.snapshots.writer import PublishReport
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
@@ -44,12 +45,11 @@ if TYPE_CHECKING:
 ModelMetadata: TypeAlias = "Mapping[str, tuple[torch.dtype, torch.Size]]"
 
 
-class VLLMWeightSender:
-    """Sends a trainer's weights to the replicas of a service; ``scheme.create_sender()`` makes it.
+class VLLMWeightSender(WeightUpdater):
+    """An updater under the names of TorchRL's senders; ``scheme.create_sender()`` makes it.
 
     Lifecycle: :meth:`register_model`, :meth:`init_all_workers_group`, then :meth:`update_weights`
-    any number of times, :meth:`shutdown`. TorchRL's names and arguments; each update is a push of a
-    ``WeightUpdater``, so that all its promises hold.
+    any number of times, :meth:`shutdown`.
 
     Example:
         >>> sender = scheme.create_sender()
@@ -60,24 +60,14 @@ class VLLMWeightSender:
     """
 
     def __init__(self, scheme: ServiceScheme) -> None:
+        super().__init__(None, transport=scheme.new_transport(), **asdict(scheme.options))
         self._scheme = scheme
         self._model: weakref.ref[Any] | None = None
         self._connected = False
-        self._updater = WeightUpdater(None, transport=scheme.new_transport(), **scheme.push_options)
-
-    @property
-    def service(self) -> AsyncVLLM | LocalLLM | None:
-        """The service it is connected to."""
-        return self._updater.service
-
-    @property
-    def last_report(self) -> PushReport | None:
-        """What the last update did."""
-        return self._updater.last_report
 
     def register_model(self, model: Any) -> None:
         """Makes ``model`` what :meth:`update_weights` sends when it is given nothing."""
-        known = None if self._model is None else self._model()
+        known = self._model and self._model()
         if known is not None and known is not model:
             raise UnsupportedArgumentError(
                 f"another {type(known).__name__} is registered already: a scheme synchronises one "
@@ -105,26 +95,21 @@ class VLLMWeightSender:
 
     def connect(self, service: AsyncVLLM | LocalLLM) -> None:
         """Opens the transport to ``service``; does nothing when it is connected to it."""
-        known = self.service
-        if known is not None:
-            if known.name != service.name:
+        if self.service is not None:
+            if self.service.name != service.name:
                 raise UnsupportedArgumentError(
-                    f"the sender is connected to service {known.name}, so it cannot be "
+                    f"the sender is connected to service {self.service.name}, so it cannot be "
                     f"to {service.name}"
                 )
             return
         self._scheme.check_service(service)
-        self._updater.service = service
+        self.service = service
         try:
-            self._updater.open(**self._scheme.meeting_point(service))
+            self.open(**self._scheme.meeting_point(service))
         except BaseException:
-            self._updater.service = None
+            self.service = None
             raise
         self._connected = True
-
-    def register_collector(self, collector: Any) -> None:
-        """Keeps ``collector``'s version equal to the service's; see ``WeightUpdater``."""
-        self._updater.register_collector(collector)
 
     def update_weights(
         self, weights: Any = None, *, version: int | None = None
@@ -135,7 +120,7 @@ class VLLMWeightSender:
                 "the sender is not connected: call init_all_workers_group, or give the scheme to a "
                 "collector, before update_weights"
             )
-        return self._updater.push_weights(self._to_send(weights), version=version)
+        return self.push_weights(self._to_send(weights), version=version)
 
     def _to_send(self, weights: Any) -> Any:
         if weights is None and self._model is not None:
@@ -156,7 +141,7 @@ class VLLMWeightSender:
 
     def shutdown(self) -> None:
         """Closes the transport and forgets the service and the collectors; idempotent."""
-        self._updater.disconnect()
+        self.disconnect()
         self._connected = False
 
 
@@ -164,8 +149,8 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
     """Stores a trainer's weights in a directory, and has a service load them if it is connected.
 
     Without :meth:`init_all_workers_group` each update only stores a version, which
-    ``receiver.poll_and_apply()`` or ``service.follow_snapshots()`` bring into the engines. The
-    receiver then moves collectors, since the sender does not know when that is.
+    ``receiver.poll_and_apply()`` or ``service.follow_snapshots()`` bring into the engines, when the
+    sender cannot know.
     """
 
     _scheme: VLLMDoubleBufferSyncScheme
@@ -230,26 +215,13 @@ def find_service(engine: Any) -> AsyncVLLM | LocalLLM:
 
 def check_metadata(metadata: ModelMetadata, service: AsyncVLLM | LocalLLM) -> None:
     """Compares announced metadata with the engines' model; tuples as names are joined by dots."""
-    given = [
-        ParamMeta(".".join(name) if isinstance(name, tuple) else name, dtype, tuple(shape))
-        for name, (dtype, shape) in metadata.items()
-    ]
-    model = service.get_model_metadata().items()
-    expected = [ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model]
-    fit_to_model(_Announced(given), expected)
 
+    def listed(items: ModelMetadata) -> list[ParamMeta]:
+        names = (".".join(name) if isinstance(name, tuple) else name for name in items)
+        return [ParamMeta(name, *one) for name, one in zip(names, items.values(), strict=True)]
 
-class _Announced:
-    """A source of which the metadata alone are known."""
-
-    def __init__(self, given: list[ParamMeta]) -> None:
-        self._given = given
-
-    def metadata(self) -> list[ParamMeta]:
-        return self._given
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(())
+    given: Any = SimpleNamespace(metadata=lambda: listed(metadata))
+    fit_to_model(given, listed(service.get_model_metadata()))
 
 
 class VLLMWeightReceiver:
@@ -285,7 +257,7 @@ class VLLMWeightReceiver:
         """Pushes ``weights`` from this process, as a version of their own."""
         if not inplace:
             raise UnsupportedArgumentError("inplace must be True: engines load into their own")
-        report = self.service.push_weights(weights, **self._scheme.push_options)
+        report = self.service.push_weights(weights, **asdict(self._scheme.options))
         self._moved(report.version)
         return report
 
@@ -322,13 +294,12 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
             compare=True,
             timeout_s=timeout,
             deadline_s=timeout + GRACE_S,
-            clear_cache=self._scheme.push_options["clear_cache"],
-            mode=self._scheme.push_options["mode"],
+            clear_cache=self._scheme.options.clear_cache,
+            mode=self._scheme.options.mode,
         )
         self.service.weights.learn_versions()
-        failures = answers.failures
         reports = [one for one in answers.values() if isinstance(one, dict)]
-        if failures:
+        if failures := answers.failures:
             error = next(iter(failures.values()))
             if len(failures) == len(answers) and isinstance(error, SyncError):
                 raise error
@@ -362,15 +333,14 @@ class ServiceScheme(_TorchRLScheme):
     master_address: str | None = None
     master_port: int | None = None
 
-    def __init__(self, strategy: Strategy, service: Any, **push_options: Any) -> None:
+    def __init__(self, strategy: Strategy, service: Any, options: PushOptions) -> None:
         if strategy not in get_args(Strategy):
             raise UnsupportedArgumentError(
                 f"strategy must be 'tensordict' or 'state_dict', got {strategy!r}"
             )
         super().__init__()  # without it: TorchRL would warn of its own way to read a state dict
         self.strategy_str = self.strategy_name = strategy
-        self.push_options = push_options
-        self._service = service
+        self.options, self._service = options, service
         self._sender: VLLMWeightSender | None = None
 
     def new_transport(self) -> WeightTransport:
@@ -533,8 +503,8 @@ class ServiceScheme(_TorchRLScheme):
     def shutdown(self) -> None:
         """Closes the transport and forgets the service; idempotent."""
         super().shutdown()
-        if self.__dict__.get("_sender") is not None:
-            self.create_sender().shutdown()
+        if (sender := self.__dict__.get("_sender")) is not None:  # also if it was never made whole
+            sender.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_sender": None, "_sender_transports": None, "_receiver_transport": None}
@@ -558,18 +528,14 @@ class VLLMWeightSyncScheme(ServiceScheme):
         gpus_per_replica: Tensor-parallel size of a replica, or all of its workers.
         num_replicas: Replicas of the service.
         strategy: ``"tensordict"`` or ``"state_dict"``, as TorchRL's; both push the same.
-        device: The trainer's device for the broadcast, an integer being a GPU's index. ``None``
-            sends from where the weights are.
+        device: The trainer's device for the broadcast, an integer being a GPU's index; makes
+            ``transport="auto"`` a broadcast. ``None`` sends from where the weights are.
         service: The service; by default that of the collector's policy.
-        transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, or a
-            ``WeightTransport``; see ``WeightUpdater``. A ``device`` makes ``"auto"`` a broadcast.
-        timeout_s: See ``WeightUpdater``.
-        clear_cache: Recompute keys and values of requests in flight after each push.
-        mode: What becomes of requests in flight.
-        strict: See ``WeightUpdater``.
+        transport, timeout_s, clear_cache, mode, strict: See ``WeightUpdater``.
 
     Raises:
-        UnsupportedArgumentError: There is no such ``strategy``, ``transport`` or ``device``.
+        UnsupportedArgumentError: There is no such ``strategy``, ``transport`` or ``device``, or
+            ``timeout_s``, ``mode`` or ``strict`` is no such value.
     """
 
     def __init__(
@@ -588,20 +554,11 @@ class VLLMWeightSyncScheme(ServiceScheme):
         mode: PauseMode = "keep",
         strict: bool | None = None,
     ) -> None:
-        super().__init__(
-            strategy,
-            service,
-            timeout_s=timeout_s,
-            clear_cache=clear_cache,
-            mode=mode,
-            strict=strict,
+        options = PushOptions(
+            timeout_s=timeout_s, clear_cache=clear_cache, mode=mode, strict=strict
         )
-        if isinstance(transport, str) and transport not in TRANSPORTS:
-            raise UnsupportedArgumentError(
-                f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}"
-            )
-        if not isinstance(transport, str):
-            check_transport(transport)
+        super().__init__(strategy, service, options)
+        as_transport(transport)
         if device is not None and transport not in ("auto", "broadcast"):
             raise UnsupportedArgumentError(f"device {device!r} is for broadcasts only")
         self.master_address, self.master_port = master_address, master_port
@@ -613,9 +570,7 @@ class VLLMWeightSyncScheme(ServiceScheme):
         """Returns the transport that the sender pushes through."""
         if self.device is not None:
             return BroadcastTransport(device=self.device)
-        if isinstance(self._transport, str):
-            return TRANSPORTS[self._transport]()
-        return self._transport
+        return as_transport(self._transport)
 
 
 class VLLMDoubleBufferSyncScheme(ServiceScheme):
@@ -645,14 +600,12 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         service: The service; by default that of the collector's policy.
         layout: ``"slots"`` rewrites a few buffers in turn, for one host; ``"versions"`` writes new
             files each time, for shared file systems.
-        timeout_s: See ``WeightUpdater``.
-        clear_cache: Recompute keys and values of requests in flight after each load.
-        mode: What becomes of requests in flight.
-        strict: See ``WeightUpdater``.
+        timeout_s, clear_cache, mode, strict: See ``WeightUpdater``.
 
     Raises:
         UnsupportedArgumentError: There is no such ``strategy`` or ``layout``, an address is no
-            path, or ``num_threads`` is below 1.
+            path, ``num_threads`` is below 1, or ``timeout_s``, ``mode`` or ``strict`` is no such
+            value.
     """
 
     _sender_type = VLLMDoubleBufferWeightSender
@@ -672,23 +625,19 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         mode: PauseMode = "keep",
         strict: bool | None = None,
     ) -> None:
-        super().__init__(
-            strategy,
-            service,
-            timeout_s=timeout_s,
-            clear_cache=clear_cache,
-            mode=mode,
-            strict=strict,
+        options = PushOptions(
+            timeout_s=timeout_s, clear_cache=clear_cache, mode=mode, strict=strict
         )
+        super().__init__(strategy, service, options)
         check_integer("num_threads", num_threads, 1)
         if layout not in get_args(LayoutName):
             raise UnsupportedArgumentError(
                 f"layout must be one of {get_args(LayoutName)}, got {layout!r}"
             )
         self.remote_addr = _as_directory("remote_addr", remote_addr)
-        self.local_addr = (
-            self.remote_addr if local_addr is None else _as_directory("local_addr", local_addr)
-        )
+        self.local_addr = self.remote_addr
+        if local_addr is not None:
+            self.local_addr = _as_directory("local_addr", local_addr)
         self.num_threads = num_threads
         self.layout: LayoutName = layout
 

@@ -14,7 +14,12 @@ from torchrl_vllm_sync.weights.auto import TRANSPORTS
 from torchrl_vllm_sync.weights.history import FIRST_TIMEOUT_S
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
 from torchrl_vllm_sync.weights.source import as_weight_source
-from torchrl_vllm_sync.weights.transport import MOST_ATTEMPTS, PushOptions, PushReport
+from torchrl_vllm_sync.weights.transport import (
+    MOST_ATTEMPTS,
+    PushOptions,
+    PushReport,
+    check_transport,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,16 +83,10 @@ class WeightUpdater:
         mode: PauseMode = "keep",
         strict: bool | None = None,
     ) -> None:
-        if isinstance(transport, str):
-            if transport not in TRANSPORTS:
-                raise UnsupportedArgumentError(
-                    f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}"
-                )
-            transport = TRANSPORTS[transport]()
         self.service: AsyncVLLM | LocalLLM | None = as_service(service)
         self.source = source
         self.last_report: PushReport | None = None
-        self._transport = transport
+        self._transport = as_transport(transport)
         self._options = PushOptions(
             timeout_s=timeout_s, clear_cache=clear_cache, mode=mode, strict=strict
         )
@@ -249,6 +248,18 @@ class WeightUpdater:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_post_hooks": [], "source": None}
+
+
+def as_transport(transport: str | WeightTransport) -> WeightTransport:
+    """Makes a transport of that name; returns one that is given as it is."""
+    if not isinstance(transport, str):
+        check_transport(transport)
+        return transport
+    if transport not in TRANSPORTS:
+        raise UnsupportedArgumentError(
+            f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}"
+        )
+    return TRANSPORTS[transport]()
 
 
 def as_service(service: Any) -> Any:

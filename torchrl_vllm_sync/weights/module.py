@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from tensordict.nn import TensorDictModuleBase
@@ -17,45 +17,13 @@ from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 
 # ---- Tensors of a module: its state dict, with LoRA adapters merged in
 
 
-class TensorReader:
-    """Reads one tensor of a module, whole, with what the ``deltas`` of adapters add to it."""
-
-    def __init__(
-        self, tensor: torch.Tensor, deltas: Sequence[Callable[[], torch.Tensor]] = ()
-    ) -> None:
-        self._tensor, self._deltas = tensor, deltas
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the tensor is read as it is: neither merged nor gathered."""
-        return not self._deltas and not isinstance(self._tensor, DTensor)
-
-    @property
-    def place(self) -> tuple[Any, ...]:
-        return place_of(self._tensor)
-
-    def __call__(self) -> torch.Tensor:
-        """Returns the tensor as it is now; where adapters add to it, a fresh one."""
-        with torch.no_grad():
-            tensor = whole(self._tensor)
-            if self._deltas:
-                tensor = tensor.clone()
-            for delta in self._deltas:
-                tensor += whole(delta())  # as PEFT merges: one adapter at a time, each rounded once
-            return tensor
-
-    def same_as(self, other: TensorReader) -> bool:
-        """Whether both read the same values; gathers and merges only where adapters add."""
-        if self._deltas or other._deltas:
-            return torch.equal(self(), other())
-        return same_values(self._tensor, other._tensor)
+Delta: TypeAlias = "Callable[[], torch.Tensor]"  # computes what an adapter adds to a tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,15 +48,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def module_readers(module: torch.nn.Module) -> dict[str, TensorReader]:
-    """Returns a reader for each tensor of ``module``, under the names of the plain model."""
-    if is_peft(module):
-        return _lora_readers(module)
-    tensors = module.state_dict()
-    check_readable(tensors)
-    return {name: TensorReader(tensor) for name, tensor in tensors.items()}
-
-
 def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuses tensors without values to read, before a push is announced."""
     bad = {
@@ -103,29 +62,20 @@ def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-Held = TypeVar("Held")
-
-
 def repeated(
-    module: torch.nn.Module, held: Mapping[str, Held], is_same: Callable[[Held, Held], bool]
+    module: torch.nn.Module, names: Collection[str], is_same: Callable[[str, str], bool]
 ) -> set[str]:
     """Returns the tied tensors of a transformers model that are the same as those they repeat."""
     tied: dict[str, str] = getattr(base_model(module), "all_tied_weights_keys", {})
-    return {
-        name
-        for name, original in tied.items()
-        if name in held and original in held and is_same(held[name], held[original])
-    }
+    pairs = ((name, other) for name, other in tied.items() if name in names and other in names)
+    return {name for name, other in pairs if is_same(name, other)}
 
 
 def layout_of(module: torch.nn.Module) -> list[Any]:
-    """Returns names and places of all tensors in ``module``; equal lists: nothing has moved.
-
-    One walk over the modules, several times quicker than ``state_dict()``.
-    """
+    """Returns names and places of all tensors in ``module``; equal lists: nothing has moved."""
     layout: list[Any] = []
     pending = [module]
-    while pending:
+    while pending:  # several times quicker than `state_dict()`
         parts = pending.pop().__dict__
         children = parts["_modules"]
         layout.append(tuple(children))
@@ -149,29 +99,28 @@ def is_peft(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith("peft.")
 
 
-def _lora_readers(model: Any) -> dict[str, TensorReader]:
-    """Readers under the base model's names, each adding what the active adapters change."""
+def _lora_tensors(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, list[Delta]]]:
+    """Returns the tensors under the base model's names, and what active adapters add to each."""
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
 
     if model.active_peft_config.is_prompt_learning:
         raise WeightMismatchError("prompt learning changes no weights: there is nothing to push")
     base = base_model(model)
-    wrappers = {
+    wrappers: dict[str, Any] = {
         name: module
         for name, module in base.named_modules()
         if isinstance(module, LoraLayer | ModulesToSaveWrapper)
     }
     for name, wrapper in wrappers.items():
         _check_biases(name, wrapper)
-    readers: dict[str, TensorReader] = {}
-    tensors = base.state_dict()
-    check_readable(tensors)
-    for name, tensor in tensors.items():
+    tensors: dict[str, torch.Tensor] = {}
+    deltas: dict[str, list[Delta]] = {}
+    for name, tensor in base.state_dict().items():
         parents = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
         owner = next((one for one in parents if one in wrappers), None)
         if owner is None:
-            readers[name] = TensorReader(tensor)
+            tensors[name] = tensor
             continue
         wrapper, inner = wrappers[owner], name.removeprefix(owner + ".")
         if isinstance(wrapper, ModulesToSaveWrapper):
@@ -179,14 +128,14 @@ def _lora_readers(model: Any) -> dict[str, TensorReader]:
             is_saved = active and not wrapper.disable_adapters
             chosen = f"modules_to_save.{active[0]}." if is_saved else "original_module."
             if inner.startswith(chosen):
-                readers[f"{owner}.{inner.removeprefix(chosen)}"] = TensorReader(tensor)
+                tensors[f"{owner}.{inner.removeprefix(chosen)}"] = tensor
         elif inner.startswith("base_layer."):
             # Adapters of several parameters of one module wrap each other.
             leaf = inner.replace("base_layer.", "")
             if not leaf.startswith("lora_"):
                 plain = f"{owner}.{leaf}"
-                readers[plain] = TensorReader(tensor, _lora_deltas(plain, leaf, wrapper))
-    return readers
+                tensors[plain], deltas[plain] = tensor, _lora_deltas(plain, leaf, wrapper)
+    return tensors, {name: found for name, found in deltas.items() if found}
 
 
 def _check_biases(name: str, wrapper: Any) -> None:
@@ -201,7 +150,7 @@ def _check_biases(name: str, wrapper: Any) -> None:
         )
 
 
-def _lora_deltas(name: str, leaf: str, layer: Any) -> list[Callable[[], torch.Tensor]]:
+def _lora_deltas(name: str, leaf: str, layer: Any) -> list[Delta]:
     """Returns what computes each active adapter's addition to ``leaf`` of ``layer``."""
     from peft.tuners.lora import Embedding
 
@@ -396,14 +345,33 @@ class Plan:
 
 @dataclass(slots=True)
 class _State:
-    """A module's tensors, while they stay where they are."""
+    """A module's tensors under the names of the plain model, while they stay where they are."""
 
-    everything: dict[str, TensorReader]
-    left_out: set[str]  # tied tensors that repeat others
+    tensors: dict[str, torch.Tensor]
+    deltas: dict[str, list[Delta]]  # what adapters add to some of them
     layout: list[Any] | None
-    readers: dict[str, TensorReader]
-    plan: Plan
+    left_out: set[str] = field(init=False)  # tied tensors that repeat others
+    plan: Plan = field(init=False)
     views: list[tuple[str, torch.Tensor]] | None = None  # made when they are first asked for
+
+    def read(self, bundle: Bundle) -> list[torch.Tensor]:
+        return [self.merged(name) for name in bundle.sources]
+
+    def merged(self, name: str) -> torch.Tensor:
+        """Returns a tensor as it is now; where adapters add to it, a fresh one."""
+        with torch.no_grad():
+            tensor = whole(self.tensors[name])
+            if name in self.deltas:
+                tensor = tensor.clone()
+            for delta in self.deltas.get(name, ()):
+                tensor += delta()  # as PEFT merges: one adapter at a time, each rounded once
+            return tensor
+
+    def is_same(self, name: str, other: str) -> bool:
+        """Whether two have the same values; merges only where adapters add."""
+        if self.deltas.keys() & {name, other}:
+            return torch.equal(self.merged(name), self.merged(other))
+        return same_values(self.tensors[name], self.tensors[other])
 
 
 @dataclass(slots=True)
@@ -451,17 +419,16 @@ class ModuleSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields each tensor, detached, merged and whole."""
         state = self._state()
-        model = base_model(self._module)
         for bundle in state.plan.bundles:
-            yield from bundle.publish(model, [state.readers[name]() for name in bundle.sources])
+            yield from bundle.publish(base_model(self._module), state.read(bundle))
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
         """Returns what iteration yields as aliases of the parameters."""
         state = self._state()
-        if state.views is None and all(one.is_plain for one in state.readers.values()):
+        if state.views is None and not state.deltas:
             found: list[tuple[str, torch.Tensor]] = []
             for bundle in state.plan.bundles:
-                views = bundle.views([state.readers[name]() for name in bundle.sources])
+                views = bundle.views(state.read(bundle))
                 if views is None:
                     return None
                 found += views
@@ -470,8 +437,7 @@ class ModuleSource:
 
     def same_values(self, name: str, other: str) -> bool:
         """Whether two of the model's tensors, by their names in it, are equal."""
-        readers = self._state().readers
-        return readers[name].same_as(readers[other])
+        return self._state().is_same(name, other)
 
     def _state(self) -> _State:
         """Returns the module's tensors and plan, kept while nothing has moved."""
@@ -482,21 +448,23 @@ class ModuleSource:
         if (
             state is not None
             and state.layout == layout
-            and state.left_out == repeated(module, state.everything, TensorReader.same_as)
+            and state.left_out == repeated(module, state.tensors, state.is_same)
         ):
             return state
-        everything = module_readers(module)
-        left_out = repeated(module, everything, TensorReader.same_as)
-        readers = {name: one for name, one in everything.items() if name not in left_out}
-        state = _State(everything, left_out, layout, readers, plan_of(module, readers))
+        tensors, deltas = _lora_tensors(module) if is_peft(module) else (module.state_dict(), {})
+        check_readable(tensors)
+        state = _State(tensors, deltas, layout)
+        state.left_out = repeated(module, tensors, state.is_same)
+        sent = {name: one for name, one in tensors.items() if name not in state.left_out}
+        state.plan = plan_of(module, sent)
         # Hooks may compute a state dict that changes where the module's tensors do not.
         places = {one for one in layout or () if isinstance(one, tuple)}
-        is_fixed = all(one.is_plain and one.place in places for one in everything.values())
+        is_fixed = all(place_of(one) in places for one in tensors.values())
         known.state = state if is_fixed else None
         return state
 
 
-def plan_of(module: torch.nn.Module, tensors: Mapping[str, TensorReader | torch.Tensor]) -> Plan:
+def plan_of(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Plan:
     """Returns how the tensors of a module are published; computed once for each module."""
     known = known_of(module)
     facts = {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()}

@@ -48,10 +48,9 @@ RENAMED = (".mlp.", ".block_sparse_moe.")
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Named tensors of full shape under Hugging Face names; iterating again reads them anew.
+    """Named tensors of full shape under Hugging Face names, as in vLLM's weight transfer.
 
-    The words are those of vLLM's weight transfer (``vllm/distributed/weight_transfer/base.py``):
-    ``metadata()`` and iteration agree item by item.
+    ``metadata()`` and iteration agree item by item; iterating again reads the tensors anew.
     """
 
     def metadata(self) -> list[ParamMeta]:
@@ -65,10 +64,7 @@ class WeightSource(Protocol):
 
 @runtime_checkable
 class StableSource(Protocol):
-    """What a source offers besides when its tensors live at the same place from push to push.
-
-    A sender may cache what it worked out about them while ``views()`` returns the same list object.
-    """
+    """What a source offers besides when its tensors live at the same place from push to push."""
 
     @property
     def owner(self) -> object:
@@ -76,7 +72,7 @@ class StableSource(Protocol):
         ...
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
-        """Returns what iteration would yield, as detached aliases of the live tensors."""
+        """Returns what iteration would yield, as aliases; the same list while they stay."""
         ...
 
 
@@ -343,11 +339,9 @@ def _listing(what: str, names: Sequence[str]) -> str:
 class Content:
     """What a source held at a moment, to recognise whether a later push repeats it.
 
-    It notes where each tensor lies, torch's count of the writes to it, and some values of a few,
-    since fused optimizers do not count their writes. That shows an optimizer step and other
-    tensors; not a write through ``.data`` outside of the few, and nothing of a source whose tensors
-    are not at hand (merged adapters, a user's source). :meth:`summed` reads all tensors at hand and
-    shows every change. Of sharded tensors this rank's shards are read.
+    A glance shows an optimizer step and other tensors, but not a write through ``.data`` outside of
+    the values it reads; :meth:`summed` shows every change. Neither shows anything of a source whose
+    tensors are not at hand (merged adapters, a user's source).
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -384,7 +378,7 @@ def _held(source: WeightSource) -> dict[str, torch.Tensor] | None:
 
 
 def _glance(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Identifies tensors' memory and the number of writes to it, and reads some values of eight."""
+    """Identifies tensors' memory and the writes to it; reads some values of about eight of them."""
     found: dict[str, Any] = {}
     step = max(len(tensors) // 8, 1)
     for index, (name, tensor) in enumerate(tensors.items()):
@@ -392,7 +386,7 @@ def _glance(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         storage = StorageWeakRef(one.untyped_storage())  # no other storage is taken for it
         writes = None if tensor.is_inference() else tensor._version
         sample = None
-        if index % step == 0:
+        if index % step == 0:  # since fused optimizers do not count their writes
             flat = one.reshape(-1)
             sample = _raw(flat[:: max(flat.numel() // 16, 1)]).numpy().tobytes()
         found[name] = storage, one.storage_offset(), one.shape, one.stride(), writes, sample
