@@ -35,7 +35,6 @@ SPOKEN_OF = {
     "StalenessWeight",
     "VersionStamp",
     "VLLMDoubleBufferSyncScheme",
-    "VLLMWeightSender",
     "VLLMWeightSyncScheme",
     "vLLMWrapper",
     "WeightUpdater",

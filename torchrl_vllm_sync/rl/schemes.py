@@ -50,13 +50,6 @@ class VLLMWeightSender(WeightUpdater):
 
     Lifecycle: :meth:`register_model`, :meth:`init_all_workers_group`, then :meth:`update_weights`
     any number of times, :meth:`shutdown`.
-
-    Example:
-        >>> sender = scheme.create_sender()
-        >>> sender.register_model(policy_training.model)
-        >>> sender.init_all_workers_group(get_model_metadata(policy_training.model), service)
-        >>> sender.register_collector(collector)
-        >>> sender.update_weights()
     """
 
     def __init__(self, scheme: ServiceScheme) -> None:
@@ -146,12 +139,7 @@ class VLLMWeightSender(WeightUpdater):
 
 
 class VLLMDoubleBufferWeightSender(VLLMWeightSender):
-    """Stores a trainer's weights in a directory, and has a service load them if it is connected.
-
-    Without :meth:`init_all_workers_group` each update only stores a version, which
-    ``receiver.poll_and_apply()`` or ``service.follow_snapshots()`` bring into the engines, when the
-    sender cannot know.
-    """
+    """Stores a trainer's weights in a directory, and has a service load them if it is connected."""
 
     _scheme: VLLMDoubleBufferSyncScheme
     _writer: SnapshotWriter | None = None
@@ -225,10 +213,7 @@ def check_metadata(metadata: ModelMetadata, service: AsyncVLLM | LocalLLM) -> No
 
 
 class VLLMWeightReceiver:
-    """Says when pushes have reached a service; ``scheme.create_receiver(service)`` makes it.
-
-    The sender's push brings the weights into the engines, so there is nothing to fetch here.
-    """
+    """Says when pushes, which bring the weights into the engines, have reached a service."""
 
     def __init__(self, scheme: ServiceScheme, vllm_engine: Any) -> None:
         self._scheme = scheme
@@ -269,9 +254,8 @@ class VLLMWeightReceiver:
         """The same as :meth:`apply_weights`, as a ``TransportBackend`` of TorchRL's."""
         self.apply_weights(weights)
 
-    def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None:
+    def receive_weights(self, timeout: float | None = None, **_: Any) -> None:
         """Polls once; there are no weights to hand over, since the engines hold them."""
-        del kwargs
         self.poll_and_apply(*([] if timeout is None else [timeout]))
 
     def setup_connection_and_weights_on_receiver(self, **kwargs: Any) -> None:
@@ -279,7 +263,7 @@ class VLLMWeightReceiver:
 
 
 class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
-    """Has a service load what a directory holds; ``scheme.create_receiver(service)`` makes it."""
+    """Has a service load what a directory holds."""
 
     _scheme: VLLMDoubleBufferSyncScheme
 
@@ -318,11 +302,9 @@ class ServiceScheme(_TorchRLScheme):
     """Base of the two schemes: both of TorchRL's interfaces over one sender.
 
     Given to a collector (``weight_sync_schemes={"policy": scheme}``, which TorchRL's ``Collector``
-    takes and its ``LLMCollector`` refuses) it finds the service in the collector's policy. Then
-    ``collector.update_policy_weights_(weights)``, :meth:`send` and the sender push, and the
-    collector's version follows the service's. Connecting sends nothing: until the first push the
-    engines compute with what they were launched with. The GRPO scripts use :meth:`create_sender`
-    and :meth:`create_receiver` instead. A pickled copy is not connected, and has no model.
+    takes and its ``LLMCollector`` refuses) it finds the service in the collector's policy, whose
+    version follows the service's. Connecting sends nothing. The GRPO scripts use
+    :meth:`create_sender` and :meth:`create_receiver` instead. A pickled copy is not connected.
     """
 
     _sender_type: type[VLLMWeightSender] = VLLMWeightSender
@@ -430,9 +412,8 @@ class ServiceScheme(_TorchRLScheme):
 
     def _init_on_receiver_impl(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         self.model_id, self.worker_idx = model_id, kwargs.get("worker_idx")
-        receiver = self.create_receiver(
-            self._find_service(context, model_id, policy=kwargs.get("model"))
-        )
+        service = self._find_service(context, model_id, policy=kwargs.get("model"))
+        receiver = self.create_receiver(service)
         if context is not None:
             self.context = context
             receiver.register_collector(context)
@@ -480,10 +461,8 @@ class ServiceScheme(_TorchRLScheme):
     def prepare_weights(self, weights: Any, *args: Any, **kwargs: Any) -> Any:
         """Leaves ``weights`` as they are: the push reads them, merged, gathered and named.
 
-        The name of a model of the collector stands for that model.
-
         Args:
-            weights: What a push takes, or the name of a model of the collector.
+            weights: What a push takes, or the name of one of the collector's models.
             *args: TorchRL's, for a name.
             **kwargs: TorchRL's, for a name.
 
@@ -579,9 +558,9 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
     TorchRL's scheme of this name, with real buffers: versions are stored whole and swapped in at
     once, checksummed, and loaded once each; a version older than the newest is refused.
 
-    Two ways. A sender that was connected (``init_all_workers_group``, or a collector) pushes: each
-    update is stored and loaded when ``update_weights`` returns. One that was not only stores, and
-    ``receiver.poll_and_apply()``, wherever the service can be reached, has the engines load it.
+    A sender that was connected (``init_all_workers_group``, or a collector) stores and loads. One
+    that was not only stores, and ``receiver.poll_and_apply()`` or ``service.follow_snapshots()``,
+    wherever the service can be reached, has the engines load it.
 
     Example:
         >>> scheme = VLLMDoubleBufferSyncScheme("/shared/weights")

@@ -40,10 +40,10 @@ SLOWER = 10
 class WeightUpdater:
     """Pushes a trainer's weights into every replica of a service.
 
-    TorchRL's ``WeightUpdaterBase`` interface: give it to ``LLMCollector(weight_updater=...)``, or
-    call :meth:`push_weights` yourself. Either way the version of every registered collector is the
-    service's after each push; increments that hooks or collectors add of themselves do nothing to
-    it. It pickles; a copy has no collectors and no source.
+    Give it to ``LLMCollector(weight_updater=...)``, or call :meth:`push_weights` yourself. Either
+    way the version of every registered collector is the service's after each push; increments that
+    hooks or collectors add of themselves do nothing to it. A pickled copy has no collectors and no
+    source.
 
     Example:
         >>> updater = WeightUpdater(service, source=trained_model)
@@ -59,17 +59,10 @@ class WeightUpdater:
         transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, or a
             ``WeightTransport``. ``"auto"`` chooses by where trainer and engines are, see
             ``weights/places.py``; reports name what was chosen.
-        timeout_s: Seconds after which a silent replica counts as failed; by default a multiple of
-            what such pushes took, see ``AsyncVLLM.push_weights``.
-        clear_cache: Recompute keys and values of requests in flight after each push.
-        mode: What becomes of requests in flight: ``"keep"``, ``"wait"`` or ``"abort"``, see
-            ``AsyncVLLM.push_weights``.
-        strict: Raise if any replica is left behind, not only if all are; ``None`` does as the
-            service does.
+        timeout_s, clear_cache, mode, strict: Options of each push, see ``AsyncVLLM.push_weights``.
 
     Raises:
-        UnsupportedArgumentError: No transport of that name, no such ``mode``, or ``timeout_s`` or
-            ``strict`` is no such value.
+        UnsupportedArgumentError: No transport of that name, or an option is no such value.
     """
 
     def __init__(
@@ -90,16 +83,11 @@ class WeightUpdater:
         self._options = PushOptions(
             timeout_s=timeout_s, clear_cache=clear_cache, mode=mode, strict=strict
         )
-        self._is_disconnected = False
-        self._versions = CollectorVersions()
+        self._is_disconnected, self._versions = False, CollectorVersions()
         self._post_hooks: list[Callable[[], Any]] = []
 
     def push_weights(
-        self,
-        policy_or_weights: Any = None,
-        worker_ids: Any = None,
-        *,
-        version: int | None = None,
+        self, policy_or_weights: Any = None, worker_ids: Any = None, *, version: int | None = None
     ) -> PushReport:
         """Brings every replica to new weights, and every registered collector to their version.
 
@@ -142,11 +130,7 @@ class WeightUpdater:
             hook()
         return report
 
-    def __call__(
-        self,
-        policy_or_weights: Any = None,
-        worker_ids: Any = None,
-    ) -> PushReport:
+    def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> PushReport:
         """The same as :meth:`push_weights`; ``update_policy_weights_`` of collectors calls it."""
         return self.push_weights(policy_or_weights, worker_ids)
 
@@ -158,15 +142,12 @@ class WeightUpdater:
                 "service may be None only on the ranks of a sharded model that do not push it; "
                 "the first of its ranks must have the service"
             )
-        limit_s = self._options.timeout_s or FIRST_TIMEOUT_S
-        if self._options.timeout_s is None and self.last_report is not None:
-            limit_s = max(limit_s, SLOWER * self.last_report.seconds)
+        last_s = 0.0 if self.last_report is None else self.last_report.seconds
+        limit_s = self._options.timeout_s or max(FIRST_TIMEOUT_S, SLOWER * last_s)
         return source.participate(PushReport, timeout_s=MOST_ATTEMPTS * limit_s + FOLLOW_GRACE_S)
 
     def init(self, *args: Any, **kwargs: Any) -> None:
-        """Opens the transport, and tells collectors the version, which the first push would do too.
-
-        ``collector.init_updater(...)`` calls it with whatever it was given; that is ignored.
+        """Calls :meth:`open` if there is a service, as ``collector.init_updater(...)`` wants it.
 
         Args:
             *args: Ignored.
@@ -177,7 +158,7 @@ class WeightUpdater:
             self.open()
 
     def open(self, **meeting_point: Any) -> None:
-        """Opens the transport, and tells collectors the version.
+        """Opens the transport, and tells collectors the version, as the first push would do too.
 
         Args:
             **meeting_point: What ``AsyncVLLM.init_weight_update_group`` takes.
@@ -194,21 +175,16 @@ class WeightUpdater:
         self._versions.announce(self.service.weight_version)
 
     def disconnect(self) -> None:
-        """Closes the transport, and forgets the service and the collectors; idempotent.
-
-        To push again, make a new updater.
-        """
+        """Closes the transport, and forgets the service and the collectors; idempotent."""
         self._transport.close()
         self._versions.stop()
         self.service, self._is_disconnected = None, True
 
     def register_collector(self, collector: Any) -> None:
-        """Keeps ``collector``'s version equal to the service's from now on; it is held weakly.
-
-        That is after every push of this process, also one that does not go through the updater.
+        """Keeps ``collector``'s version equal to the service's after every push of this process.
 
         Args:
-            collector: A collector of TorchRL's, or a ``RayLLMCollector``.
+            collector: A collector of TorchRL's, or a ``RayLLMCollector``; held weakly.
 
         Raises:
             UnsupportedArgumentError: It is none of TorchRL's collectors.
@@ -239,10 +215,7 @@ class WeightUpdater:
         self._post_hooks.append(hook)
 
     def increment_version(self) -> None:
-        """Tells every registered collector the service's version once more; TorchRL's name for it.
-
-        Nothing moves without a push.
-        """
+        """Tells every registered collector the service's version, which only a push moves."""
         if self.service is not None:
             self._versions.announce(self.service.weight_version)
 
