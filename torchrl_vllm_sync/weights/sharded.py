@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import time
+from collections import deque
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -211,21 +212,19 @@ class TrainerRanks:
 
     def begin(self, digest: str) -> LeadingRound:
         """Starts a round on the leader, without waiting."""
-        with self.store_errors():
-            self._refuse_broken()
-            number = self.store.add("rounds", 1)
-            self.store.set(f"{number}/begun", "")
+        self._refuse_broken()
+        number = self.store.add("rounds", 1)
+        self.store.set(f"{number}/begun", "")
         return LeadingRound(self, number, digest)
 
     def join(self, *, timeout_s: float, outcome: Any = Any) -> FollowingRound:
         """Enters the round that the leader has begun or begins next; ``outcome`` is a type."""
-        with self.store_errors():
-            self._refuse_broken()
-            number = _number(self.await_text("rounds", timeout_s, "begin a push"), self.leader)
-            if any(self.store.check([key]) for key in (f"{number}/over", self._joined(number))):
-                number += 1
-            self.await_text(f"{number}/begun", timeout_s, "begin a push")
-            self.store.set(self._joined(number), "")
+        self._refuse_broken()
+        number = _number(self.await_text("rounds", timeout_s, "begin a push"), self.leader)
+        if self.store.check([f"{number}/over"]) or self.store.check([self._joined(number)]):
+            number += 1
+        self.await_text(f"{number}/begun", timeout_s, "begin a push")
+        self.store.set(self._joined(number), "")
         return FollowingRound(self, number, timeout_s, outcome)
 
     def break_step(self, error: BaseException) -> None:
@@ -245,7 +244,7 @@ class TrainerRanks:
         """Turns failures of the store, which may be the leader's, into the typed error."""
         try:
             yield
-        except dist.DistError as error:
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
             rank = None if self.rank == self.leader else self.leader
             raise TrainerRankError(rank, f"their store failed: {error}") from error
 
@@ -293,9 +292,8 @@ class LeadingRound:
 
     def call(self, index: int) -> None:
         """Waits until all are ready, and has them gather group ``index``."""
-        with self._ranks.store_errors():
-            self._await_ready(self._ranks.timeout_s)
-            self._say(GATHER + str(index))
+        self._await_ready(self._ranks.timeout_s)
+        self._say(GATHER + str(index))
 
     def succeed(self, outcome: Any) -> None:
         """Ends the round with success on all ranks; a rank that is gone is logged."""
@@ -311,8 +309,7 @@ class LeadingRound:
 
     def raise_reported(self) -> None:
         """Raises if a rank has reported a failure, without waiting."""
-        with self._ranks.store_errors():
-            self._reports(self._present())
+        self._reports(self._present())
 
     def blame(self, reason: str) -> TrainerRankError:
         """Returns the error for a gather that broke off, after a check of which ranks are there."""
@@ -387,27 +384,30 @@ class FollowingRound:
 
     def ready(self, digest: str = "") -> None:
         """Reports that this rank may be called: at first, or as its part of a gather has begun."""
-        with self._ranks.store_errors():
-            self._store.set(self._ready(self._step), digest)
-            self._store.delete_key(self._ready(self._step - 1))
+        self._store.set(self._ready(self._step), digest)
+        self._store.delete_key(self._ready(self._step - 1))
 
     def next(self, timeout_s: float | None = None) -> int | Verdict:
         """Waits for the leader's call: the index of the group to gather, or the verdict."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        with self._ranks.store_errors():
-            call = self._ranks.await_text(self._next, timeout_s, "say what comes next")
-            if call.startswith(VERDICT):
-                self._store.delete_key(self._ready(self._step))
-                return _read(call, self._outcome)
-            index = _number(call.removeprefix(GATHER), self._ranks.leader)
+        call = self._read(self._ranks.await_text(self._next, timeout_s, "say what comes next"))
+        if isinstance(call, Verdict):
+            self._store.delete_key(self._ready(self._step))
+        else:
             self._step += 1
-            return index
+        return call
 
     def raise_reported(self) -> None:
-        """Raises if the push ended while this rank takes its part, without waiting."""
-        with self._ranks.store_errors():
-            if self._store.check([self._next]):
-                raise _read(self._ranks.text(self._next)).error
+        """Raises if the push has failed, without waiting."""
+        if self._store.check([self._next]):
+            call = self._read(self._ranks.text(self._next))
+            if isinstance(call, Verdict) and call.reason:
+                raise call.error
+
+    def _read(self, call: str) -> int | Verdict:
+        if call.startswith(VERDICT):
+            return _read(call, self._outcome)
+        return _number(call.removeprefix(GATHER), self._ranks.leader)
 
     def blame(self, reason: str) -> TrainerRankError:
         """Returns why a gather broke off: the leader's verdict if there is one, or ``reason``."""
@@ -578,7 +578,8 @@ class ShardedModuleSource:
         """
         announcement = SimpleNamespace(outcome=None)
         self._failure = None
-        self._round = self._ranks.begin(metadata_digest(self.metadata()))
+        with self._ranks.store_errors():
+            self._round = self._ranks.begin(metadata_digest(self.metadata()))
         try:
             yield announcement
             self._round.succeed(announcement.outcome)
@@ -594,39 +595,44 @@ class ShardedModuleSource:
 
     def participate(self, outcome: Any = Any, *, timeout_s: float) -> Any:
         """Takes part in one push on a rank that does not send; returns its outcome."""
-        followed = self._ranks.join(timeout_s=timeout_s, outcome=outcome)
-        under_way: list[Gather] = []
-        try:
-            groups = self._groups()
-            # Prepared before this rank is called: failing between the call and the launch leaves
-            # the sending rank alone in a collective, and the process group out of step.
-            expected, prepared = 0, self._prepare(groups[0])
-            followed.ready(metadata_digest(self.metadata()))
-            while not isinstance(call := followed.next(), Verdict):
-                with self._launching(followed) as watch:
-                    if call != expected:  # a reader that stopped early begins again
-                        prepared = self._prepare(self._called(groups, call))
-                    prepared.launch(watch)
-                under_way.append(prepared)
-                expected = (call + 1) % len(groups)
-                prepared = self._prepare(groups[expected])
-                followed.ready()
-                if len(under_way) > 1:
-                    self._finish(under_way.pop(0), followed)
-            if not call.reason:
-                for gather in under_way:
-                    self._finish(gather, followed)
-        except BaseException as error:
-            followed.fail(error)
-            raise
-        if call.reason:
-            raise call.error
-        return call.outcome
+        with self._ranks.store_errors():
+            followed = self._ranks.join(timeout_s=timeout_s, outcome=outcome)
+            try:
+                verdict = self._follow(followed)
+            except BaseException as error:
+                followed.fail(error)
+                raise
+        if verdict.reason:
+            raise verdict.error
+        return verdict.outcome
+
+    def _follow(self, followed: FollowingRound) -> Verdict:
+        """Gathers what the sending rank calls for, until it says how the push ended."""
+        groups, under_way = self._groups(), deque[Gather]()
+        # Prepared before this rank is called: failing between the call and the launch leaves the
+        # sending rank alone in a collective, and the process group out of step.
+        expected, prepared = 0, self._prepare(groups[0])
+        followed.ready(metadata_digest(self.metadata()))
+        while not isinstance(call := followed.next(), Verdict):
+            with self._launching(followed) as watch:
+                if call != expected:  # a reader that stopped early begins again
+                    prepared = self._prepare(self._called(groups, call))
+                prepared.launch(watch)
+            under_way.append(prepared)
+            expected = (call + 1) % len(groups)
+            prepared = self._prepare(groups[expected])
+            followed.ready()
+            if len(under_way) > 1:
+                self._finish(under_way.popleft(), followed)
+        while under_way and not call.reason:
+            self._finish(under_way.popleft(), followed)
+        return call
 
     def _call(self, leading: LeadingRound, index: int, group: Group) -> Gather:
         """Begins to gather a group on all ranks; takes the memory before the others are called."""
         gather = self._prepare(group)
-        leading.call(index)
+        with self._ranks.store_errors():
+            leading.call(index)
         with self._launching(leading) as watch:
             gather.launch(watch)
         return gather
@@ -653,7 +659,8 @@ class ShardedModuleSource:
         deadline = Deadline(self._ranks.timeout_s)
 
         def watch() -> None:
-            turn.raise_reported()
+            with self._ranks.store_errors():
+                turn.raise_reported()
             if deadline.passed:
                 raise turn.blame(f"a gather did not end within {self._ranks.timeout_s:g} s")
 
