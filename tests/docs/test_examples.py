@@ -28,7 +28,6 @@ SPOKEN_OF = {
     "ReplicaWatch",
     "save_timeline",
     "ServiceStatus",
-    "ShardedModuleSource",
     "SnapshotReader",
     "SnapshotWriter",
     "StalenessFilter",

@@ -424,9 +424,8 @@ class ServiceScheme(_TorchRLScheme):
     ) -> AsyncVLLM | LocalLLM:
         if self._service is not None:
             return find_service(self._service)
-        sender = self.create_sender()
-        if sender.service is not None:
-            return sender.service
+        if (known := self.create_sender().service) is not None:
+            return known
         if policy is None and context is not None and model_id is not None:
             policy = _resolve_model(context, model_id)
         engine = getattr(policy, "model", None)  # where TorchRL's wrappers have it

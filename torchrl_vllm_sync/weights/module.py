@@ -186,9 +186,8 @@ def _lora_deltas(name: str, leaf: str, layer: Any) -> list[Delta]:
 # transformers keeps some tensors in another form than checkpoints do, experts above all: one fused
 # tensor a layer here, two or three a layer and expert there. Its ``revert_weight_conversion`` takes
 # milliseconds for each, so it runs once, on tensors without storage, while a dispatch mode records
-# what becomes of each. What is cut, indexed or transposed out of one tensor is a strided view of
-# it, and is taken as such from the live tensor ever after, without a copy. What is computed
-# (joined, interleaved) is converted anew each time.
+# what becomes of each. What is cut, indexed or transposed out of one tensor is taken as a view of
+# the live tensor ever after. What is computed (joined, interleaved) is converted anew each time.
 
 
 aten = torch.ops.aten
@@ -395,10 +394,9 @@ def known_of(owner: Any) -> Known:
 class ModuleSource:
     """A Hugging Face model, plain or wrapped by PEFT, by a TorchRL policy, by DDP or by compile.
 
-    Every iteration reads the parameters as they are then. LoRA adapters are merged one tensor at a
-    time into a fresh tensor, so the training copy is never touched; the result equals PEFT's
-    ``merge_and_unload()`` bit by bit, whatever the dtypes. Fused experts are published under their
-    own names as views, in the order in which they lie in the fused tensor. A ``StableSource``.
+    LoRA adapters are merged one tensor at a time into a fresh tensor, bit by bit as PEFT's
+    ``merge_and_unload()`` does. Fused experts are published under their own names as views, in the
+    order in which they lie in the fused tensor.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -410,10 +408,7 @@ class ModuleSource:
         return self._module
 
     def metadata(self) -> list[ParamMeta]:
-        """Returns the metadata of each tensor, without merging anything.
-
-        The same list object while names, dtypes and shapes stay: leave it as it is.
-        """
+        """Returns the metadata of each tensor: the same list object while they stay."""
         return self._state().plan.metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -486,10 +481,11 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     from torch.nn.parallel import DistributedDataParallel
     from torchrl.modules.llm import TransformersWrapper
 
+    inner: Any = None
     if isinstance(module, TransformersWrapper):
-        return unwrap(module.model)
-    if isinstance(module, OptimizedModule):
-        return unwrap(module._orig_mod)
-    inner = getattr(module, "module", None)
-    wraps = isinstance(module, TensorDictModuleBase | DistributedDataParallel)
-    return unwrap(inner) if wraps and isinstance(inner, torch.nn.Module) else module
+        inner = module.model
+    elif isinstance(module, OptimizedModule):
+        inner = module._orig_mod
+    elif isinstance(module, TensorDictModuleBase | DistributedDataParallel):
+        inner = getattr(module, "module", None)
+    return unwrap(inner) if isinstance(inner, torch.nn.Module) else module

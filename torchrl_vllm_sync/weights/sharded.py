@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 import time
 from collections import deque
 from concurrent.futures import wait
@@ -39,7 +40,7 @@ from torchrl_vllm_sync.weights.module import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.module import Bundle
@@ -159,8 +160,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 #
 # Keys of one round, below its number: ``begun``; ``joined/<rank>``; ``ready/<step>/<rank>``;
 # ``next/<step>``, the last of which holds the verdict; ``over``. Beside them ``broken``: the rank
-# that could not begin a gather that the others are in. Their process group is out of step from then
-# on, and there is no other round.
+# that could not begin a gather that the others are in, after which there is no other round.
 #
 # Every process that reaches the store can write into it, and torch's listens on all interfaces: so
 # a verdict is JSON of bounded size, and whatever a key may hold ends in a ``TrainerRankError``.
@@ -168,6 +168,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 FAILED, GATHER, VERDICT = "!", "g", "v"
 BROKEN = "broken"
+STORE_ERRORS = dist.DistStoreError, dist.DistNetworkError
 # Of one value, checked once it is here: the store has no call for less.
 MOST_BYTES = 1 << 22
 MOST_REASON = 1 << 14
@@ -244,7 +245,7 @@ class TrainerRanks:
         """Turns failures of the store, which may be the leader's, into the typed error."""
         try:
             yield
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
+        except STORE_ERRORS as error:
             rank = None if self.rank == self.leader else self.leader
             raise TrainerRankError(rank, f"their store failed: {error}") from error
 
@@ -252,9 +253,8 @@ class TrainerRanks:
     def logged(self, what: str) -> Iterator[None]:
         """Logs what fails besides the push, whose own outcome it must not replace."""
         try:
-            with self.store_errors():
-                yield
-        except TrainerRankError as error:
+            yield
+        except (TrainerRankError, *STORE_ERRORS) as error:
             logger.warning("%s: %s", what, error)
 
     def await_text(self, key: str, timeout_s: float, what: str) -> str:
@@ -297,15 +297,13 @@ class LeadingRound:
 
     def succeed(self, outcome: Any) -> None:
         """Ends the round with success on all ranks; a rank that is gone is logged."""
-        verdict = _written(Verdict("", outcome=outcome))
-        self._end(verdict, "the push succeeded, but meanwhile", waits=True)
+        self._end(Verdict("", outcome=outcome), "the push succeeded, but meanwhile", waits=True)
 
     def fail(self, error: BaseException) -> None:
         """Ends the round with the reason of a failure; waits for ranks that have yet to join."""
         # All that wait in a broken gather have joined, and so have those that a rank's error names.
         waits = not self._ranks.is_broken and not isinstance(error, TrainerRankError)
-        verdict = _written(self._ranks.failure(error))
-        self._end(verdict, "the push failed, and meanwhile", waits=waits)
+        self._end(self._ranks.failure(error), "the push failed, and meanwhile", waits=waits)
 
     def raise_reported(self) -> None:
         """Raises if a rank has reported a failure, without waiting."""
@@ -355,12 +353,13 @@ class LeadingRound:
         self._store.set(f"{self._number}/next/{self._step}", text)
         self._step += 1
 
-    def _end(self, verdict: str, meanwhile: str, *, waits: bool) -> None:
+    def _end(self, verdict: Verdict, meanwhile: str, *, waits: bool) -> None:
+        text = _written(verdict)
         if waits:
             with self._ranks.logged(meanwhile):
                 self._await_ready(self._ranks.timeout_s)
         with self._ranks.logged("the other ranks could not be told how the push ended"):
-            self._say(verdict)
+            self._say(text)
             self._store.set(f"{self._number}/over", "")
             self._forget(self._number - 1)
 
@@ -484,13 +483,7 @@ class Group(NamedTuple):
 class ShardedModuleSource:
     """A Hugging Face model under ``torch.distributed.fsdp.fully_shard``, on all of its ranks.
 
-    Example:
-        >>> source = ShardedModuleSource(model)
-        >>> if source.leads:
-        ...     with source.lead() as announcement:
-        ...         announcement.outcome = send(source)
-        ... else:
-        ...     outcome = source.participate(timeout_s=900)
+    The one that ``leads`` iterates inside :meth:`lead`, and the others call :meth:`participate`.
     """
 
     def __init__(self, module: torch.nn.Module, *, timeout_s: float = 60.0) -> None:
@@ -499,8 +492,9 @@ class ShardedModuleSource:
             raise WeightMismatchError(
                 "adapters on a sharded model cannot be merged: merge them first, or do not shard"
             )
-        check_readable(self._tensors())
-        ranks, rank = _ranks_of(module), dist.get_rank()
+        tensors = self._tensors()
+        check_readable(tensors)
+        ranks, rank = _ranks_of(tensors.values()), dist.get_rank()
         if rank not in ranks:
             raise UnsupportedArgumentError(
                 f"rank {rank} must be one of the model's ranks, {list(ranks)}"
@@ -721,16 +715,14 @@ def leading(source: object) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace()
 
 
-def _layer_of(bundle: Bundle) -> tuple[str, ...]:
+def _layer_of(bundle: Bundle) -> str:
     """Returns a tensor's name up to its first number; nothing if there is none."""
-    parts = bundle.sources[0].split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-    return tuple(parts[: numbers[0] + 1]) if numbers else ()
+    found = re.match(r"(.*?\.)??[0-9]+(?=\.|$)", bundle.sources[0])
+    return found[0] if found else ""
 
 
-def _ranks_of(module: torch.nn.Module) -> tuple[int, ...]:
+def _ranks_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """Returns the global ranks that hold the shards, the same for all parameters."""
-    tensors = module.state_dict(keep_vars=True).values()
     meshes = {one.device_mesh for one in tensors if isinstance(one, DTensor)}
     members = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
     if len({frozenset(one) for one in members}) != 1:

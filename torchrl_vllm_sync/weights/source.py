@@ -216,18 +216,17 @@ class _FittedSource:
 def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightSource:
     """Checks that ``source`` is a complete push for the engines' model and renames it to fit.
 
-    A prefix that all names share, as wrappers add, is removed. Fused experts are sent one by one,
-    as checkpoints hold them. A tied output head may be absent, but must equal the embedding. Any
-    floating-point dtype may stand for another, since transports cast. The result is kept with the
-    source's owner while both lists of metadata are the same objects.
+    A prefix that all names share is removed. Fused experts are sent one by one. A tied output head
+    may be absent, but must equal the embedding. Any floating-point dtype may stand for another,
+    since transports cast. The result is kept while both lists of metadata are the same objects.
     """
     given = source.metadata()
     known = known_of(source.owner) if isinstance(source, StableSource) else Known()
     fit: _Fit | None = known.fit
     if fit is None or fit.given is not given or fit.expected is not expected:
         fit = known.fit = _fit(source, given, expected)
-    elif problem := _untied(source, fit.prefix, fit.embedding):
-        raise _mismatch(problem)
+    else:
+        _check(source, fit.prefix, fit.embedding)
     return _FittedSource(source, fit)
 
 
@@ -260,30 +259,24 @@ def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamM
         alike = [meta.name for meta, _ in both if "embed" in meta.name]
         alike = [name for name in alike if found[name].shape == found[HEAD].shape]
         embedding = alike[0] if len(alike) == 1 else None
+    shapes = [
+        f"{meta.name} {list(meta.shape)} instead of {list(want.shape)}"
+        for meta, want in both
+        if meta.shape != want.shape
+    ]
+    dtypes = [
+        f"{meta.name} {meta.dtype} instead of {want.dtype}"
+        for meta, want in both
+        if meta.dtype.is_floating_point != want.dtype.is_floating_point
+    ]
     problems = [
         _listing("missing", [name for name in wanted if name not in found]),
         _listing("unknown", [name for name in found if name not in wanted and name != HEAD]),
         _listing("given twice", twice),
-        _listing(
-            "of another shape",
-            [
-                f"{meta.name} {list(meta.shape)} instead of {list(want.shape)}"
-                for meta, want in both
-                if meta.shape != want.shape
-            ],
-        ),
-        _listing(
-            "of another kind of dtype",
-            [
-                f"{meta.name} {meta.dtype} instead of {want.dtype}"
-                for meta, want in both
-                if meta.dtype.is_floating_point != want.dtype.is_floating_point
-            ],
-        ),
-        _untied(source, prefix, embedding),
+        _listing("of another shape", shapes),
+        _listing("of another kind of dtype", dtypes),
     ]
-    if any(problems):
-        raise _mismatch("; ".join(filter(None, problems)))
+    _check(source, prefix, embedding, *filter(None, problems))
     if HEAD not in wanted:
         sent.pop(prefix + HEAD, None)
     return _Fit(given, expected, prefix, sent, [want for _, want in both], embedding)
@@ -307,16 +300,15 @@ def _sent_as(
     return name
 
 
-def _mismatch(problems: str) -> WeightMismatchError:
-    return WeightMismatchError(f"the push does not fit the engines' model: {problems}")
-
-
-def _untied(source: WeightSource, prefix: str, embedding: str | None) -> str:
-    """Returns the fault of a separate output head, which engines that tie it would drop."""
+def _check(source: WeightSource, prefix: str, embedding: str | None, *problems: str) -> None:
+    """Raises what does not fit, with a separate output head, which engines that tie it drop."""
     same = getattr(source, "same_values", None)
-    if embedding is None or same is None or same(prefix + HEAD, prefix + embedding):
-        return ""
-    return f"{HEAD} differs from {embedding}, to which the engines tie it"
+    if embedding and same and not same(prefix + HEAD, prefix + embedding):
+        problems += (f"{HEAD} differs from {embedding}, to which the engines tie it",)
+    if problems:
+        raise WeightMismatchError(
+            f"the push does not fit the engines' model: {'; '.join(problems)}"
+        )
 
 
 def _common_prefix(given: Iterable[str], wanted: Mapping[str, ParamMeta]) -> str:
