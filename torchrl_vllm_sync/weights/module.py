@@ -99,24 +99,25 @@ def is_peft(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith("peft.")
 
 
-def _lora_tensors(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, list[Delta]]]:
-    """Returns the tensors under the base model's names, and what active adapters add to each."""
+def _lora_tensors(
+    model: Any, held: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, list[Delta]]]:
+    """Returns what is held under the plain model's names, and what active adapters add to it."""
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
 
     if model.active_peft_config.is_prompt_learning:
         raise WeightMismatchError("prompt learning changes no weights: there is nothing to push")
-    base = base_model(model)
     wrappers: dict[str, Any] = {
         name: module
-        for name, module in base.named_modules()
+        for name, module in base_model(model).named_modules()
         if isinstance(module, LoraLayer | ModulesToSaveWrapper)
     }
     for name, wrapper in wrappers.items():
         _check_biases(name, wrapper)
     tensors: dict[str, torch.Tensor] = {}
     deltas: dict[str, list[Delta]] = {}
-    for name, tensor in base.state_dict().items():
+    for name, tensor in held.items():
         parents = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
         owner = next((one for one in parents if one in wrappers), None)
         if owner is None:
@@ -446,8 +447,10 @@ class ModuleSource:
             and state.left_out == repeated(module, state.tensors, state.is_same)
         ):
             return state
-        tensors, deltas = _lora_tensors(module) if is_peft(module) else (module.state_dict(), {})
+        tensors, deltas = base_model(module).state_dict(), {}
         check_readable(tensors)
+        if is_peft(module):
+            tensors, deltas = _lora_tensors(module, tensors)
         state = _State(tensors, deltas, layout)
         state.left_out = repeated(module, tensors, state.is_same)
         sent = {name: one for name, one in tensors.items() if name not in state.left_out}
