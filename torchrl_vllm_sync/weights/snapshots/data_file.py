@@ -29,7 +29,7 @@ from tensordict import TensorDict
 
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name
-from torchrl_vllm_sync.weights.snapshots.files import new_file, open_file
+from torchrl_vllm_sync.weights.snapshots.files import new_file, open_file, opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -70,7 +70,11 @@ class DataLayout:
     num_bytes: int  # length of the file
 
     @classmethod
-    def of(cls, metadata: Sequence[ParamMeta]) -> DataLayout:
+    def of(cls, metadata: Sequence[ParamMeta], known: DataLayout | None = None) -> DataLayout:
+        """Lays the parameters out one after the other; ``known`` is returned if it is the same."""
+        metadata = tuple(metadata)
+        if known is not None and known.metadata == metadata:
+            return known
         leaves: dict[str, list[Any]] = {}
         offsets: list[int] = []
         end = TAG_BYTES
@@ -96,7 +100,7 @@ class DataLayout:
         record = {"cls": "TensorDict", "non_tensors": {}, "leaves": leaves, "cls_metadata": about}
         description = json.dumps(record, separators=(",", ":")).encode()
         trailer = description + len(description).to_bytes(8, "little")
-        return cls(tuple(metadata), tuple(offsets), trailer, end + len(trailer))
+        return cls(metadata, tuple(offsets), trailer, end + len(trailer))
 
 
 class DataFile:
@@ -161,11 +165,8 @@ class DataFile:
 
 def open_tensordict(path: Path, metadata: Sequence[ParamMeta]) -> TensorDict:
     """Opens and maps a data file, copying nothing."""
-    handle = open_file(path)
-    try:
+    with opened(path) as handle:
         return map_tensordict(handle, path, DataLayout.of(metadata))
-    finally:
-        os.close(handle)
 
 
 def map_tensordict(handle: int, path: Path, layout: DataLayout) -> TensorDict:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import functools
 import json
 import os
 import secrets
 import shutil
 import socket
 import stat
+import tempfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import xxhash
@@ -24,7 +24,7 @@ from torchrl_vllm_sync.errors import SnapshotError
 from torchrl_vllm_sync.replica import process_began
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 # ---- Trust
 #
@@ -46,23 +46,46 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ROOT = 0
 # Owner of the files that this process makes, by the file system's device number.
 _mapped_owners: dict[int, int] = {}
-_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
-_Value = TypeVar("_Value", str, int, bool)
 
 
-def open_folder(path: Path) -> int:
-    """Opens a folder that no other user can write into; the caller closes the handle."""
+@contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    """Opens a folder that no other user can write into, for the length of the ``with`` block."""
     handle = _open(path, os.O_RDONLY | os.O_DIRECTORY)
-    return _checked(handle, path, handle, stat.S_ISDIR)
+    try:
+        _check(handle, path, handle)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Opens a file as ``open_file`` does, for the length of the ``with`` block."""
+    handle = open_file(path, flags)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
     """Opens a file that no other user can have written; the caller closes the handle."""
-    folder = open_folder(path.parent)
-    try:
-        return _checked(_open(path, flags, folder), path, folder, stat.S_ISREG)
-    finally:
-        os.close(folder)
+    with open_folder(path.parent) as folder:
+        handle = _open(path, flags, folder)
+        try:
+            _check(handle, path, folder)
+        except BaseException:
+            os.close(handle)
+            raise
+        return handle
+
+
+def new_file(path: Path) -> int:
+    """Makes a file of mode 0600 and opens it for reading and writing."""
+    handle = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    os.fchmod(handle, FILE_MODE)
+    return handle
 
 
 def _open(path: Path, flags: int, folder: int | None = None) -> int:
@@ -79,19 +102,10 @@ def _open(path: Path, flags: int, folder: int | None = None) -> int:
         raise
 
 
-def _checked(handle: int, path: Path, folder: int, is_right: Callable[[int], bool]) -> int:
-    """Returns the handle; closes it if what it opened cannot be trusted."""
-    try:
-        _check(os.fstat(handle), path, folder, is_right)
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
-
-
-def _check(facts: os.stat_result, path: Path, folder: int, is_right: Callable[[int], bool]) -> None:
-    """Refuses what is of the wrong kind, or what another user owns or may write."""
-    if not is_right(facts.st_mode):
+def _check(handle: int, path: Path, folder: int) -> None:
+    """Refuses what another user owns or may write, and what is no regular file in ``folder``."""
+    facts = os.fstat(handle)
+    if handle != folder and not stat.S_ISREG(facts.st_mode):
         raise SnapshotError(f"{path}: must be a regular file, and is none")
     if facts.st_uid not in {os.geteuid(), _ROOT} and facts.st_uid != _owner_here(folder):
         raise SnapshotError(
@@ -109,45 +123,31 @@ def _owner_here(folder: int) -> int:
     """The owner that the file system gives to what this process makes in ``folder``."""
     device = os.fstat(folder).st_dev
     if device not in _mapped_owners:
-        name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            probe = os.open(name, flags, FILE_MODE, dir_fd=folder)
+            place = f"/proc/self/fd/{folder}"
+            with tempfile.TemporaryFile(prefix=TEMPORARY_PREFIX, dir=place) as probe:
+                _mapped_owners[device] = os.fstat(probe.fileno()).st_uid
         except OSError:  # this process cannot have made anything there
             return os.geteuid()
-        try:
-            _mapped_owners[device] = os.fstat(probe).st_uid
-        finally:
-            os.close(probe)
-            with suppress(FileNotFoundError):  # a new writer removes temporary files
-                os.unlink(name, dir_fd=folder)
     return _mapped_owners[device]
 
 
-def new_file(path: Path) -> int:
-    """Makes a file of mode 0600 and opens it for reading and writing."""
-    handle = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    os.fchmod(handle, FILE_MODE)
-    return handle
+# ---- Folders
 
 
 def require_folder(path: Path) -> None:
     """Makes a folder of mode 0700 unless there is one that can be trusted."""
     try:
-        os.mkdir(path, FOLDER_MODE)
+        path.mkdir(FOLDER_MODE)
     except FileExistsError:
-        os.close(open_folder(path))
-        return
-    if stat.S_IMODE(os.lstat(path).st_mode) & FOLDER_MODE != FOLDER_MODE:  # such an umask
-        os.chmod(path, FOLDER_MODE)
+        with open_folder(path):
+            return
+    path.chmod(FOLDER_MODE)  # whatever the umask
 
 
 def list_folder(path: Path) -> list[str]:
-    handle = open_folder(path)
-    try:
+    with open_folder(path) as handle:
         return sorted(os.listdir(handle))
-    finally:
-        os.close(handle)
 
 
 def remove_folder(path: Path) -> None:
@@ -162,129 +162,10 @@ def remove_folder(path: Path) -> None:
             raise
 
 
-def read_file(path: Path, *, max_bytes: int) -> bytes:
-    """Reads a whole file; refuses one longer than ``max_bytes`` before reading it."""
-    with os.fdopen(open_file(path), "rb") as file:
-        found = os.fstat(file.fileno()).st_size
-        if found > max_bytes:
-            raise SnapshotError(
-                f"{path}: corrupted: must have at most {max_bytes} bytes, has {found}"
-            )
-        return file.read()
-
-
-def replace_file(path: Path, content: bytes, *, fsync: bool) -> None:
-    """Replaces ``path`` in one step: temporary file, ``fsync``, rename, ``fsync`` of the folder."""
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
-    try:
-        with os.fdopen(new_file(temporary), "wb") as file:
-            file.write(content)
-            file.flush()
-            if fsync:  # first: the rename must never be durable before the content
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if fsync:  # the rename is durable only once the folder is
-        fsync_folder(path.parent)
-
-
 def fsync_folder(path: Path) -> None:
     """Makes the names in ``path`` durable."""
-    handle = open_folder(path)
-    try:
+    with open_folder(path) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds a ``flock`` on a file; False if there is none."""
-    try:
-        handle = open_file(path, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked by now would keep it
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False
-
-
-def lock_holders(path: Path) -> str:
-    """Names who locked a file, as far as this pid namespace shows it, for messages."""
-    try:
-        inode, text = str(path.lstat().st_ino), Path("/proc/locks").read_text()
-    except OSError:  # released since, or a container without such a list
-        return "an unknown process"
-    rows = map(str.split, text.splitlines())
-    pids = {int(row[4]) for row in rows if row[1] == "FLOCK" and row[5].rpartition(":")[2] == inode}
-    names = []
-    for pid in sorted(pids):
-        try:
-            names.append(f"pid {pid} ({psutil.Process(pid).name()})")
-        except (psutil.Error, ValueError):  # ended since, or of another namespace
-            names.append(f"pid {pid}")
-    return ", ".join(names) or "an unknown process"
-
-
-@contextmanager
-def storage_errors(doing: str) -> Iterator[None]:
-    """Turns the ``OSError`` of a full, unwritable or vanished directory into ``SnapshotError``."""
-    try:
-        yield
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise SnapshotError(f"{doing}: {error.strerror or error}{where}") from error
-
-
-# ---- Records: JSON objects that begin with a checksum of all bytes after it, and a format
-_FORMAT = 3
-
-
-def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
-    """Replaces ``path`` by ``record`` atomically."""
-    rest = json.dumps({"format": _FORMAT} | record, separators=(",", ":"))[1:].encode()
-    replace_file(path, _signature(rest) + rest, fsync=fsync)
-
-
-def read_json(path: Path, *, max_bytes: int = 1 << 16) -> dict[str, Any]:
-    return parse_json(read_file(path, max_bytes=max_bytes), path)
-
-
-def parse_json(content: bytes, path: Path) -> dict[str, Any]:
-    """Checks and parses what ``write_json`` put into ``path``."""
-    signature = content[: len(_signature(b""))]
-    if signature != _signature(content[len(signature) :]):
-        raise SnapshotError(
-            f"{path}: truncated, corrupted or of another release: it begins {content[:40]!r}"
-        )
-    try:
-        record = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise SnapshotError(f"{path}: not JSON: {error}") from error
-    found = field(record, "format", int, path)
-    if found != _FORMAT:
-        raise SnapshotError(f"{path}: format must be {_FORMAT}, got {found}")
-    return record
-
-
-def _signature(rest: bytes) -> bytes:
-    return f'{{"xxh3_64":"{xxhash.xxh3_64_hexdigest(rest)}",'.encode()
-
-
-def field(record: dict[str, Any], name: str, kind: type[_Value], source: Path) -> _Value:
-    """Returns one field of a record, which must have exactly this type."""
-    value = record.get(name)
-    if type(value) is not kind or (isinstance(value, int) and abs(value) >= 1 << 63):
-        raise SnapshotError(
-            f"{source}: corrupted: {name} must be {kind.__name__}, got {shown(value)}"
-        )
-    return cast("_Value", value)
 
 
 def file_system_type(path: Path) -> str:
@@ -298,7 +179,43 @@ def file_system_type(path: Path) -> str:
 
 def is_memory_file_system(path: Path) -> bool:
     """Whether ``path`` lives in memory, so that ``fsync`` could protect nothing."""
-    return file_system_type(path) in _MEMORY_FILE_SYSTEMS
+    return file_system_type(path) in {"tmpfs", "ramfs", "hugetlbfs"}
+
+
+@contextmanager
+def storage_errors(doing: str) -> Iterator[None]:
+    """Turns the ``OSError`` of a full, unwritable or vanished directory into ``SnapshotError``."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise SnapshotError(f"{doing}: {error.strerror or error}{where}") from error
+
+
+# ---- Locks, and who holds them
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a ``flock`` on a file; False if there is none."""
+    with suppress(FileNotFoundError), opened(path, os.O_RDWR) as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked by now would keep it
+    return False
+
+
+def lock_holders(path: Path) -> str:
+    """Names who locked a file, as far as this pid namespace shows it, for messages."""
+    pids: set[int] = set()
+    with suppress(OSError):  # released since, or a container without such a list
+        inode = str(path.lstat().st_ino)
+        rows = map(str.split, Path("/proc/locks").read_text().splitlines())
+        pids = {int(row[4]) for row in rows if row[5].rpartition(":")[2] == inode}
+    processes = [one for one in psutil.process_iter(["name"]) if one.pid in pids]
+    names = [f"pid {one.pid} ({one.info['name']})" for one in processes]
+    return ", ".join(names) or "an unknown process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,12 +232,6 @@ class ProcessIdentity:
         pid = os.getpid()
         return cls(_host(), socket.gethostname(), pid, process_began(pid) or 0)
 
-    @classmethod
-    def from_record(cls, record: dict[str, Any], source: Path) -> ProcessIdentity:
-        host, hostname = (field(record, name, str, source) for name in ("host", "hostname"))
-        pid, start_time = (field(record, name, int, source) for name in ("pid", "start_time"))
-        return cls(host, hostname, pid, start_time)
-
     def is_gone(self) -> bool | None:
         """Whether the process has ended; None where that cannot be known from this host."""
         if self.host != _host():
@@ -331,10 +242,75 @@ class ProcessIdentity:
         return f"pid {self.pid} on {self.hostname}"
 
 
-@functools.cache
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def _host() -> str:
-    return f"{_boot_id()}/{os.readlink('/proc/self/ns/pid')}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+# ---- Records: JSON objects that begin with a checksum of all bytes after it, and a format
+_FORMAT = 3
+
+
+def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
+    """Replaces ``path`` in one step: temporary file, ``fsync``, rename, ``fsync`` of the folder."""
+    rest = json.dumps({"format": _FORMAT} | record, separators=(",", ":"))[1:].encode()
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(new_file(temporary), "wb") as file:
+            file.write(_signature(rest) + rest)
+            file.flush()
+            if fsync:  # first: the rename must never be durable before the content
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if fsync:  # the rename is durable only once the folder is
+        fsync_folder(path.parent)
+
+
+def read_file(path: Path, *, max_bytes: int) -> bytes:
+    """Reads a whole file; refuses one longer than ``max_bytes`` before reading it."""
+    with os.fdopen(open_file(path), "rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        if found > max_bytes:
+            raise SnapshotError(
+                f"{path}: corrupted: must have at most {max_bytes} bytes, has {found}"
+            )
+        return file.read()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return parse_json(read_file(path, max_bytes=1 << 16), path)
+
+
+def parse_json(content: bytes, path: Path) -> dict[str, Any]:
+    """Checks and parses what ``write_json`` put into ``path``."""
+    signature = content[: len(_signature(b""))]
+    if signature != _signature(content[len(signature) :]):
+        raise SnapshotError(
+            f"{path}: truncated, corrupted or of another release: it begins {content[:40]!r}"
+        )
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotError(f"{path}: not JSON: {error}") from error
+    (found,) = fields_of(record, path, format=int)
+    if found != _FORMAT:
+        raise SnapshotError(f"{path}: format must be {_FORMAT}, got {found}")
+    return record
+
+
+def fields_of(record: dict[str, Any], path: Path, /, **kinds: type) -> list[Any]:
+    """Returns the named fields, each of exactly its type; integers from 0 on, below 2**63."""
+    for name, kind in kinds.items():
+        value = record.get(name)
+        if type(value) is not kind or (kind is int and not 0 <= value < 1 << 63):
+            raise SnapshotError(
+                f"{path}: corrupted: {name} must be {kind.__name__}, got {shown(value)}"
+            )
+    return [record[name] for name in kinds]
+
+
+def _signature(rest: bytes) -> bytes:
+    return f'{{"xxh3_64":"{xxhash.xxh3_64_hexdigest(rest)}",'.encode()

@@ -7,10 +7,11 @@ import fcntl
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import SnapshotError
 from torchrl_vllm_sync.weights.snapshots.data_file import (
     DATA_FILE,
@@ -18,8 +19,8 @@ from torchrl_vllm_sync.weights.snapshots.data_file import (
     checksum,
     map_tensordict,
 )
-from torchrl_vllm_sync.weights.snapshots.files import open_file, storage_errors
-from torchrl_vllm_sync.weights.snapshots.records import CURRENT, Manifest, ManifestFile
+from torchrl_vllm_sync.weights.snapshots.files import open_file, opened, storage_errors
+from torchrl_vllm_sync.weights.snapshots.records import Manifest, ManifestFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,14 +68,10 @@ class Snapshot:
         name read another.
         """
         with storage_errors(f"{self._path}: validating"):
-            try:
-                handle = open_file(self._path)
-            except FileNotFoundError:
-                same = False
-            else:
+            same = False
+            with suppress(FileNotFoundError), opened(self._path) as handle:
                 tag = os.pread(handle, TAG_BYTES, 0)
                 same = os.path.sameopenfile(handle, self._handle) and tag == self.manifest.tag
-                os.close(handle)
         if not same:
             raise SnapshotError(
                 f"{self._path}: was recycled while version {self.version} was being read, or "
@@ -141,8 +138,7 @@ class SnapshotReader:
         Raises:
             SnapshotError: The manifest is damaged, unreadable or of another run.
         """
-        with storage_errors(f"{self.directory}: reading {CURRENT}"):
-            manifest = self._manifest_file.read()
+        manifest = self._manifest_file.read()
         if manifest is not None and self._run_id not in {None, manifest.run_id}:
             raise SnapshotError(
                 f"{self._manifest_file.path}: is of run {manifest.run_id}, this reader follows run "
@@ -179,10 +175,10 @@ class SnapshotReader:
         self._mapped.clear()
 
     def _open_current(self, lock: ExitStack, newer_than: int | None) -> Snapshot | None:
-        deadline = time.monotonic() + self._timeout_s
+        deadline = Deadline(self._timeout_s)
         while True:
             lock.close()
-            manifest, is_late = self.current(), time.monotonic() > deadline
+            manifest, is_late = self.current(), deadline.passed
             if manifest is None or (newer_than is not None and manifest.version <= newer_than):
                 return None
             path = self.directory / manifest.path / DATA_FILE

@@ -12,22 +12,23 @@ import re
 import time
 import uuid
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import xxhash
 
-from torchrl_vllm_sync.checks import shown
+from torchrl_vllm_sync.checks import Deadline, shown
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError, WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json, to_json
 from torchrl_vllm_sync.weights.snapshots.data_file import DataLayout
 from torchrl_vllm_sync.weights.snapshots.files import (
     TEMPORARY_PREFIX,
     ProcessIdentity,
-    field,
+    fields_of,
     list_folder,
     new_file,
     open_file,
+    opened,
     parse_json,
     read_file,
     read_json,
@@ -40,20 +41,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LayoutName = Literal["slots", "versions"]
-LAYOUTS = ("slots", "versions")
+LAYOUTS = get_args(LayoutName)
 CURRENT = "CURRENT"
 MARKER = "SNAPSHOTS.json"
 LOCK, COMMIT = "LOCK", "COMMIT"
 # An empty file in a directory that no user named: it is to be removed with its process.
 TEMPORARY = "TEMPORARY"
+# Folders of versions lie directly in the directory: slot-<epoch>-<number>, v<version>-<epoch>.
+FOLDER = re.compile(r"(?:slot-|v[0-9]+-)(?P<epoch>[0-9]+)(?:-[0-9]+)?")
 
 # About 400,000 parameters.
 _MAX_MANIFEST_BYTES = 64 << 20
-# The folders of versions lie directly in the snapshot directory.
-FOLDERS = {
-    "slots": re.compile("slot-(?P<epoch>[0-9]+)-[0-9]+"),
-    "versions": re.compile("v[0-9]+-(?P<epoch>[0-9]+)"),
-}
 # What a writer that died may have made before the marker.
 _BEFORE_MARKER = frozenset({LOCK, COMMIT, TEMPORARY})
 # How long another writer's commit may take.
@@ -68,7 +66,7 @@ class Manifest:
     run_id: str  # run that wrote it; versions are comparable only within one run
     epoch: int  # writer's epoch
     version: int  # policy version
-    layout: str  # `"slots"` or `"versions"`
+    layout: LayoutName  # how the directory stores versions
     path: str  # folder of the data, relative to the snapshot directory
     data: DataLayout  # every parameter in order, and where it lies; follows from the metadata
     checksums: tuple[int, ...]  # xxh3-64 of each parameter's bytes
@@ -83,45 +81,30 @@ class Manifest:
         return xxhash.xxh3_128_digest(f"{self.run_id} {self.epoch} {self.version}".encode())
 
     def to_record(self) -> dict[str, Any]:
-        return {
-            "run_id": self.run_id,
-            "epoch": self.epoch,
-            "version": self.version,
-            "layout": self.layout,
-            "path": self.path,
-            "metadata": to_json(self.metadata),
-            "checksums": self.checksums,
-        }
+        record = {one.name: getattr(self, one.name) for one in fields(self)}
+        del record["data"]
+        return record | {"metadata": to_json(self.metadata)}
 
     @classmethod
     def from_record(cls, record: dict[str, Any], path: Path, known: DataLayout | None) -> Manifest:
         """Checks and parses a record; ``known`` may be its layout, to spare computing it."""
-        layout, folder = field(record, "layout", str, path), field(record, "path", str, path)
-        if layout not in FOLDERS or not FOLDERS[layout].fullmatch(folder):
+        run_id, epoch, version = fields_of(record, path, run_id=str, epoch=int, version=int)
+        layout, folder = fields_of(record, path, layout=str, path=str)
+        items, checksums = fields_of(record, path, metadata=list, checksums=list)
+        if layout not in LAYOUTS or not FOLDER.fullmatch(folder):
             raise SnapshotError(
                 f"{path}: corrupted: {shown(folder)} is no folder of layout {shown(layout)}"
             )
         try:
-            metadata = tuple(from_json(_list(record, "metadata", path)))
-            if known is None or known.metadata != metadata:
-                known = DataLayout.of(metadata)
+            data = DataLayout.of(from_json(items), known)
         except (ValueError, WeightMismatchError) as error:
             raise SnapshotError(f"{path}: corrupted: {error}") from error
-        checksums = _list(record, "checksums", path)
         for value in checksums:
             if type(value) is not int or not 0 <= value < 1 << 64:
                 raise SnapshotError(f"{path}: corrupted: {shown(value)} is no checksum")
-        if len(checksums) != len(metadata):
+        if len(checksums) != len(items):
             raise SnapshotError(f"{path}: corrupted: parameters and checksums differ in number")
-        return cls(
-            field(record, "run_id", str, path),
-            _natural(record, "epoch", path),
-            _natural(record, "version", path),
-            layout,
-            folder,
-            known,
-            tuple(checksums),
-        )
+        return cls(run_id, epoch, version, layout, folder, data, tuple(checksums))
 
 
 class ManifestFile:
@@ -134,10 +117,11 @@ class ManifestFile:
 
     def read(self) -> Manifest | None:
         """The current manifest; None when nothing has been published."""
-        try:
-            content = read_file(self.path, max_bytes=_MAX_MANIFEST_BYTES)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        with storage_errors(f"{self.path.parent}: reading {CURRENT}"):
+            try:
+                content = read_file(self.path, max_bytes=_MAX_MANIFEST_BYTES)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
         if content != self._content:
             known = None if self._manifest is None else self._manifest.data
             record = parse_json(content, self.path)
@@ -148,20 +132,6 @@ class ManifestFile:
     def write(self, manifest: Manifest, *, fsync: bool) -> None:
         """Makes ``manifest`` the current one atomically."""
         write_json(self.path, manifest.to_record(), fsync=fsync)
-
-
-def _natural(record: dict[str, Any], name: str, path: Path) -> int:
-    value = field(record, name, int, path)
-    if value < 0:
-        raise SnapshotError(f"{path}: corrupted: {name} must not be negative, got {value}")
-    return value
-
-
-def _list(record: dict[str, Any], name: str, path: Path) -> list[Any]:
-    value = record.get(name)
-    if not isinstance(value, list):
-        raise SnapshotError(f"{path}: corrupted: {name} must be a list, got {shown(value)}")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,17 +167,13 @@ class Owner:
                     "name a new or empty directory"
                 ) from None
             return None
-        layout = field(record, "layout", str, path)
+        run_id, layout, epoch, released, reusable_from = fields_of(
+            record, path, run_id=str, layout=str, epoch=int, released=bool, reusable_from=int
+        )
         if layout not in LAYOUTS:
             raise SnapshotError(f"{path}: corrupted: there is no layout {shown(layout)}")
-        return cls(
-            field(record, "run_id", str, path),
-            cast("LayoutName", layout),
-            _natural(record, "epoch", path),
-            ProcessIdentity.from_record(record, path),
-            field(record, "released", bool, path),
-            _natural(record, "reusable_from", path),
-        )
+        process = fields_of(record, path, host=str, hostname=str, pid=int, start_time=int)
+        return cls(run_id, layout, epoch, ProcessIdentity(*process), released, reusable_from)
 
     def write(self, directory: Path, *, fsync: bool) -> None:
         """Makes this the owner of ``directory``."""
@@ -244,16 +210,17 @@ class WriterLock:
     owner: Owner
 
     def __init__(self, directory: Path, *, fsync: bool) -> None:
-        self._directory = directory
-        self._fsync = fsync
+        self._directory, self._fsync = directory, fsync
         self._handle = -1
 
     def acquire(self, layout: LayoutName, run_id: str | None, *, takeover: bool) -> None:
         """Becomes the owner, inside ``exclusive()``; removes another run's manifest."""
-        previous = Owner.before(self._directory, layout, run_id, takeover=takeover)
-        gone = previous is None or previous.released or previous.process.is_gone()
+        found = Owner.before(self._directory, layout, run_id, takeover=takeover)
+        me = ProcessIdentity.current()
+        last = found or Owner(run_id or uuid.uuid4().hex, layout, 0, me, True, reusable_from=1)
+        gone = last.released or last.process.is_gone()
         if gone is False and not takeover:
-            raise self._held_error(previous)
+            raise self._held_error(found)
         path = self._directory / LOCK
         handle = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -261,22 +228,19 @@ class WriterLock:
         except BlockingIOError as error:
             os.close(handle)
             # A dead owner's lock lives on in processes that it forked; those are no owners.
-            if (previous is None or previous.released or not gone) and not takeover:
-                raise self._held_error(previous) from error
+            if (last.released or not gone) and not takeover:
+                raise self._held_error(found) from error
             os.unlink(path)
             handle = new_file(path)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._handle = handle
-        epoch = 1 if previous is None else previous.epoch + 1
-        known = None if previous is None else previous.run_id
-        run_id = run_id or known or uuid.uuid4().hex
-        if run_id != known:
+        if run_id not in {None, last.run_id}:
             (self._directory / CURRENT).unlink(missing_ok=True)
+        epoch = last.epoch + 1
         # Carried on from writer to writer: one that was replaced while it was alive may resume long
         # after its successor has ended.
-        reusable_from = previous.reusable_from if previous is not None and gone else epoch
-        process = ProcessIdentity.current()
-        self.owner = Owner(run_id, layout, epoch, process, False, reusable_from)
+        reusable_from = last.reusable_from if gone else epoch
+        self.owner = Owner(run_id or last.run_id, layout, epoch, me, False, reusable_from)
         self.owner.write(self._directory, fsync=self._fsync)
 
     @property
@@ -317,26 +281,21 @@ class WriterLock:
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Holds ``COMMIT``, whichever writer owns the directory."""
-        path = self._directory / COMMIT
-        handle = open_file(path, os.O_RDWR | os.O_CREAT)
-        try:
-            deadline = time.monotonic() + LOCK_TIMEOUT_S
+        path, deadline = self._directory / COMMIT, Deadline(LOCK_TIMEOUT_S)
+        with opened(path, os.O_RDWR | os.O_CREAT) as handle:
             while True:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError as error:
-                    if time.monotonic() > deadline:
+                    if deadline.passed:
                         owner = Owner.read(self._directory)
-                        who = "unknown" if owner is None else str(owner.process)
                         raise SnapshotError(
-                            f"{path}: locked for {LOCK_TIMEOUT_S} s; the owner, {who}, may be "
-                            "stopped in the middle of a commit"
+                            f"{path}: locked for {LOCK_TIMEOUT_S} s; the owner, {_named(owner)}, "
+                            "may be stopped in the middle of a commit"
                         ) from error
                     time.sleep(_POLL_S)
             yield
-        finally:
-            os.close(handle)
 
     def release(self) -> None:
         """Gives up the directory, unless a successor owns it already."""
@@ -351,8 +310,11 @@ class WriterLock:
             self._handle = -1
 
     def _held_error(self, owner: Owner | None) -> SnapshotError:
-        who = "an unknown process" if owner is None else str(owner.process)
         return SnapshotError(
-            f"{self._directory}: another writer holds it: {who}; end that process, or pass "
-            "takeover=True to fence it"
+            f"{self._directory}: another writer holds it: {_named(owner)}; end that process, or "
+            "pass takeover=True to fence it"
         )
+
+
+def _named(owner: Owner | None) -> str:
+    return "an unknown process" if owner is None else str(owner.process)

@@ -12,6 +12,7 @@ that is stopped keeps its file, which costs a slot.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import time
@@ -22,6 +23,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, WeightMismatchError
 from torchrl_vllm_sync.weights.snapshots.data_file import (
     DATA_FILE,
@@ -43,7 +45,7 @@ from torchrl_vllm_sync.weights.snapshots.files import (
 )
 from torchrl_vllm_sync.weights.snapshots.records import (
     CURRENT,
-    FOLDERS,
+    FOLDER,
     LAYOUTS,
     TEMPORARY,
     LayoutName,
@@ -71,54 +73,57 @@ class Store:
     """The folders of one directory, each with one version.
 
     For each version: ``begin``, write into the file, ``complete``; after the manifest has moved,
-    ``collect``. Layout ``slots``, for one host, writes again the oldest folder that is neither
-    current nor being read, since its pages exist already; when every one is taken it makes one
-    more, up to a limit. Layout ``versions``, for file systems that several hosts share, makes a new
-    folder for each version: a page that was read once may be served from a host's cache for ever,
-    so no byte of a visible file changes. The last two stay, and what is being read as far as locks
-    reach.
+    ``collect``. A folder is free if it is neither current nor being read. Layout ``slots``, for one
+    host, writes again the oldest free one, since its pages exist already; if there is none it makes
+    one more, up to a limit. Layout ``versions``, for file systems that several hosts share, makes a
+    new folder for each version: a page that was read once may be served from a host's cache for
+    ever, so no byte of a visible file changes. The last two stay, and what is being read as far as
+    locks reach.
     """
 
     def __init__(
-        self, directory: Path, owner: Owner, current: Manifest | None, num_kept: int, max_slots: int
+        self,
+        directory: Path,
+        owner: Owner,
+        current: str | None,
+        *,
+        num_slots: int,
+        max_slots: int,
+        in_memory: bool,
     ) -> None:
-        self._directory, self._owner = directory, owner
-        self._num_kept, self._max_slots = num_kept, max_slots
+        self._directory, self._epoch, self._current = directory, owner.epoch, current
         self._reuses = owner.layout == "slots"
-        self._is_mapped = self._reuses and is_memory_file_system(directory)
+        self._num_kept, self._limit = (num_slots, max_slots) if self._reuses else (2, math.inf)
+        self._is_mapped = self._reuses and in_memory
         self._num_made = 0
         self._files: dict[str, DataFile] = {}
-        self._current = None if current is None else current.path
         # Oldest first. Folders of an owner that may be alive are never written by another: it may
         # have been stopped just after it had checked that it is the owner.
         found = self._folders()
         self._names = [name for name in found if found[name] >= owner.reusable_from]
-        self._names.sort(key=lambda name: (name == self._current, self._written_at(name)))
+        self._names.sort(key=lambda name: (name == current, self._written_at(name)))
 
     def begin(self, version: int, layout: DataLayout) -> tuple[str, DataFile]:
         """Returns a folder to write into, and its file."""
-        if not self._reuses:
-            return self._new(f"v{version}-{self._owner.epoch}", layout)
-        deadline = time.monotonic() + SLOT_TIMEOUT_S
+        deadline = Deadline(SLOT_TIMEOUT_S)
         while True:
-            free = self._free()
-            if len(self._names) < self._num_kept or (
-                not free and len(self._names) < self._max_slots
-            ):
+            free = self._free() if self._reuses else []
+            num = len(self._names)
+            if num < self._num_kept or (not free and num < self._limit):
                 try:
-                    return self._new_slot(layout)
+                    return self._new(version, layout)
                 except OSError:
                     # No space for one more: two slots still alternate.
                     if not free:
                         raise
             if free:
                 return free[0], self._open(free[0], layout)
-            if time.monotonic() >= deadline:
+            if deadline.passed:
                 others = [name for name in self._names if name != self._current]
                 held = "; ".join(f"{lock_holders(self._path(one))} reads {one}" for one in others)
                 raise SnapshotError(
-                    f"{self._directory}: all {len(self._names)} slots (max_slots="
-                    f"{self._max_slots}) are current or being read: {held}"
+                    f"{self._directory}: all {num} slots (max_slots={self._limit}) are current or "
+                    f"being read: {held}"
                 )
             time.sleep(_POLL_S)
 
@@ -138,20 +143,17 @@ class Store:
 
     def collect(self) -> None:
         """Removes folders beyond those to keep, and earlier writers', unless being read."""
-        surplus = [name for name in self._folders() if name not in self._names]
-        excess = max(len(self._names) - self._num_kept, 0)
-        if self._reuses:
-            # One free slot stays: the next publish would only have to make it again.
-            surplus += self._free()[:-1][:excess]
-        else:
-            surplus += self._names[:excess]
-        for name in surplus:
-            if not is_locked(self._path(name)):
+        for name in self._folders():
+            if name not in self._names and not is_locked(self._path(name)):
                 self._remove(name)
+        excess = max(len(self._names) - self._num_kept, 0)
+        # One free folder stays: the next publish would only have to make it again.
+        for name in self._free()[:-1][:excess]:
+            self._remove(name)
 
     def prepare(self, layout: DataLayout) -> None:
         while self._reuses and len(self._names) < self._num_kept:
-            self._new_slot(layout)
+            self._new(0, layout)
 
     def close(self) -> None:
         """Closes files and mappings; the folders stay."""
@@ -159,27 +161,24 @@ class Store:
             self._files.popitem()[1].close()
 
     def _folders(self) -> dict[str, int]:
-        """Every folder of the layout, and the epoch of the writer that made it."""
-        matches = map(FOLDERS[self._owner.layout].fullmatch, list_folder(self._directory))
+        """Every folder of a version, and the epoch of the writer that made it."""
+        matches = map(FOLDER.fullmatch, list_folder(self._directory))
         return {match[0]: int(match["epoch"]) for match in matches if match}
 
     def _free(self) -> list[str]:
-        return [
-            name
-            for name in self._names
-            if name != self._current and not is_locked(self._path(name))
-        ]
+        others = [name for name in self._names if name != self._current]
+        return [name for name in others if not is_locked(self._path(name))]
 
-    def _new_slot(self, layout: DataLayout) -> tuple[str, DataFile]:
-        self._num_made += 1  # also if this fails: a name is used once
-        return self._new(f"slot-{self._owner.epoch}-{self._num_made - 1}", layout)
-
-    def _new(self, name: str, layout: DataLayout) -> tuple[str, DataFile]:
+    def _new(self, version: int, layout: DataLayout) -> tuple[str, DataFile]:
         """Makes a folder, if what is to be in it fits.
 
         The epoch in its name separates writers: one that was replaced while it was stopped resumes
         with its own folders, not with its successor's.
         """
+        name = f"v{version}-{self._epoch}"
+        if self._reuses:
+            name = f"slot-{self._epoch}-{self._num_made}"
+            self._num_made += 1  # also if this fails: a name is used once
         self._remove(name)  # left behind if it could not be abandoned
         facts = os.statvfs(self._directory)
         free = facts.f_bavail * facts.f_frsize
@@ -198,15 +197,15 @@ class Store:
             raise
 
     def _open(self, name: str, layout: DataLayout) -> DataFile:
-        file = self._files.get(name)
-        if file is not None and (file.layout != layout or not self._path(name).exists()):
+        path, file = self._path(name), self._files.get(name)
+        if file is not None:
+            if file.layout == layout and path.exists():
+                return file
             self._files.pop(name).close()
-        if name not in self._files:
-            require_folder(self._directory / name)
-            self._files[name] = DataFile(
-                self._path(name), layout, allocate=self._reuses, mapped=self._is_mapped
-            )
-        return self._files[name]
+        require_folder(path.parent)
+        file = DataFile(path, layout, allocate=self._reuses, mapped=self._is_mapped)
+        self._files[name] = file
+        return file
 
     def _remove(self, name: str) -> None:
         if name in self._files:
@@ -291,14 +290,14 @@ class SnapshotWriter:
             raise ValueError(f"max_slots must be at least num_slots ({num_slots}), got {max_slots}")
         self.directory = Path(directory)
         self._closed = False
-        self._layout: DataLayout | None = None
         self._buffers: list[torch.Tensor] = []
         self._manifest_file = ManifestFile(self.directory)
         with storage_errors(f"{self.directory}: cannot be opened"), ExitStack() as undo:
             Owner.before(self.directory, layout, run_id, takeover=takeover)
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             require_folder(self.directory)
-            self._fsync = not is_memory_file_system(self.directory)
+            in_memory = is_memory_file_system(self.directory)
+            self._fsync = not in_memory
             self._lock = WriterLock(self.directory, fsync=self._fsync)
             # Until the store is made, no successor may remove what it looks at. And no other writer
             # has a temporary file here: each makes them inside its commit.
@@ -311,14 +310,20 @@ class SnapshotWriter:
                 owner = self._lock.owner
                 if owner.epoch > 1:  # a user named it: it is not the first writer's alone
                     (self.directory / TEMPORARY).unlink(missing_ok=True)
-                self._current = self._manifest_file.read()
+                self._current = self.current()
                 if self._current is not None and self._current.run_id != owner.run_id:
                     raise SnapshotError(
                         f"{self._manifest_file.path}: is of run {self._current.run_id}, the "
                         f"directory of run {owner.run_id}"
                     )
-                num_kept = num_slots if layout == "slots" else 2
-                self._store = Store(self.directory, owner, self._current, num_kept, max_slots)
+                self._store = Store(
+                    self.directory,
+                    owner,
+                    None if self._current is None else self._current.path,
+                    num_slots=num_slots,
+                    max_slots=max_slots,
+                    in_memory=in_memory,
+                )
             undo.pop_all()
 
     @property
@@ -351,8 +356,7 @@ class SnapshotWriter:
         Raises:
             SnapshotError: It is damaged or unreadable.
         """
-        with storage_errors(f"{self.directory}: reading {CURRENT}"):
-            return self._manifest_file.read()
+        return self._manifest_file.read()
 
     def prepare(self, metadata: Sequence[ParamMeta]) -> None:
         """Makes all slots now, so that no publish pays for new pages; needs no tensors.
@@ -542,9 +546,7 @@ class SnapshotWriter:
         return checksums
 
     def _layout_of(self, metadata: Sequence[ParamMeta]) -> DataLayout:
-        if self._layout is None or self._layout.metadata != tuple(metadata):
-            self._layout = DataLayout.of(metadata)
-        return self._layout
+        return DataLayout.of(metadata, None if self._current is None else self._current.data)
 
     def _require_open(self) -> None:
         if self._closed:
