@@ -16,15 +16,14 @@ from hypothesis import strategies as st
 from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
 from torchrl_vllm_sync.weights.snapshots import files
-from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, TAG_BYTES, open_tensordict
-from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
-from torchrl_vllm_sync.weights.snapshots.records import (
-    COMMIT,
-    CURRENT,
-    LOCK,
-    MARKER,
+from torchrl_vllm_sync.weights.snapshots.data_file import (
+    DATA_FILE,
+    TAG_BYTES,
     ManifestFile,
+    open_tensordict,
 )
+from torchrl_vllm_sync.weights.snapshots.files import COMMIT, CURRENT, LOCK, MARKER
+from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
 
 VERSION = 3
 TENSORS = {

@@ -9,7 +9,7 @@ import torch
 from torchrl_vllm_sync import ParamMeta, SnapshotWriter
 from torchrl_vllm_sync.weights.snapshots import writer as writer_module
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, DataFile, TensorWriter
-from torchrl_vllm_sync.weights.snapshots.records import CURRENT
+from torchrl_vllm_sync.weights.snapshots.files import CURRENT
 
 METADATA = [ParamMeta("weight", torch.float32, (300,))]
 

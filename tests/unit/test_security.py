@@ -32,7 +32,7 @@ from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, free_port,
 from torchrl_vllm_sync.weights.sharded import MOST_BYTES, TrainerRankError, Verdict, _read, _written
 from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, open_tensordict
-from torchrl_vllm_sync.weights.snapshots.records import (
+from torchrl_vllm_sync.weights.snapshots.files import (
     COMMIT,
     CURRENT,
     LOCK,

@@ -13,14 +13,15 @@ import torch
 
 from torchrl_vllm_sync import MemmapTransport, ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
-from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, ManifestFile
 from torchrl_vllm_sync.weights.snapshots.files import (
+    CURRENT,
+    MARKER,
     TEMPORARY_PREFIX,
     _signature,
     read_json,
     write_json,
 )
-from torchrl_vllm_sync.weights.snapshots.records import CURRENT, MARKER, ManifestFile
 
 PAGE = 4096
 

@@ -12,8 +12,8 @@ import torch
 
 from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
-from torchrl_vllm_sync.weights.snapshots import records
-from torchrl_vllm_sync.weights.snapshots.records import COMMIT, LOCK
+from torchrl_vllm_sync.weights.snapshots import files
+from torchrl_vllm_sync.weights.snapshots.files import COMMIT, LOCK
 
 NAMES = ("a", "b")
 
@@ -186,7 +186,7 @@ def test_a_lost_lock_file_does_not_let_a_second_writer_in(tmp_path):
 
 
 def test_a_writer_stopped_inside_its_commit_meets_a_deadline(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.05)
     with SnapshotWriter(tmp_path) as writer:
         publish(writer, 1)
         with (tmp_path / COMMIT).open() as commit:

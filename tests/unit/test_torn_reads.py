@@ -33,8 +33,7 @@ from torchrl_vllm_sync.weights.snapshots.data_file import (
     DataLayout,
     TensorWriter,
 )
-from torchrl_vllm_sync.weights.snapshots.files import TEMPORARY_PREFIX, read_json
-from torchrl_vllm_sync.weights.snapshots.records import COMMIT, MARKER
+from torchrl_vllm_sync.weights.snapshots.files import COMMIT, MARKER, TEMPORARY_PREFIX, read_json
 
 # One tensor larger than a piece of the copy, some smaller than a page: about 2 MB.
 SIZES = (530_000, 3, 10_000, 1_000, 1, 2_000, 5_000)

@@ -10,13 +10,14 @@ from tests.fakes.weights import DescribingClient, members_of, open_transport
 from torchrl_vllm_sync import AutoTransport, WeightUpdater, as_weight_source
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
-from torchrl_vllm_sync.weights.auto import TRANSPORTS, place_of
+from torchrl_vllm_sync.weights.auto import TRANSPORTS
 from torchrl_vllm_sync.weights.places import (
     Place,
     choose_transport,
     current_device,
     device_uuid,
     home_device,
+    place_of,
     this_node,
 )
 from torchrl_vllm_sync.weights.source import MappingSource

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.ipc import IPCTransport
-from torchrl_vllm_sync.weights.places import (
-    Place,
-    choose_transport,
-    current_device,
-    device_uuid,
-    devices_of,
-    this_node,
-)
+from torchrl_vllm_sync.weights.places import Place, choose_transport, place_of
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
 if TYPE_CHECKING:
@@ -109,20 +100,3 @@ TRANSPORTS: dict[str, Callable[[], WeightTransport]] = {
     "ipc": IPCTransport,
     "memmap": MemmapTransport,
 }
-
-
-def place_of(source: WeightSource) -> Place:
-    """Returns where a source's tensors are, without reading them.
-
-    One that computes or gathers them is taken to be where its module is, and without a module on
-    the current GPU if this process uses one.
-    """
-    devices = devices_of(source)
-    if not devices:
-        devices = {current_device("cuda" if torch.cuda.is_initialized() else "cpu")}
-    kinds = {device.type for device in devices}
-    if len(devices) > 1:
-        return Place(node_id=this_node(), device_type=f"several devices ({' and '.join(kinds)})")
-    (device,) = devices
-    uuid = device_uuid(device)
-    return Place(node_id=this_node(), device_type=device.type, device_uuids=(uuid,) if uuid else ())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +38,8 @@ class IPCTransport:
 
     Each filling is one call to the replicas, which have copied it out when they answer; nobody
     waits inside a collective. Engines take vLLM's layerwise reload. The workers change to vLLM's
-    ``ipc`` engine when the transport opens, and back when it closes.
-
-    Handles travel pickled, to this library's own workers only, so that the engines need no
-    ``VLLM_ALLOW_INSECURE_SERIALIZATION``.
+    ``ipc`` engine when the transport opens, and back when it closes. Handles travel pickled, to
+    this library's own workers only: engines need no ``VLLM_ALLOW_INSECURE_SERIALIZATION``.
 
     Args:
         buffer_bytes: Size of the buffer; a single tensor that is larger makes it so.
@@ -87,43 +84,18 @@ class IPCTransport:
         if is_open and home in (None, self._device):
             return
         alive = members.describe()
-        self._device = self._device_for(home, alive)
-        old = {
-            name
-            for name, one in alive.items()
-            if Version(Version(one.vllm_version).base_version) < _FIRST_WITH_PACKING_AT_INIT
-        }
+        self._device = _device_for(home, alive)
+        inits: dict[str, tuple[dict[str, Any]]] = {}
+        for name, one in alive.items():
+            packing = {"packed": True}
+            is_old = Version(Version(one.vllm_version).base_version) < _FIRST_WITH_PACKING_AT_INIT
+            inits[name] = ({} if is_old else packing,)
+            self._fields[name] = packing if is_old else {}
         uses = members.start("use_transfer_engine", "ipc")
         raise_exceptions(uses.answers(SHORT_TIMEOUT_S))
-        infos = {name: ({} if name in old else {"packed": True},) for name in alive}
-        inits = members.client.start_calls("init_weight_transfer_engine", infos)
-        raise_exceptions(inits.answers(SHORT_TIMEOUT_S))
-        self._fields = {name: {"packed": True} if name in old else {} for name in alive}
+        calls = members.client.start_calls("init_weight_transfer_engine", inits)
+        raise_exceptions(calls.answers(SHORT_TIMEOUT_S))
         self._client, self._joined = members.client, dict(members.incarnations)
-
-    def _device_for(
-        self, home: torch.device | None, engines: Mapping[str, EngineDescription]
-    ) -> torch.device:
-        """Returns the one device of trainer and engines."""
-        need = "the ipc transport needs trainer and engines on one CUDA device, and"
-        kinds = {one.device_type for one in engines.values()}
-        if kinds != {"cuda"}:
-            raise UnsupportedArgumentError(
-                f"{need} the engines are on {' and '.join(sorted(kinds))}: use the memmap transport"
-            )
-        if not torch.cuda.is_available():
-            raise UnsupportedArgumentError(
-                f"{need} the trainer is on a host without CUDA: use the memmap transport"
-            )
-        device = home or current_device("cuda")
-        own = device_uuid(device)
-        for name, one in engines.items():
-            if set(one.device_uuids) != {own}:
-                raise UnsupportedArgumentError(
-                    f"{need} replica {name} is on {list(one.device_uuids)}, the trainer on {own}: "
-                    "use the broadcast transport"
-                )
-        return device
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
         """Sends one filling of the buffer after the other, to those that hold the version too.
@@ -133,35 +105,31 @@ class IPCTransport:
         Raises:
             WeightMismatchError: A tensor is not on the transport's device. Nothing was sent.
         """
-        begin, deadline = time.perf_counter(), Deadline(push.timeout_s)
-        if isinstance(push.source, StableSource):
-            for name, tensor in push.source.views() or ():
-                check_device(name, tensor, self._device)
-        self._make_buffer(push.source.metadata())
-        options = push.version, self.run_id, push.mode, push.clear_cache, push.timeout_s
-        calls = members.start("begin_chunks", *options)
-        answers = calls.answers(deadline.left_s + GRACE_S)
-        begun = time.perf_counter()
-        num_chunks = 0
-        is_whole = False
-        try:
-            for chunk in self._chunks(push.source) if not failed(answers) else ():
-                num_chunks += 1
-                answers = self._show(members, chunk, deadline)
-                if failed(answers):
-                    break
-            is_whole = not failed(answers)
-        finally:
-            if not is_whole:
-                given_up = members.start("give_up_chunks", self.run_id)
-                given_up.answers(SHORT_TIMEOUT_S + GRACE_S)
-        sent = time.perf_counter()
-        if is_whole:
-            answers = members.start("finish_chunks").answers(deadline.left_s + GRACE_S)
-        torch.cuda.ipc_collect()
-        push.times.note("begin_s", begin, begun)
-        push.times.note("send_s", begun, sent)
-        push.times.note("acknowledge_s", sent)
+        deadline, num_chunks, is_whole = Deadline(push.timeout_s), 0, False
+        with push.times.measure("begin_s"):
+            if isinstance(push.source, StableSource):
+                for name, tensor in push.source.views() or ():
+                    check_device(name, tensor, self._device)
+            self._make_buffer(push.source.metadata())
+            options = push.version, self.run_id, push.mode, push.clear_cache, push.timeout_s
+            calls = members.start("begin_chunks", *options)
+            answers = calls.answers(deadline.left_s + GRACE_S)
+        with push.times.measure("send_s"):
+            try:
+                for chunk in self._chunks(push.source) if not failed(answers) else ():
+                    num_chunks += 1
+                    answers = self._show(members, chunk, deadline)
+                    if failed(answers):
+                        break
+                is_whole = not failed(answers)
+            finally:
+                if not is_whole:
+                    given_up = members.start("give_up_chunks", self.run_id)
+                    given_up.answers(SHORT_TIMEOUT_S + GRACE_S)
+        with push.times.measure("acknowledge_s"):
+            if is_whole:
+                answers = members.start("finish_chunks").answers(deadline.left_s + GRACE_S)
+            torch.cuda.ipc_collect()
         push.times.seconds["num_chunks"] = num_chunks
         given_up = SyncError("the push was given up half-way")
         return {name: given_up if one is None else one for name, one in answers.items()}
@@ -170,6 +138,8 @@ class IPCTransport:
         """Makes every replica copy the buffer out; it may be refilled when they have answered."""
         from torch.multiprocessing.reductions import reduce_tensor
 
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         info = {
             "names": [one.name for one in chunk],
             "dtype_names": [dtype_name(one.dtype) for one in chunk],
@@ -199,7 +169,6 @@ class IPCTransport:
             full = offset + meta.num_bytes > self._buffer.numel()
             # The receiver splits without gaps, so a wider dtype must happen to be aligned.
             if chunk and (full or offset % meta.dtype.itemsize):
-                self._finish_copies()
                 yield chunk
                 chunk, offset = [], 0
             target = self._buffer[offset : offset + meta.num_bytes].view(meta.dtype)
@@ -207,12 +176,7 @@ class IPCTransport:
             chunk.append(meta)
             offset += meta.num_bytes
         if chunk:
-            self._finish_copies()
             yield chunk
-
-    def _finish_copies(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process has its own GPU and buffer.
@@ -228,3 +192,28 @@ class IPCTransport:
             with contextlib.suppress(ServiceClosedError):  # engines that are gone need nothing
                 self._client.call_replicas("use_transfer_engine", deadline_s=SHORT_TIMEOUT_S)
         self._forget()
+
+
+def _device_for(
+    home: torch.device | None, engines: Mapping[str, EngineDescription]
+) -> torch.device:
+    """Returns the one device of trainer and engines."""
+    need = "the ipc transport needs trainer and engines on one CUDA device, and"
+    kinds = {one.device_type for one in engines.values()}
+    if kinds != {"cuda"}:
+        raise UnsupportedArgumentError(
+            f"{need} the engines are on {' and '.join(sorted(kinds))}: use the memmap transport"
+        )
+    if not torch.cuda.is_available():
+        raise UnsupportedArgumentError(
+            f"{need} the trainer is on a host without CUDA: use the memmap transport"
+        )
+    device = home or current_device("cuda")
+    own = device_uuid(device)
+    for name, one in engines.items():
+        if set(one.device_uuids) != {own}:
+            raise UnsupportedArgumentError(
+                f"{need} replica {name} is on {list(one.device_uuids)}, the trainer on {own}: "
+                "use the broadcast transport"
+            )
+    return device

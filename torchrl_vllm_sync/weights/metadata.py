@@ -6,17 +6,17 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
+    from collections.abc import Iterable
 
 _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
-_NUM_INT64 = 2**63
-_MAX_DIMENSIONS = 64  # of torch's own loops
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]  # the most that torch's loops do
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,7 @@ class ParamMeta:
         shape: Full shape, never that of a shard.
 
     Example:
-        >>> meta = ParamMeta("lm_head.weight", torch.bfloat16, (32, 8))
-        >>> meta.num_bytes
+        >>> ParamMeta("lm_head.weight", torch.bfloat16, (32, 8)).num_bytes
         512
     """
 
@@ -64,19 +63,10 @@ def to_json(metadata: Iterable[ParamMeta]) -> list[list[Any]]:
     return [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in metadata]
 
 
-def from_json(items: Sequence[Sequence[Any]]) -> list[ParamMeta]:
-    metadata: list[ParamMeta] = []
-    for item in items:
-        match item:
-            case [str() as name, dtype, [*shape]]:
-                pass
-            case _:
-                raise ValueError(f"a parameter must be [name, dtype, shape], got {item!r:.200}")
-        sound = all(type(size) is int and 0 <= size < _NUM_INT64 for size in shape)
-        if not sound or len(shape) > _MAX_DIMENSIONS:
-            raise ValueError(f"{name:.200}: shape must be sizes from 0 on, got {shape!r:.200}")
-        metadata.append(ParamMeta(name, dtype_from_name(dtype), tuple(shape)))
-    return metadata
+def from_json(items: object) -> list[ParamMeta]:
+    """Reads what ``to_json`` returned; a ``ValueError`` says what is wrong, and where."""
+    rows = msgspec.convert(items, list[tuple[str, str, _Shape]])
+    return [ParamMeta(name, _dtype_from_name(dtype), shape) for name, dtype, shape in rows]
 
 
 def metadata_digest(metadata: Iterable[ParamMeta]) -> str:
@@ -90,9 +80,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_from_name(name: str) -> torch.dtype:
-    """``"float32"`` to ``torch.float32``."""
-    dtype = _DTYPES.get(name) if isinstance(name, str) else None
-    if dtype is None:
+def _dtype_from_name(name: str) -> torch.dtype:
+    if name not in _DTYPES:
         raise ValueError(f"dtype must be one of torch's, such as 'bfloat16', got {name!r:.60}")
-    return dtype
+    return _DTYPES[name]

@@ -60,14 +60,26 @@ def choose_transport(trainer: Place, engines: Mapping[str, Place | EngineDescrip
         return "broadcast"
     where = "; ".join(f"replica {name} {_named(place)}" for name, place in engines.items())
     raise UnsupportedArgumentError(
-        f"no transport reaches every replica on its own: the trainer's weights are "
-        f"{_named(trainer)}, "
-        f"{where}: name one, such as MemmapTransport(directory) in a shared file system"
+        "no transport reaches every replica on its own: the trainer's weights are "
+        f"{_named(trainer)}, {where}: name one, such as MemmapTransport(directory) in a shared "
+        "file system"
     )
 
 
 def _named(place: Place | EngineDescription) -> str:
     return f"on {place.device_type} of node {place.node_id or 'unknown'}"
+
+
+def place_of(source: WeightSource) -> Place:
+    """Returns where a source's tensors are, without reading them; else the current GPU, if used."""
+    devices = devices_of(source)
+    if not devices:
+        devices = {current_device("cuda" if torch.cuda.is_initialized() else "cpu")}
+    kinds = " and ".join({device.type for device in devices})
+    if len(devices) > 1:
+        return Place(node_id=this_node(), device_type=f"several devices ({kinds})")
+    uuids = tuple(uuid for uuid in map(device_uuid, devices) if uuid)
+    return Place(node_id=this_node(), device_type=kinds, device_uuids=uuids)
 
 
 def this_node() -> str:
@@ -78,9 +90,7 @@ def this_node() -> str:
 
 def device_uuid(device: torch.device) -> str:
     """Returns the UUID of a GPU, the same in every process; empty for a CPU."""
-    if device.type != "cuda":
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 # ---- The trainer's device that a transport sends from
@@ -90,14 +100,14 @@ def device_uuid(device: torch.device) -> str:
 
 
 def devices_of(source: WeightSource) -> set[torch.device]:
-    """Returns the devices of a source's tensors, without reading them."""
+    """Returns the devices of a source's tensors, or of its module's; none if it has neither."""
     if not isinstance(source, StableSource):
         return set()
-    if (views := source.views()) is not None:
-        return {tensor.device for _, tensor in views}
-    if not isinstance(source.owner, torch.nn.Module):
-        return set()
-    return {parameter.device for parameter in source.owner.parameters()}
+    named = source.views()
+    if named is None:
+        owner = source.owner
+        named = owner.named_parameters() if isinstance(owner, torch.nn.Module) else ()
+    return {tensor.device for _, tensor in named}
 
 
 def home_device(source: WeightSource | None, kind: str) -> torch.device | None:

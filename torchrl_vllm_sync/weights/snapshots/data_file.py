@@ -1,9 +1,9 @@
-"""Data file of one version: a consolidated TensorDict, written in place chunk by chunk.
+"""One version: a consolidated TensorDict, written in place piece by piece, and its manifest.
 
-A tag that names the version comes first, then the tensors, at multiples of 4 KiB in the order of
-the metadata, then the description that ``TensorDict.from_consolidated`` reads (JSON and its
-length). Keys are flat: parameter names, dots included, so ``flatten_keys(".")`` leaves them as they
-are and no name can collide with another's prefix.
+A data file begins with a tag that names the version. Then come the tensors, at multiples of 4 KiB
+in the order of the metadata, and the description that ``TensorDict.from_consolidated`` reads (JSON
+and its length). Keys are flat: parameter names, dots included, so ``flatten_keys(".")`` leaves them
+as they are and no name can collide with another's prefix.
 
 TensorDict's other format, a folder with a file for each tensor, was slower in all four cases, up to
 3.6 times (``benchmarks/results/memmap_cpu2_2026-11-21.json``). Dtypes that TensorDict 0.14 has no
@@ -17,9 +17,11 @@ import json
 import mmap
 import os
 import queue
+import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -27,9 +29,22 @@ import torch
 import xxhash
 from tensordict import TensorDict
 
+from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
-from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name
-from torchrl_vllm_sync.weights.snapshots.files import new_file, open_file, opened
+from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, from_json, to_json
+from torchrl_vllm_sync.weights.snapshots.files import (
+    CURRENT,
+    LAYOUTS,
+    LayoutName,
+    fields_of,
+    new_file,
+    open_file,
+    opened,
+    parse_json,
+    read_file,
+    storage_errors,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -42,6 +57,10 @@ if TYPE_CHECKING:
 DATA_FILE = "weights.td"
 ALIGNMENT_BYTES = 4096
 TAG_BYTES = 16
+# Folders of versions lie directly in the directory: slot-<epoch>-<number>, v<version>-<epoch>.
+FOLDER = re.compile(r"(?:slot-|v[0-9]+-)(?P<epoch>[0-9]+)(?:-[0-9]+)?")
+# About 400,000 parameters.
+_MAX_MANIFEST_BYTES = 64 << 20
 FAULT_BYTES = 64 << 20  # of a mapping that one thread faults in at a time
 MAX_THREADS = 8
 
@@ -103,6 +122,78 @@ class DataLayout:
         return cls(metadata, tuple(offsets), trailer, end + len(trailer))
 
 
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One published version."""
+
+    run_id: str  # run that wrote it; versions are comparable only within one run
+    epoch: int  # writer's epoch
+    version: int  # policy version
+    layout: LayoutName  # how the directory stores versions
+    path: str  # folder of the data, relative to the snapshot directory
+    data: DataLayout  # every parameter in order, and where it lies; follows from the metadata
+    checksums: tuple[int, ...]  # xxh3-64 of each parameter's bytes
+
+    @property
+    def metadata(self) -> tuple[ParamMeta, ...]:
+        return self.data.metadata
+
+    @property
+    def tag(self) -> bytes:
+        """What the data file must begin with."""
+        return xxhash.xxh3_128_digest(f"{self.run_id} {self.epoch} {self.version}".encode())
+
+    def to_record(self) -> dict[str, Any]:
+        record = {one.name: getattr(self, one.name) for one in fields(self)}
+        del record["data"]
+        return record | {"metadata": to_json(self.metadata)}
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any], path: Path, known: DataLayout | None) -> Manifest:
+        """Checks and parses a record; ``known`` may be its layout, to spare computing it."""
+        run_id, epoch, version = fields_of(record, path, run_id=str, epoch=int, version=int)
+        layout, folder = fields_of(record, path, layout=str, path=str)
+        items, checksums = fields_of(record, path, metadata=list, checksums=list)
+        if layout not in LAYOUTS or not FOLDER.fullmatch(folder):
+            raise SnapshotError(
+                f"{path}: corrupted: {shown(folder)} is no folder of layout {shown(layout)}"
+            )
+        try:
+            data = DataLayout.of(from_json(items), known)
+        except (ValueError, WeightMismatchError) as error:
+            raise SnapshotError(f"{path}: corrupted: {error}") from error
+        if len(checksums) != len(items):
+            raise SnapshotError(f"{path}: corrupted: parameters and checksums differ in number")
+        return cls(run_id, epoch, version, layout, folder, data, tuple(checksums))
+
+
+class ManifestFile:
+    """Reads and replaces ``CURRENT``; parses it only when its content has changed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / CURRENT
+        self._content: bytes | None = None
+        self._manifest: Manifest | None = None
+
+    def read(self) -> Manifest | None:
+        """The current manifest; None when nothing has been published."""
+        with storage_errors(f"{self.path.parent}: reading {CURRENT}"):
+            try:
+                content = read_file(self.path, max_bytes=_MAX_MANIFEST_BYTES)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        if content != self._content:
+            known = None if self._manifest is None else self._manifest.data
+            record = parse_json(content, self.path)
+            self._manifest = Manifest.from_record(record, self.path, known)
+            self._content = content
+        return self._manifest
+
+    def write(self, manifest: Manifest, *, fsync: bool) -> None:
+        """Makes ``manifest`` the current one atomically."""
+        write_json(self.path, manifest.to_record(), fsync=fsync)
+
+
 class DataFile:
     """One data file open for writing.
 
@@ -118,10 +209,7 @@ class DataFile:
         self.path, self.layout = path, layout
         self._pages: NDArray[np.uint8] | None = None
         length = layout.num_bytes - len(layout.trailer)
-        self._handle = _open_if_alike(path, layout)
-        if self._handle < 0:
-            path.unlink(missing_ok=True)  # processes that have it mapped keep its pages
-            self._handle = new_file(path)
+        self._handle = _open_alike(path, layout)
         try:
             _pwrite(self._handle, bytes(TAG_BYTES), 0)  # before any other byte changes
             if allocate:  # blocks may be missing too where a file came from a copy that kept holes
@@ -217,20 +305,17 @@ def _fault_in(pages: NDArray[np.uint8]) -> None:
         list(threads.map(touch, range(0, len(pages), FAULT_BYTES)))
 
 
-def _open_if_alike(path: Path, layout: DataLayout) -> int:
-    """Opens a file for writing; -1 if there is none of exactly this layout."""
-    try:
+def _open_alike(path: Path, layout: DataLayout) -> int:
+    """Opens a file of exactly this layout for writing, or makes a new one in its place."""
+    with suppress(FileNotFoundError):
         handle = open_file(path, os.O_RDWR)
-    except FileNotFoundError:
-        return -1
-    length = len(layout.trailer)
-    if (
-        os.fstat(handle).st_size == layout.num_bytes
-        and os.pread(handle, length, layout.num_bytes - length) == layout.trailer
-    ):
-        return handle
-    os.close(handle)
-    return -1
+        length = len(layout.trailer)
+        # One byte more than there should be.
+        if os.pread(handle, length + 1, layout.num_bytes - length) == layout.trailer:
+            return handle
+        os.close(handle)
+        path.unlink()  # processes that have it mapped keep its pages
+    return new_file(path)
 
 
 def _pwrite(handle: int, content: bytes | NDArray[np.uint8], offset: int) -> None:
@@ -389,9 +474,8 @@ class TensorWriter:
             raise self._too_slow() from None
 
     def _too_slow(self) -> SnapshotError:
-        return SnapshotError(
-            f"{self._file.path}: nothing was stored within {STORE_TIMEOUT_S:.0f} s"
-        )
+        place = self._file.path
+        return SnapshotError(f"{place}: nothing was stored within {STORE_TIMEOUT_S:.0f} s")
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

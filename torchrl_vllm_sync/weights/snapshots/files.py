@@ -1,4 +1,7 @@
-"""Private files, locks, checksummed records and process identities for snapshots."""
+"""A snapshot directory: private files, locks, checksummed records, and its one writer at a time.
+
+``SNAPSHOTS.json`` marks the directory as this library's, and names its run and its last writer.
+"""
 
 from __future__ import annotations
 
@@ -6,63 +9,63 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
 import stat
 import tempfile
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+import time
+import uuid
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import psutil
 import xxhash
 
-from torchrl_vllm_sync.checks import shown
-from torchrl_vllm_sync.errors import SnapshotError
+from torchrl_vllm_sync.checks import Deadline, shown
+from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
 from torchrl_vllm_sync.replica import process_began
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+LayoutName = Literal["slots", "versions"]
+LAYOUTS = get_args(LayoutName)
+CURRENT, MARKER = "CURRENT", "SNAPSHOTS.json"
+LOCK, COMMIT = "LOCK", "COMMIT"
+# An empty file in a directory that no user named: it is to be removed with its process.
+TEMPORARY = "TEMPORARY"
+TEMPORARY_PREFIX = ".tmp-"
+# How long another writer's commit may take.
+LOCK_TIMEOUT_S = 10.0
+_POLL_S = 0.005
+# Every file of a snapshot directory itself.
+OWN_FILE = re.compile(rf"{CURRENT}|{MARKER}|{LOCK}|{COMMIT}|{TEMPORARY}|{TEMPORARY_PREFIX}[^/]*")
+_FORMAT = 3
+
 # ---- Trust
 #
 # Any user who can write into a snapshot directory decides what weights the engines get. So folders
-# are made with mode 0700 and files with 0600, whatever the umask, and one that is opened must
-#
-# * be a folder or a regular file, as expected, and no symbolic link;
-# * belong to the user who opens it, or to root;
-# * be writable by no other user. Readable is fine: a directory that the user made may have 0755.
-#
-# Each rule is checked on the open handle, so nothing can replace what was checked. Folders above
-# the snapshot directory are the user's responsibility; a sticky one, such as ``/dev/shm``, will do.
-# Where a file system stores other owners than those who write (NFS with ``root_squash``), the owner
-# that a new file gets counts as this user too.
+# are made with mode 0700 and files with 0600, whatever the umask, and one that is opened must be a
+# folder or a regular file, as expected, and no symbolic link; must belong to the user who opens it,
+# or to root; and must be writable by no other user. That is checked on the open handle, so nothing
+# can replace what was checked. Folders above the snapshot directory are the user's responsibility;
+# a sticky one, such as ``/dev/shm``, will do. Where a file system stores other owners than those
+# who write (NFS with ``root_squash``), the owner that a new file gets counts as this user too.
 
-TEMPORARY_PREFIX = ".tmp-"
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ROOT = 0
 # Owner of the files that this process makes, by the file system's device number.
 _mapped_owners: dict[int, int] = {}
 
 
 @contextmanager
-def open_folder(path: Path) -> Iterator[int]:
-    """Opens a folder that no other user can write into, for the length of the ``with`` block."""
-    handle = _open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _check(handle, path, handle)
-        yield handle
-    finally:
-        os.close(handle)
-
-
-@contextmanager
 def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Opens a file as ``open_file`` does, for the length of the ``with`` block."""
-    handle = open_file(path, flags)
+    """Opens a file as ``open_file`` does, or a folder, for the length of the ``with`` block."""
+    handle = _open(path, flags) if flags & os.O_DIRECTORY else open_file(path, flags)
     try:
         yield handle
     finally:
@@ -71,14 +74,8 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
     """Opens a file that no other user can have written; the caller closes the handle."""
-    with open_folder(path.parent) as folder:
-        handle = _open(path, flags, folder)
-        try:
-            _check(handle, path, folder)
-        except BaseException:
-            os.close(handle)
-            raise
-        return handle
+    with opened(path.parent, os.O_DIRECTORY) as folder:
+        return _open(path, flags, folder)
 
 
 def new_file(path: Path) -> int:
@@ -89,10 +86,12 @@ def new_file(path: Path) -> int:
 
 
 def _open(path: Path, flags: int, folder: int | None = None) -> int:
+    """Opens a file in ``folder``, or a folder; refuses what another user owns or may write."""
+    name = path if folder is None else path.name
     # O_NONBLOCK: opening a pipe in the file's place must not block.
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        return os.open(path if folder is None else path.name, flags, FILE_MODE, dir_fd=folder)
+        handle = os.open(name, flags, FILE_MODE, dir_fd=folder)
     except OSError as error:
         if path.is_symlink():
             raise SnapshotError(
@@ -100,23 +99,24 @@ def _open(path: Path, flags: int, folder: int | None = None) -> int:
             ) from error
         error.filename = str(path)
         raise
-
-
-def _check(handle: int, path: Path, folder: int) -> None:
-    """Refuses what another user owns or may write, and what is no regular file in ``folder``."""
-    facts = os.fstat(handle)
-    if handle != folder and not stat.S_ISREG(facts.st_mode):
-        raise SnapshotError(f"{path}: must be a regular file, and is none")
-    if facts.st_uid not in {os.geteuid(), _ROOT} and facts.st_uid != _owner_here(folder):
-        raise SnapshotError(
-            f"{path}: belongs to user {facts.st_uid}, and this process runs as user "
-            f"{os.geteuid()}: trainer and engines must run as one user, who made the directory"
-        )
-    if facts.st_mode & _OTHERS_WRITE:
-        raise SnapshotError(
-            f"{path}: others can write it (mode {stat.S_IMODE(facts.st_mode):04o}): whoever can "
-            f"decides what the engines load; mend it with chmod go-w {path}"
-        )
+    with ExitStack() as undo:
+        undo.callback(os.close, handle)
+        facts = os.fstat(handle)
+        if folder is not None and not stat.S_ISREG(facts.st_mode):
+            raise SnapshotError(f"{path}: must be a regular file, and is none")
+        place = handle if folder is None else folder
+        if facts.st_uid not in {os.geteuid(), _ROOT} and facts.st_uid != _owner_here(place):
+            raise SnapshotError(
+                f"{path}: belongs to user {facts.st_uid}, and this process runs as user "
+                f"{os.geteuid()}: trainer and engines must run as one user, who made the directory"
+            )
+        if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise SnapshotError(
+                f"{path}: others can write it (mode {stat.S_IMODE(facts.st_mode):04o}): whoever "
+                f"can decides what the engines load; mend it with chmod go-w {path}"
+            )
+        undo.pop_all()
+    return handle
 
 
 def _owner_here(folder: int) -> int:
@@ -140,13 +140,13 @@ def require_folder(path: Path) -> None:
     try:
         path.mkdir(FOLDER_MODE)
     except FileExistsError:
-        with open_folder(path):
+        with opened(path, os.O_DIRECTORY):
             return
     path.chmod(FOLDER_MODE)  # whatever the umask
 
 
 def list_folder(path: Path) -> list[str]:
-    with open_folder(path) as handle:
+    with opened(path, os.O_DIRECTORY) as handle:
         return sorted(os.listdir(handle))
 
 
@@ -154,17 +154,15 @@ def remove_folder(path: Path) -> None:
     """Removes a folder; what another process still uses there is left for the next time."""
     try:
         shutil.rmtree(path)
-    except FileNotFoundError:
-        return
     except OSError as error:
         # NFS keeps a file that a process of this host has open under another name in its folder.
-        if error.errno not in {errno.ENOTEMPTY, errno.EBUSY}:
+        if error.errno not in {errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY}:
             raise
 
 
 def fsync_folder(path: Path) -> None:
     """Makes the names in ``path`` durable."""
-    with open_folder(path) as handle:
+    with opened(path, os.O_DIRECTORY) as handle:
         os.fsync(handle)
 
 
@@ -212,7 +210,8 @@ def lock_holders(path: Path) -> str:
     with suppress(OSError):  # released since, or a container without such a list
         inode = str(path.lstat().st_ino)
         rows = map(str.split, Path("/proc/locks").read_text().splitlines())
-        pids = {int(row[4]) for row in rows if row[5].rpartition(":")[2] == inode}
+        found = [row for row in rows if row[1] == "FLOCK" and row[5].endswith(f":{inode}")]
+        pids = {int(row[4]) for row in found}
     processes = [one for one in psutil.process_iter(["name"]) if one.pid in pids]
     names = [f"pid {one.pid} ({one.info['name']})" for one in processes]
     return ", ".join(names) or "an unknown process"
@@ -234,9 +233,7 @@ class ProcessIdentity:
 
     def is_gone(self) -> bool | None:
         """Whether the process has ended; None where that cannot be known from this host."""
-        if self.host != _host():
-            return None
-        return process_began(self.pid) != self.start_time
+        return None if self.host != _host() else process_began(self.pid) != self.start_time
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.hostname}"
@@ -248,7 +245,6 @@ def _host() -> str:
 
 
 # ---- Records: JSON objects that begin with a checksum of all bytes after it, and a format
-_FORMAT = 3
 
 
 def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
@@ -295,16 +291,15 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
         record = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"{path}: not JSON: {error}") from error
-    (found,) = fields_of(record, path, format=int)
-    if found != _FORMAT:
-        raise SnapshotError(f"{path}: format must be {_FORMAT}, got {found}")
+    if fields_of(record, path, format=int) != [_FORMAT]:
+        raise SnapshotError(f"{path}: format must be {_FORMAT}, got {record['format']}")
     return record
 
 
 def fields_of(record: dict[str, Any], path: Path, /, **kinds: type) -> list[Any]:
     """Returns the named fields, each of exactly its type; integers from 0 on, below 2**63."""
     for name, kind in kinds.items():
-        value = record.get(name)
+        value: Any = record.get(name)
         if type(value) is not kind or (kind is int and not 0 <= value < 1 << 63):
             raise SnapshotError(
                 f"{path}: corrupted: {name} must be {kind.__name__}, got {shown(value)}"
@@ -314,3 +309,184 @@ def fields_of(record: dict[str, Any], path: Path, /, **kinds: type) -> list[Any]
 
 def _signature(rest: bytes) -> bytes:
     return f'{{"xxh3_64":"{xxhash.xxh3_64_hexdigest(rest)}",'.encode()
+
+
+# ---- The one writer
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The run that a directory belongs to, and its last writer."""
+
+    run_id: str  # the training run; versions are comparable only within one
+    layout: LayoutName  # how versions are stored
+    epoch: int  # number of the writer; each counts on from the one before
+    process: ProcessIdentity  # the writer's
+    released: bool  # whether it has given the directory back
+    # Folders of writers from this epoch on may be written again: their writers have certainly
+    # ended. An older one may be that of a writer that was replaced while it was stopped, and that
+    # writes on when it resumes.
+    reusable_from: int
+
+    @classmethod
+    def read(cls, directory: Path) -> Owner | None:
+        """Reads the last owner; None if there is none."""
+        path = directory / MARKER
+        try:
+            record = read_json(path)
+        except FileNotFoundError:
+            return None
+        run_id, layout, epoch, released, reusable_from = fields_of(
+            record, path, run_id=str, layout=str, epoch=int, released=bool, reusable_from=int
+        )
+        if layout not in LAYOUTS:
+            raise SnapshotError(f"{path}: corrupted: there is no layout {shown(layout)}")
+        process = fields_of(record, path, host=str, hostname=str, pid=int, start_time=int)
+        return cls(run_id, layout, epoch, ProcessIdentity(*process), released, reusable_from)
+
+    def write(self, directory: Path, *, fsync: bool) -> None:
+        """Makes this the owner of ``directory``."""
+        record = asdict(self)
+        write_json(directory / MARKER, record | record.pop("process"), fsync=fsync)
+
+    @classmethod
+    def before(
+        cls, directory: Path, layout: LayoutName, run_id: str | None, *, takeover: bool
+    ) -> Owner | None:
+        """Reads the last owner; None if the directory is new: absent, empty, or barely begun.
+
+        Refuses foreign files, another layout, and another run without ``takeover``.
+        """
+        known = cls.read(directory)
+        if known is None:
+            names = list_folder(directory) if directory.exists() else []
+            foreign = [one for one in names if not OWN_FILE.fullmatch(one)]
+            if foreign and MARKER not in names:
+                raise SnapshotError(
+                    f"{directory}: holds other files ({', '.join(foreign[:5])}) and no {MARKER}; "
+                    "name a new or empty directory"
+                )
+            return None
+        if known.layout != layout:
+            raise SnapshotError(f"{directory}: has layout {known.layout!r}, got {layout!r}")
+        if run_id not in {None, known.run_id} and not takeover:
+            raise SnapshotError(
+                f"{directory}: belongs to run {known.run_id}, this is run {run_id}; name "
+                "another directory, or pass takeover=True to drop its versions"
+            )
+        return known
+
+
+class WriterLock:
+    """The right to publish into one directory, from ``acquire`` to ``release``.
+
+    ``LOCK`` is held by ``flock`` for the writer's life; where that does not reach other hosts, the
+    epoch still does. A writer moves ``CURRENT`` only inside ``commit()``, which holds ``COMMIT``
+    and finds its own epoch in force: one that was stopped, lost its lock or was replaced changes
+    nothing visible.
+    """
+
+    owner: Owner
+
+    def __init__(self, directory: Path, *, fsync: bool) -> None:
+        self._directory, self._fsync = directory, fsync
+        self._handle = -1
+
+    def acquire(self, layout: LayoutName, run_id: str | None, *, takeover: bool) -> None:
+        """Becomes the owner, inside ``exclusive()``; removes another run's manifest."""
+        found = Owner.before(self._directory, layout, run_id, takeover=takeover)
+        me = ProcessIdentity.current()
+        last = found or Owner(run_id or uuid.uuid4().hex, layout, 0, me, True, reusable_from=1)
+        gone = last.released or last.process.is_gone()
+        if gone is False and not takeover:
+            raise self._held_error(found)
+        path = self._directory / LOCK
+        handle = open_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            # A dead owner's lock lives on in processes that it forked; those are no owners.
+            if (last.released or not gone) and not takeover:
+                raise self._held_error(found) from error
+            os.unlink(path)
+            handle = new_file(path)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._handle = handle
+        if run_id not in {None, last.run_id}:
+            (self._directory / CURRENT).unlink(missing_ok=True)
+        epoch = last.epoch + 1
+        # Carried on from writer to writer: one that was replaced while it was alive may resume long
+        # after its successor has ended.
+        reusable_from = last.reusable_from if gone else epoch
+        self.owner = Owner(run_id or last.run_id, layout, epoch, me, False, reusable_from)
+        self.owner.write(self._directory, fsync=self._fsync)
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether there is nothing to release: the directory is gone, empty or inaccessible."""
+        with suppress(OSError):
+            return not (self._directory / MARKER).exists()
+        return True
+
+    def check(self) -> None:
+        """Raises unless this writer still owns the directory."""
+        found = Owner.read(self._directory)
+        if found is None:
+            raise SnapshotError(
+                f"{self._directory}: {MARKER} is gone: the directory was removed or replaced"
+            )
+        # In a directory that was removed and made anew, epochs begin again.
+        if (found.epoch, found.process) != (self.owner.epoch, self.owner.process):
+            raise FencedWriterError(
+                f"{self._directory}: writer of epoch {self.owner.epoch} was replaced by "
+                f"{found.process}, epoch {found.epoch}"
+            )
+
+    @contextmanager
+    def commit(self) -> Iterator[None]:
+        """Excludes other writers from the few file operations that make a version visible."""
+        with self.exclusive():
+            self.check()
+            yield
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Holds ``COMMIT``, whichever writer owns the directory."""
+        path, deadline = self._directory / COMMIT, Deadline(LOCK_TIMEOUT_S)
+        with opened(path, os.O_RDWR | os.O_CREAT) as handle:
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if deadline.passed:
+                        owner = Owner.read(self._directory)
+                        raise SnapshotError(
+                            f"{path}: locked for {LOCK_TIMEOUT_S} s; the owner, {_named(owner)}, "
+                            "may be stopped in the middle of a commit"
+                        ) from error
+                    time.sleep(_POLL_S)
+            yield
+
+    def release(self) -> None:
+        """Gives up the directory, unless a successor owns it already."""
+        if self._handle < 0:
+            return
+        try:
+            if not self.is_out_of_reach:
+                with suppress(FencedWriterError, FileNotFoundError), self.commit():
+                    replace(self.owner, released=True).write(self._directory, fsync=self._fsync)
+        finally:
+            os.close(self._handle)
+            self._handle = -1
+
+    def _held_error(self, owner: Owner | None) -> SnapshotError:
+        return SnapshotError(
+            f"{self._directory}: another writer holds it: {_named(owner)}; end that process, or "
+            "pass takeover=True to fence it"
+        )
+
+
+def _named(owner: Owner | None) -> str:
+    return "an unknown process" if owner is None else str(owner.process)

@@ -16,11 +16,12 @@ from torchrl_vllm_sync.errors import SnapshotError
 from torchrl_vllm_sync.weights.snapshots.data_file import (
     DATA_FILE,
     TAG_BYTES,
+    Manifest,
+    ManifestFile,
     checksum,
     map_tensordict,
 )
 from torchrl_vllm_sync.weights.snapshots.files import open_file, opened, storage_errors
-from torchrl_vllm_sync.weights.snapshots.records import Manifest, ManifestFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,8 +44,7 @@ class Snapshot:
     """
 
     def __init__(self, path: Path, handle: int, manifest: Manifest, tensordict: TensorDict) -> None:
-        self.manifest = manifest
-        self.tensordict = tensordict
+        self.manifest, self.tensordict = manifest, tensordict
         self._path, self._handle = path, handle
 
     @property
@@ -80,18 +80,14 @@ class Snapshot:
 
     def verify(self) -> None:
         """Compares every tensor with its published checksum."""
-        metadata, expected = self.manifest.metadata, self.manifest.checksums
         with ThreadPoolExecutor(min(_VERIFY_THREADS, os.cpu_count() or 1)) as pool:
-            found = pool.map(checksum, (tensor for _, tensor in self.tensors()))
-            wrong = [
-                meta.name
-                for meta, want, got in zip(metadata, expected, found, strict=True)
-                if want != got
-            ]
+            found = list(pool.map(checksum, (tensor for _, tensor in self.tensors())))
+        rows = zip(self.manifest.metadata, self.manifest.checksums, found, strict=True)
+        wrong = [meta.name for meta, expected, value in rows if value != expected]
         if wrong:
             self.validate()
             raise SnapshotError(
-                f"{self._path}: corrupted: {len(wrong)} of {len(metadata)} tensors differ from "
+                f"{self._path}: corrupted: {len(wrong)} of {len(found)} tensors differ from "
                 f"their checksums, first {wrong[0]}"
             )
 
@@ -125,9 +121,7 @@ class SnapshotReader:
         timeout_s: float = 10.0,
     ) -> None:
         self.directory = Path(directory)
-        self._verify = verify
-        self._run_id = run_id
-        self._timeout_s = timeout_s
+        self._verify, self._run_id, self._timeout_s = verify, run_id, timeout_s
         self._manifest_file = ManifestFile(self.directory)
         # By folder: device, inode and size of its file, and what was mapped of it.
         self._mapped: dict[str, tuple[tuple[int, int, int], DataLayout, TensorDict]] = {}
@@ -164,11 +158,13 @@ class SnapshotReader:
         """
         with ExitStack() as lock:
             snapshot = self._open_current(lock, newer_than)
-            if snapshot is not None and self._verify:
+            if snapshot is None:
+                yield None
+                return
+            if self._verify:
                 snapshot.verify()
             yield snapshot
-            if snapshot is not None:
-                snapshot.validate()
+            snapshot.validate()
 
     def close(self) -> None:
         """Gives the kept mappings back."""

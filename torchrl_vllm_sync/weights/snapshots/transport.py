@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
 import shutil
 import tempfile
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError, StaleVersionError
-from torchrl_vllm_sync.weights.snapshots.files import new_file, open_file
-from torchrl_vllm_sync.weights.snapshots.records import LOCK, TEMPORARY
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, FOLDER
+from torchrl_vllm_sync.weights.snapshots.files import LOCK, OWN_FILE, TEMPORARY, new_file, opened
 from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import GRACE_S
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.weights.snapshots.records import LayoutName
+    from torchrl_vllm_sync.weights.snapshots.files import LayoutName
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import Members, PhaseTimes, Push
 
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "torchrl_vllm_sync-"
 # Everything that a writer makes in a snapshot directory.
-_OWN_NAME = re.compile(
-    r"SNAPSHOTS\.json|TEMPORARY|LOCK|COMMIT|CURRENT|\.tmp-[^/]+"
-    r"|(slot-|v)[0-9]+-[0-9]+(/weights\.td)?"
-)
+_OWN_NAME = re.compile(rf"{OWN_FILE.pattern}|{FOLDER.pattern}(/{re.escape(DATA_FILE)})?")
 
 
 class MemmapTransport:
@@ -67,20 +64,12 @@ class MemmapTransport:
 
     @property
     def directory(self) -> Path:
-        """Directory of the snapshots.
-
-        Raises:
-            SnapshotError: The transport is not open.
-        """
+        """Directory of the snapshots; a ``SnapshotError`` says that the transport is not open."""
         return self._open_writer().directory
 
     @property
     def run_id(self) -> str:
-        """Id that marks the snapshots of this writer's run.
-
-        Raises:
-            SnapshotError: The transport is not open.
-        """
+        """Id of this writer's run; a ``SnapshotError`` says that the transport is not open."""
         return self._open_writer().run_id
 
     @property
@@ -189,7 +178,7 @@ class MemmapTransport:
 def _close(writer: SnapshotWriter, pid: int, remove: bool) -> None:
     """Gives the directory back, in the process that took it: a forked child only forgets it."""
     if os.getpid() == pid:
-        with contextlib.suppress(FencedWriterError):  # it is the successor's now
+        with suppress(FencedWriterError):  # it is the successor's now
             writer.close(remove=remove)
 
 
@@ -211,8 +200,8 @@ def _remove_orphans(root: Path) -> None:
     for directory in root.glob(f"{PREFIX}*"):
         # Locked by its writer, or gone by now; or another user's.
         with (
-            contextlib.suppress(OSError, SnapshotError),
-            os.fdopen(open_file(directory / LOCK, os.O_RDWR), "rb+") as lock,
+            suppress(OSError, SnapshotError),
+            opened(directory / LOCK, os.O_RDWR) as lock,
         ):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             names = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]

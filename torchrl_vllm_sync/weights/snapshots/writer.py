@@ -1,7 +1,7 @@
 """Writer of snapshots: publishes whole versions of the weights through a file system.
 
-Each version is a consolidated TensorDict in one file (``data_file``), named by one manifest that is
-replaced atomically (``records``), so a reader sees exactly one version whatever is killed when.
+Each version is a consolidated TensorDict in one file, named by one manifest that is replaced
+atomically (``data_file``), so a reader sees exactly one version whatever is killed when.
 
 A reader takes a shared ``flock`` on the data file and then finds the manifest unmoved. A writer
 looks for locks on a file only after it has moved the manifest elsewhere, so it sees the lock of
@@ -23,17 +23,27 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrl_vllm_sync.checks import Deadline
+from torchrl_vllm_sync.checks import Deadline, check_integer
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, WeightMismatchError
 from torchrl_vllm_sync.weights.snapshots.data_file import (
     DATA_FILE,
+    FOLDER,
     DataFile,
     DataLayout,
+    Manifest,
+    ManifestFile,
     TensorWriter,
     checksum,
 )
 from torchrl_vllm_sync.weights.snapshots.files import (
+    CURRENT,
+    LAYOUTS,
+    MARKER,
+    TEMPORARY,
     TEMPORARY_PREFIX,
+    LayoutName,
+    Owner,
+    WriterLock,
     fsync_folder,
     is_locked,
     is_memory_file_system,
@@ -42,17 +52,6 @@ from torchrl_vllm_sync.weights.snapshots.files import (
     remove_folder,
     require_folder,
     storage_errors,
-)
-from torchrl_vllm_sync.weights.snapshots.records import (
-    CURRENT,
-    FOLDER,
-    LAYOUTS,
-    TEMPORARY,
-    LayoutName,
-    Manifest,
-    ManifestFile,
-    Owner,
-    WriterLock,
 )
 from torchrl_vllm_sync.weights.transport import PhaseTimes
 
@@ -63,6 +62,8 @@ if TYPE_CHECKING:
     import torch
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
+
+    Tensors = Iterable[tuple[str, torch.Tensor]]
 
 # How long a publish waits when readers hold all slots.
 SLOT_TIMEOUT_S = 5.0
@@ -75,10 +76,9 @@ class Store:
     For each version: ``begin``, write into the file, ``complete``; after the manifest has moved,
     ``collect``. A folder is free if it is neither current nor being read. Layout ``slots``, for one
     host, writes again the oldest free one, since its pages exist already; if there is none it makes
-    one more, up to a limit. Layout ``versions``, for file systems that several hosts share, makes a
-    new folder for each version: a page that was read once may be served from a host's cache for
-    ever, so no byte of a visible file changes. The last two stay, and what is being read as far as
-    locks reach.
+    one more, up to a limit. Layout ``versions``, for file systems that several hosts share, always
+    makes a new folder: a page that was read once may be served from a host's cache for ever, so no
+    byte of a visible file changes. The last two stay, and what is read as far as locks reach.
     """
 
     def __init__(
@@ -86,29 +86,27 @@ class Store:
         directory: Path,
         owner: Owner,
         current: str | None,
+        slots: tuple[int, int],
         *,
-        num_slots: int,
-        max_slots: int,
         in_memory: bool,
     ) -> None:
         self._directory, self._epoch, self._current = directory, owner.epoch, current
         self._reuses = owner.layout == "slots"
-        self._num_kept, self._limit = (num_slots, max_slots) if self._reuses else (2, math.inf)
+        self._num_kept, self._limit = slots if self._reuses else (2, math.inf)
         self._is_mapped = self._reuses and in_memory
         self._num_made = 0
-        self._files: dict[str, DataFile] = {}
-        # Oldest first. Folders of an owner that may be alive are never written by another: it may
-        # have been stopped just after it had checked that it is the owner.
-        found = self._folders()
-        self._names = [name for name in found if found[name] >= owner.reusable_from]
-        self._names.sort(key=lambda name: (name == current, self._written_at(name)))
+        # Folders of an owner that may be alive are never written by another: it may have been
+        # stopped just after it had checked that it is the owner.
+        names = [name for name, epoch in self._on_disk().items() if epoch >= owner.reusable_from]
+        names.sort(key=lambda name: (name == current, self._written_at(name)))
+        # Oldest first, each with its file while that is open.
+        self._folders: dict[str, DataFile | None] = dict.fromkeys(names)
 
     def begin(self, version: int, layout: DataLayout) -> tuple[str, DataFile]:
         """Returns a folder to write into, and its file."""
         deadline = Deadline(SLOT_TIMEOUT_S)
         while True:
-            free = self._free() if self._reuses else []
-            num = len(self._names)
+            free, num = self._free() if self._reuses else [], len(self._folders)
             if num < self._num_kept or (not free and num < self._limit):
                 try:
                     return self._new(version, layout)
@@ -119,7 +117,7 @@ class Store:
             if free:
                 return free[0], self._open(free[0], layout)
             if deadline.passed:
-                others = [name for name in self._names if name != self._current]
+                others = [name for name in self._folders if name != self._current]
                 held = "; ".join(f"{lock_holders(self._path(one))} reads {one}" for one in others)
                 raise SnapshotError(
                     f"{self._directory}: all {num} slots (max_slots={self._limit}) are current or "
@@ -129,8 +127,7 @@ class Store:
 
     def complete(self, name: str) -> None:
         """Notes that a folder holds the newest version, and is current."""
-        self._names.remove(name)
-        self._names.append(name)
+        self._folders[name] = self._folders.pop(name)
         self._current = name
         if not self._reuses:
             self.close()
@@ -143,30 +140,32 @@ class Store:
 
     def collect(self) -> None:
         """Removes folders beyond those to keep, and earlier writers', unless being read."""
-        for name in self._folders():
-            if name not in self._names and not is_locked(self._path(name)):
+        for name in self._on_disk().keys() - self._folders.keys():
+            if not is_locked(self._path(name)):
                 self._remove(name)
-        excess = max(len(self._names) - self._num_kept, 0)
+        excess = max(len(self._folders) - self._num_kept, 0)
         # One free folder stays: the next publish would only have to make it again.
         for name in self._free()[:-1][:excess]:
             self._remove(name)
 
     def prepare(self, layout: DataLayout) -> None:
-        while self._reuses and len(self._names) < self._num_kept:
+        while self._reuses and len(self._folders) < self._num_kept:
             self._new(0, layout)
 
     def close(self) -> None:
         """Closes files and mappings; the folders stay."""
-        while self._files:
-            self._files.popitem()[1].close()
+        for name, file in self._folders.items():
+            self._folders[name] = None
+            if file is not None:
+                file.close()
 
-    def _folders(self) -> dict[str, int]:
+    def _on_disk(self) -> dict[str, int]:
         """Every folder of a version, and the epoch of the writer that made it."""
         matches = map(FOLDER.fullmatch, list_folder(self._directory))
         return {match[0]: int(match["epoch"]) for match in matches if match}
 
     def _free(self) -> list[str]:
-        others = [name for name in self._names if name != self._current]
+        others = [name for name in self._folders if name != self._current]
         return [name for name in others if not is_locked(self._path(name))]
 
     def _new(self, version: int, layout: DataLayout) -> tuple[str, DataFile]:
@@ -184,12 +183,9 @@ class Store:
         free = facts.f_bavail * facts.f_frsize
         # Some network file systems report no size at all.
         if facts.f_blocks and free < layout.num_bytes:
-            raise OSError(
-                errno.ENOSPC,
-                f"No space left: {layout.num_bytes} bytes are needed, {free} are free",
-                str(self._directory),
-            )
-        self._names.insert(0, name)
+            text = f"No space left: {layout.num_bytes} bytes are needed, {free} are free"
+            raise OSError(errno.ENOSPC, text, str(self._directory))
+        self._folders = {name: None, **self._folders}
         try:
             return name, self._open(name, layout)
         except BaseException:
@@ -197,31 +193,30 @@ class Store:
             raise
 
     def _open(self, name: str, layout: DataLayout) -> DataFile:
-        path, file = self._path(name), self._files.get(name)
+        path, file = self._path(name), self._folders[name]
         if file is not None:
             if file.layout == layout and path.exists():
                 return file
-            self._files.pop(name).close()
+            self._folders[name] = None
+            file.close()
         require_folder(path.parent)
         file = DataFile(path, layout, allocate=self._reuses, mapped=self._is_mapped)
-        self._files[name] = file
+        self._folders[name] = file
         return file
 
     def _remove(self, name: str) -> None:
-        if name in self._files:
-            self._files.pop(name).close()
+        file = self._folders.pop(name, None)
+        if file is not None:
+            file.close()
         remove_folder(self._directory / name)
-        if name in self._names:
-            self._names.remove(name)
 
     def _path(self, name: str) -> Path:
         return self._directory / name / DATA_FILE
 
     def _written_at(self, name: str) -> int:
         """When the file in a folder was last tagged; 0 if there is none."""
-        if DATA_FILE not in list_folder(self._directory / name):
-            return 0
-        return self._path(name).lstat().st_mtime_ns
+        path = self._path(name)
+        return path.lstat().st_mtime_ns if path.name in list_folder(path.parent) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +231,7 @@ class PublishReport:
     # old folders), one after the other; and in `fill` of `source` (waiting for the next tensor),
     # `copy` and `hash`, of all threads together.
     phases: Mapping[str, float]
-    # When each began, in seconds of `time.perf_counter()`; `source`, `copy` and `hash` are sums of
-    # many pieces and have no start.
-    phase_starts: Mapping[str, float]
+    phase_starts: Mapping[str, float]  # of the first five, in seconds of `time.perf_counter()`
 
 
 class SnapshotWriter:
@@ -284,8 +277,7 @@ class SnapshotWriter:
             raise ValueError(f"layout must be 'slots' or 'versions', got {layout!r}")
         if run_id is not None and not (run_id.isprintable() and run_id.split() == [run_id]):
             raise ValueError(f"run_id must be a printable word without spaces, got {run_id!r}")
-        if num_slots < 2:
-            raise ValueError(f"num_slots must be at least 2, got {num_slots}")
+        check_integer("num_slots", num_slots, 2)
         if max_slots < num_slots:
             raise ValueError(f"max_slots must be at least num_slots ({num_slots}), got {max_slots}")
         self.directory = Path(directory)
@@ -316,14 +308,9 @@ class SnapshotWriter:
                         f"{self._manifest_file.path}: is of run {self._current.run_id}, the "
                         f"directory of run {owner.run_id}"
                     )
-                self._store = Store(
-                    self.directory,
-                    owner,
-                    None if self._current is None else self._current.path,
-                    num_slots=num_slots,
-                    max_slots=max_slots,
-                    in_memory=in_memory,
-                )
+                path = None if self._current is None else self._current.path
+                slots = num_slots, max_slots
+                self._store = Store(self.directory, owner, path, slots, in_memory=in_memory)
             undo.pop_all()
 
     @property
@@ -348,7 +335,8 @@ class SnapshotWriter:
         Raises:
             SnapshotError: It cannot be accessed.
         """
-        return self._lock.is_removed
+        with storage_errors(f"{self.directory}: looking for {MARKER}"):
+            return not (self.directory / MARKER).exists()
 
     def current(self) -> Manifest | None:
         """Returns the manifest on disk; None before the first publish.
@@ -361,25 +349,15 @@ class SnapshotWriter:
     def prepare(self, metadata: Sequence[ParamMeta]) -> None:
         """Makes all slots now, so that no publish pays for new pages; needs no tensors.
 
-        Args:
-            metadata: Names, dtypes and shapes of what will be published.
-
-        Raises:
-            SnapshotError: No space, or not writable.
-            FencedWriterError: Another writer has taken over.
-            WeightMismatchError: The metadata cannot be laid out.
+        Arguments are those of :meth:`publish`, and so are the errors.
         """
-        self._require_open()
         layout = self._layout_of(metadata)
         with self._storage("preparing slots"):
             self._lock.check()
             self._store.prepare(layout)
 
     def publish(
-        self,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        metadata: Sequence[ParamMeta],
-        version: int,
+        self, tensors: Tensors, metadata: Sequence[ParamMeta], version: int
     ) -> PublishReport:
         """Stores every tensor as ``version`` and makes that current.
 
@@ -403,19 +381,16 @@ class SnapshotWriter:
             SnapshotError: No space, not writable, or readers hold every slot (named).
             ValueError: ``version`` is negative, or does not fit into 63 bits.
         """
-        self._require_open()
-        started = time.perf_counter()
+        started, doing, times = time.perf_counter(), f"publishing version {version}", PhaseTimes()
         if version < 0:
             raise ValueError(f"version must not be negative, got {version}")
         if version >= 1 << 63:
             raise ValueError(f"version must be below 2**63, got {version}")
+        layout = self._layout_of(metadata)
         if self.last_version is not None and version <= self.last_version:
             raise StaleVersionError(
                 f"{self.directory}: version must be greater than {self.last_version}, got {version}"
             )
-        layout = self._layout_of(metadata)
-        doing = f"publishing version {version}"
-        times = PhaseTimes()
         with ExitStack() as undo:
             with self._storage(doing), times.measure("acquire"):
                 self._lock.check()
@@ -444,23 +419,14 @@ class SnapshotWriter:
         doing = f"version {version} is current, but removing old ones failed"
         with self._storage(doing), times.measure("collect"), self._lock.commit():
             self._store.collect()
-        return PublishReport(
-            version,
-            self.directory / name,
-            sum(meta.num_bytes for meta in layout.metadata),
-            time.perf_counter() - started,
-            times.seconds,
-            times.starts,
-        )
+        num_bytes = sum(meta.num_bytes for meta in layout.metadata)
+        seconds, path = time.perf_counter() - started, self.directory / name
+        return PublishReport(version, path, num_bytes, seconds, times.seconds, times.starts)
 
-    def first_difference(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[ParamMeta]
-    ) -> str | None:
+    def first_difference(self, tensors: Tensors, metadata: Sequence[ParamMeta]) -> str | None:
         """Compares weights with what was published last, by its checksums.
 
-        Args:
-            tensors: As ``publish`` takes them; they are read once.
-            metadata: As ``publish`` takes it.
+        Arguments are those of :meth:`publish`; the tensors are read once.
 
         Returns:
             Name of the first parameter that is not as it was published; None if all are.
@@ -470,12 +436,10 @@ class SnapshotWriter:
         for meta, known in zip_longest(metadata, stored.metadata):
             if meta != known:
                 return (known or meta).name
-        for (_, tensor), meta, expected in zip(
-            tensors, stored.metadata, stored.checksums, strict=True
-        ):
+        for (name, tensor), meta, expected in zip(tensors, metadata, stored.checksums, strict=True):
             value = tensor.detach().resolve_conj().resolve_neg().to(meta.dtype)
             if checksum(value.cpu().contiguous()) != expected:
-                return meta.name
+                return name
         return None
 
     def close(self, *, remove: bool = False) -> None:
@@ -508,49 +472,36 @@ class SnapshotWriter:
         self.close()
 
     def _fill(
-        self,
-        file: DataFile,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        doing: str,
-        phases: dict[str, float],
+        self, file: DataFile, tensors: Tensors, doing: str, phases: dict[str, float]
     ) -> tuple[int, ...]:
-        layout = file.layout
-        stays = isinstance(tensors, Sequence)
+        """Writes all tensors, which must be as announced, and returns their checksums."""
+        layout, stays = file.layout, isinstance(tensors, Sequence)
         source_s, iterator = 0.0, iter(tensors)
         with TensorWriter(file, self._buffers) as writer:
-            for index, (meta, offset) in enumerate(
-                zip(layout.metadata, layout.offsets, strict=True)
-            ):
+            for meta, offset in zip(layout.metadata, layout.offsets, strict=True):
                 asked = time.perf_counter()
-                item = next(iterator, None)
+                name, tensor = next(iterator, (None, None))
                 source_s += time.perf_counter() - asked
-                if item is None:
-                    raise WeightMismatchError(
-                        f"{doing}: tensors end after {index} of {len(layout.metadata)}; "
-                        f"{meta.name} is missing"
-                    )
-                name, tensor = item
+                if tensor is None:
+                    raise WeightMismatchError(f"{doing}: tensors end early; {meta.name} is missing")
                 if name != meta.name or tuple(tensor.shape) != meta.shape:
                     raise WeightMismatchError(
-                        f"{doing}: tensor {index} must be {meta.name} of shape "
-                        f"{meta.shape}, got {name} of shape {tuple(tensor.shape)}"
+                        f"{doing}: the next tensor must be {meta.name} of shape {meta.shape}, got "
+                        f"{name} of shape {tuple(tensor.shape)}"
                     )
                 with self._storage(doing):
                     writer.add(tensor, meta, offset, stays=stays)
-            surplus = next(iterator, None)
-            if surplus is not None:
-                raise WeightMismatchError(f"{doing}: {surplus[0]} is not in the metadata")
+            for name, _ in iterator:
+                raise WeightMismatchError(f"{doing}: {name} is not in the metadata")
             with self._storage(doing):
                 checksums, seconds = writer.finish()
         phases |= {"source": source_s, **seconds}
         return checksums
 
     def _layout_of(self, metadata: Sequence[ParamMeta]) -> DataLayout:
-        return DataLayout.of(metadata, None if self._current is None else self._current.data)
-
-    def _require_open(self) -> None:
         if self._closed:
             raise SnapshotError(f"{self.directory}: this writer is closed")
+        return DataLayout.of(metadata, None if self._current is None else self._current.data)
 
     @contextmanager
     def _storage(self, doing: str) -> Iterator[None]:
