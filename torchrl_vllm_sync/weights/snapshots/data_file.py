@@ -19,7 +19,7 @@ import os
 import queue
 import re
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
@@ -298,9 +298,6 @@ def _fault_in(pages: NDArray[np.uint8]) -> None:
     def touch(start: int) -> None:
         pages[start : start + FAULT_BYTES : mmap.PAGESIZE] = 0
 
-    if len(pages) <= FAULT_BYTES:
-        touch(0)
-        return
     with ThreadPoolExecutor(default_num_threads()) as threads:
         list(threads.map(touch, range(0, len(pages), FAULT_BYTES)))
 
@@ -329,8 +326,7 @@ def _pwrite(handle: int, content: bytes | NDArray[np.uint8], offset: int) -> Non
 
 # ---- Writing tensors: cast, copied and hashed by several threads
 
-# Source and destination of one piece stay in a core's cache until the piece is hashed, and the cost
-# of a Python call per piece stays small.
+# Small enough for source and destination of one piece to stay in a core's cache until it is hashed.
 CHUNK_BYTES = 2 << 20
 BUFFERS_PER_THREAD = 8
 # Longest time in which no piece is stored: a disk may be slow, but not that slow.
@@ -344,9 +340,8 @@ class TensorWriter:
 
     In a ``with`` block, :meth:`add` every tensor, then :meth:`finish`; after the block no thread
     uses the file any more. Each tensor is one thread's, so that several are under way. Those of a
-    GPU pass through page-locked ``buffers``, which are made if that list is empty and can be given
-    to the next writer: the calling thread copies them out, in the order of its stream, and the
-    others store them.
+    GPU pass through page-locked ``buffers``, made if that list is empty and left to the next
+    writer: the calling thread copies them out, in its stream's order, and the others store them.
     """
 
     def __init__(
@@ -355,18 +350,19 @@ class TensorWriter:
         self._file, self._buffers = file, buffers
         self._num_threads = num_threads or default_num_threads()
         self._threads = ThreadPoolExecutor(self._num_threads)
-        self._free: queue.SimpleQueue[torch.Tensor] | None = None
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for buffer in buffers:
+            self._free.put(buffer)
         self._tensors: list[Future[tuple[int, float, float]]] = []
         self._num_stored = 0  # pieces: shows progress
         self._failure: BaseException | None = None
-        self._is_over = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Waits for the threads, which drop what they have not begun."""
-        self._is_over = True
+        self._failure = self._failure or CancelledError()
         self._threads.shutdown(cancel_futures=True)
 
     def add(self, tensor: torch.Tensor, meta: ParamMeta, offset: int, *, stays: bool) -> None:
@@ -375,23 +371,19 @@ class TensorWriter:
         # A column of a matrix is flat already, and a view of it, but its bytes lie apart.
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
         parts = flat.split(CHUNK_BYTES // meta.dtype.itemsize)
-        if is_on_host(flat):
-            pieces = ((part, None) for part in parts)
-            if stays:
-                self._tensors.append(self._threads.submit(self._store, pieces, meta.dtype, offset))
-                return
-            self._tensors.append(done := Future())
-            done.set_result(self._store(pieces, meta.dtype, offset))
-            self._raise_failure()
-            return
         arrived: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
-        pieces = iter(arrived.get, None)
         try:
-            self._tensors.append(self._threads.submit(self._store, pieces, meta.dtype, offset))
-            for piece in self._copied_out(parts, meta.dtype):
+            stored = self._threads.submit(self._store, iter(arrived.get, None), meta.dtype, offset)
+            self._tensors.append(stored)
+            on_host = is_on_host(flat)
+            pieces = ((part, None) for part in parts) if on_host else self._copied_out(parts, meta)
+            for piece in pieces:
                 arrived.put(piece)
         finally:
             arrived.put(None)
+        if on_host and not stays:
+            wait([stored])
+            self._raise_failure()
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
         """Waits until all is stored; returns checksums, and seconds of all threads together."""
@@ -414,7 +406,7 @@ class TensorWriter:
         for piece, buffer in pieces:
             part = piece
             try:
-                if self._is_over or self._failure is not None:
+                if self._failure is not None:
                     continue  # pieces that have arrived still return their buffers
                 begin = time.perf_counter()
                 if part.dtype != dtype:
@@ -431,12 +423,12 @@ class TensorWriter:
             except BaseException as error:  # noqa: BLE001  raised where it is waited for
                 self._failure = self._failure or error
             finally:
-                if buffer is not None and self._free is not None:
+                if buffer is not None:
                     self._free.put(buffer)
         return state.intdigest(), copy_s, hash_s
 
     def _copied_out(
-        self, parts: Sequence[torch.Tensor], dtype: torch.dtype
+        self, parts: Sequence[torch.Tensor], meta: ParamMeta
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields a device tensor's parts and their buffers; copies one while the last is stored."""
         device = parts[0].device
@@ -444,8 +436,8 @@ class TensorWriter:
         waiting: tuple[torch.Tensor, torch.Tensor, Any] | None = None
         for part in parts:
             buffer = self._free_buffer()
-            target = buffer.view(dtype)[: part.numel()]
-            target.copy_(part.to(dtype), non_blocking=True)
+            target = buffer.view(meta.dtype)[: part.numel()]
+            target.copy_(part.to(meta.dtype), non_blocking=True)
             arrived = accelerator.Event()
             arrived.record(accelerator.current_stream(device))
             if waiting is not None:
@@ -458,15 +450,11 @@ class TensorWriter:
 
     def _free_buffer(self) -> torch.Tensor:
         self._raise_failure()
-        if self._free is None:
-            if not self._buffers:
-                is_pinned = torch.accelerator.is_available()
-                self._buffers += [
-                    torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
-                    for _ in range(BUFFERS_PER_THREAD * self._num_threads)
-                ]
-            self._free = queue.SimpleQueue()
-            for buffer in self._buffers:
+        if not self._buffers:
+            pinned = torch.accelerator.is_available()
+            for _ in range(BUFFERS_PER_THREAD * self._num_threads):
+                buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+                self._buffers.append(buffer)
                 self._free.put(buffer)
         try:
             return self._free.get(timeout=STORE_TIMEOUT_S)
