@@ -20,7 +20,7 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.testing import load_tiny_model
-from torchrl_vllm_sync.weights.snapshots import writer as writer_module
+from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.source import MappingSource
 
@@ -240,7 +240,7 @@ def test_a_damaged_snapshot_is_not_loaded(faulty, trained, tmp_path):
 
 
 def test_a_slot_rewritten_in_mid_load_is_not_served(faulty, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "is_locked", lambda path: False)  # locks do not reach
+    monkeypatch.setattr(files, "is_locked", lambda path: False)  # locks do not reach
     directory, marker = tmp_path / "slots", tmp_path / "marker"
     version = faulty.weight_version
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchrl_vllm_sync import ParamMeta, SnapshotWriter
-from torchrl_vllm_sync.weights.snapshots import writer as writer_module
+from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, DataFile, TensorWriter
 from torchrl_vllm_sync.weights.snapshots.files import CURRENT
 
@@ -72,7 +72,7 @@ MANIFEST_DURABLE = ["names on disk", "record on disk", "manifest", "names on dis
 def test_a_publish_writes_in_an_order_that_any_crash_may_interrupt(
     tmp_path, steps, monkeypatch, layout, in_memory, order
 ):
-    monkeypatch.setattr(writer_module, "is_memory_file_system", lambda path: in_memory)
+    monkeypatch.setattr(files, "is_memory_file_system", lambda path: in_memory)
     with SnapshotWriter(tmp_path, layout=layout) as writer:
         for version in range(5):  # into new folders, and over old ones
             steps.clear()

@@ -13,7 +13,7 @@ from torchrl_vllm_sync.engine.arrivals import SnapshotLoads
 from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, TORN_SILENCE_S, Updates
 from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, StaleVersionError, SyncError
-from torchrl_vllm_sync.weights.snapshots import writer as writer_module
+from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity, is_locked
 from torchrl_vllm_sync.weights.source import MappingSource
@@ -238,7 +238,7 @@ async def test_what_was_read_is_proved_whole_before_it_is_labelled(stored):
 
 @pytest.mark.parametrize("fault", ["recycled", "removed"])
 async def test_what_was_torn_while_it_was_read_is_not_served(stored, fault, monkeypatch):
-    monkeypatch.setattr(writer_module, "is_locked", lambda path: False)  # locks do not reach
+    monkeypatch.setattr(files, "is_locked", lambda path: False)  # locks do not reach
     stored.during = {
         "recycled": lambda: stored.publish(2, 3),  # the slot is 3's now
         "removed": lambda: shutil.rmtree(stored.directory),

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class AutoTransport:
     """Chooses by where trainer and engines are, then is that transport; see ``choose_transport``.
 
-    The choice is made at the first push, since only that says where the weights are, and again
-    when they have moved to another device, or after :meth:`close`.
+    The choice is made at the first push, which says where the weights are, and again when they
+    have moved to another device, or after :meth:`close`.
 
     Attributes:
         name: Name of the transport chosen; ``"auto"`` before the first push.
@@ -56,11 +56,6 @@ class AutoTransport:
         """Chooses if that is due and the source is known, and opens the transport chosen.
 
         Arguments are those of :meth:`WeightTransport.open`.
-
-        Raises:
-            TransferError: No replica can be reached.
-            UnsupportedArgumentError: No transport reaches every replica.
-            SyncError: What the transport chosen raises.
         """
         place = self._place if source is None else place_of(source)
         if place is not None and (self._chosen is None or place != self._place):
@@ -77,7 +72,6 @@ class AutoTransport:
 
         Raises:
             TransferError: None was chosen yet.
-            SyncError: What the transport chosen raises.
         """
         if self._chosen is None:
             raise TransferError("no transport was chosen yet: open it for what will be sent")

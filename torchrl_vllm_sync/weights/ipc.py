@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import Members, Push, ReplicaClient
 
-
 SHORT_TIMEOUT_S = 30.0
 DEFAULT_BUFFER_BYTES = 256 * 2**20
 # From this release on packing is agreed upon once; before, at each update.
@@ -36,10 +36,9 @@ _FIRST_WITH_PACKING_AT_INIT = Version("0.28")
 class IPCTransport:
     """Shows the engines one buffer of the trainer's GPU memory, filled again and again.
 
-    Each filling is one call to the replicas, which have copied it out when they answer; nobody
-    waits inside a collective. Engines take vLLM's layerwise reload. The workers change to vLLM's
-    ``ipc`` engine when the transport opens, and back when it closes. Handles travel pickled, to
-    this library's own workers only: engines need no ``VLLM_ALLOW_INSECURE_SERIALIZATION``.
+    Each filling is one call to the replicas, which have copied it out when they answer, through
+    vLLM's layerwise reload. Workers use vLLM's ``ipc`` engine while the transport is open, and need
+    no ``VLLM_ALLOW_INSECURE_SERIALIZATION``: handles travel pickled to them alone.
 
     Args:
         buffer_bytes: Size of the buffer; a single tensor that is larger makes it so.
@@ -73,11 +72,8 @@ class IPCTransport:
     def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Has the workers use vLLM's ``ipc`` engine; does nothing when all that count do.
 
-        Arguments are those of :meth:`WeightTransport.open`.
-
-        Raises:
-            TransferError: No replica is alive, or one could not change.
-            UnsupportedArgumentError: An engine is not on the trainer's GPU, or not on it alone.
+        Arguments are those of :meth:`WeightTransport.open`. Refuses engines that are not on the
+        trainer's GPU alone.
         """
         home = home_device(source, "cuda")
         is_open = self._client is not None and members.incarnations == self._joined
@@ -87,10 +83,9 @@ class IPCTransport:
         self._device = _device_for(home, alive)
         inits: dict[str, tuple[dict[str, Any]]] = {}
         for name, one in alive.items():
-            packing = {"packed": True}
             is_old = Version(Version(one.vllm_version).base_version) < _FIRST_WITH_PACKING_AT_INIT
-            inits[name] = ({} if is_old else packing,)
-            self._fields[name] = packing if is_old else {}
+            inits[name] = ({} if is_old else {"packed": True},)
+            self._fields[name] = {"packed": True} if is_old else {}
         uses = members.start("use_transfer_engine", "ipc")
         raise_exceptions(uses.answers(SHORT_TIMEOUT_S))
         calls = members.client.start_calls("init_weight_transfer_engine", inits)
@@ -178,13 +173,9 @@ class IPCTransport:
         if chunk:
             yield chunk
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A copy in another process has its own GPU and buffer.
-        return {"_buffer_bytes": self._buffer_bytes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+        return functools.partial(type(self), buffer_bytes=self._buffer_bytes), ()
 
     def close(self) -> None:
         """Frees the buffer, and has the workers use the engine of their launch. Idempotent."""
@@ -194,23 +185,19 @@ class IPCTransport:
         self._forget()
 
 
-def _device_for(
-    home: torch.device | None, engines: Mapping[str, EngineDescription]
-) -> torch.device:
+def _device_for(home: torch.device | None, alive: Mapping[str, EngineDescription]) -> torch.device:
     """Returns the one device of trainer and engines."""
     need = "the ipc transport needs trainer and engines on one CUDA device, and"
-    kinds = {one.device_type for one in engines.values()}
+    kinds = {one.device_type for one in alive.values()}
     if kinds != {"cuda"}:
-        raise UnsupportedArgumentError(
-            f"{need} the engines are on {' and '.join(sorted(kinds))}: use the memmap transport"
-        )
+        where = f"the engines are on {' and '.join(sorted(kinds))}"
+        raise UnsupportedArgumentError(f"{need} {where}: use the memmap transport")
     if not torch.cuda.is_available():
-        raise UnsupportedArgumentError(
-            f"{need} the trainer is on a host without CUDA: use the memmap transport"
-        )
+        where = "the trainer is on a host without CUDA"
+        raise UnsupportedArgumentError(f"{need} {where}: use the memmap transport")
     device = home or current_device("cuda")
     own = device_uuid(device)
-    for name, one in engines.items():
+    for name, one in alive.items():
         if set(one.device_uuids) != {own}:
             raise UnsupportedArgumentError(
                 f"{need} replica {name} is on {list(one.device_uuids)}, the trainer on {own}: "

@@ -43,8 +43,7 @@ def choose_transport(trainer: Place, engines: Mapping[str, Place | EngineDescrip
         ``"ipc"``, ``"broadcast"`` or ``"memmap"``.
 
     Raises:
-        UnsupportedArgumentError: None of them does for all, and ``transport`` must be given: for
-            one, a ``MemmapTransport`` on a file system that every node sees.
+        UnsupportedArgumentError: None does for all; ``MemmapTransport(directory)`` may.
     """
     places = list(engines.values())
     everybody = [trainer, *places]
@@ -72,9 +71,8 @@ def _named(place: Place | EngineDescription) -> str:
 
 def place_of(source: WeightSource) -> Place:
     """Returns where a source's tensors are, without reading them; else the current GPU, if used."""
-    devices = devices_of(source)
-    if not devices:
-        devices = {current_device("cuda" if torch.cuda.is_initialized() else "cpu")}
+    own = "cuda" if torch.cuda.is_initialized() else "cpu"
+    devices = devices_of(source) or {current_device(own)}
     kinds = " and ".join({device.type for device in devices})
     if len(devices) > 1:
         return Place(node_id=this_node(), device_type=f"several devices ({kinds})")
@@ -93,10 +91,8 @@ def device_uuid(device: torch.device) -> str:
     return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
 
 
-# ---- The trainer's device that a transport sends from
-#
-# The current CUDA device says little: it is each thread's own, and a process that keeps a model on
-# ``cuda:1`` need never have made that the current one.
+# A transport sends from where the weights are. The current CUDA device says little of that: it is
+# each thread's own, and a process that keeps a model on ``cuda:1`` need never have made it current.
 
 
 def devices_of(source: WeightSource) -> set[torch.device]:

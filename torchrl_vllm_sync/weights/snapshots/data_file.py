@@ -2,13 +2,10 @@
 
 A data file begins with a tag that names the version. Then come the tensors, at multiples of 4 KiB
 in the order of the metadata, and the description that ``TensorDict.from_consolidated`` reads (JSON
-and its length). Keys are flat: parameter names, dots included, so ``flatten_keys(".")`` leaves them
-as they are and no name can collide with another's prefix.
-
-TensorDict's other format, a folder with a file for each tensor, was slower in all four cases, up to
-3.6 times (``benchmarks/results/memmap_cpu2_2026-11-21.json``). Dtypes that TensorDict 0.14 has no
-name for (float8, sub-byte) are stored as integers of the same size, which TensorDict's own loader
-shows; ``open_tensordict`` views them back.
+and its length). Keys are flat: parameter names, dots included. TensorDict's other format, a file
+for each tensor, was up to 3.6 times slower (``benchmarks/results/memmap_cpu2_2026-11-21.json``).
+Dtypes that TensorDict 0.14 has no name for (float8, sub-byte) are stored as integers of the same
+size; ``open_tensordict`` views them back.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import re
 import time
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -32,19 +29,7 @@ from tensordict import TensorDict
 from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, from_json, to_json
-from torchrl_vllm_sync.weights.snapshots.files import (
-    CURRENT,
-    LAYOUTS,
-    LayoutName,
-    fields_of,
-    new_file,
-    open_file,
-    opened,
-    parse_json,
-    read_file,
-    storage_errors,
-    write_json,
-)
+from torchrl_vllm_sync.weights.snapshots import files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -53,20 +38,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-
 DATA_FILE = "weights.td"
 ALIGNMENT_BYTES = 4096
 TAG_BYTES = 16
 # Folders of versions lie directly in the directory: slot-<epoch>-<number>, v<version>-<epoch>.
 FOLDER = re.compile(r"(?:slot-|v[0-9]+-)(?P<epoch>[0-9]+)(?:-[0-9]+)?")
-# About 400,000 parameters.
-_MAX_MANIFEST_BYTES = 64 << 20
+_MAX_MANIFEST_BYTES = 64 << 20  # about 400,000 parameters
 FAULT_BYTES = 64 << 20  # of a mapping that one thread faults in at a time
 MAX_THREADS = 8
 
-_QUANTIZED_DTYPES = frozenset(
-    {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-)
+_QUANTIZED_DTYPES = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 # What tensordict 0.14 can name in a consolidated file; a unit test compares with its table.
 _TENSORDICT_DTYPES = frozenset(
     getattr(torch, name)
@@ -75,7 +56,6 @@ _TENSORDICT_DTYPES = frozenset(
         "int8 int16 int32 int64 uint8 uint16 uint32 uint64"
     ).split()
 )
-_NESTED = "<NJT"
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -83,8 +63,8 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class DataLayout:
     """Where every parameter lies in a data file."""
 
-    metadata: tuple[ParamMeta, ...]  # parameters in order
-    offsets: tuple[int, ...]  # first byte of each
+    metadata: tuple[ParamMeta, ...]
+    offsets: tuple[int, ...]  # first byte of each parameter
     trailer: bytes  # TensorDict's description, as it stands at the end of the file
     num_bytes: int  # length of the file
 
@@ -99,17 +79,13 @@ class DataLayout:
         end = TAG_BYTES
         for meta in metadata:
             if not meta.name or meta.name in leaves:
-                raise WeightMismatchError(
-                    f"parameter names must be unique, got {meta.name!r} twice"
-                )
-            if meta.name.startswith(_NESTED):
-                raise WeightMismatchError(
-                    f"{meta.name}: TensorDict takes names that begin {_NESTED} for nested tensors"
-                )
+                raise WeightMismatchError(f"names must be unique and not empty, got {meta.name!r}")
+            if meta.name.startswith("<NJT"):
+                raise WeightMismatchError(f"{meta.name}: <NJT is TensorDict's, for nested tensors")
             if meta.dtype in _QUANTIZED_DTYPES:
                 raise WeightMismatchError(
-                    f"{meta.name}: dtype {dtype_name(meta.dtype)} has a quantizer, which a "
-                    "snapshot does not hold; send its integers and scales as parameters"
+                    f"{meta.name}: the quantizer of {dtype_name(meta.dtype)} is not stored; send "
+                    "integers and scales as parameters"
                 )
             start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             end = start + meta.num_bytes
@@ -129,7 +105,7 @@ class Manifest:
     run_id: str  # run that wrote it; versions are comparable only within one run
     epoch: int  # writer's epoch
     version: int  # policy version
-    layout: LayoutName  # how the directory stores versions
+    layout: files.LayoutName  # how the directory stores versions
     path: str  # folder of the data, relative to the snapshot directory
     data: DataLayout  # every parameter in order, and where it lies; follows from the metadata
     checksums: tuple[int, ...]  # xxh3-64 of each parameter's bytes
@@ -144,20 +120,16 @@ class Manifest:
         return xxhash.xxh3_128_digest(f"{self.run_id} {self.epoch} {self.version}".encode())
 
     def to_record(self) -> dict[str, Any]:
-        record = {one.name: getattr(self, one.name) for one in fields(self)}
-        del record["data"]
-        return record | {"metadata": to_json(self.metadata)}
+        names = "run_id", "epoch", "version", "layout", "path", "checksums"
+        return {one: getattr(self, one) for one in names} | {"metadata": to_json(self.metadata)}
 
     @classmethod
     def from_record(cls, record: dict[str, Any], path: Path, known: DataLayout | None) -> Manifest:
-        """Checks and parses a record; ``known`` may be its layout, to spare computing it."""
-        run_id, epoch, version = fields_of(record, path, run_id=str, epoch=int, version=int)
-        layout, folder = fields_of(record, path, layout=str, path=str)
-        items, checksums = fields_of(record, path, metadata=list, checksums=list)
-        if layout not in LAYOUTS or not FOLDER.fullmatch(folder):
-            raise SnapshotError(
-                f"{path}: corrupted: {shown(folder)} is no folder of layout {shown(layout)}"
-            )
+        run_id, epoch, version = files.fields_of(record, path, run_id=str, epoch=int, version=int)
+        layout, folder = files.fields_of(record, path, layout=str, path=str)
+        items, checksums = files.fields_of(record, path, metadata=list, checksums=list)
+        if layout not in files.LAYOUTS or not FOLDER.fullmatch(folder):
+            raise SnapshotError(f"{path}: corrupted: {shown(folder)} is no folder of a version")
         try:
             data = DataLayout.of(from_json(items), known)
         except (ValueError, WeightMismatchError) as error:
@@ -171,41 +143,39 @@ class ManifestFile:
     """Reads and replaces ``CURRENT``; parses it only when its content has changed."""
 
     def __init__(self, directory: Path) -> None:
-        self.path = directory / CURRENT
+        self.path = directory / files.CURRENT
         self._content: bytes | None = None
         self._manifest: Manifest | None = None
 
     def read(self) -> Manifest | None:
         """The current manifest; None when nothing has been published."""
-        with storage_errors(f"{self.path.parent}: reading {CURRENT}"):
+        with files.storage_errors(f"{self.path.parent}: reading {files.CURRENT}"):
             try:
-                content = read_file(self.path, max_bytes=_MAX_MANIFEST_BYTES)
+                content = files.read_file(self.path, max_bytes=_MAX_MANIFEST_BYTES)
             except (FileNotFoundError, NotADirectoryError):
                 return None
         if content != self._content:
             known = None if self._manifest is None else self._manifest.data
-            record = parse_json(content, self.path)
+            record = files.parse_json(content, self.path)
             self._manifest = Manifest.from_record(record, self.path, known)
             self._content = content
         return self._manifest
 
     def write(self, manifest: Manifest, *, fsync: bool) -> None:
-        """Makes ``manifest`` the current one atomically."""
-        write_json(self.path, manifest.to_record(), fsync=fsync)
+        files.write_json(self.path, manifest.to_record(), fsync=fsync)
 
 
 class DataFile:
     """One data file open for writing.
 
-    In memory a reused file is mapped, and stays so for the next version: one copy, no page faults.
-    All its blocks are allocated first, since a full tmpfs answers a store with SIGBUS, and its
-    pages faulted in by several threads: one took 28 of a push's 60 s for 61 GB
-    (``benchmarks/results/fsdp_expert_parallel_shared_h200x2_2026-11-22.json``, ``acquire``).
-    Elsewhere ``pwrite`` is faster: flushing a mapped page makes the next store to it fault again.
+    In memory a reused file stays mapped for the next version: one copy, no page faults. Its blocks
+    are allocated first, since a full tmpfs answers a store with SIGBUS, and its pages faulted in by
+    several threads: one took 28 of a push's 60 s for 61 GB (``acquire`` in
+    ``benchmarks/results/fsdp_expert_parallel_shared_h200x2_2026-11-22.json``). Elsewhere ``pwrite``
+    is faster: flushing a mapped page makes the next store to it fault again.
     """
 
     def __init__(self, path: Path, layout: DataLayout, *, allocate: bool, mapped: bool) -> None:
-        """Takes up a file of exactly this layout, or puts a new one in the place of ``path``."""
         self.path, self.layout = path, layout
         self._pages: NDArray[np.uint8] | None = None
         length = layout.num_bytes - len(layout.trailer)
@@ -235,15 +205,14 @@ class DataFile:
     def tag(self, tag: bytes = bytes(TAG_BYTES)) -> None:
         """Marks which version the file holds; none from before its first byte until after the last.
 
-        An unchanged tag after the last read therefore means unchanged bytes. The file's time is set
-        to that of the tag, since stores through a mapping may leave it as it is.
+        An unchanged tag after the last read therefore means unchanged bytes.
         """
         _pwrite(self._handle, tag, 0)
-        now = time.time_ns()  # the file system's own clock has coarse ticks
+        # Stores through a mapping may leave it as it is, and the file system's clock is coarse.
+        now = time.time_ns()
         os.utime(self._handle, ns=(now, now))
 
     def flush(self) -> None:
-        """Makes everything written durable, stores through the mapping included."""
         os.fsync(self._handle)
 
     def close(self) -> None:
@@ -253,20 +222,19 @@ class DataFile:
 
 def open_tensordict(path: Path, metadata: Sequence[ParamMeta]) -> TensorDict:
     """Opens and maps a data file, copying nothing."""
-    with opened(path) as handle:
+    with files.opened(path) as handle:
         return map_tensordict(handle, path, DataLayout.of(metadata))
 
 
 def map_tensordict(handle: int, path: Path, layout: DataLayout) -> TensorDict:
     """Maps an open data file privately: a store into one of its tensors stays in this process."""
-    size = os.fstat(handle).st_size
+    size, length = os.fstat(handle).st_size, len(layout.trailer)
     if size != layout.num_bytes:
         raise SnapshotError(f"{path}: truncated or replaced: {size} of {layout.num_bytes} bytes")
-    length = len(layout.trailer)
     # TensorDict gets to parse only a description that this module wrote for ``layout``.
     if os.pread(handle, length, size - length) != layout.trailer:
         raise SnapshotError(f"{path}: corrupted: its description is not the published one")
-    # By its handle: by its name another file might be opened than the one that was checked.
+    # By its handle: by its name another file might be files.opened than the one that was checked.
     stored = TensorDict.from_consolidated(f"/proc/self/fd/{handle}")
     for meta in layout.metadata:
         if _stored_dtype(meta.dtype) != meta.dtype:
@@ -305,14 +273,14 @@ def _fault_in(pages: NDArray[np.uint8]) -> None:
 def _open_alike(path: Path, layout: DataLayout) -> int:
     """Opens a file of exactly this layout for writing, or makes a new one in its place."""
     with suppress(FileNotFoundError):
-        handle = open_file(path, os.O_RDWR)
+        handle = files.open_file(path, os.O_RDWR)
         length = len(layout.trailer)
         # One byte more than there should be.
         if os.pread(handle, length + 1, layout.num_bytes - length) == layout.trailer:
             return handle
         os.close(handle)
         path.unlink()  # processes that have it mapped keep its pages
-    return new_file(path)
+    return files.new_file(path)
 
 
 def _pwrite(handle: int, content: bytes | NDArray[np.uint8], offset: int) -> None:
@@ -324,8 +292,6 @@ def _pwrite(handle: int, content: bytes | NDArray[np.uint8], offset: int) -> Non
         offset += written
 
 
-# ---- Writing tensors: cast, copied and hashed by several threads
-
 # Small enough for source and destination of one piece to stay in a core's cache until it is hashed.
 CHUNK_BYTES = 2 << 20
 BUFFERS_PER_THREAD = 8
@@ -333,6 +299,8 @@ BUFFERS_PER_THREAD = 8
 STORE_TIMEOUT_S = 600.0
 # A part of a tensor, and the buffer that it is in.
 _Piece = tuple[torch.Tensor, torch.Tensor | None]
+# A tensor's checksum, and the seconds of copying and of hashing it.
+_Stored = tuple[int, float, float]
 
 
 class TensorWriter:
@@ -345,7 +313,7 @@ class TensorWriter:
     """
 
     def __init__(
-        self, file: DataFile, buffers: list[torch.Tensor], *, num_threads: int | None = None
+        self, file: DataFile, buffers: list[torch.Tensor], *, num_threads: int = 0
     ) -> None:
         self._file, self._buffers = file, buffers
         self._num_threads = num_threads or default_num_threads()
@@ -353,7 +321,7 @@ class TensorWriter:
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in buffers:
             self._free.put(buffer)
-        self._tensors: list[Future[tuple[int, float, float]]] = []
+        self._tensors: list[Future[_Stored]] = []
         self._num_stored = 0  # pieces: shows progress
         self._failure: BaseException | None = None
 
@@ -361,8 +329,7 @@ class TensorWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits for the threads, which drop what they have not begun."""
-        self._failure = self._failure or CancelledError()
+        self._failure = self._failure or CancelledError()  # threads drop what they have not begun
         self._threads.shutdown(cancel_futures=True)
 
     def add(self, tensor: torch.Tensor, meta: ParamMeta, offset: int, *, stays: bool) -> None:
@@ -397,12 +364,8 @@ class TensorWriter:
         seconds = {"copy": sum(one[1] for one in results), "hash": sum(one[2] for one in results)}
         return tuple(one[0] for one in results), seconds
 
-    def _store(
-        self, pieces: Iterable[_Piece], dtype: torch.dtype, offset: int
-    ) -> tuple[int, float, float]:
-        """Stores one tensor; returns its checksum and the seconds of copying and of hashing."""
-        state, cast_to = xxhash.xxh3_64(), None
-        copy_s = hash_s = 0.0
+    def _store(self, pieces: Iterable[_Piece], dtype: torch.dtype, offset: int) -> _Stored:
+        state, cast_to, copy_s, hash_s = xxhash.xxh3_64(), None, 0.0, 0.0
         for piece, buffer in pieces:
             part = piece
             try:
@@ -427,15 +390,22 @@ class TensorWriter:
                     self._free.put(buffer)
         return state.intdigest(), copy_s, hash_s
 
-    def _copied_out(
-        self, parts: Sequence[torch.Tensor], meta: ParamMeta
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _copied_out(self, parts: Sequence[torch.Tensor], meta: ParamMeta) -> Iterator[_Piece]:
         """Yields a device tensor's parts and their buffers; copies one while the last is stored."""
         device = parts[0].device
         accelerator = torch.get_device_module(device)
         waiting: tuple[torch.Tensor, torch.Tensor, Any] | None = None
+        if not self._buffers:
+            num, pinned = BUFFERS_PER_THREAD * self._num_threads, torch.accelerator.is_available()
+            for buffer in torch.empty(num, CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned):
+                self._buffers.append(buffer)
+                self._free.put(buffer)
         for part in parts:
-            buffer = self._free_buffer()
+            self._raise_failure()
+            try:
+                buffer = self._free.get(timeout=STORE_TIMEOUT_S)
+            except queue.Empty:
+                raise self._too_slow() from None
             target = buffer.view(meta.dtype)[: part.numel()]
             target.copy_(part.to(meta.dtype), non_blocking=True)
             arrived = accelerator.Event()
@@ -447,19 +417,6 @@ class TensorWriter:
         if waiting is not None:
             waiting[2].synchronize()
             yield waiting[:2]
-
-    def _free_buffer(self) -> torch.Tensor:
-        self._raise_failure()
-        if not self._buffers:
-            pinned = torch.accelerator.is_available()
-            for _ in range(BUFFERS_PER_THREAD * self._num_threads):
-                buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
-                self._buffers.append(buffer)
-                self._free.put(buffer)
-        try:
-            return self._free.get(timeout=STORE_TIMEOUT_S)
-        except queue.Empty:
-            raise self._too_slow() from None
 
     def _too_slow(self) -> SnapshotError:
         place = self._file.path

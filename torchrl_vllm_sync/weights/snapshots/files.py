@@ -12,11 +12,9 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import stat
 import tempfile
 import time
-import uuid
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,8 +44,6 @@ _POLL_S = 0.005
 OWN_FILE = re.compile(rf"{CURRENT}|{MARKER}|{LOCK}|{COMMIT}|{TEMPORARY}|{TEMPORARY_PREFIX}[^/]*")
 _FORMAT = 3
 
-# ---- Trust
-#
 # Any user who can write into a snapshot directory decides what weights the engines get. So folders
 # are made with mode 0700 and files with 0600, whatever the umask, and one that is opened must be a
 # folder or a regular file, as expected, and no symbolic link; must belong to the user who opens it,
@@ -55,9 +51,7 @@ _FORMAT = 3
 # can replace what was checked. Folders above the snapshot directory are the user's responsibility;
 # a sticky one, such as ``/dev/shm``, will do. Where a file system stores other owners than those
 # who write (NFS with ``root_squash``), the owner that a new file gets counts as this user too.
-
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
-_ROOT = 0
 # Owner of the files that this process makes, by the file system's device number.
 _mapped_owners: dict[int, int] = {}
 
@@ -94,9 +88,7 @@ def _open(path: Path, flags: int, folder: int | None = None) -> int:
         handle = os.open(name, flags, FILE_MODE, dir_fd=folder)
     except OSError as error:
         if path.is_symlink():
-            raise SnapshotError(
-                f"{path}: is a symbolic link, which others may have made: name its target"
-            ) from error
+            raise SnapshotError(f"{path}: is a symbolic link: name its target") from error
         error.filename = str(path)
         raise
     with ExitStack() as undo:
@@ -105,7 +97,7 @@ def _open(path: Path, flags: int, folder: int | None = None) -> int:
         if folder is not None and not stat.S_ISREG(facts.st_mode):
             raise SnapshotError(f"{path}: must be a regular file, and is none")
         place = handle if folder is None else folder
-        if facts.st_uid not in {os.geteuid(), _ROOT} and facts.st_uid != _owner_here(place):
+        if facts.st_uid not in {os.geteuid(), 0} and facts.st_uid != _owner_here(place):
             raise SnapshotError(
                 f"{path}: belongs to user {facts.st_uid}, and this process runs as user "
                 f"{os.geteuid()}: trainer and engines must run as one user, who made the directory"
@@ -130,9 +122,6 @@ def _owner_here(folder: int) -> int:
         except OSError:  # this process cannot have made anything there
             return os.geteuid()
     return _mapped_owners[device]
-
-
-# ---- Folders
 
 
 def require_folder(path: Path) -> None:
@@ -161,7 +150,6 @@ def remove_folder(path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Makes the names in ``path`` durable."""
     with opened(path, os.O_DIRECTORY) as handle:
         os.fsync(handle)
 
@@ -170,9 +158,8 @@ def file_system_type(path: Path) -> str:
     """The mount's type as the kernel names it, such as ``"tmpfs"``, ``"ext4"`` or ``"nfs4"``."""
     types = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}
     place = path.resolve()
-    return next(
-        (types[str(one)] for one in (place, *place.parents) if str(one) in types), "unknown"
-    )
+    found = [types[str(one)] for one in (place, *place.parents) if str(one) in types]
+    return found[0] if found else "unknown"
 
 
 def is_memory_file_system(path: Path) -> bool:
@@ -190,15 +177,19 @@ def storage_errors(doing: str) -> Iterator[None]:
         raise SnapshotError(f"{doing}: {error.strerror or error}{where}") from error
 
 
-# ---- Locks, and who holds them
+def take_lock(handle: int) -> bool:
+    """Takes the ``flock`` of an open file; False if another process has one."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_locked(path: Path) -> bool:
     """Whether a process holds a ``flock`` on a file; False if there is none."""
     with suppress(FileNotFoundError), opened(path, os.O_RDWR) as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(handle):
             return True
         fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked by now would keep it
     return False
@@ -208,7 +199,7 @@ def lock_holders(path: Path) -> str:
     """Names who locked a file, as far as this pid namespace shows it, for messages."""
     pids: set[int] = set()
     with suppress(OSError):  # released since, or a container without such a list
-        inode = str(path.lstat().st_ino)
+        inode = path.lstat().st_ino
         rows = map(str.split, Path("/proc/locks").read_text().splitlines())
         found = [row for row in rows if row[1] == "FLOCK" and row[5].endswith(f":{inode}")]
         pids = {int(row[4]) for row in found}
@@ -223,13 +214,13 @@ class ProcessIdentity:
 
     host: str  # boot id and pid namespace: pids are comparable only where this is equal
     hostname: str  # for messages
-    pid: int  # process id in that namespace
+    pid: int
     start_time: int  # clock ticks from boot to the process's start
 
     @classmethod
     def current(cls) -> ProcessIdentity:
         pid = os.getpid()
-        return cls(_host(), socket.gethostname(), pid, process_began(pid) or 0)
+        return cls(_host(), os.uname().nodename, pid, process_began(pid) or 0)
 
     def is_gone(self) -> bool | None:
         """Whether the process has ended; None where that cannot be known from this host."""
@@ -244,11 +235,8 @@ def _host() -> str:
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
-# ---- Records: JSON objects that begin with a checksum of all bytes after it, and a format
-
-
 def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
-    """Replaces ``path`` in one step: temporary file, ``fsync``, rename, ``fsync`` of the folder."""
+    """Replaces a JSON object, which begins with a checksum of the bytes after it, in one step."""
     rest = json.dumps({"format": _FORMAT} | record, separators=(",", ":"))[1:].encode()
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     try:
@@ -258,9 +246,8 @@ def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
             if fsync:  # first: the rename must never be durable before the content
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     if fsync:  # the rename is durable only once the folder is
         fsync_folder(path.parent)
 
@@ -270,9 +257,7 @@ def read_file(path: Path, *, max_bytes: int) -> bytes:
     with os.fdopen(open_file(path), "rb") as file:
         found = os.fstat(file.fileno()).st_size
         if found > max_bytes:
-            raise SnapshotError(
-                f"{path}: corrupted: must have at most {max_bytes} bytes, has {found}"
-            )
+            raise SnapshotError(f"{path}: corrupted: has {found} bytes, at most {max_bytes} count")
         return file.read()
 
 
@@ -311,9 +296,6 @@ def _signature(rest: bytes) -> bytes:
     return f'{{"xxh3_64":"{xxhash.xxh3_64_hexdigest(rest)}",'.encode()
 
 
-# ---- The one writer
-
-
 @dataclass(frozen=True, slots=True)
 class Owner:
     """The run that a directory belongs to, and its last writer."""
@@ -323,9 +305,8 @@ class Owner:
     epoch: int  # number of the writer; each counts on from the one before
     process: ProcessIdentity  # the writer's
     released: bool  # whether it has given the directory back
-    # Folders of writers from this epoch on may be written again: their writers have certainly
-    # ended. An older one may be that of a writer that was replaced while it was stopped, and that
-    # writes on when it resumes.
+    # Writers from this epoch on have certainly ended: their folders may be written again. An older
+    # one may have been replaced while it was stopped, and writes on when it resumes.
     reusable_from: int
 
     @classmethod
@@ -339,13 +320,10 @@ class Owner:
         run_id, layout, epoch, released, reusable_from = fields_of(
             record, path, run_id=str, layout=str, epoch=int, released=bool, reusable_from=int
         )
-        if layout not in LAYOUTS:
-            raise SnapshotError(f"{path}: corrupted: there is no layout {shown(layout)}")
         process = fields_of(record, path, host=str, hostname=str, pid=int, start_time=int)
         return cls(run_id, layout, epoch, ProcessIdentity(*process), released, reusable_from)
 
     def write(self, directory: Path, *, fsync: bool) -> None:
-        """Makes this the owner of ``directory``."""
         record = asdict(self)
         write_json(directory / MARKER, record | record.pop("process"), fsync=fsync)
 
@@ -353,10 +331,7 @@ class Owner:
     def before(
         cls, directory: Path, layout: LayoutName, run_id: str | None, *, takeover: bool
     ) -> Owner | None:
-        """Reads the last owner; None if the directory is new: absent, empty, or barely begun.
-
-        Refuses foreign files, another layout, and another run without ``takeover``.
-        """
+        """Reads the last owner, None in a new directory; refuses what is not for this writer."""
         known = cls.read(directory)
         if known is None:
             names = list_folder(directory) if directory.exists() else []
@@ -368,7 +343,7 @@ class Owner:
                 )
             return None
         if known.layout != layout:
-            raise SnapshotError(f"{directory}: has layout {known.layout!r}, got {layout!r}")
+            raise SnapshotError(f"{directory}: has layout {shown(known.layout)}, got {layout!r}")
         if run_id not in {None, known.run_id} and not takeover:
             raise SnapshotError(
                 f"{directory}: belongs to run {known.run_id}, this is run {run_id}; name "
@@ -381,9 +356,8 @@ class WriterLock:
     """The right to publish into one directory, from ``acquire`` to ``release``.
 
     ``LOCK`` is held by ``flock`` for the writer's life; where that does not reach other hosts, the
-    epoch still does. A writer moves ``CURRENT`` only inside ``commit()``, which holds ``COMMIT``
-    and finds its own epoch in force: one that was stopped, lost its lock or was replaced changes
-    nothing visible.
+    epoch still does. ``CURRENT`` moves only inside ``commit()``, under ``COMMIT`` and with the own
+    epoch in force: a writer that was stopped, or was replaced, changes nothing visible.
     """
 
     owner: Owner
@@ -393,49 +367,47 @@ class WriterLock:
         self._handle = -1
 
     def acquire(self, layout: LayoutName, run_id: str | None, *, takeover: bool) -> None:
-        """Becomes the owner, inside ``exclusive()``; removes another run's manifest."""
+        """Becomes the owner, inside a ``commit``; removes what others left to be removed."""
         found = Owner.before(self._directory, layout, run_id, takeover=takeover)
         me = ProcessIdentity.current()
-        last = found or Owner(run_id or uuid.uuid4().hex, layout, 0, me, True, reusable_from=1)
+        last = found or Owner(run_id or secrets.token_hex(16), layout, 0, me, True, reusable_from=1)
         gone = last.released or last.process.is_gone()
-        if gone is False and not takeover:
-            raise self._held_error(found)
         path = self._directory / LOCK
         handle = open_file(path, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        locked = not take_lock(handle)
+        # A dead owner's lock lives on in processes that it forked; those are no owners.
+        if (gone is False or (locked and (last.released or not gone))) and not takeover:
             os.close(handle)
-            # A dead owner's lock lives on in processes that it forked; those are no owners.
-            if (last.released or not gone) and not takeover:
-                raise self._held_error(found) from error
+            raise SnapshotError(
+                f"{self._directory}: another writer holds it: {self._last_process()}; end that "
+                "process, or pass takeover=True to fence it"
+            )
+        if locked:
+            os.close(handle)
             os.unlink(path)
             handle = new_file(path)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._handle = handle
+        # No other writer has a temporary file here: each makes them inside its commit.
+        names = list_folder(self._directory)
+        left = [name for name in names if name.startswith(TEMPORARY_PREFIX)]
+        if found is not None:  # a user named it: it is not the first writer's alone
+            left.append(TEMPORARY)
         if run_id not in {None, last.run_id}:
-            (self._directory / CURRENT).unlink(missing_ok=True)
+            left.append(CURRENT)
+        for name in left:
+            (self._directory / name).unlink(missing_ok=True)
         epoch = last.epoch + 1
-        # Carried on from writer to writer: one that was replaced while it was alive may resume long
-        # after its successor has ended.
+        # Carried on: one that was replaced alive may resume long after its successor has ended.
         reusable_from = last.reusable_from if gone else epoch
         self.owner = Owner(run_id or last.run_id, layout, epoch, me, False, reusable_from)
         self.owner.write(self._directory, fsync=self._fsync)
-
-    @property
-    def is_out_of_reach(self) -> bool:
-        """Whether there is nothing to release: the directory is gone, empty or inaccessible."""
-        with suppress(OSError):
-            return not (self._directory / MARKER).exists()
-        return True
 
     def check(self) -> None:
         """Raises unless this writer still owns the directory."""
         found = Owner.read(self._directory)
         if found is None:
-            raise SnapshotError(
-                f"{self._directory}: {MARKER} is gone: the directory was removed or replaced"
-            )
+            raise SnapshotError(f"{self._directory}: {MARKER} is gone: removed or replaced")
         # In a directory that was removed and made anew, epochs begin again.
         if (found.epoch, found.process) != (self.owner.epoch, self.owner.process):
             raise FencedWriterError(
@@ -444,49 +416,41 @@ class WriterLock:
             )
 
     @contextmanager
-    def commit(self) -> Iterator[None]:
+    def commit(self, *, by_owner: bool = True) -> Iterator[None]:
         """Excludes other writers from the few file operations that make a version visible."""
-        with self.exclusive():
-            self.check()
-            yield
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Holds ``COMMIT``, whichever writer owns the directory."""
         path, deadline = self._directory / COMMIT, Deadline(LOCK_TIMEOUT_S)
         with opened(path, os.O_RDWR | os.O_CREAT) as handle:
-            while True:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError as error:
-                    if deadline.passed:
-                        owner = Owner.read(self._directory)
-                        raise SnapshotError(
-                            f"{path}: locked for {LOCK_TIMEOUT_S} s; the owner, {_named(owner)}, "
-                            "may be stopped in the middle of a commit"
-                        ) from error
-                    time.sleep(_POLL_S)
+            while not take_lock(handle):
+                if deadline.passed:
+                    raise SnapshotError(
+                        f"{path}: locked for {LOCK_TIMEOUT_S} s; the owner, "
+                        f"{self._last_process()}, may be stopped in the middle of a commit"
+                    )
+                time.sleep(_POLL_S)
+            if by_owner:
+                self.check()
             yield
 
-    def release(self) -> None:
-        """Gives up the directory, unless a successor owns it already."""
+    def release(self, *, remove: bool = False) -> None:
+        """Gives up the directory, or removes it, unless a successor owns it already."""
         if self._handle < 0:
             return
         try:
-            if not self.is_out_of_reach:
-                with suppress(FencedWriterError, FileNotFoundError), self.commit():
+            if not os.path.exists(self._directory / MARKER):  # gone, empty or inaccessible
+                return
+            with self.commit():
+                if remove:
+                    (self._directory / CURRENT).unlink(missing_ok=True)
+                    shutil.rmtree(self._directory)
+                else:
                     replace(self.owner, released=True).write(self._directory, fsync=self._fsync)
+        except (FencedWriterError, FileNotFoundError):
+            if remove:
+                raise
         finally:
             os.close(self._handle)
             self._handle = -1
 
-    def _held_error(self, owner: Owner | None) -> SnapshotError:
-        return SnapshotError(
-            f"{self._directory}: another writer holds it: {_named(owner)}; end that process, or "
-            "pass takeover=True to fence it"
-        )
-
-
-def _named(owner: Owner | None) -> str:
-    return "an unknown process" if owner is None else str(owner.process)
+    def _last_process(self) -> str:
+        owner = Owner.read(self._directory)
+        return "an unknown process" if owner is None else str(owner.process)

@@ -8,6 +8,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.snapshots.data_file import DataLayout
 
-_VERIFY_THREADS = 4
 _POLL_S = 0.02
 
 
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """One version inside ``SnapshotReader.read``: its manifest, and its mapped tensors by name.
 
@@ -43,9 +44,10 @@ class Snapshot:
     block, and write into none of its tensors.
     """
 
-    def __init__(self, path: Path, handle: int, manifest: Manifest, tensordict: TensorDict) -> None:
-        self.manifest, self.tensordict = manifest, tensordict
-        self._path, self._handle = path, handle
+    path: Path
+    handle: int
+    manifest: Manifest
+    tensordict: TensorDict
 
     @property
     def version(self) -> int:
@@ -63,31 +65,30 @@ class Snapshot:
     def validate(self) -> None:
         """Checks, after the tensors were used, that they were this version all the time.
 
-        No writer touches a file that is locked. But locks may not reach other hosts, and the
-        directory may have been removed or made anew, so that a process that opened the file by its
-        name read another.
+        No writer touches a file that is locked, but locks may not reach other hosts; and the
+        directory may have been removed, or made anew.
         """
-        with storage_errors(f"{self._path}: validating"):
+        with storage_errors(f"{self.path}: validating"):
             same = False
-            with suppress(FileNotFoundError), opened(self._path) as handle:
+            with suppress(FileNotFoundError), opened(self.path) as handle:
                 tag = os.pread(handle, TAG_BYTES, 0)
-                same = os.path.sameopenfile(handle, self._handle) and tag == self.manifest.tag
+                same = os.path.sameopenfile(handle, self.handle) and tag == self.manifest.tag
         if not same:
             raise SnapshotError(
-                f"{self._path}: was recycled while version {self.version} was being read, or "
+                f"{self.path}: was recycled while version {self.version} was being read, or "
                 "removed; discard what was read"
             )
 
     def verify(self) -> None:
         """Compares every tensor with its published checksum."""
-        with ThreadPoolExecutor(min(_VERIFY_THREADS, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             found = list(pool.map(checksum, (tensor for _, tensor in self.tensors())))
         rows = zip(self.manifest.metadata, self.manifest.checksums, found, strict=True)
         wrong = [meta.name for meta, expected, value in rows if value != expected]
         if wrong:
             self.validate()
             raise SnapshotError(
-                f"{self._path}: corrupted: {len(wrong)} of {len(found)} tensors differ from "
+                f"{self.path}: corrupted: {len(wrong)} of {len(found)} tensors differ from "
                 f"their checksums, first {wrong[0]}"
             )
 
@@ -95,8 +96,7 @@ class Snapshot:
 class SnapshotReader:
     """Reads versions that a ``SnapshotWriter`` publishes, in any process that sees the directory.
 
-    Readers never make a writer wait, and one that dies holds nothing any more. Mappings of slots
-    are kept from read to read, which spares their page faults.
+    Readers never make a writer wait, and one that dies holds nothing any more.
 
     Args:
         directory: The writer's directory; it need not exist yet.
@@ -123,7 +123,7 @@ class SnapshotReader:
         self.directory = Path(directory)
         self._verify, self._run_id, self._timeout_s = verify, run_id, timeout_s
         self._manifest_file = ManifestFile(self.directory)
-        # By folder: device, inode and size of its file, and what was mapped of it.
+        # By folder: device, inode and size of its file, and its mapping, which spares page faults.
         self._mapped: dict[str, tuple[tuple[int, int, int], DataLayout, TensorDict]] = {}
 
     def current(self) -> Manifest | None:
@@ -142,29 +142,24 @@ class SnapshotReader:
 
     @contextmanager
     def read(self, newer_than: int | None = None) -> Iterator[Snapshot | None]:
-        """Locks and maps the current version for the length of the ``with`` block.
+        """Yields the current version, locked and mapped; None if there is none, or nothing newer.
 
         On leaving the block normally, ``Snapshot.validate`` is called.
 
         Args:
             newer_than: Version that was applied already; None reads whatever is current.
 
-        Yields:
-            The snapshot; None when nothing is published, or nothing newer.
-
         Raises:
-            SnapshotError: Data or manifest are damaged (named), the directory is unusable, or it
+            SnapshotError: Data or manifest are damaged (named), or the directory is unusable, or
                 was removed or made anew while it was read.
         """
         with ExitStack() as lock:
             snapshot = self._open_current(lock, newer_than)
-            if snapshot is None:
-                yield None
-                return
-            if self._verify:
+            if snapshot is not None and self._verify:
                 snapshot.verify()
             yield snapshot
-            snapshot.validate()
+            if snapshot is not None:
+                snapshot.validate()
 
     def close(self) -> None:
         """Gives the kept mappings back."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -14,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError, StaleVersionError
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, FOLDER
-from torchrl_vllm_sync.weights.snapshots.files import LOCK, OWN_FILE, TEMPORARY, new_file, opened
+from torchrl_vllm_sync.weights.snapshots.files import (
+    LOCK,
+    OWN_FILE,
+    TEMPORARY,
+    new_file,
+    opened,
+    take_lock,
+)
 from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import GRACE_S
@@ -23,7 +29,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.snapshots.files import LayoutName
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import Members, PhaseTimes, Push
-
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "torchrl_vllm_sync-"
@@ -37,8 +42,7 @@ class MemmapTransport:
     Args:
         directory: Where versions are stored; must be visible to every replica's node. By default
             a new directory in shared memory, removed by :meth:`close` or with the process.
-        layout: ``"slots"`` rewrites a few directories in turn, for one host; ``"versions"`` writes
-            new immutable files each time, for shared filesystems.
+        layout: As ``SnapshotWriter`` takes it.
         verify: Replicas check the stored checksums before they load.
         takeover: Fence off a writer that another process left in ``directory``.
     """
@@ -75,35 +79,34 @@ class MemmapTransport:
     @property
     def last_version(self) -> int:
         """Newest version in the directory, an earlier process's included; 0 if there is none."""
-        return 0 if self._is_closed() else self._open_writer().last_version or 0
+        return (own.last_version or 0) if (own := self._own_writer()) else 0
 
-    def _is_closed(self) -> bool:
-        """Whether there is no writer here; a forked child does not own its parent's."""
-        return self._writer is None or self._pid != os.getpid()
+    def _own_writer(self) -> SnapshotWriter | None:
+        """The writer, if there is one; a forked child does not own its parent's."""
+        return self._writer if self._pid == os.getpid() else None
 
     def _open_writer(self) -> SnapshotWriter:
-        if self._writer is None or self._is_closed():
+        if (own := self._own_writer()) is None:
             raise SnapshotError("the memmap transport is not open")
-        return self._writer
+        return own
 
     def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Creates the directory, or takes it up, and becomes its only writer.
 
-        Arguments are those of :meth:`WeightTransport.open`. If the directory of an open transport
-        was removed, a default one is made anew.
+        Arguments are those of :meth:`WeightTransport.open`. A default directory that was removed
+        is made anew.
 
         Raises:
             SnapshotError: The directory is unusable, foreign or another writer's, or was removed.
         """
         del source  # any device will do
-        if self._writer is not None and not self._is_closed():
-            if not self._writer.is_removed:
+        if (own := self._own_writer()) is not None:
+            if not own.is_removed:
                 return
             if self._given is not None:
                 raise SnapshotError(
                     f"{self._given}: was removed while versions were being stored there: close the "
-                    "transport (an updater's disconnect() does) and open it again, which makes the "
-                    "directory anew"
+                    "transport (an updater's disconnect() does) and open it again"
                 )
             self.close()
         temporary = self._given is None
@@ -119,10 +122,10 @@ class MemmapTransport:
         self._finalizer = weakref.finalize(self, _close, self._writer, self._pid, temporary)
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
-        """Publishes the version unless it is published already, then has every replica load it.
+        """Publishes the version unless that is done, then has every replica load it.
 
         Arguments and result are those of :meth:`WeightTransport.send`. Weights that are published
-        already are read once more, and compared with the checksums of what is stored.
+        already are compared with the checksums of what is stored.
 
         Raises:
             StaleVersionError: The version is older than the newest published, or was published with
@@ -170,7 +173,7 @@ class MemmapTransport:
 
     def close(self) -> None:
         """Stops writing; removes the directory if this transport made it. Idempotent."""
-        if not self._is_closed() and self._finalizer is not None:
+        if self._finalizer is not None:
             self._finalizer()
         self._writer = self._finalizer = self._sent = None
 
@@ -192,18 +195,12 @@ def _new_directory(service_name: str) -> Path:
 
 
 def _remove_orphans(root: Path) -> None:
-    """Frees the memory of this user's trainers that were killed before they could do it.
-
-    Only directories of :func:`_new_directory` that no user has named since, and only without
-    foreign files.
-    """
+    """Frees the memory of trainers killed before they could: directories that no user has named."""
     for directory in root.glob(f"{PREFIX}*"):
-        # Locked by its writer, or gone by now; or another user's.
-        with (
-            suppress(OSError, SnapshotError),
-            opened(directory / LOCK, os.O_RDWR) as lock,
-        ):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # It may be gone by now, or another user's.
+        with suppress(OSError, SnapshotError), opened(directory / LOCK, os.O_RDWR) as lock:
+            if not take_lock(lock):
+                continue
             names = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
             if TEMPORARY in names and all(map(_OWN_NAME.fullmatch, names)):
                 shutil.rmtree(directory)

@@ -1,12 +1,9 @@
 """Writer of snapshots: publishes whole versions of the weights through a file system.
 
-Each version is a consolidated TensorDict in one file, named by one manifest that is replaced
-atomically (``data_file``), so a reader sees exactly one version whatever is killed when.
-
-A reader takes a shared ``flock`` on the data file and then finds the manifest unmoved. A writer
-looks for locks on a file only after it has moved the manifest elsewhere, so it sees the lock of
-every reader that goes on to read. The kernel ends a lock with its holder, however that ends; one
-that is stopped keeps its file, which costs a slot.
+Each version is one file, named by a manifest that is replaced atomically (``data_file``). A reader
+takes a shared ``flock`` on the file and then finds the manifest unmoved. A writer looks for locks
+only after it has moved the manifest elsewhere, so it sees those of all who go on to read. The
+kernel ends a lock with its holder, however that ends; one that is stopped costs a slot.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.checks import Deadline, check_integer
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, WeightMismatchError
+from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import (
     DATA_FILE,
     FOLDER,
@@ -34,24 +31,6 @@ from torchrl_vllm_sync.weights.snapshots.data_file import (
     ManifestFile,
     TensorWriter,
     checksum,
-)
-from torchrl_vllm_sync.weights.snapshots.files import (
-    CURRENT,
-    LAYOUTS,
-    MARKER,
-    TEMPORARY,
-    TEMPORARY_PREFIX,
-    LayoutName,
-    Owner,
-    WriterLock,
-    fsync_folder,
-    is_locked,
-    is_memory_file_system,
-    list_folder,
-    lock_holders,
-    remove_folder,
-    require_folder,
-    storage_errors,
 )
 from torchrl_vllm_sync.weights.transport import PhaseTimes
 
@@ -75,28 +54,20 @@ class Store:
 
     For each version: ``begin``, write into the file, ``complete``; after the manifest has moved,
     ``collect``. A folder is free if it is neither current nor being read. Layout ``slots``, for one
-    host, writes again the oldest free one, since its pages exist already; if there is none it makes
-    one more, up to a limit. Layout ``versions``, for file systems that several hosts share, always
-    makes a new folder: a page that was read once may be served from a host's cache for ever, so no
-    byte of a visible file changes. The last two stay, and what is read as far as locks reach.
+    host, writes again the oldest free one, whose pages exist already, or else makes one more, up to
+    a limit. Layout ``versions``, for file systems that hosts share, always makes one: a host may
+    serve a page from its cache for ever, so no byte of a visible file changes. The last two stay.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        owner: Owner,
-        current: str | None,
-        slots: tuple[int, int],
-        *,
-        in_memory: bool,
+        self, directory: Path, owner: files.Owner, current: str | None, slots: tuple[int, int]
     ) -> None:
         self._directory, self._epoch, self._current = directory, owner.epoch, current
         self._reuses = owner.layout == "slots"
         self._num_kept, self._limit = slots if self._reuses else (2, math.inf)
-        self._is_mapped = self._reuses and in_memory
+        self._is_mapped = self._reuses and files.is_memory_file_system(directory)
         self._num_made = 0
-        # Folders of an owner that may be alive are never written by another: it may have been
-        # stopped just after it had checked that it is the owner.
+        # An owner that may be alive may have been stopped just after it had checked that it is one.
         names = [name for name, epoch in self._on_disk().items() if epoch >= owner.reusable_from]
         names.sort(key=lambda name: (name == current, self._written_at(name)))
         # Oldest first, each with its file while that is open.
@@ -111,14 +82,15 @@ class Store:
                 try:
                     return self._new(version, layout)
                 except OSError:
-                    # No space for one more: two slots still alternate.
-                    if not free:
+                    if not free:  # otherwise two slots still alternate
                         raise
             if free:
                 return free[0], self._open(free[0], layout)
             if deadline.passed:
                 others = [name for name in self._folders if name != self._current]
-                held = "; ".join(f"{lock_holders(self._path(one))} reads {one}" for one in others)
+                held = "; ".join(
+                    f"{files.lock_holders(self._path(one))} reads {one}" for one in others
+                )
                 raise SnapshotError(
                     f"{self._directory}: all {num} slots (max_slots={self._limit}) are current or "
                     f"being read: {held}"
@@ -141,7 +113,7 @@ class Store:
     def collect(self) -> None:
         """Removes folders beyond those to keep, and earlier writers', unless being read."""
         for name in self._on_disk().keys() - self._folders.keys():
-            if not is_locked(self._path(name)):
+            if not files.is_locked(self._path(name)):
                 self._remove(name)
         excess = max(len(self._folders) - self._num_kept, 0)
         # One free folder stays: the next publish would only have to make it again.
@@ -153,7 +125,6 @@ class Store:
             self._new(0, layout)
 
     def close(self) -> None:
-        """Closes files and mappings; the folders stay."""
         for name, file in self._folders.items():
             self._folders[name] = None
             if file is not None:
@@ -161,19 +132,16 @@ class Store:
 
     def _on_disk(self) -> dict[str, int]:
         """Every folder of a version, and the epoch of the writer that made it."""
-        matches = map(FOLDER.fullmatch, list_folder(self._directory))
+        matches = map(FOLDER.fullmatch, files.list_folder(self._directory))
         return {match[0]: int(match["epoch"]) for match in matches if match}
 
     def _free(self) -> list[str]:
         others = [name for name in self._folders if name != self._current]
-        return [name for name in others if not is_locked(self._path(name))]
+        return [name for name in others if not files.is_locked(self._path(name))]
 
     def _new(self, version: int, layout: DataLayout) -> tuple[str, DataFile]:
-        """Makes a folder, if what is to be in it fits.
-
-        The epoch in its name separates writers: one that was replaced while it was stopped resumes
-        with its own folders, not with its successor's.
-        """
+        """Makes a folder, if what is to be in it fits."""
+        # A writer that was replaced while it was stopped resumes with folders of its own epoch.
         name = f"v{version}-{self._epoch}"
         if self._reuses:
             name = f"slot-{self._epoch}-{self._num_made}"
@@ -199,7 +167,7 @@ class Store:
                 return file
             self._folders[name] = None
             file.close()
-        require_folder(path.parent)
+        files.require_folder(path.parent)
         file = DataFile(path, layout, allocate=self._reuses, mapped=self._is_mapped)
         self._folders[name] = file
         return file
@@ -208,7 +176,7 @@ class Store:
         file = self._folders.pop(name, None)
         if file is not None:
             file.close()
-        remove_folder(self._directory / name)
+        files.remove_folder(self._directory / name)
 
     def _path(self, name: str) -> Path:
         return self._directory / name / DATA_FILE
@@ -216,7 +184,7 @@ class Store:
     def _written_at(self, name: str) -> int:
         """When the file in a folder was last tagged; 0 if there is none."""
         path = self._path(name)
-        return path.lstat().st_mtime_ns if path.name in list_folder(path.parent) else 0
+        return path.lstat().st_mtime_ns if path.name in files.list_folder(path.parent) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,28 +196,26 @@ class PublishReport:
     num_bytes: int  # bytes of the parameters
     seconds: float  # from call to return
     # Seconds of `acquire` (a folder to write into), `fill`, `flush`, `flip` and `collect` (removing
-    # old folders), one after the other; and in `fill` of `source` (waiting for the next tensor),
-    # `copy` and `hash`, of all threads together.
+    # old folders); and in `fill` of `source` (waiting for it), and all threads' `copy` and `hash`.
     phases: Mapping[str, float]
     phase_starts: Mapping[str, float]  # of the first five, in seconds of `time.perf_counter()`
 
 
 class SnapshotWriter:
-    """The one writer of a snapshot directory.
+    """The one writer of a snapshot directory: ``publish`` any number of times, then ``close``.
 
-    Lifecycle: construct (takes the directory), ``publish`` any number of times, ``close``. One
-    thread at a time. A writer that dies leaves the last published version current; the next one
+    One thread at a time. A writer that dies leaves the last published version current; the next
     goes on from there. Each tensor is stored with its xxh3-64; where the directory is not in
     memory, a version is made durable before it becomes current.
 
     Args:
         directory: New, empty, or left by an earlier writer. Made with mode 0700; one that is there
             must be this user's, no symbolic link and writable by no other user.
-        layout: ``"slots"`` for one host (shared memory, local disk): folders in turn, whose pages
-            exist already. ``"versions"`` for shared file systems: a new folder each.
+        layout: ``"slots"``, for one host, rewrites a few folders in turn; ``"versions"``, for
+            shared file systems, makes a new folder each time.
         num_slots: Slots in turn; at least 2.
-        max_slots: Slots when readers hold the others; a publish that finds all of these held waits
-            five seconds and then fails, naming the readers.
+        max_slots: Slots when readers hold the others; if all are held a publish waits five seconds
+            and then fails, naming the readers.
         run_id: The training run; None goes on with the directory's, or makes one up.
         takeover: Whether to replace a live writer, which is fenced, or a run, whose versions go.
 
@@ -267,13 +233,13 @@ class SnapshotWriter:
         self,
         directory: str | Path,
         *,
-        layout: LayoutName = "slots",
+        layout: files.LayoutName = "slots",
         num_slots: int = 3,
         max_slots: int = 6,
         run_id: str | None = None,
         takeover: bool = False,
     ) -> None:
-        if layout not in LAYOUTS:
+        if layout not in files.LAYOUTS:
             raise ValueError(f"layout must be 'slots' or 'versions', got {layout!r}")
         if run_id is not None and not (run_id.isprintable() and run_id.split() == [run_id]):
             raise ValueError(f"run_id must be a printable word without spaces, got {run_id!r}")
@@ -284,33 +250,24 @@ class SnapshotWriter:
         self._closed = False
         self._buffers: list[torch.Tensor] = []
         self._manifest_file = ManifestFile(self.directory)
-        with storage_errors(f"{self.directory}: cannot be opened"), ExitStack() as undo:
-            Owner.before(self.directory, layout, run_id, takeover=takeover)
+        with files.storage_errors(f"{self.directory}: cannot be opened"), ExitStack() as undo:
+            files.Owner.before(self.directory, layout, run_id, takeover=takeover)
             self.directory.parent.mkdir(parents=True, exist_ok=True)
-            require_folder(self.directory)
-            in_memory = is_memory_file_system(self.directory)
-            self._fsync = not in_memory
-            self._lock = WriterLock(self.directory, fsync=self._fsync)
-            # Until the store is made, no successor may remove what it looks at. And no other writer
-            # has a temporary file here: each makes them inside its commit.
-            with self._lock.exclusive():
+            files.require_folder(self.directory)
+            self._fsync = not files.is_memory_file_system(self.directory)
+            self._lock = files.WriterLock(self.directory, fsync=self._fsync)
+            with self._lock.commit(by_owner=False):  # no successor may remove what the store finds
                 self._lock.acquire(layout, run_id, takeover=takeover)
                 undo.callback(self._lock.release)
-                for name in list_folder(self.directory):
-                    if name.startswith(TEMPORARY_PREFIX):
-                        (self.directory / name).unlink(missing_ok=True)
                 owner = self._lock.owner
-                if owner.epoch > 1:  # a user named it: it is not the first writer's alone
-                    (self.directory / TEMPORARY).unlink(missing_ok=True)
                 self._current = self.current()
                 if self._current is not None and self._current.run_id != owner.run_id:
+                    place, stray = self._manifest_file.path, self._current.run_id
                     raise SnapshotError(
-                        f"{self._manifest_file.path}: is of run {self._current.run_id}, the "
-                        f"directory of run {owner.run_id}"
+                        f"{place}: is of run {stray}, the directory of run {owner.run_id}"
                     )
-                path = None if self._current is None else self._current.path
-                slots = num_slots, max_slots
-                self._store = Store(self.directory, owner, path, slots, in_memory=in_memory)
+                current = None if self._current is None else self._current.path
+                self._store = Store(self.directory, owner, current, (num_slots, max_slots))
             undo.pop_all()
 
     @property
@@ -330,20 +287,12 @@ class SnapshotWriter:
 
     @property
     def is_removed(self) -> bool:
-        """Whether the directory was removed, or all that is in it.
-
-        Raises:
-            SnapshotError: It cannot be accessed.
-        """
-        with storage_errors(f"{self.directory}: looking for {MARKER}"):
-            return not (self.directory / MARKER).exists()
+        """Whether the directory was removed; a ``SnapshotError`` says that it is inaccessible."""
+        with files.storage_errors(f"{self.directory}: looking for {files.MARKER}"):
+            return not (self.directory / files.MARKER).exists()
 
     def current(self) -> Manifest | None:
-        """Returns the manifest on disk; None before the first publish.
-
-        Raises:
-            SnapshotError: It is damaged or unreadable.
-        """
+        """Returns the manifest on disk, None before the first; it may raise ``SnapshotError``."""
         return self._manifest_file.read()
 
     def prepare(self, metadata: Sequence[ParamMeta]) -> None:
@@ -382,10 +331,8 @@ class SnapshotWriter:
             ValueError: ``version`` is negative, or does not fit into 63 bits.
         """
         started, doing, times = time.perf_counter(), f"publishing version {version}", PhaseTimes()
-        if version < 0:
-            raise ValueError(f"version must not be negative, got {version}")
-        if version >= 1 << 63:
-            raise ValueError(f"version must be below 2**63, got {version}")
+        if not 0 <= version < 1 << 63:
+            raise ValueError(f"version must not be negative or need over 63 bits, got {version}")
         layout = self._layout_of(metadata)
         if self.last_version is not None and version <= self.last_version:
             raise StaleVersionError(
@@ -407,10 +354,10 @@ class SnapshotWriter:
                 file.tag(manifest.tag)
                 if self._fsync:
                     file.flush()
-                    fsync_folder(file.path.parent)
+                    files.fsync_folder(file.path.parent)
             with self._storage(doing), times.measure("flip"), self._lock.commit():
                 if self._fsync:
-                    fsync_folder(self.directory)
+                    files.fsync_folder(self.directory)
                 undo.pop_all()
                 self._manifest_file.write(manifest, fsync=self._fsync)
                 self._current = manifest
@@ -424,12 +371,9 @@ class SnapshotWriter:
         return PublishReport(version, path, num_bytes, seconds, times.seconds, times.starts)
 
     def first_difference(self, tensors: Tensors, metadata: Sequence[ParamMeta]) -> str | None:
-        """Compares weights with what was published last, by its checksums.
+        """Returns the name of the first parameter that is not as it was published last, or None.
 
         Arguments are those of :meth:`publish`; the tensors are read once.
-
-        Returns:
-            Name of the first parameter that is not as it was published; None if all are.
         """
         stored = self._current
         assert stored is not None
@@ -456,14 +400,8 @@ class SnapshotWriter:
             return
         self._closed = True
         self._store.close()
-        try:
-            if remove and not self._lock.is_out_of_reach:
-                with self._storage("removing it"), self._lock.commit():
-                    (self.directory / CURRENT).unlink(missing_ok=True)
-                    shutil.rmtree(self.directory)
-        finally:
-            with storage_errors(f"{self.directory}: closing"):
-                self._lock.release()
+        with files.storage_errors(f"{self.directory}: closing"):
+            self._lock.release(remove=remove)
 
     def __enter__(self) -> Self:
         return self
@@ -506,10 +444,10 @@ class SnapshotWriter:
     @contextmanager
     def _storage(self, doing: str) -> Iterator[None]:
         try:
-            with storage_errors(f"{self.directory}: {doing}"):
+            with files.storage_errors(f"{self.directory}: {doing}"):
                 yield
         except SnapshotError:
             # A successor removes this writer's folders: that is the cause to name, not a lost file.
-            with storage_errors(f"{self.directory}: {doing}"):
+            with files.storage_errors(f"{self.directory}: {doing}"):
                 self._lock.check()
             raise
