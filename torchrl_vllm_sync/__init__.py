@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         known_strategies,
         register_strategy,
     )
+    from torchrl_vllm_sync.service.fleet import QueueLengthScaling
     from torchrl_vllm_sync.service.service import AsyncVLLM, attach, make_async_vllm_engine
-    from torchrl_vllm_sync.service.supervisor import QueueLengthScaling
     from torchrl_vllm_sync.versions import VersionSpan, expand_spans, max_version, min_version
     from torchrl_vllm_sync.weights.auto import AutoTransport
     from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
@@ -116,7 +116,7 @@ _HOMES = {
         "routing.strategies": "RoutingRequest RoutingStrategy StrategySettings known_strategies "
         "register_strategy",
         "service.service": "AsyncVLLM attach make_async_vllm_engine",
-        "service.supervisor": "QueueLengthScaling",
+        "service.fleet": "QueueLengthScaling",
         "versions": "VersionSpan expand_spans max_version min_version",
         "weights.auto": "AutoTransport",
         "weights.broadcast.transport": "BroadcastTransport",

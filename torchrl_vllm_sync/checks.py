@@ -90,6 +90,10 @@ class Deadline:
     def extended(self, seconds: float) -> Deadline:
         return Deadline(self.at - self._clock() + seconds, clock=self._clock)
 
+    def shorten(self, timeout_s: float) -> None:
+        """Moves this one forward to ``timeout_s`` seconds from now, unless it is earlier."""
+        self.at = self.min(timeout_s).at
+
 
 T = TypeVar("T")
 

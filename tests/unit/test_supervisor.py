@@ -15,7 +15,7 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.service.supervisor import (
+from torchrl_vllm_sync.service.fleet import (
     RESTART_WINDOW_S,
     RETURN_S,
     QueueLengthScaling,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
@@ -18,6 +19,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine.args import for_replica
 from torchrl_vllm_sync.errors import LaunchError, PlacementError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import Member, Replica
@@ -26,6 +28,7 @@ from torchrl_vllm_sync.service.members import (
     ReplicaResources,
     ServiceSettings,
     actor_name,
+    as_they_end,
     ensure_ray,
 )
 
@@ -36,17 +39,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LAUNCH_TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
 # Resources of actors that were just ended come back within about this many seconds.
 SETTLE_S = 3.0
 # Where every node's share is free, placement groups are ready within about this many seconds.
 PLACE_TIMEOUT_S = 6.0
-NO_NODE = "no single node holds one replica's share"
+# Replicas often fail for the same reason at about the same time: all of them are named.
+FAILURE_GRACE_S = 2.0
+CLOSE_TIMEOUT_S = 20.0
+# Other processes ask each actor once a second. One that restarts replicas must learn that they were
+# closed before it sees them dead.
+CLOSE_LINGER_S = 2.0
+# Questions about an actor must not queue behind its requests: it would be taken for silent.
+MAX_CONCURRENT_CALLS = 65536
+
+
+# ---------------------------------------------------------------- placement
 
 
 def spread(
     resources: ReplicaResources, num_replicas: int, taken: Mapping[str, int]
 ) -> list[str | None]:
-    """Chooses a node for each replica, so that as few as can be are on one."""
+    """Chooses a node for each replica, so that as few as can be are on one; ``None`` if none fits.
+
+    A group of Ray's own strategy ``SPREAD`` could not give the bundle of one replica back alone.
+    """
     bundle = resources.bundle()
     counts = {
         node["NodeID"]: taken.get(node["NodeID"], 0)
@@ -73,33 +90,30 @@ def place(
     bundle = resources.bundle()
     if not bundle:
         return []
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    deadline = time.monotonic() + SETTLE_S
+    deadline = Deadline(SETTLE_S)
     while why := _missing(bundle, num_replicas, ray.available_resources()):
-        if time.monotonic() > deadline or _missing(bundle, num_replicas, ray.cluster_resources()):
-            raise PlacementError(_refusal(bundle, num_replicas, why))
+        if deadline.passed or _missing(bundle, num_replicas, ray.cluster_resources()):
+            raise _refusal(bundle, num_replicas, why)
         time.sleep(0.1)
-    if not any(not _missing(bundle, 1, node) for node in nodes):
-        raise PlacementError(_refusal(bundle, num_replicas, NO_NODE))
+    scattered = "no single node holds one replica's share"
+    nodes = preferred_nodes or spread(resources, num_replicas, {})
+    if None in nodes:
+        raise _refusal(bundle, num_replicas, scattered)
     groups: list[Any] = []
-    try:
-        for at in range(num_replicas):
-            groups.append(  # noqa: PERF401  those made so far are removed when one fails
-                placement_group(
-                    [bundle],
-                    strategy="STRICT_PACK",
-                    lifetime="detached" if detached else None,
-                    # A wish; bundle_label_selector, which Ray documents, would insist.
-                    _soft_target_node_id=preferred_nodes[at] if preferred_nodes else None,
-                )
+    with contextlib.ExitStack() as undo:
+        undo.callback(remove, groups)
+        for node in nodes:
+            group = placement_group(
+                [bundle],
+                strategy="STRICT_PACK",
+                lifetime="detached" if detached else None,
+                _soft_target_node_id=node,  # a wish; bundle_label_selector would insist
             )
-        deadline = time.monotonic() + PLACE_TIMEOUT_S
-        for group in groups:
-            if not group.wait(max(0.0, deadline - time.monotonic())):
-                raise PlacementError(_refusal(bundle, num_replicas, NO_NODE))  # noqa: TRY301
-    except BaseException:
-        remove(groups)
-        raise
+            groups.append(group)
+        deadline = Deadline(PLACE_TIMEOUT_S)
+        if not all(group.wait(deadline.left_s) for group in groups):
+            raise _refusal(bundle, num_replicas, scattered)
+        undo.pop_all()
     return groups
 
 
@@ -111,9 +125,7 @@ def remove(groups: Sequence[Any]) -> None:
 
 
 def actor_options(
-    resources: ReplicaResources,
-    group: Any | None,
-    preferred_node: str | None = None,
+    resources: ReplicaResources, group: Any | None, preferred_node: str | None = None
 ) -> dict[str, Any]:
     """Returns the Ray options that put an actor into its replica's placement group."""
     options: dict[str, Any] = {"num_gpus": resources.num_gpus, "num_cpus": resources.num_cpus}
@@ -137,42 +149,31 @@ def _missing(bundle: dict[str, float], num_replicas: int, free: Mapping[str, flo
     return ", ".join(lacking)
 
 
-def _refusal(bundle: dict[str, float], num_replicas: int, why: str) -> str:
+def _refusal(bundle: dict[str, float], num_replicas: int, why: str) -> PlacementError:
     asked = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
     free, total = ray.available_resources(), ray.cluster_resources()
     state = ", ".join(
         f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in ("GPU", "CPU")
     )
     remedy = "; num_cpus_per_replica=0 asks for no CPU" if "CPU" in bundle else ""
-    return (
+    return PlacementError(
         f"{num_replicas} replica(s) of {asked} each do not fit: {why}; free in the cluster: "
         f"{state}{remedy}"
     )
 
 
-LAUNCH_TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
-CLOSE_TIMEOUT_S = 20.0
-# Other processes ask each actor once a second. One that restarts replicas must learn that they were
-# closed before it sees them dead.
-CLOSE_LINGER_S = 2.0
-# Replicas often fail for the same reason at about the same time: all of them are named.
-FAILURE_GRACE_S = 2.0
-# Questions about an actor must not queue behind its requests: it would be taken for silent.
-MAX_CONCURRENT_CALLS = 65536
+# ---------------------------------------------------------------- starting and ending
 
 
 def launch_timeout_s() -> float:
     """Returns the launch limit in seconds: the environment's, or 300 as in TorchRL."""
     given = os.environ.get(LAUNCH_TIMEOUT_VARIABLE, "300")
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise UnsupportedArgumentError(
-            f"{LAUNCH_TIMEOUT_VARIABLE} must be a positive number of seconds, got {given!r}"
-        )
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(given)) < math.inf:
+            return seconds
+    raise UnsupportedArgumentError(
+        f"{LAUNCH_TIMEOUT_VARIABLE} must be a positive number of seconds, got {given!r}"
+    )
 
 
 def launch_replicas(
@@ -191,19 +192,19 @@ def launch_replicas(
         for one in beside
         if one.joined and one.description.processes is not None
     )
-    resources, lifetime = settings.resources, "detached" if settings.detached else None
+    resources, detached = settings.resources, settings.detached
     nodes = spread(resources, len(replica_ids), taken)
-    groups = place(
-        resources, len(replica_ids), detached=settings.detached, preferred_nodes=nodes
-    ) or [None] * len(replica_ids)
+    groups = place(resources, len(replica_ids), detached=detached, preferred_nodes=nodes)
+    groups = groups or [None] * len(replica_ids)
     replicas: list[Replica] = []
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(remove, groups)
         actor_class = _as_remote(settings.actor_class)
         for replica_id, group, node in zip(replica_ids, groups, nodes, strict=True):
             actor = actor_class.options(
                 name=actor_name(settings.name, replica_id),
                 namespace=NAMESPACE,
-                lifetime=lifetime,
+                lifetime="detached" if detached else None,
                 max_concurrency=MAX_CONCURRENT_CALLS,
                 **actor_options(resources, group, preferred_node=node),
             ).remote(
@@ -212,18 +213,49 @@ def launch_replicas(
                 environment=settings.environment,
                 unresponsive_after_s=settings.unresponsive_after_s,
             )
+            undo.callback(ray.kill, actor)
             replicas.append(Replica(replica_id, actor))
             if join_later:
                 actor.join_later.remote()
         descriptions = _await_start(replicas, timeout_s)
         _check_block_sizes([*(one.description for one in beside), *descriptions])
-    except BaseException:
-        close_replicas(replicas, groups, timeout_s=0.0)
-        raise
+        undo.pop_all()
     return [
         Member(replica=replica, description=description, group=group, num_restarts=num_restarts)
         for replica, description, group in zip(replicas, descriptions, groups, strict=True)
     ]
+
+
+def _as_remote(actor_class: Any) -> Any:
+    if actor_class is None:
+        from torchrl_vllm_sync.engine.actor import EngineActor
+
+        actor_class = EngineActor
+    return ray.remote(actor_class) if inspect.isclass(actor_class) else actor_class
+
+
+def _await_start(replicas: Sequence[Replica], timeout_s: float) -> list[EngineDescription]:
+    """Starts the engines side by side; the first failure ends the wait for the others."""
+    starting = {replica.actor.start.remote(): replica.replica_id for replica in replicas}
+    failures: dict[str, str] = {}
+    started: dict[str, EngineDescription] = {}
+    deadline = Deadline(timeout_s)
+    for ref in as_they_end(starting, deadline):
+        replica_id = starting[ref]
+        try:
+            started[replica_id] = ray.get(ref)
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            why = f"{type(cause).__name__}: {str(cause).strip()}"
+            told = cause.failures if isinstance(cause, LaunchError) else {}
+            failures[replica_id] = told.get(replica_id, why)
+            logger.debug("replica %s did not start", replica_id, exc_info=error)
+            deadline.shorten(FAILURE_GRACE_S)
+    late = [] if failures else [one for one in starting.values() if one not in started]
+    failures |= dict.fromkeys(late, f"not serving after {timeout_s:g} s")
+    if failures:
+        raise LaunchError(failures)
+    return [started[replica.replica_id] for replica in replicas]
 
 
 def _check_block_sizes(descriptions: list[EngineDescription]) -> None:
@@ -234,59 +266,12 @@ def _check_block_sizes(descriptions: list[EngineDescription]) -> None:
         raise LaunchError(told)
 
 
-def _await_start(replicas: Sequence[Replica], timeout_s: float) -> list[EngineDescription]:
-    """Starts the engines side by side; the first failure ends the wait for the others."""
-    starting = {replica.actor.start.remote(): replica.replica_id for replica in replicas}
-    deadline = time.monotonic() + timeout_s
-    failures: dict[str, str] = {}
-    started: dict[str, EngineDescription] = {}
-    waiting = list(starting)
-    while waiting:
-        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            break
-        replica_id = starting[done[0]]
-        try:
-            started[replica_id] = ray.get(done[0])
-        except RayError as error:
-            cause = error.cause if isinstance(error, RayTaskError) else error
-            why = f"{type(cause).__name__}: {str(cause).strip()}"
-            told = cause.failures if isinstance(cause, LaunchError) else {}
-            failures[replica_id] = told.get(replica_id, why)
-            logger.debug("replica %s did not start", replica_id, exc_info=error)
-            deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
-    if failures:
-        raise LaunchError(failures)
-    if waiting:
-        raise LaunchError({starting[ref]: f"not serving after {timeout_s:g} s" for ref in waiting})
-    return [started[replica.replica_id] for replica in replicas]
-
-
 def close_members(members: Sequence[Member], *, timeout_s: float, linger_s: float = 0.0) -> None:
     """Ends replicas and frees their resources; one that does not answer is ended all the same."""
-    close_replicas(
-        [one.replica for one in members],
-        [one.group for one in members],
-        timeout_s=timeout_s,
-        linger_s=linger_s,
-    )
-
-
-def close_replicas(
-    replicas: Sequence[Replica], groups: Sequence[Any], *, timeout_s: float, linger_s: float = 0.0
-) -> None:
-    """The same for replicas that are no members yet."""
-    if timeout_s > 0 and (closing := [one.actor.close.remote() for one in replicas]):
+    actors = [one.replica.actor for one in members]
+    if timeout_s > 0 and (closing := [actor.close.remote() for actor in actors]):
         ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
     time.sleep(linger_s)
-    for replica in replicas:
-        ray.kill(replica.actor)
-    remove(groups)
-
-
-def _as_remote(actor_class: Any) -> Any:
-    if actor_class is None:
-        from torchrl_vllm_sync.engine.actor import EngineActor
-
-        actor_class = EngineActor
-    return ray.remote(actor_class) if inspect.isclass(actor_class) else actor_class
+    for actor in actors:
+        ray.kill(actor)
+    remove([one.group for one in members])

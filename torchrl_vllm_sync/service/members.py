@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import ray
 import ray.util
 from ray.exceptions import RayError
 
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, Member, Replica
 
@@ -65,7 +65,7 @@ class Membership:
     """
 
     def __init__(
-        self, members: Iterable[Member] = (), *, next_id: int | None = None, epoch: int = 0
+        self, members: Iterable[Member] = (), next_id: int | None = None, epoch: int = 0
     ) -> None:
         self._lock = threading.Lock()
         self._members = {one.replica_id: one for one in members}
@@ -128,16 +128,15 @@ class Membership:
         ]
         return Membership(members, next_id=self._next_id, epoch=self.epoch)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"members": self.members, "next_id": self._next_id, "epoch": self.epoch}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Membership, (self.members, self._next_id, self.epoch)
 
 
 # ---- Finding a running service, through the names of its replicas' actors
 NAMESPACE = "torchrl_vllm"
 ATTACH_TIMEOUT_S = 30.0
+# Of the replicas' answers within this many seconds of the first, the newest counts.
+NEWER_WITHIN_S = 1.0
 
 
 def ensure_ray(default: str) -> None:
@@ -200,28 +199,29 @@ def find_service(
             f"no service named {service_name!r} runs on the Ray cluster at {address}; RAY_ADDRESS "
             "names another, of which this machine may have several"
         )
-    state = _newest_state([actor.card.remote() for actor in actors.values()], timeout_s)
-    if state is None:
-        raise ServiceClosedError(
-            f"no replica of service {service_name!r} answered within {timeout_s:g} s"
-        )
-    return state["settings"], state["membership"].with_actors(actors)
-
-
-def _newest_state(refs: list[Any], timeout_s: float) -> dict[str, Any] | None:
-    """Returns the newest state that comes within 1 s of the first; joining replicas have none."""
-    deadline = time.monotonic() + timeout_s
-    best: dict[str, Any] | None = None
-    while refs:
-        ready, refs = ray.wait(refs, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
+    deadline, states = Deadline(timeout_s), []
+    for ref in as_they_end([actor.card.remote() for actor in actors.values()], deadline):
         try:
-            state = ray.get(ready[0])
+            state = ray.get(ref)
         except RayError as error:
             logger.warning("a replica is dead, or cannot say who is in its service: %s", error)
             continue
-        if state and (best is None or state["membership"].epoch > best["membership"].epoch):
-            best = state
-            deadline = min(deadline, time.monotonic() + 1.0)
-    return best
+        if state:  # one that joins has none yet
+            states.append(state)
+            deadline.shorten(NEWER_WITHIN_S)
+    if not states:
+        raise ServiceClosedError(
+            f"no replica of service {service_name!r} answered within {timeout_s:g} s"
+        )
+    newest = max(states, key=lambda one: one["membership"].epoch)
+    return newest["settings"], newest["membership"].with_actors(actors)
+
+
+def as_they_end(refs: Iterable[Any], deadline: Deadline) -> Iterator[Any]:
+    """Yields object refs as they end, until the deadline, which may be shortened meanwhile."""
+    left = list(refs)
+    while left:
+        ready, left = ray.wait(left, timeout=deadline.left_s)
+        if not ready:
+            return
+        yield ready[0]

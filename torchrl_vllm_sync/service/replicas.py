@@ -7,17 +7,23 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 import ray.util
 from ray.exceptions import RayError, RayTaskError
 
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.replica import EngineReport, Member, Replica, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.service.members import Membership, ServiceSettings, find_service
+from torchrl_vllm_sync.service.members import (
+    Membership,
+    ServiceSettings,
+    as_they_end,
+    find_service,
+)
 from torchrl_vllm_sync.weights.broadcast.group import free_port
 from torchrl_vllm_sync.weights.transport import Standing
 
@@ -67,15 +73,9 @@ class ReplicaCalls:
 
     def first_answer(self, deadline_s: float) -> Any:
         """Waits for one of them to succeed."""
-        deadline = time.monotonic() + deadline_s
         names = {ref: name for name, ref in self._refs.items()}
-        left = list(names)
-        while left:
-            ready, left = ray.wait(left, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return None
-            answer = self._answer(names[ready[0]])
-            if not isinstance(answer, BaseException):
+        for ref in as_they_end(names, Deadline(deadline_s)):
+            if not isinstance(answer := self._answer(names[ref]), BaseException):
                 return answer
         return None
 
@@ -150,11 +150,7 @@ class Replicas(Sequence[Replica]):
     def __len__(self) -> int:
         return len(self.members)
 
-    @overload
-    def __getitem__(self, index: int) -> Replica: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Replica]: ...
-    def __getitem__(self, index: int | slice) -> Replica | list[Replica]:
+    def __getitem__(self, index: Any) -> Any:
         return [one.replica for one in self.members][index]
 
     def __iter__(self) -> Iterator[Replica]:

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.observe.status import ServiceStatus
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
     from torchrl_vllm_sync.routing.placer import RequestKey
-    from torchrl_vllm_sync.service.supervisor import ScalingPolicy
+    from torchrl_vllm_sync.service.fleet import ScalingPolicy
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
 
 logger = logging.getLogger(__name__)
