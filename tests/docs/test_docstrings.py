@@ -24,8 +24,8 @@ BESIDE = (
 
 SECTION = re.compile(r"(Args|Attributes|Example|Raises|Returns|Yields):")
 ENTRY = re.compile(r"    (\*{0,2}\w+(?:, \*{0,2}\w+)*):")
-# What a method shares with another one of its class is written once, there.
-SHARED = re.compile(r"Arguments\b[^.]* those of\s+:meth:`(?:(\w+)\.)?(\w+)`")
+# What a function or method shares with a method is written once, there.
+SHARED = re.compile(r"Arguments\b[^.]* those\s+of\s+:meth:`(?:(\w+)\.)?(\w+)`")
 
 
 def sections(text):
@@ -91,7 +91,7 @@ def function_faults(function, owner=None, *, has_section_for_result=True):
         return ["it has no docstring"]
     found = sections(text)
     shared = SHARED.search(text)
-    if shared and owner is not None:
+    if shared:
         elsewhere = {path.rpartition(".")[2]: value for path, value in public_values()}
         other = sections(
             inspect.cleandoc(getattr(elsewhere.get(shared[1], owner), shared[2]).__doc__)

@@ -57,7 +57,6 @@ from torchrl_vllm_sync.service.weights import NativeClient, Weights, check_wait,
 if TYPE_CHECKING:
     import os
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-    from types import TracebackType
 
     import torch
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
@@ -87,6 +86,13 @@ class AsyncVLLM(RLvLLMEngine):
     :meth:`shutdown`, or leaving ``with``, ends it. The replicas also end with the process that
     launched them, unless ``detached``. A pickled copy works in any process of the Ray cluster; it
     counts its own requests and knows the others' from what the engines report.
+
+    Three errors are told here only. Every method refuses an argument that is not as described with
+    ``UnsupportedArgumentError``. One that needs replicas raises ``ServiceClosedError`` before the
+    launch and after the shutdown. One of vLLM's own, such as :meth:`start_weight_update` or
+    :meth:`sleep`, raises ``TransferNotReadyError`` and does nothing when it comes out of turn:
+    most while a weight update is open, others before it was begun or before
+    :meth:`init_weight_transfer_engine`.
 
     Example:
         >>> with AsyncVLLM.from_pretrained("Qwen/Qwen2.5-0.5B", num_replicas=2) as service:
@@ -119,8 +125,7 @@ class AsyncVLLM(RLvLLMEngine):
             :meth:`remove_replicas`.
 
     Raises:
-        UnsupportedArgumentError: A setting is out of range, ``engine_args`` are no
-            ``AsyncEngineArgs``, or the platform cannot run it.
+        UnsupportedArgumentError: Also if the platform cannot run what ``engine_args`` ask for.
 
     Attributes:
         replicas: The current replicas, in the order of their joining; each has ``replica_id`` and
@@ -172,18 +177,16 @@ class AsyncVLLM(RLvLLMEngine):
         engine_args = prepare_engine_args(engine_args, stage_weights=stage_weights)
         if not verbose:
             engine_args.use_tqdm_on_load = False
-        if enable_prefix_caching is not None:
-            engine_args.enable_prefix_caching = enable_prefix_caching
-        elif engine_args.enable_prefix_caching is None:
-            engine_args.enable_prefix_caching = False
+        if enable_prefix_caching is None:
+            enable_prefix_caching = bool(engine_args.enable_prefix_caching)
+        engine_args.enable_prefix_caching = enable_prefix_caching
+        num_gpus = 0 if on_cpu() else num_workers(engine_args)
         self._num_wanted, self.scaling = num_replicas, scaling
         self._set_up(
             ServiceSettings(
                 name=name or uuid.uuid4().hex[:8],
                 engine_args=engine_args,
-                resources=ReplicaResources(
-                    0 if on_cpu() else num_workers(engine_args), num_cpus_per_replica
-                ),
+                resources=ReplicaResources(num_gpus, num_cpus_per_replica),
                 environment=engine_environment(
                     engine_args, verbose=verbose, enable_fp32_output=enable_fp32_output
                 ),
@@ -260,7 +263,7 @@ class AsyncVLLM(RLvLLMEngine):
         enable_fp32_output: bool = False,
         **kwargs: Any,
     ) -> Self:
-        """Launches a service for a checkpoint.
+        """Launches a service for a checkpoint, and returns it when it serves.
 
         Args:
             model_name: Name or path of the checkpoint.
@@ -272,10 +275,9 @@ class AsyncVLLM(RLvLLMEngine):
             **kwargs: Keyword arguments of the constructor, and fields of ``AsyncEngineArgs``.
 
         Returns:
-            The service, which serves.
+            The service.
 
         Raises:
-            UnsupportedArgumentError: See the constructor.
             PlacementError: The cluster cannot hold the replicas; said at once.
             LaunchError: Some did not start; nothing is left behind.
         """
@@ -287,30 +289,18 @@ class AsyncVLLM(RLvLLMEngine):
             also_known=(*_CONSTRUCTOR_KEYWORDS, "num_replicas", "verbose", "enable_fp32_output"),
             **kwargs,
         )
-        return cls.launch(
-            engine_args,
-            num_replicas,
-            verbose=verbose,
-            enable_fp32_output=enable_fp32_output,
-            **own,
-        )
+        own |= {"verbose": verbose, "enable_fp32_output": enable_fp32_output}
+        return cls.launch(engine_args, num_replicas, **own)
 
     @classmethod
     def launch(cls, engine_args: AsyncEngineArgs, num_replicas: int = 1, **kwargs: Any) -> Self:
-        """Launches a service from engine arguments.
+        """Launches a service from engine arguments, and returns it when it serves.
+
+        Arguments not named here, and errors, are those of :meth:`from_pretrained`.
 
         Args:
             engine_args: vLLM engine arguments.
-            num_replicas: Engines to start.
             **kwargs: Keyword arguments of the constructor.
-
-        Returns:
-            The service, which serves.
-
-        Raises:
-            UnsupportedArgumentError: See the constructor.
-            PlacementError: The cluster cannot hold the replicas; said at once.
-            LaunchError: Some did not start; nothing is left behind.
         """
         service = cls(engine_args, num_replicas, **kwargs)
         service._launch()
@@ -340,27 +330,21 @@ class AsyncVLLM(RLvLLMEngine):
         Requests still running end with ``ReplicaUnavailableError``. Called on a pickled or attached
         copy it ends the service for everybody; leaving ``with`` there only lets go.
         """
+        self._let_go(and_end=True)
+
+    def _let_go(self, *, and_end: bool = False) -> None:
+        """Ends what belongs to this process alone; replicas live on, unless they are to end too."""
         self._end_views()
         self.fleet.close()
-        launched, members = self._launched, self.replicas.members
+        members, and_end = self.replicas.members, and_end and self._launched
         self.replicas.close()
-        if launched and ray.is_initialized():
-            close_members(
-                members,
-                timeout_s=CLOSE_TIMEOUT_S,
-                linger_s=0.0 if self.fleet.supervises else CLOSE_LINGER_S,
-            )
+        if and_end and ray.is_initialized():
+            linger_s = 0.0 if self.fleet.supervises else CLOSE_LINGER_S
+            close_members(members, timeout_s=CLOSE_TIMEOUT_S, linger_s=linger_s)
             for actor in named_actors(self.name).values():  # such as one that was just starting
                 ray.kill(actor)
-        self._let_go()  # after the replicas: that also ends a push which waits for them
-
-    def _let_go(self) -> None:
-        """Ends what belongs to this process alone; replicas live on."""
-        self._end_views()
-        self.fleet.close()
-        self.replicas.close()
         self._monitor.stop()
-        self.weights.pusher.close()
+        self.weights.pusher.close()  # the end of the replicas also ends a push that waits for them
         self._set_up(self.replicas.settings, is_copy=self.replicas.is_copy)
 
     def _end_views(self) -> None:
@@ -373,16 +357,8 @@ class AsyncVLLM(RLvLLMEngine):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self.replicas.is_copy:
-            self._let_go()
-        else:
-            self.shutdown()
+    def __exit__(self, *error: object) -> None:
+        self._let_go(and_end=not self.replicas.is_copy)
 
     def __repr__(self) -> str:
         replicas = f"{len(self.replicas)} replicas" if self._launched else "not launched"
@@ -454,15 +430,13 @@ class AsyncVLLM(RLvLLMEngine):
 
         Raises:
             InvalidPromptError: Prompts or sampling parameters are not valid; nothing was sent.
-            UnsupportedArgumentError: An argument that vLLM no longer has is given,
-                ``min_version`` is no version, or there is not one ``session_id`` or ``group_id``
-                for each prompt; nothing was sent.
+            UnsupportedArgumentError: Also if there is not one ``session_id`` or ``group_id`` for
+                each prompt; nothing was sent.
             NoReplicaAvailableError: No replica takes requests.
             GenerationTimeoutError: A request ran into its time limit; the engine dropped it.
             VersionNotReachedError: No replica held ``min_version`` in time; it says what each does.
             RequestLostError: Three replicas lost a request, or there was no other to take it up.
             GenerationError: A request failed in the engine.
-            ServiceClosedError: The service is not launched, or was shut down.
         """
         for name, value in (
             ("prompt_adapter_request", prompt_adapter_request),
@@ -539,20 +513,11 @@ class AsyncVLLM(RLvLLMEngine):
     ) -> AsyncGenerator[RequestOutput]:
         """Yields the growing outputs of one prompt: ``generate(stream=True)`` for asyncio.
 
+        Each has all tokens so far, unless ``output_kind`` says otherwise. Arguments but ``prompt``,
+        and errors, are those of :meth:`generate`.
+
         Args:
             prompt: One prompt, in any form that :meth:`generate` takes.
-            sampling_params: See :meth:`generate`, also for what follows.
-            prompt_token_ids: Token ids instead of ``prompt``.
-            lora_request: vLLM ``LoRARequest``.
-            timeout_seconds: Time limit; ``None`` means ``request_timeout_s``.
-            actor_index: Use this replica instead of the balancer's choice.
-            min_version: Begin only under this policy version or a later one.
-            session_id: Names the conversation.
-            group_id: Names prompts that are alike.
-
-        Yields:
-            ``RequestOutput`` objects, each with all tokens so far unless ``output_kind`` says
-            otherwise. Errors are those of :meth:`generate`.
         """
         batch = await asyncio.to_thread(
             self.requests.prepare,
@@ -572,19 +537,12 @@ class AsyncVLLM(RLvLLMEngine):
                 yield output
 
     def release_sessions(self, session_ids: RequestKey | Iterable[RequestKey]) -> int:
-        """Forgets sessions that are over, in this process.
+        """Returns how many of these sessions this process knew, and forgets them.
 
         Not necessary: the balancer forgets the least recently used of more than ``max_sessions``.
 
         Args:
-            session_ids: One, or several. Those that are not known are passed over.
-
-        Returns:
-            How many were known.
-
-        Raises:
-            UnsupportedArgumentError: One is neither an integer nor text that is not empty.
-            ServiceClosedError: The service is not launched, or was shut down.
+            session_ids: One, or several, that are over.
         """
         return self.requests.balancer.release_sessions(session_ids)
 
@@ -602,7 +560,6 @@ class AsyncVLLM(RLvLLMEngine):
 
         Raises:
             UnknownStrategyError: A strategy's name is not registered.
-            ServiceClosedError: The service is not launched, or was shut down.
         """
         self.replicas.require()
         balancer = self.requests.balancer = LoadBalancer(self, strategy, **kwargs)
@@ -633,13 +590,8 @@ class AsyncVLLM(RLvLLMEngine):
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float | None] | None:
         """Returns the share of KV-cache blocks in use, 0 to 1, of one engine, or the list for all.
 
-        ``None`` until an engine has said, and for one that does not answer.
-
-        Args:
-            actor_index: Position in :attr:`actors`; ``None`` for all.
-
-        Raises:
-            IndexError: ``actor_index`` is out of range.
+        ``None`` also until an engine has said it for the first time. Arguments and errors are those
+        of :meth:`get_num_unfinished_requests`.
         """
         return self.replicas.figure("get_cache_usage", actor_index)
 
@@ -674,9 +626,6 @@ class AsyncVLLM(RLvLLMEngine):
 
         Returns:
             One Ray object ref for each replica; its value is the list of its workers' answers.
-
-        Raises:
-            ServiceClosedError: The service is not launched, or was shut down.
         """
         self.replicas.require()
         return [actor.collective_rpc.remote(method, timeout, args, kwargs) for actor in self.actors]
@@ -699,7 +648,7 @@ class AsyncVLLM(RLvLLMEngine):
         return self.weights.versions
 
     def wait_for_version(self, version: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """Waits until :attr:`weight_version` is ``version`` or later.
+        """Returns :attr:`weight_version` as soon as it is ``version`` or later.
 
         Works in any process that has the service: a push of another process is noticed within
         0.1 s and the time of one actor call.
@@ -708,13 +657,8 @@ class AsyncVLLM(RLvLLMEngine):
             version: Policy version; one that nobody has pushed yet is waited for too.
             timeout_s: Seconds to wait; 0 only looks.
 
-        Returns:
-            The version that was reached.
-
         Raises:
-            UnsupportedArgumentError: ``version`` is no version, or ``timeout_s`` no time.
             VersionNotReachedError: It was not reached in time; it says what each replica holds.
-            ServiceClosedError: The service is not launched, or was shut down.
         """
         return self.weights.wait_for_version(version, timeout_s)
 
@@ -728,13 +672,10 @@ class AsyncVLLM(RLvLLMEngine):
         exception leaves ``push_weights``; the version is committed. Copies have no hooks.
 
         Args:
-            hook: Called with the ``PushReport``.
+            hook: Called with the ``PushReport``; may be registered once.
 
         Returns:
             A function that unregisters it; calling it twice does nothing.
-
-        Raises:
-            UnsupportedArgumentError: ``hook`` cannot be called, or is registered already.
         """
         return self.weights.hooks.register(hook)
 
@@ -773,8 +714,6 @@ class AsyncVLLM(RLvLLMEngine):
             What was sent, how long each phase took, and what each replica answered.
 
         Raises:
-            UnsupportedArgumentError: ``version`` or ``timeout_s`` is no such number, ``strict`` is
-                no bool, or there is no such ``mode``.
             WeightMismatchError: The weights do not fit the model; nothing was sent.
             StaleVersionError: ``version`` is older than the newest, or this process pushed other
                 weights under it; see ``WeightPusher.push``. Nothing was sent.
@@ -822,14 +761,9 @@ class AsyncVLLM(RLvLLMEngine):
         """
         if not interval_s > 0:
             raise UnsupportedArgumentError(f"interval_s must be greater than 0, got {interval_s}")
-        self.replicas.call_replicas(
-            "follow_snapshots",
-            str(directory),
-            run_id,
-            interval_s=interval_s,
-            timeout_s=timeout_s,
-            verify=verify,
-        ).raise_failures()
+        options = {"interval_s": interval_s, "timeout_s": timeout_s, "verify": verify}
+        answers = self.replicas.call_replicas("follow_snapshots", str(directory), run_id, **options)
+        answers.raise_failures()
 
     def stop_following(self) -> None:
         """Ends :meth:`follow_snapshots`; a load under way is finished first."""
@@ -840,9 +774,6 @@ class AsyncVLLM(RLvLLMEngine):
 
         Args:
             transport: What to send through.
-
-        Raises:
-            UnsupportedArgumentError: It has not the methods of a ``WeightTransport``.
         """
         self.weights.pusher.use(transport)
 
@@ -887,10 +818,7 @@ class AsyncVLLM(RLvLLMEngine):
     # ---------------------------------------------------------------- vLLM's own calls
 
     def init_weight_transfer_engine(
-        self,
-        request: Any,
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        self, request: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         """Initialises the transfer engine of every replica; blocks until the trainer has come.
 
@@ -904,9 +832,6 @@ class AsyncVLLM(RLvLLMEngine):
             timeout_s: Seconds to wait for the replicas' answers.
 
         Raises:
-            UnsupportedArgumentError: ``world_size`` has no room for every worker, or ``request``
-                is nothing of the above.
-            TransferNotReadyError: A weight update is open.
             TransferError: A replica could not: fields that do not fit, a peer that did not come.
         """
         self._native.initialise(request, timeout_s)
@@ -916,9 +841,6 @@ class AsyncVLLM(RLvLLMEngine):
 
         :meth:`init_weight_transfer_engine` sets it up again. A replica that had received part of
         an update is stale until a later update succeeds.
-
-        Raises:
-            TransferNotReadyError: A transfer is under way.
         """
         self._native.call_and_learn("shutdown_weight_transfer_engine")
 
@@ -929,10 +851,6 @@ class AsyncVLLM(RLvLLMEngine):
             backend: ``"nccl"``, ``"ipc"`` or any other name that vLLM's
                 ``WeightTransferEngineFactory`` knows in the workers; ``None`` goes back to the
                 engine of the launch, which the ``broadcast`` transport needs.
-
-        Raises:
-            UnsupportedArgumentError: No backend of that name.
-            TransferNotReadyError: A weight update is open.
         """
         self._native.use_engine(backend)
 
@@ -946,35 +864,24 @@ class AsyncVLLM(RLvLLMEngine):
             timeout_s: Seconds to wait for a push that is under way.
 
         Raises:
-            TransferNotReadyError: An update is open, or the transfer engine is not initialised. No
-                replica has begun.
-            SyncError: A replica did not pause, or took pushes all the time.
+            SyncError: A replica did not pause, or took pushes all the time; no replica has begun.
         """
         self._native.start_update(timeout_s)
 
-    def update_weights(
-        self,
-        weights: Any,
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> None:
+    def update_weights(self, weights: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Replaces the weights on all replicas; TorchRL's and vLLM's name for it.
 
         Args:
             weights: An iterator of ``(name, tensor)`` or whatever :meth:`push_weights` takes: a
-                whole push. Or vLLM's ``WeightTransferUpdateRequest``, a mapping with
-                ``update_info``, that payload itself, or a list of it by worker: one part of an
+                whole push, with its errors. Or vLLM's ``WeightTransferUpdateRequest``, a mapping
+                with ``update_info``, that payload itself, or a list of it by worker: one part of an
                 update that :meth:`start_weight_update` began. It returns when that is received, so
                 the trainer sends meanwhile.
             timeout_s: Seconds for it.
 
         Raises:
-            TransferNotReadyError: No update was begun.
             TransferError: A replica did not receive its part. Its update is over, and unless
                 nothing had been touched it is stale until a later update succeeds.
-            WeightMismatchError: See :meth:`push_weights`.
-            WeightSyncError: See :meth:`push_weights`.
-            UnsupportedArgumentError: A list has not one part for each worker.
         """
         if is_payload(weights):
             self._native.update(weights, timeout_s)
@@ -987,14 +894,13 @@ class AsyncVLLM(RLvLLMEngine):
         """Ends an update on every replica; they go on unless :meth:`pause_generation` holds them.
 
         Args:
-            weight_version: Label of the weights. An integer moves the policy version. Without one
-                the version stays, and new requests keep off the keys of the old weights even so.
+            weight_version: Label of the weights. An integer, of 64 bits at most, moves the policy
+                version. Without one the version stays, and new requests keep off the keys of the
+                old weights even so.
             timeout_s: Seconds for it.
 
         Raises:
-            TransferNotReadyError: No update was begun.
             StaleVersionError: An integer older than the version held; the update stays open.
-            UnsupportedArgumentError: One beyond 64 bits; the update stays open.
             TransferError: A replica could not; it is stale until a later update succeeds.
         """
         self._native.finish_update(weight_version, timeout_s)
@@ -1011,28 +917,25 @@ class AsyncVLLM(RLvLLMEngine):
         New requests wait at the replicas.
 
         Args:
-            mode: What becomes of requests in flight: ``"abort"`` returns them as they are,
-                ``"wait"`` lets them finish, ``"keep"`` freezes them.
+            mode: What becomes of requests in flight, as in :meth:`push_weights`.
             clear_cache: Drop cached prefixes; frozen requests recompute theirs.
             timeout_s: Seconds for it; ``"wait"`` takes as long as the requests in flight.
 
         Raises:
-            UnsupportedArgumentError: There is no such mode.
-            TransferNotReadyError: A weight update is open.
             SyncError: It took too long; that engine goes on.
         """
-        self._native.call(
-            "pause_generation", timeout_s=timeout_s, mode=mode, clear_cache=clear_cache
-        )
+        options = {"mode": mode, "clear_cache": clear_cache}
+        self._native.call("pause_generation", timeout_s=timeout_s, **options)
 
     def resume_generation(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Ends :meth:`pause_generation`; does nothing to engines that are not paused.
+
+        Engines that are asleep must be woken first.
 
         Args:
             timeout_s: Seconds for it.
 
         Raises:
-            TransferNotReadyError: A weight update is open, or an engine is asleep.
             ReplicaUnavailableError: A replica's weights are not whole; it stays paused.
         """
         self._native.call_and_learn("resume_generation", timeout_s=timeout_s)
@@ -1046,23 +949,20 @@ class AsyncVLLM(RLvLLMEngine):
     ) -> None:
         """Puts every engine to sleep; new requests wait at the replicas until :meth:`wake_up`.
 
+        Engines on GPUs must have been launched with ``enable_sleep_mode``.
+
         Args:
             level: 0 pauses only; 1 moves weights to the host and drops keys and values; 2 drops
                 both: then ``wake_up(["weights"])``, an update, ``wake_up(["kv_cache"])``.
-            mode: See :meth:`pause_generation`.
+            mode: See :meth:`push_weights`.
             timeout_s: Seconds for it.
-
-        Raises:
-            UnsupportedArgumentError: No such level or mode, or engines on GPUs that were launched
-                without ``enable_sleep_mode``.
-            TransferNotReadyError: A weight update is open.
         """
         self._native.call("sleep", level, mode, timeout_s=timeout_s)
 
     def wake_up(
         self, tags: list[str] | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> bool:
-        """Wakes every engine.
+        """Wakes every engine; weights that level 2 dropped must be replaced first.
 
         Args:
             tags: Memory to wake: ``"weights"``, ``"kv_cache"``; ``None`` wakes all.
@@ -1070,11 +970,6 @@ class AsyncVLLM(RLvLLMEngine):
 
         Returns:
             Whether all are fully awake and take requests.
-
-        Raises:
-            UnsupportedArgumentError: There is no such tag.
-            TransferNotReadyError: A weight update is open, or weights that level 2 dropped have
-                not been replaced.
         """
         awake = self._native.call_and_learn("wake_up", tags, timeout_s=timeout_s)
         return all(awake.values())
@@ -1098,7 +993,8 @@ class AsyncVLLM(RLvLLMEngine):
         """Starts more replicas, while requests run and between or during pushes.
 
         Each serves as soon as it holds the version that the others serve with: from the stored
-        snapshot, from another replica, or with the next push.
+        snapshot, from another replica, or with the next push. The process that launched the
+        service does it, or one that called ``attach(name, supervise=True)``; others are refused.
 
         Args:
             num_replicas: How many, at least 1.
@@ -1107,11 +1003,8 @@ class AsyncVLLM(RLvLLMEngine):
             Their ids.
 
         Raises:
-            UnsupportedArgumentError: ``num_replicas`` is no such number, or another process
-                supervises the service.
             PlacementError: The cluster cannot hold them; the service is as it was.
             LaunchError: Some did not start; the service is as it was.
-            ServiceClosedError: The service is not launched, or was shut down.
         """
         check_integer("num_replicas", num_replicas, 1)
         self.fleet.require_supervision()
@@ -1123,9 +1016,10 @@ class AsyncVLLM(RLvLLMEngine):
         *,
         drain_timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[str]:
-        """Ends replicas after they have finished what they are doing.
+        """Ends replicas after they have finished what they are doing, but never the last one.
 
         They get no new requests at once. What still runs after the time limit goes on elsewhere.
+        The same processes may do it as :meth:`add_replicas`.
 
         Args:
             replicas: How many, of which those go first that do not serve, and then those with the
@@ -1134,11 +1028,6 @@ class AsyncVLLM(RLvLLMEngine):
 
         Returns:
             Ids of those removed.
-
-        Raises:
-            UnsupportedArgumentError: There is no such replica, none would be left, the time is
-                none, or another process supervises the service.
-            ServiceClosedError: The service is not launched, or was shut down.
         """
         self.fleet.require_supervision()
         check_wait("drain_timeout_s", drain_timeout_s)
@@ -1147,7 +1036,7 @@ class AsyncVLLM(RLvLLMEngine):
         return leaving
 
     def wait_until_serving(
-        self, num_replicas: int | None = None, *, timeout_s: float = 300.0
+        self, num_replicas: int | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         """Waits until replicas serve, such as after one had to be restarted.
 
@@ -1157,24 +1046,22 @@ class AsyncVLLM(RLvLLMEngine):
 
         Raises:
             NoReplicaAvailableError: Fewer serve after that time; it says what each is.
-            ServiceClosedError: The service is not launched, or was shut down.
         """
-
-        def serving() -> bool | None:
-            self.replicas.require()
-            snapshots = load.snapshots()
-            wanted = len(snapshots) if num_replicas is None else num_replicas
-            return num_serving(snapshots) >= wanted or None
-
         load = self.load
-        if load.wait_until(serving, timeout_s):
-            return
-        snapshots = load.snapshots()
-        wanted = len(snapshots) if num_replicas is None else num_replicas
-        raise NoReplicaAvailableError(
-            f"{num_serving(snapshots)} of {wanted} replicas serve after {timeout_s:g} s: "
-            f"{describe_replicas(snapshots, ())}"
-        )
+
+        def wanted() -> int:
+            return len(load.snapshots()) if num_replicas is None else num_replicas
+
+        def are_serving() -> bool | None:
+            self.replicas.require()
+            return num_serving(load.snapshots()) >= wanted() or None
+
+        if not load.wait_until(are_serving, timeout_s):
+            snapshots = load.snapshots()
+            raise NoReplicaAvailableError(
+                f"{num_serving(snapshots)} of {wanted()} replicas serve after {timeout_s:g} s: "
+                f"{describe_replicas(snapshots, ())}"
+            )
 
     # ---------------------------------------------------------------- looking at it
 
@@ -1183,9 +1070,6 @@ class AsyncVLLM(RLvLLMEngine):
 
         Asks nobody, but for the first time in a pickled or attached copy: figures of the engines
         are those of their last reports, which come once a second.
-
-        Raises:
-            ServiceClosedError: The service is not launched, or was shut down.
         """
         self.replicas.require()
         snapshots = self.replicas.known()
@@ -1206,16 +1090,12 @@ class AsyncVLLM(RLvLLMEngine):
         service: with :meth:`shutdown`, with ``with``, or when nobody has the handle any more.
 
         Args:
-            port: Port to listen on; 0 takes a free one.
+            port: Port to listen on, which must be free; 0 takes a free one.
             host: Name or address to listen on. Other than the loopback address it can be read by
                 everybody who reaches this machine.
 
         Returns:
             The dashboard, which serves already. Its ``url`` is the page's address.
-
-        Raises:
-            UnsupportedArgumentError: There is no such host or port, or it is taken.
-            ServiceClosedError: The service is not launched, or was shut down.
         """
         self.replicas.require()
         me: weakref.ref[AsyncVLLM] = weakref.ref(self)
@@ -1247,9 +1127,7 @@ class AsyncVLLM(RLvLLMEngine):
             What exports them. Its ``stop()`` ends that.
 
         Raises:
-            UnsupportedArgumentError: They are exported already, or ``interval_s`` is no such
-                number.
-            ServiceClosedError: The service is not launched, or was shut down.
+            UnsupportedArgumentError: Also if this process exports them already.
         """
         self.replicas.require()
         if self._exporter is not None and self._exporter.is_running:
@@ -1334,33 +1212,20 @@ def make_async_vllm_engine(
 ) -> AsyncVLLM:
     """Launches a service; TorchRL's function of this name.
 
+    Arguments not named here, the result and errors are those of :meth:`AsyncVLLM.from_pretrained`.
+
     Args:
-        model_name: Name or path of the checkpoint.
-        num_devices: Devices of one replica, as tensor-parallel size.
-        num_replicas: Engines to start.
-        verbose: Leave vLLM's logging as it is; ``False`` shows errors only.
-        compile: Let vLLM compile the model; on a CPU models run eagerly.
-        enable_fp32_output: Compute output layers in float32.
         tensor_parallel_size: The same as ``num_devices``.
         data_parallel_size: Data-parallel engines in a replica.
         pipeline_parallel_size: Pipeline stages in a replica.
-        **kwargs: Keyword arguments of ``AsyncVLLM``, and fields of ``AsyncEngineArgs``.
-
-    Returns:
-        The service, which serves.
-
-    Raises:
-        UnsupportedArgumentError: See ``AsyncVLLM``.
-        PlacementError: The cluster cannot hold the replicas.
-        LaunchError: Some did not start; nothing is left behind.
     """
     return AsyncVLLM.from_pretrained(
         model_name,
-        num_devices=num_devices,
-        num_replicas=num_replicas,
-        verbose=verbose,
-        compile=compile,
-        enable_fp32_output=enable_fp32_output,
+        num_devices,
+        num_replicas,
+        verbose,
+        compile,
+        enable_fp32_output,
         tensor_parallel_size=tensor_parallel_size,
         data_parallel_size=data_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
