@@ -233,7 +233,7 @@ class VLLMWeightReceiver:
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
         """Returns whether a push has been committed since the last poll that returned true."""
         try:
-            self._moved(self.service.weights.wait_for_version(self._seen + 1, timeout))
+            self._moved(self.service.weights.wait_for_version(self._seen + 1, timeout_s=timeout))
         except VersionNotReachedError:
             return False
         return True

@@ -12,7 +12,7 @@ import re
 import secrets
 import uuid
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import ray
 from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
@@ -52,28 +52,46 @@ from torchrl_vllm_sync.service.members import (
 )
 from torchrl_vllm_sync.service.replicas import Replicas
 from torchrl_vllm_sync.service.requests import Requests
-from torchrl_vllm_sync.service.weights import NativeClient, Weights, check_wait, is_payload
+from torchrl_vllm_sync.service.weights import (
+    DEFAULT_TIMEOUT_S,
+    NativeClient,
+    Weights,
+    check_wait,
+)
 
 if TYPE_CHECKING:
     import os
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
-    import torch
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
     from torchrl_vllm_sync.routing.placer import RequestKey
     from torchrl_vllm_sync.service.fleet import ScalingPolicy
-    from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
+    from torchrl_vllm_sync.weights.transport import PushReport, WeightTransport
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT_S = 300.0
 _CONSTRUCTOR_KEYWORDS = (
     *("actor_class", "name", "detached", "stage_weights", "max_restarts", "scaling"),
     *("num_cpus_per_replica", "request_timeout_s", "unresponsive_after_s"),
 )
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def of_part(
+    part: str, method: Callable[Concatenate[Any, P], T]
+) -> Callable[Concatenate[Any, P], T]:
+    """Makes a method of the service that is ``method`` of one of its parts."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(getattr(self, part), *args, **kwargs)
+
+    return call
 
 
 class AsyncVLLM(RLvLLMEngine):
@@ -647,20 +665,9 @@ class AsyncVLLM(RLvLLMEngine):
         """Replica id to the policy version it last said it holds; ``None`` if it has not said."""
         return self.weights.versions
 
-    def wait_for_version(self, version: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """Returns :attr:`weight_version` as soon as it is ``version`` or later.
-
-        Works in any process that has the service: a push of another process is noticed within
-        0.1 s and the time of one actor call.
-
-        Args:
-            version: Policy version; one that nobody has pushed yet is waited for too.
-            timeout_s: Seconds to wait; 0 only looks.
-
-        Raises:
-            VersionNotReachedError: It was not reached in time; it says what each replica holds.
-        """
-        return self.weights.wait_for_version(version, timeout_s)
+    push_weights = of_part("weights", Weights.push)
+    wait_for_version = of_part("weights", Weights.wait_for_version)
+    get_model_metadata = of_part("weights", Weights.model_metadata)
 
     def register_version_hook(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
         """Has ``hook`` called with the report of each push that commits a new version.
@@ -678,60 +685,6 @@ class AsyncVLLM(RLvLLMEngine):
             A function that unregisters it; calling it twice does nothing.
         """
         return self.weights.hooks.register(hook)
-
-    def push_weights(
-        self,
-        weights: Any,
-        *,
-        version: int | None = None,
-        transport: WeightTransport | None = None,
-        timeout_s: float | None = None,
-        clear_cache: bool = False,
-        mode: PauseMode = "keep",
-        strict: bool | None = None,
-    ) -> PushReport:
-        """Brings every replica to new weights, keeping requests in flight.
-
-        Args:
-            weights: A module, a state dict, a TensorDict, a ``WeightSource``, or an iterable of
-                ``(name, tensor)``.
-            version: Policy version; by default one more than the newest. One version names the same
-                weights each time: repeating the last one is a retry, and where it is held already
-                some transports load nothing. What another process pushed is not known here.
-            transport: How to send from now on; memmap in shared memory to begin with.
-            timeout_s: Seconds after which a silent replica counts as failed, in each attempt: when
-                some die or fall silent, the others get everything once more. By default 30 s and
-                three times the median of pushes like this one, and 300 s for the first.
-            clear_cache: Recompute keys and values of requests in flight under the new weights.
-                Only then do their next tokens equal those of a fresh engine.
-            mode: What becomes of requests in flight: ``"keep"`` freezes them until the new weights
-                are in, ``"wait"`` lets them finish first, ``"abort"`` returns them as they are.
-            strict: Raise if any replica is left behind, and commit nothing. Otherwise the version
-                is committed once one replica holds it, and the report's ``left_behind`` names the
-                others. ``None`` is strict where the service restarts no replicas.
-
-        Returns:
-            What was sent, how long each phase took, and what each replica answered.
-
-        Raises:
-            WeightMismatchError: The weights do not fit the model; nothing was sent.
-            StaleVersionError: ``version`` is older than the newest, or this process pushed other
-                weights under it; see ``WeightPusher.push``. Nothing was sent.
-            PushUnderWayError: Another trainer is pushing; nothing was sent.
-            SnapshotError: The memmap transport could not store the weights; nothing was loaded.
-            WeightSyncError: No replica reached the version, or with ``strict`` some did not; these
-                take no requests until they do. Pushing the same version again is safe. If none
-                reached it, those that are whole go on with what they hold.
-        """
-        return self.weights.push(
-            weights,
-            version=version,
-            transport=transport,
-            timeout_s=timeout_s,
-            clear_cache=clear_cache,
-            mode=mode,
-            strict=strict,
-        )
 
     def follow_snapshots(
         self,
@@ -792,13 +745,6 @@ class AsyncVLLM(RLvLLMEngine):
             self.replicas.meeting_point(master_address, port)
         self.weights.pusher.open()
 
-    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Returns name to dtype and full shape of each tensor that a push must hold.
-
-        Names are those of the loaded model's checkpoint; a tied output head is left out.
-        """
-        return self.weights.model_metadata()
-
     def get_tp_size(self) -> int:
         """Returns the tensor-parallel size of a replica."""
         return self.engine_args.tensor_parallel_size
@@ -817,162 +763,19 @@ class AsyncVLLM(RLvLLMEngine):
 
     # ---------------------------------------------------------------- vLLM's own calls
 
-    def init_weight_transfer_engine(
-        self, request: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
-        """Initialises the transfer engine of every replica; blocks until the trainer has come.
-
-        Where the payload has a ``rank_offset`` each replica gets its own: the given one, plus the
-        workers of the replicas before it. ``world_size`` must be the trainer's ranks and
-        :meth:`get_world_size`.
-
-        Args:
-            request: vLLM's ``WeightTransferInitRequest``, or a mapping: its ``init_info``, or the
-                fields of that.
-            timeout_s: Seconds to wait for the replicas' answers.
-
-        Raises:
-            TransferError: A replica could not: fields that do not fit, a peer that did not come.
-        """
-        self._native.initialise(request, timeout_s)
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        """Has every replica leave the trainer's group, and give an open update up.
-
-        :meth:`init_weight_transfer_engine` sets it up again. A replica that had received part of
-        an update is stale until a later update succeeds.
-        """
-        self._native.call_and_learn("shutdown_weight_transfer_engine")
-
-    def use_transfer_engine(self, backend: str | None = None) -> None:
-        """Has every worker use another of vLLM's transfer engines, without a new launch.
-
-        Args:
-            backend: ``"nccl"``, ``"ipc"`` or any other name that vLLM's
-                ``WeightTransferEngineFactory`` knows in the workers; ``None`` goes back to the
-                engine of the launch, which the ``broadcast`` transport needs.
-        """
-        self._native.use_engine(backend)
-
-    def start_weight_update(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Begins an update on every replica; pushes wait until it has ended.
-
-        Engines that nobody paused are paused until :meth:`finish_weight_update`, and their
-        requests in flight kept: vLLM alone loses an engine that steps meanwhile.
-
-        Args:
-            timeout_s: Seconds to wait for a push that is under way.
-
-        Raises:
-            SyncError: A replica did not pause, or took pushes all the time; no replica has begun.
-        """
-        self._native.start_update(timeout_s)
-
-    def update_weights(self, weights: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Replaces the weights on all replicas; TorchRL's and vLLM's name for it.
-
-        Args:
-            weights: An iterator of ``(name, tensor)`` or whatever :meth:`push_weights` takes: a
-                whole push, with its errors. Or vLLM's ``WeightTransferUpdateRequest``, a mapping
-                with ``update_info``, that payload itself, or a list of it by worker: one part of an
-                update that :meth:`start_weight_update` began. It returns when that is received, so
-                the trainer sends meanwhile.
-            timeout_s: Seconds for it.
-
-        Raises:
-            TransferError: A replica did not receive its part. Its update is over, and unless
-                nothing had been touched it is stale until a later update succeeds.
-        """
-        if is_payload(weights):
-            self._native.update(weights, timeout_s)
-        else:
-            self.push_weights(weights, timeout_s=timeout_s)
-
-    def finish_weight_update(
-        self, weight_version: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
-        """Ends an update on every replica; they go on unless :meth:`pause_generation` holds them.
-
-        Args:
-            weight_version: Label of the weights. An integer, of 64 bits at most, moves the policy
-                version. Without one the version stays, and new requests keep off the keys of the
-                old weights even so.
-            timeout_s: Seconds for it.
-
-        Raises:
-            StaleVersionError: An integer older than the version held; the update stays open.
-            TransferError: A replica could not; it is stale until a later update succeeds.
-        """
-        self._native.finish_update(weight_version, timeout_s)
-
-    def pause_generation(
-        self,
-        *,
-        mode: PauseMode = "abort",
-        clear_cache: bool = True,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> None:
-        """Pauses every engine until :meth:`resume_generation`, whatever is pushed in between.
-
-        New requests wait at the replicas.
-
-        Args:
-            mode: What becomes of requests in flight, as in :meth:`push_weights`.
-            clear_cache: Drop cached prefixes; frozen requests recompute theirs.
-            timeout_s: Seconds for it; ``"wait"`` takes as long as the requests in flight.
-
-        Raises:
-            SyncError: It took too long; that engine goes on.
-        """
-        options = {"mode": mode, "clear_cache": clear_cache}
-        self._native.call("pause_generation", timeout_s=timeout_s, **options)
-
-    def resume_generation(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Ends :meth:`pause_generation`; does nothing to engines that are not paused.
-
-        Engines that are asleep must be woken first.
-
-        Args:
-            timeout_s: Seconds for it.
-
-        Raises:
-            ReplicaUnavailableError: A replica's weights are not whole; it stays paused.
-        """
-        self._native.call_and_learn("resume_generation", timeout_s=timeout_s)
-
-    def is_paused(self) -> bool:
-        """Returns whether every engine is paused."""
-        return all(self.replicas.call_replicas("is_paused").raise_failures().values())
-
-    def sleep(
-        self, level: int = 1, mode: PauseMode = "abort", *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
-        """Puts every engine to sleep; new requests wait at the replicas until :meth:`wake_up`.
-
-        Engines on GPUs must have been launched with ``enable_sleep_mode``.
-
-        Args:
-            level: 0 pauses only; 1 moves weights to the host and drops keys and values; 2 drops
-                both: then ``wake_up(["weights"])``, an update, ``wake_up(["kv_cache"])``.
-            mode: See :meth:`push_weights`.
-            timeout_s: Seconds for it.
-        """
-        self._native.call("sleep", level, mode, timeout_s=timeout_s)
-
-    def wake_up(
-        self, tags: list[str] | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> bool:
-        """Wakes every engine; weights that level 2 dropped must be replaced first.
-
-        Args:
-            tags: Memory to wake: ``"weights"``, ``"kv_cache"``; ``None`` wakes all.
-            timeout_s: Seconds for it.
-
-        Returns:
-            Whether all are fully awake and take requests.
-        """
-        awake = self._native.call_and_learn("wake_up", tags, timeout_s=timeout_s)
-        return all(awake.values())
+    init_weight_transfer_engine = of_part("_native", NativeClient.init_weight_transfer_engine)
+    shutdown_weight_transfer_engine = of_part(
+        "_native", NativeClient.shutdown_weight_transfer_engine
+    )
+    use_transfer_engine = of_part("_native", NativeClient.use_transfer_engine)
+    start_weight_update = of_part("_native", NativeClient.start_weight_update)
+    update_weights = of_part("_native", NativeClient.update_weights)
+    finish_weight_update = of_part("_native", NativeClient.finish_weight_update)
+    pause_generation = of_part("_native", NativeClient.pause_generation)
+    resume_generation = of_part("_native", NativeClient.resume_generation)
+    is_paused = of_part("_native", NativeClient.is_paused)
+    sleep = of_part("_native", NativeClient.sleep)
+    wake_up = of_part("_native", NativeClient.wake_up)
 
     # ---------------------------------------------------------------- replicas coming and going
 

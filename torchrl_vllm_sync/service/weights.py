@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import PushStatus
     from torchrl_vllm_sync.service.replicas import Answers, Replicas
     from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.transport import PushReport, WeightTransport
+    from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
+
+DEFAULT_TIMEOUT_S = 300.0
 
 
 class Weights:
@@ -60,8 +62,19 @@ class Weights:
         """Replica id to the version it last said it holds; ``None`` if it has not said."""
         return {one.replica_id: one.weight_version for one in self._replicas.known()}
 
-    def wait_for_version(self, version: int, timeout_s: float) -> int:
-        """Waits until :attr:`version` is ``version`` or later, and returns it."""
+    def wait_for_version(self, version: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Returns :attr:`weight_version` as soon as it is ``version`` or later.
+
+        Works in any process that has the service: a push of another process is noticed within
+        0.1 s and the time of one actor call.
+
+        Args:
+            version: Policy version; one that nobody has pushed yet is waited for too.
+            timeout_s: Seconds to wait; 0 only looks.
+
+        Raises:
+            VersionNotReachedError: It was not reached in time; it says what each replica holds.
+        """
         check_version("version", version)
         check_wait("timeout_s", timeout_s)
 
@@ -99,7 +112,10 @@ class Weights:
         return self._metadata
 
     def model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Returns name to dtype and full shape of each tensor that a push must hold."""
+        """Returns name to dtype and full shape of each tensor that a push must hold.
+
+        Names are those of the loaded model's checkpoint; a tied output head is left out.
+        """
         return {one.name: (one.dtype, torch.Size(one.shape)) for one in self.expected()}
 
     def push(
@@ -108,13 +124,56 @@ class Weights:
         *,
         version: int | None = None,
         transport: WeightTransport | None = None,
-        **options: Any,
+        timeout_s: float | None = None,
+        clear_cache: bool = False,
+        mode: PauseMode = "keep",
+        strict: bool | None = None,
     ) -> PushReport:
-        """Brings every replica to new weights; ``options`` are those of ``PushOptions``."""
+        """Brings every replica to new weights, keeping requests in flight.
+
+        Args:
+            weights: A module, a state dict, a TensorDict, a ``WeightSource``, or an iterable of
+                ``(name, tensor)``.
+            version: Policy version; by default one more than the newest. One version names the same
+                weights each time: repeating the last one is a retry, and where it is held already
+                some transports load nothing. What another process pushed is not known here.
+            transport: How to send from now on; memmap in shared memory to begin with.
+            timeout_s: Seconds after which a silent replica counts as failed, in each attempt: when
+                some die or fall silent, the others get everything once more. By default 30 s and
+                three times the median of pushes like this one, and 300 s for the first.
+            clear_cache: Recompute keys and values of requests in flight under the new weights.
+                Only then do their next tokens equal those of a fresh engine.
+            mode: What becomes of requests in flight: ``"keep"`` freezes them until the new weights
+                are in, ``"wait"`` lets them finish first, ``"abort"`` returns them as they are.
+            strict: Raise if any replica is left behind, and commit nothing. Otherwise the version
+                is committed once one replica holds it, and the report's ``left_behind`` names the
+                others. ``None`` is strict where the service restarts no replicas.
+
+        Returns:
+            What was sent, how long each phase took, and what each replica answered.
+
+        Raises:
+            WeightMismatchError: The weights do not fit the model; nothing was sent.
+            StaleVersionError: ``version`` is older than the newest, or this process pushed other
+                weights under it; see ``WeightPusher.push``. Nothing was sent.
+            PushUnderWayError: Another trainer is pushing; nothing was sent.
+            SnapshotError: The memmap transport could not store the weights; nothing was loaded.
+            WeightSyncError: No replica reached the version, or with ``strict`` some did not; these
+                take no requests until they do. Pushing the same version again is safe. If none
+                reached it, those that are whole go on with what they hold.
+        """
         self._replicas.require()
         if transport is not None:
             self.pusher.use(transport)
-        return self.pusher.push(weights, version=version, on_end=self._end_push, **options)
+        return self.pusher.push(
+            weights,
+            version=version,
+            on_end=self._end_push,
+            timeout_s=timeout_s,
+            clear_cache=clear_cache,
+            mode=mode,
+            strict=strict,
+        )
 
     def _end_push(self, pushed: PushStatus | None) -> None:
         """Passes the outcome of a push to listeners and replicas."""
@@ -123,11 +182,13 @@ class Weights:
         if self._replicas.membership is not None:
             self._replicas.learn(doubtful=pushed.left_behind if pushed else (), pushed=pushed)
 
-    def learn_versions(self) -> None:
+    def learn_versions(self, *, notify: bool = True) -> None:
         """Updates versions and states at once, after something other than a push changed them."""
-        self.pusher.look_again()
-        self._replicas.learn()
-        self.hooks.moved(self.version)
+        if self._replicas.membership is not None:
+            self.pusher.look_again()
+            self._replicas.learn()
+        if notify:
+            self.hooks.moved(self.version)
 
 
 def check_wait(name: str, seconds: Any) -> None:
@@ -136,33 +197,35 @@ def check_wait(name: str, seconds: Any) -> None:
         raise UnsupportedArgumentError(f"{name} must be a finite number from 0 on, got {seconds!r}")
 
 
-DEFAULT_TIMEOUT_S = 300.0
-
-
 class NativeClient:
     """vLLM's own weight-transfer, pause and sleep calls, on every replica at once.
 
     They make a service a ``VLLMWeightSyncClient``, the object that vLLM's trainer-side engines
     drive (``vllm/distributed/weight_transfer/base.py``, 0.26 to 0.32). Each returns when all have
-    answered, and raises the first failure; one out of turn raises ``TransferNotReadyError`` and
-    does nothing.
+    answered, and raises the first failure.
     """
 
     def __init__(self, replicas: Replicas, weights: Weights) -> None:
         self._replicas, self._weights = replicas, weights
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, **options: Any) -> Any:
-        """Calls all with the same arguments, and returns their answers."""
-        return self._call(method, self._everyone(*args), timeout_s, **options).raise_failures()
+    def init_weight_transfer_engine(
+        self, request: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Initialises the transfer engine of every replica; blocks until the trainer has come.
 
-    def call_and_learn(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """The same for a call after which replicas are in other states."""
-        answers = self.call(method, *args, timeout_s=timeout_s)
-        self._replicas.learn()
-        return answers
+        Where the payload has a ``rank_offset`` each replica gets its own: the given one, plus the
+        workers of the replicas before it. ``world_size`` must be the trainer's ranks and
+        :meth:`get_world_size`.
 
-    def initialise(self, request: Any, timeout_s: float) -> None:
-        """Initialises every replica's transfer engine, each with a ``rank_offset`` of its own."""
+        Args:
+            request: vLLM's ``WeightTransferInitRequest``, or a mapping: its ``init_info``, or the
+                fields of that.
+            timeout_s: Seconds to wait for the replicas' answers.
+
+        Raises:
+            UnsupportedArgumentError: Also if ``world_size`` has no room for every worker.
+            TransferError: A replica could not: fields that do not fit, a peer that did not come.
+        """
         info = payload_of(request, "init_info")
         if not isinstance(info, dict):
             raise UnsupportedArgumentError(f"init_info must be a mapping, got {info!r}")
@@ -182,21 +245,65 @@ class NativeClient:
         self._weights.pusher.step_aside()
         self._call("init_weight_transfer_engine", everyone, timeout_s).raise_failures()
 
-    def use_engine(self, backend: str | None) -> None:
-        """Has every worker use another of vLLM's transfer engines."""
-        self._weights.pusher.step_aside()
-        self.call("use_transfer_engine", backend)
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Has every replica leave the trainer's group, and give an open update up.
 
-    def start_update(self, timeout_s: float) -> None:
-        """Begins an update on every replica, or on none."""
+        :meth:`init_weight_transfer_engine` sets it up again. A replica that had received part of
+        an update is stale until a later update succeeds.
+        """
+        self._call("shutdown_weight_transfer_engine", self._everyone()).raise_failures()
+        self._replicas.learn()
+
+    def use_transfer_engine(self, backend: str | None = None) -> None:
+        """Has every worker use another of vLLM's transfer engines, without a new launch.
+
+        Args:
+            backend: ``"nccl"``, ``"ipc"`` or any other name that vLLM's
+                ``WeightTransferEngineFactory`` knows in the workers; ``None`` goes back to the
+                engine of the launch, which the ``broadcast`` transport needs.
+        """
+        self._weights.pusher.step_aside()
+        self._call("use_transfer_engine", self._everyone(backend)).raise_failures()
+
+    def start_weight_update(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Begins an update on every replica, or on none; pushes wait until it has ended.
+
+        Engines that nobody paused are paused until :meth:`finish_weight_update`, and their
+        requests in flight kept: vLLM alone loses an engine that steps meanwhile.
+
+        Args:
+            timeout_s: Seconds to wait for a push that is under way.
+
+        Raises:
+            SyncError: A replica did not pause, or took pushes all the time.
+        """
         answers = self._call("start_weight_update", self._everyone(), timeout_s)
         failures = answers.failures
         if failures and (begun := answers.keys() - failures.keys()):
-            self._call("shutdown_weight_transfer_engine", dict.fromkeys(begun, ()), timeout_s)
+            calls = dict.fromkeys(begun, ())
+            pending = self._replicas.start_calls("shutdown_weight_transfer_engine", calls)
+            pending.answers(timeout_s + GRACE_S)
         answers.raise_failures()
 
-    def update(self, weights: Any, timeout_s: float) -> None:
-        """Takes one part of an update: a payload for all, or a list with one for each worker."""
+    def update_weights(self, weights: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Replaces the weights on all replicas; TorchRL's and vLLM's name for it.
+
+        Args:
+            weights: An iterator of ``(name, tensor)`` or whatever :meth:`push_weights` takes: a
+                whole push, with its errors. Or vLLM's ``WeightTransferUpdateRequest``, a mapping
+                with ``update_info``, that payload itself, or a list of it by worker: one part of an
+                update that :meth:`start_weight_update` began. It returns when that is received, so
+                the trainer sends meanwhile.
+            timeout_s: Seconds for it.
+
+        Raises:
+            UnsupportedArgumentError: A list has not one part for each worker.
+            TransferError: A replica did not receive its part. Its update is over, and unless
+                nothing had been touched it is stale until a later update succeeds.
+        """
+        if not is_payload(weights):
+            self._weights.push(weights, timeout_s=timeout_s)
+            return
         info = payload_of(weights, "update_info")
         calls, workers = self._everyone(info), self._workers
         if isinstance(info, list):
@@ -211,15 +318,96 @@ class NativeClient:
             }
         self._call("update_weights", calls, timeout_s).raise_failures()
 
-    def finish_update(self, weight_version: str | None, timeout_s: float) -> None:
-        """Ends an update; then this process knows the versions, whether or not all have ended."""
-        try:
-            self.call("finish_weight_update", weight_version, timeout_s=timeout_s)
-        finally:
-            if self._replicas.membership is not None:
-                self._weights.pusher.look_again()
-                self._replicas.learn()
-        self._weights.hooks.moved(self._weights.version)
+    def finish_weight_update(
+        self, weight_version: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Ends an update on every replica; they go on unless :meth:`pause_generation` holds them.
+
+        Args:
+            weight_version: Label of the weights. An integer, of 64 bits at most, moves the policy
+                version. Without one the version stays, and new requests keep off the keys of the
+                old weights even so.
+            timeout_s: Seconds for it.
+
+        Raises:
+            StaleVersionError: An integer older than the version held; the update stays open.
+            TransferError: A replica could not; it is stale until a later update succeeds.
+        """
+        answers = self._call("finish_weight_update", self._everyone(weight_version), timeout_s)
+        self._weights.learn_versions(notify=not answers.failures)
+        answers.raise_failures()
+
+    def pause_generation(
+        self,
+        *,
+        mode: PauseMode = "abort",
+        clear_cache: bool = True,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Pauses every engine until :meth:`resume_generation`, whatever is pushed in between.
+
+        New requests wait at the replicas.
+
+        Args:
+            mode: What becomes of requests in flight, as in :meth:`push_weights`.
+            clear_cache: Drop cached prefixes; frozen requests recompute theirs.
+            timeout_s: Seconds for it; ``"wait"`` takes as long as the requests in flight.
+
+        Raises:
+            SyncError: It took too long; that engine goes on.
+        """
+        options = {"mode": mode, "clear_cache": clear_cache}
+        answers = self._call("pause_generation", self._everyone(), timeout_s, **options)
+        answers.raise_failures()
+
+    def resume_generation(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Ends :meth:`pause_generation`; does nothing to engines that are not paused.
+
+        Engines that are asleep must be woken first.
+
+        Args:
+            timeout_s: Seconds for it.
+
+        Raises:
+            ReplicaUnavailableError: A replica's weights are not whole; it stays paused.
+        """
+        self._call("resume_generation", self._everyone(), timeout_s).raise_failures()
+        self._replicas.learn()
+
+    def is_paused(self) -> bool:
+        """Returns whether every engine is paused."""
+        return all(self._replicas.call_replicas("is_paused").raise_failures().values())
+
+    def sleep(
+        self, level: int = 1, mode: PauseMode = "abort", *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Puts every engine to sleep; new requests wait at the replicas until :meth:`wake_up`.
+
+        Engines on GPUs must have been launched with ``enable_sleep_mode``.
+
+        Args:
+            level: 0 pauses only; 1 moves weights to the host and drops keys and values; 2 drops
+                both: then ``wake_up(["weights"])``, an update, ``wake_up(["kv_cache"])``.
+            mode: See :meth:`push_weights`.
+            timeout_s: Seconds for it.
+        """
+        self._call("sleep", self._everyone(level, mode), timeout_s).raise_failures()
+
+    def wake_up(
+        self, tags: list[str] | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> bool:
+        """Wakes every engine; weights that level 2 dropped must be replaced first.
+
+        Args:
+            tags: Memory to wake: ``"weights"``, ``"kv_cache"``; ``None`` wakes all.
+            timeout_s: Seconds for it.
+
+        Returns:
+            Whether all are fully awake and take requests.
+        """
+        awake = self._call("wake_up", self._everyone(tags), timeout_s).raise_failures()
+        self._replicas.learn()
+        return all(awake.values())
 
     @property
     def _workers(self) -> int:
@@ -233,10 +421,10 @@ class NativeClient:
         self,
         method: str,
         calls: Mapping[str, tuple[Any, ...]],
-        timeout_s: float | None,
+        timeout_s: float | None = None,
         **options: Any,
     ) -> Answers:
-        if timeout_s is not None and method != "shutdown_weight_transfer_engine":
+        if timeout_s is not None:
             options["timeout_s"] = timeout_s
         pending = self._replicas.start_calls(method, calls, **options)
         return pending.answers((timeout_s or DEFAULT_TIMEOUT_S) + GRACE_S)
