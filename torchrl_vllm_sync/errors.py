@@ -1,7 +1,6 @@
 """The library's exceptions: one tree, each class also the standard error it stands for.
 
-Every constructor stores exactly its arguments in ``args``, so instances survive pickling across
-Ray and multiprocessing.
+Every constructor stores exactly its arguments in ``args``, so that instances survive pickling.
 """
 
 from __future__ import annotations
@@ -10,33 +9,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import ReplicaState
-
-__all__ = [
-    "FencedWriterError",
-    "GenerationError",
-    "GenerationTimeoutError",
-    "InvalidPromptError",
-    "LaunchError",
-    "NoReplicaAvailableError",
-    "PlacementError",
-    "PushUnderWayError",
-    "ReplicaUnavailableError",
-    "RequestLostError",
-    "ServiceClosedError",
-    "SilentEngineError",
-    "SnapshotError",
-    "StaleVersionError",
-    "SyncError",
-    "TransferError",
-    "TransferNotReadyError",
-    "UnknownStrategyError",
-    "UnstampedRowsError",
-    "UnsupportedArgumentError",
-    "VersionNotReachedError",
-    "VersionSpanError",
-    "WeightMismatchError",
-    "WeightSyncError",
-]
 
 
 class SyncError(Exception):
@@ -93,9 +65,8 @@ class LaunchError(SyncError, RuntimeError):
         self.failures = failures
 
     def __str__(self) -> str:
-        return "launch failed: " + "; ".join(
-            f"{name}: {why}" for name, why in self.failures.items()
-        )
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.failures.items())
+        return f"launch failed: {reasons}"
 
 
 class ServiceClosedError(SyncError, RuntimeError):
@@ -117,20 +88,15 @@ class ReplicaUnavailableError(SyncError, RuntimeError):
     """
 
     def __init__(
-        self,
-        replica_id: str,
-        state: ReplicaState,
-        reason: str = "",
-        may_return: bool = False,
+        self, replica_id: str, state: ReplicaState, reason: str = "", may_return: bool = False
     ) -> None:
         super().__init__(replica_id, state, reason, may_return)
         self.replica_id, self.state, self.reason = replica_id, state, reason
         self.may_return = may_return
 
     def __str__(self) -> str:
-        return f"replica {self.replica_id} is {self.state}" + (
-            f": {self.reason}" if self.reason else ""
-        )
+        why = f": {self.reason}" if self.reason else ""
+        return f"replica {self.replica_id} is {self.state}{why}"
 
 
 class GenerationError(SyncError, RuntimeError):
@@ -152,7 +118,7 @@ class GenerationError(SyncError, RuntimeError):
 class RequestLostError(GenerationError, ReplicaUnavailableError):
     """Every replica that was given a request lost it, and no other took it up in time.
 
-    As a ``ReplicaUnavailableError`` it has the id and the state of the replica that had it last.
+    It has the id of the request, and the id and the state of the replica that had it last.
 
     Attributes:
         request_id: Id of the request.
@@ -170,9 +136,6 @@ class RequestLostError(GenerationError, ReplicaUnavailableError):
         told = "; ".join(f"attempt {at}: {one}" for at, one in enumerate(attempts, 1))
         self.reason = f"lost by every replica that had it ({told}), {why}"
 
-    def __str__(self) -> str:
-        return f"request {self.request_id}: {self.reason}"
-
 
 class GenerationTimeoutError(SyncError, TimeoutError):
     """A request did not finish in time; its work in the engine was ended too."""
@@ -187,10 +150,7 @@ class SilentEngineError(SyncError, TimeoutError):
 
 
 class TransferNotReadyError(SyncError, RuntimeError):
-    """A call of vLLM's weight transfer came out of turn, or before its engine was initialised.
-
-    It did nothing: requests go on, and the calls that were in order stay in force.
-    """
+    """A call of vLLM's weight transfer came out of turn, and did nothing."""
 
 
 class PushUnderWayError(SyncError, RuntimeError):
@@ -213,10 +173,7 @@ class PushUnderWayError(SyncError, RuntimeError):
 
 
 class WeightMismatchError(SyncError, ValueError):
-    """A push does not fit the engines' model: missing or unknown names, wrong shapes or dtypes.
-
-    Raised before anything is written or loaded.
-    """
+    """A push does not fit the model, by names, shapes or dtypes; nothing was written or loaded."""
 
 
 class WeightSyncError(SyncError, RuntimeError):
@@ -271,3 +228,10 @@ class SnapshotError(SyncError, RuntimeError):
 
 class FencedWriterError(SyncError, RuntimeError):
     """Another writer has taken over the snapshot directory; this one may no longer publish."""
+
+
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    name
+    for name, one in list(globals().items())
+    if isinstance(one, type) and issubclass(one, SyncError)
+]

@@ -35,8 +35,8 @@ _GONE = (
 
 def is_gone(error: BaseException) -> bool:
     """Whether a call ended because its actor is dead, or never lived."""
-    # What a method itself raised says nothing of its actor: Ray makes a ``RayTaskError`` of it that
-    # is of the cause's class too, such as ``OutOfMemoryError`` of a task that it waited for.
+    # What a method itself raised says nothing of its actor: Ray makes a ``RayTaskError`` of it,
+    # which is of the cause's class too.
     return isinstance(error, _GONE) and not isinstance(error, RayTaskError | ActorUnavailableError)
 
 

@@ -45,15 +45,17 @@ class PushStatus:
         return max(pauses, default=None)
 
 
+# Seconds that count, at most, between two looks at a silence.
 MAX_STEP_S = 1.0
-"""Seconds that count, at most, between two looks at a silence."""
+# Seconds of silence after which an engine, or an actor, has failed unless told otherwise.
+UNRESPONSIVE_AFTER_S = 60.0
 
 
 class Silence:
     """Seconds for which an answer has been owed, by the time that the waiting process was awake.
 
-    It must look at least once every ``MAX_STEP_S``, and no more than that counts between two looks:
-    a process that was itself stopped, or starved, does not take its own absence for silence.
+    No more than ``MAX_STEP_S`` counts between two looks: a process that was itself stopped, or
+    starved, does not take its own absence for silence.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -70,10 +72,6 @@ class Silence:
         self._seconds += min(now - self._looked_at, MAX_STEP_S)
         self._looked_at = now
         return self._seconds
-
-
-UNRESPONSIVE_AFTER_S = 60.0
-"""Seconds of silence after which an engine, or an actor, counts as failed unless told otherwise."""
 
 
 class ReplicaState(StrEnum):

@@ -5,20 +5,13 @@ Nothing is downloaded, and neither vLLM nor Ray is imported.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 if TYPE_CHECKING:
@@ -39,13 +32,6 @@ __all__ = [
 ]
 
 Architecture = Literal["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]
-
-_CONFIGS: dict[Architecture, type[PreTrainedConfig]] = {
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "qwen2_moe": Qwen2MoeConfig,
-    "qwen3_moe": Qwen3MoeConfig,
-}
 
 # 0.02, the usual initial spread, makes nearly every greedy token of so small a model the same one.
 _DIVERSE_WEIGHT_STD = 0.25
@@ -93,21 +79,17 @@ def make_tiny_checkpoint(
 ) -> Path:
     """Writes a random float32 causal language model and its tokenizer to ``directory``.
 
-    There are two flavours. ``diverse=True`` (4 layers, wide initial spread) is for tests of weight
-    transfer: greedy outputs differ between prompts and between seeds, so that a wrong weight
-    shows. ``diverse=False`` (2 layers, the usual spread) starts close to the uniform distribution
-    and learns within seconds, for reinforcement learning on a laptop.
-
     The head size is 32, the smallest that vLLM's CPU attention supports. Experts are written one
-    tensor per projection and expert, as published checkpoints have them, although transformers
-    keeps them fused in memory.
+    tensor per projection and expert, as published checkpoints have them.
 
     Args:
         directory: Created if absent. Files of an earlier checkpoint in it are replaced.
         architecture: A dense or a mixture-of-experts model.
         tied: Whether the output head shares the embedding's weights.
         seed: Of the weights. The tokenizer does not depend on it.
-        diverse: Which of the two flavours.
+        diverse: 4 layers and a wide initial spread, for tests of weight transfer: greedy outputs
+            differ between prompts and between seeds, so that a wrong weight shows. Otherwise 2
+            layers close to the uniform distribution, which learn within seconds on a laptop.
         **config_overrides: Fields of the transformers config, such as ``num_hidden_layers=1``.
 
     Returns:
@@ -120,7 +102,7 @@ def make_tiny_checkpoint(
         >>> path = make_tiny_checkpoint(tmp_path / "moe", architecture="qwen3_moe", seed=1)
         >>> model = load_tiny_model(path)
     """
-    if architecture not in _CONFIGS:
+    if architecture not in get_args(Architecture):
         names = ", ".join(get_args(Architecture))
         raise ValueError(f"architecture must be one of {names}, got {architecture!r}")
     directory = Path(directory)
@@ -145,7 +127,7 @@ def make_tiny_checkpoint(
         fields |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     if architecture == "qwen2_moe":
         fields["shared_expert_intermediate_size"] = 64
-    config = _CONFIGS[architecture](**(fields | config_overrides))
+    config = AutoConfig.for_model(architecture, **(fields | config_overrides))
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -160,25 +142,19 @@ def make_tiny_checkpoint(
 
 
 def load_tiny_model(checkpoint: str | os.PathLike[str]) -> PreTrainedModel:
-    """Loads a checkpoint as the trainer would hold it: float32 on the CPU, in evaluation mode.
+    """Returns a model as the trainer would hold it: float32 on the CPU, in evaluation mode.
 
     Args:
         checkpoint: Directory of the checkpoint.
-
-    Returns:
-        The model.
     """
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Trains the tokenizer of the tiny checkpoints, always the same one.
+    """Returns the tokenizer of the tiny checkpoints: 512 tokens, the special ones first.
 
     ``<|endoftext|>`` pads and is not part of the chat template; ``<|im_end|>`` ends a turn and is
     the end-of-sequence token. Any text can be encoded and decoded back.
-
-    Returns:
-        A tokenizer of exactly :data:`VOCAB_SIZE` tokens, the special ones first.
     """
     tokenizer = Tokenizer(models.BPE())
     # Split as Qwen2Tokenizer does: AutoTokenizer takes that class for the checkpoints' model type.
@@ -207,20 +183,16 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _corpus() -> Iterator[str]:
-    for a in range(10):
-        for b in range(10):
-            for sentence in _SENTENCES:
-                yield sentence.format(a=a, b=b, sum=a + b, product=a * b)
+    for a, b, sentence in itertools.product(range(10), range(10), _SENTENCES):
+        yield sentence.format(a=a, b=b, sum=a + b, product=a * b)
 
 
 @torch.no_grad()
 def token_log_probs(model: PreTrainedModel, token_ids: Sequence[int] | Tensor) -> Tensor:
-    """Log-probability of each token after the first, given all tokens before it.
-
-    This is what vLLM returns as ``prompt_logprobs``, whose first entry is None.
+    """Returns the log-probability of each token after the first, as vLLM's ``prompt_logprobs``.
 
     Args:
-        model: A causal language model. Its mode is left as it is; dropout would blur the result.
+        model: A causal language model, in evaluation mode.
         token_ids: One sequence of at least two tokens.
 
     Returns:
@@ -240,15 +212,12 @@ def token_log_probs(model: PreTrainedModel, token_ids: Sequence[int] | Tensor) -
 def greedy_tokens(
     model: PreTrainedModel, token_ids: Sequence[int], *, max_tokens: int = 32
 ) -> list[int]:
-    """The most likely continuation of exactly ``max_tokens`` tokens; no token ends it early.
+    """Returns the most likely continuation; no token ends it early.
 
     Args:
         model: A causal language model.
         token_ids: The prompt, at least one token.
         max_tokens: How many tokens to append.
-
-    Returns:
-        The new tokens, without the prompt.
     """
     ids = list(token_ids)
     for _ in range(max_tokens):
@@ -268,10 +237,8 @@ def assert_diverse(outputs: Sequence[Sequence[int]], *, min_distinct: int = 6) -
         AssertionError: Two outputs are equal, or one repeats too few tokens.
     """
     for i, output in enumerate(outputs):
-        if len(set(output)) < min_distinct:
-            raise AssertionError(
-                f"output {i} holds {len(set(output))} distinct tokens, fewer than {min_distinct}: "
-                f"{list(output)}"
-            )
+        if (num := len(set(output))) < min_distinct:
+            too_few = f"{num} distinct tokens, fewer than {min_distinct}"
+            raise AssertionError(f"output {i} holds {too_few}: {list(output)}")
     if len({tuple(output) for output in outputs}) < len(outputs):
         raise AssertionError("two outputs are equal")

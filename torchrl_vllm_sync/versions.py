@@ -11,7 +11,6 @@ from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-
 # What the int64 stamps on rows can hold.
 MAX_VERSION = 2**63 - 1
 
@@ -37,15 +36,14 @@ def spans_from_starts(
     starts: Iterable[tuple[int, int]], num_tokens: int
 ) -> tuple[VersionSpan, ...]:
     """Builds spans from where each version began, without empty ones, equal neighbours merged."""
-    spans: list[VersionSpan] = []
-    known = list(starts)
+    spans, known = list[VersionSpan](), list(starts)
     if num_tokens and not known:
         raise VersionSpanError(f"{num_tokens} tokens must have a version, got none")
     if any(later < earlier for (_, earlier), (_, later) in pairwise(known)):
         raise VersionSpanError(f"versions must begin one after the other, got {known}")
     begin = 0
-    for at, (version, _) in enumerate(known):
-        end = num_tokens if at + 1 == len(known) else min(known[at + 1][1], num_tokens)
+    for (version, _), (_, limit) in pairwise([*known, (0, num_tokens)]):
+        end = min(limit, num_tokens)
         if end == begin:
             continue
         if spans and spans[-1].version == version:
@@ -66,16 +64,10 @@ def slice_spans(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[Ver
 
 
 def check_spans(spans: Sequence[VersionSpan], num_tokens: int) -> None:
-    """Refuses spans that do not cover a response exactly."""
-    position = 0
-    for one in spans:
-        if one.start != position or one.end <= one.start:
-            raise VersionSpanError(f"spans must follow each other from 0, got {list(spans)}")
-        position = one.end
-    if position != num_tokens:
-        raise VersionSpanError(f"spans must cover {num_tokens} tokens, got {list(spans)}")
-    if any(left.version == right.version for left, right in pairwise(spans)):
-        raise VersionSpanError(f"neighbours must differ in version, got {list(spans)}")
+    """Refuses spans that do not cover a response exactly, neighbours of different versions."""
+    starts = [(one.version, one.start) for one in spans]
+    if tuple(spans) != spans_from_starts(starts, num_tokens):
+        raise VersionSpanError(f"spans must cover {num_tokens} tokens one by one, got {spans}")
 
 
 def check_version(name: str, version: object) -> None:

@@ -667,7 +667,9 @@ class AsyncVLLM(RLvLLMEngine):
 
     push_weights = of_part("weights", Weights.push)
     wait_for_version = of_part("weights", Weights.wait_for_version)
-    get_model_metadata = of_part("weights", Weights.model_metadata)
+    get_model_metadata = of_part(  # pyright: ignore[reportAssignmentType]
+        "weights", Weights.model_metadata
+    )
 
     def register_version_hook(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
         """Has ``hook`` called with the report of each push that commits a new version.
@@ -769,7 +771,9 @@ class AsyncVLLM(RLvLLMEngine):
     )
     use_transfer_engine = of_part("_native", NativeClient.use_transfer_engine)
     start_weight_update = of_part("_native", NativeClient.start_weight_update)
-    update_weights = of_part("_native", NativeClient.update_weights)
+    update_weights = of_part(  # pyright: ignore[reportAssignmentType]
+        "_native", NativeClient.update_weights
+    )
     finish_weight_update = of_part("_native", NativeClient.finish_weight_update)
     pause_generation = of_part("_native", NativeClient.pause_generation)
     resume_generation = of_part("_native", NativeClient.resume_generation)
