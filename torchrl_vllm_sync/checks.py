@@ -16,6 +16,9 @@ from torchrl_vllm_sync.errors import UnsupportedArgumentError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Seconds for what a caller of a service waits for, unless told otherwise.
+DEFAULT_TIMEOUT_S = 300.0
+
 
 def check_integer(name: str, value: object, least: int) -> None:
     """Refuses what is no integer, or is less than ``least``."""
@@ -39,6 +42,12 @@ def check_seconds(name: str, value: object) -> None:
         raise UnsupportedArgumentError(
             f"{name} must be a finite number greater than 0, got {value!r}"
         )
+
+
+def check_wait(name: str, value: object) -> None:
+    """Refuses what is no time to wait: a finite number from 0 on."""
+    if not (isinstance(value, int | float) and 0 <= value < math.inf):
+        raise UnsupportedArgumentError(f"{name} must be a finite number from 0 on, got {value!r}")
 
 
 _MAX_LENGTH = 60

@@ -86,6 +86,7 @@ class Rig:
         self.replicas = replicas_of([member(one, f"actor {one}") for one in "01"], load=self.load)
         self.membership = self.replicas.membership
         self.fleet = Fleet(self.replicas, self.pusher)
+        self.fleet.supervises = True
         self.calls, self.during, self.closed, self.ended = [], {}, [], []
         monkeypatch.setattr(self.replicas, "start", self.start)
         monkeypatch.setattr(fleet_module, "close_members", self.close)
@@ -119,7 +120,7 @@ def rig(monkeypatch):
 
 def test_who_is_restarted_while_it_is_removed_is_ended_as_what_it_is_then(rig):
     rig.during["drain"] = lambda: rig.fleet.restart("1")
-    rig.fleet.remove(["1"], drain_timeout_s=0)
+    rig.fleet.remove_replicas(["1"], drain_timeout_s=0)
     assert rig.closed == ["new 1"]
     assert rig.load.replica_ids == ["0"]
 
@@ -127,8 +128,8 @@ def test_who_is_restarted_while_it_is_removed_is_ended_as_what_it_is_then(rig):
 def test_who_is_removed_twice_at_once_is_ended_once_and_with_it_the_others(rig):
     rig.membership.put(member("2", "actor 2"))
     rig.load.add("2", SERVING)
-    rig.during["drain"] = lambda: rig.fleet.remove(["2"], drain_timeout_s=0)
-    rig.fleet.remove(["1", "2"], drain_timeout_s=0)
+    rig.during["drain"] = lambda: rig.fleet.remove_replicas(["2"], drain_timeout_s=0)
+    rig.fleet.remove_replicas(["1", "2"], drain_timeout_s=0)
     assert rig.closed == ["actor 2", "actor 1"]
     assert rig.load.replica_ids == ["0"]
 
@@ -136,10 +137,10 @@ def test_who_is_removed_twice_at_once_is_ended_once_and_with_it_the_others(rig):
 def test_those_who_leave_at_once_leave_one_behind(rig):
     def other():
         with pytest.raises(UnsupportedArgumentError, match="must leave at least 1"):
-            rig.fleet.remove(["0"], drain_timeout_s=0)
+            rig.fleet.remove_replicas(["0"], drain_timeout_s=0)
 
     rig.during["drain"] = other
-    rig.fleet.remove(["1"], drain_timeout_s=0)
+    rig.fleet.remove_replicas(["1"], drain_timeout_s=0)
     assert rig.load.replica_ids == ["0"]
 
 
@@ -151,7 +152,7 @@ def test_who_cannot_leave_for_a_push_that_never_ends_stays(rig, monkeypatch):
 
     monkeypatch.setattr(rig.pusher, "exclusive", never)
     with pytest.raises(SyncError, match="a push was under way"):
-        rig.fleet.remove(["1"], drain_timeout_s=0)
+        rig.fleet.remove_replicas(["1"], drain_timeout_s=0)
     assert rig.calls[-1] == ("undrain", "actor 1")
     assert (rig.load.replica_ids, rig.closed) == (["0", "1"], [])
 
@@ -169,7 +170,7 @@ def test_nothing_is_started_for_who_was_removed_or_for_a_service_that_is_over(ri
 
 
 def test_who_was_removed_while_it_started_does_not_join(rig):
-    rig.during["launch"] = lambda: rig.fleet.remove(["1"], drain_timeout_s=0)
+    rig.during["launch"] = lambda: rig.fleet.remove_replicas(["1"], drain_timeout_s=0)
     with pytest.raises(KeyError):
         rig.fleet.restart("1")
     assert "new 1" in rig.closed
@@ -185,7 +186,7 @@ def test_a_restarted_replica_is_known_to_serve_when_its_restart_is_over(rig):
 def test_after_a_shutdown_nobody_is_removed_any_more(rig):
     rig.fleet.close()
     with pytest.raises(ServiceClosedError):
-        rig.fleet.remove(["1"], drain_timeout_s=0)
+        rig.fleet.remove_replicas(["1"], drain_timeout_s=0)
 
 
 def test_what_others_restart_takes_no_requests_meanwhile(rig):

@@ -55,14 +55,14 @@ class Fleet:
         self.done.append(("catch up", *replica_ids))
         return dict.fromkeys(replica_ids, "nothing is stored")
 
-    def add(self, num_replicas):
+    def add_replicas(self, num_replicas):
         self.done.append(("add", num_replicas))
         if self.add_failures:
             raise self.add_failures.pop(0)
         for _ in range(num_replicas):
             self.load.add(str(len(self.load.replica_ids)), SERVING)
 
-    def remove(self, replica_ids, *, drain_timeout_s):
+    def remove_replicas(self, replica_ids, *, drain_timeout_s):
         self.done.append(("remove", *replica_ids))
         for one in replica_ids:
             self.load.remove(one)

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 from ray.exceptions import RayError
 
-from torchrl_vllm_sync.checks import Deadline, check_integer, check_number
+from torchrl_vllm_sync.checks import (
+    DEFAULT_TIMEOUT_S,
+    Deadline,
+    check_integer,
+    check_number,
+    check_wait,
+)
 from torchrl_vllm_sync.engine.processes import end_replica
 from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
@@ -116,7 +122,7 @@ class Fleet:
         coming = (ReplicaState.STARTING, ReplicaState.FAILED)
         return any(one.state in coming for one in self._load.snapshots())
 
-    def require_supervision(self) -> None:
+    def _require_supervision(self) -> None:
         """Refuses changes where another process makes them."""
         self._replicas.require()
         if not self.supervises:
@@ -128,8 +134,25 @@ class Fleet:
 
     # ---------------------------------------------------------------- coming
 
-    def add(self, num_replicas: int) -> list[str]:
-        """Starts new replicas, which serve as soon as they hold the committed version."""
+    def add_replicas(self, num_replicas: int = 1) -> list[str]:
+        """Starts more replicas, while requests run and between or during pushes.
+
+        Each serves as soon as it holds the version that the others serve with: from the stored
+        snapshot, from another replica, or with the next push. The process that launched the
+        service does it, or one that called ``attach(name, supervise=True)``; others are refused.
+
+        Args:
+            num_replicas: How many, at least 1.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            PlacementError: The cluster cannot hold them; the service is as it was.
+            LaunchError: Some did not start; the service is as it was.
+        """
+        check_integer("num_replicas", num_replicas, 1)
+        self._require_supervision()
         membership = self._require_open()
         ids = [membership.new_id() for _ in range(num_replicas)]
         self._join(ids)
@@ -209,39 +232,53 @@ class Fleet:
 
     # ---------------------------------------------------------------- leaving
 
-    def choose_leaving(self, replicas: int | str | Iterable[str]) -> list[str]:
-        """Returns the ids of the replicas to remove, at least one."""
-        snapshots = self._load.snapshots()
-        known = [one.replica_id for one in snapshots]
-        if isinstance(replicas, str):
-            leaving = [replicas]
-        elif isinstance(replicas, int):
-            check_integer("replicas", replicas, 1)
-            leaving = idlest(snapshots)[:replicas]
-        else:
-            leaving = list(dict.fromkeys(replicas))
-        if not leaving or any(one not in known for one in leaving):
-            raise UnsupportedArgumentError(f"replicas must be among {known}, got {replicas!r}")
-        return leaving
+    def remove_replicas(
+        self,
+        replicas: int | str | Iterable[str] = 1,
+        *,
+        drain_timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[str]:
+        """Ends replicas after they have finished what they are doing, but never the last one.
 
-    def remove(self, replica_ids: Sequence[str], *, drain_timeout_s: float) -> None:
-        """Drains replicas and ends them; what then still runs goes on elsewhere."""
+        They get no new requests at once. What still runs after the time limit goes on elsewhere.
+        The same processes may do it as :meth:`add_replicas`.
+
+        Args:
+            replicas: How many, of which those go first that do not serve, and then those with the
+                fewest requests of this process; or an id, or several.
+            drain_timeout_s: Seconds that they have for what they are doing; 0 does not wait.
+
+        Returns:
+            Ids of those removed.
+
+        Raises:
+            UnsupportedArgumentError: There is no such replica, or none would be left.
+        """
+        self._require_supervision()
+        check_wait("drain_timeout_s", drain_timeout_s)
+        if isinstance(replicas, int):
+            check_integer("replicas", replicas, 1)
+            replicas = idlest(self._load.snapshots())[:replicas]
+        ids = [replicas] if isinstance(replicas, str) else list(dict.fromkeys(replicas))
         with self._lock:
-            members = [self._member(one) for one in replica_ids]
-            known = {one.replica_id for one in self._replicas}
-            if not known - self._leaving - set(replica_ids):
+            known = [one.replica_id for one in self._replicas]
+            if not ids or not {*ids} <= {*known}:
+                raise UnsupportedArgumentError(f"replicas must be among {known}, got {ids}")
+            members = [self._member(one) for one in ids]
+            if not {*known} - self._leaving - {*ids}:
                 others = f", while {sorted(self._leaving)} are leaving" if self._leaving else ""
                 raise UnsupportedArgumentError(
-                    f"replicas must leave at least 1 of {sorted(known)}, got {list(replica_ids)}"
-                    f"{others}; shutdown() ends them all"
+                    f"replicas must leave at least 1 of {known}, got {ids}{others}; "
+                    "shutdown() ends them all"
                 )
-            self._leaving |= set(replica_ids)
+            self._leaving.update(ids)
         try:
             gone = self._leave(members, drain_timeout_s)
         finally:
             with self._lock:
-                self._leaving -= set(replica_ids)
+                self._leaving.difference_update(ids)
         close_members(gone, timeout_s=CLOSE_TIMEOUT_S)
+        return ids
 
     def _leave(self, members: Sequence[Member], drain_timeout_s: float) -> list[Member]:
         """Drains replicas and takes them out of the service; returns their last members."""
@@ -473,7 +510,7 @@ class Supervisor:
 
     def __init__(
         self,
-        fleet: Any,  # a ``Fleet``: its ``add``, ``remove``, ``restart`` and ``catch_up``
+        fleet: Any,  # a ``Fleet``: which tests pretend
         load: LoadTracker,
         *,
         max_restarts: int,
@@ -566,9 +603,10 @@ class Supervisor:
         if wanted == len(there) or not self._scalings.is_due(SCALING, now):
             return
         if wanted > len(there):
-            self._begin(SCALING, self._scalings, self._fleet.add, wanted - len(there))
+            self._begin(SCALING, self._scalings, self._fleet.add_replicas, wanted - len(there))
         else:
-            remove = functools.partial(self._fleet.remove, drain_timeout_s=scaling.drain_timeout_s)
+            limit_s = scaling.drain_timeout_s
+            remove = functools.partial(self._fleet.remove_replicas, drain_timeout_s=limit_s)
             self._begin(SCALING, self._scalings, remove, idlest(there)[: len(there) - wanted])
 
     def _begin(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 import ray
 from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
 
-from torchrl_vllm_sync.checks import check_integer, check_number
+from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_integer, check_number
 from torchrl_vllm_sync.engine.args import (
     engine_environment,
     make_engine_args,
@@ -52,12 +52,7 @@ from torchrl_vllm_sync.service.members import (
 )
 from torchrl_vllm_sync.service.replicas import Replicas
 from torchrl_vllm_sync.service.requests import Requests
-from torchrl_vllm_sync.service.weights import (
-    DEFAULT_TIMEOUT_S,
-    NativeClient,
-    Weights,
-    check_wait,
-)
+from torchrl_vllm_sync.service.weights import NativeClient, Weights
 
 if TYPE_CHECKING:
     import os
@@ -796,51 +791,8 @@ class AsyncVLLM(RLvLLMEngine):
         """The replicas there are; before the launch, those that it will start."""
         return len(self.replicas) if self._launched else self._num_wanted
 
-    def add_replicas(self, num_replicas: int = 1) -> list[str]:
-        """Starts more replicas, while requests run and between or during pushes.
-
-        Each serves as soon as it holds the version that the others serve with: from the stored
-        snapshot, from another replica, or with the next push. The process that launched the
-        service does it, or one that called ``attach(name, supervise=True)``; others are refused.
-
-        Args:
-            num_replicas: How many, at least 1.
-
-        Returns:
-            Their ids.
-
-        Raises:
-            PlacementError: The cluster cannot hold them; the service is as it was.
-            LaunchError: Some did not start; the service is as it was.
-        """
-        check_integer("num_replicas", num_replicas, 1)
-        self.fleet.require_supervision()
-        return self.fleet.add(num_replicas)
-
-    def remove_replicas(
-        self,
-        replicas: int | str | Iterable[str] = 1,
-        *,
-        drain_timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> list[str]:
-        """Ends replicas after they have finished what they are doing, but never the last one.
-
-        They get no new requests at once. What still runs after the time limit goes on elsewhere.
-        The same processes may do it as :meth:`add_replicas`.
-
-        Args:
-            replicas: How many, of which those go first that do not serve, and then those with the
-                fewest requests of this process; or an id, or several.
-            drain_timeout_s: Seconds that they have for what they are doing; 0 does not wait.
-
-        Returns:
-            Ids of those removed.
-        """
-        self.fleet.require_supervision()
-        check_wait("drain_timeout_s", drain_timeout_s)
-        leaving = self.fleet.choose_leaving(replicas)
-        self.fleet.remove(leaving, drain_timeout_s=drain_timeout_s)
-        return leaving
+    add_replicas = of_part("fleet", Fleet.add_replicas)
+    remove_replicas = of_part("fleet", Fleet.remove_replicas)
 
     def wait_until_serving(
         self, num_replicas: int | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_wait
 from torchrl_vllm_sync.engine.args import num_workers, payload_of
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionNotReachedError
 from torchrl_vllm_sync.observe.status import StatusLog
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.service.replicas import Answers, Replicas
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
-
-DEFAULT_TIMEOUT_S = 300.0
 
 
 class Weights:
@@ -189,12 +187,6 @@ class Weights:
             self._replicas.learn()
         if notify:
             self.hooks.moved(self.version)
-
-
-def check_wait(name: str, seconds: Any) -> None:
-    """Refuses what is no time to wait."""
-    if not (isinstance(seconds, int | float) and 0 <= seconds < math.inf):
-        raise UnsupportedArgumentError(f"{name} must be a finite number from 0 on, got {seconds!r}")
 
 
 class NativeClient:
