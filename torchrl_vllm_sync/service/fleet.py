@@ -127,9 +127,8 @@ class Fleet:
         self._replicas.require()
         if not self.supervises:
             raise UnsupportedArgumentError(
-                f"the replicas of service {self._replicas.service_name} are added and removed by "
-                "the process that launched it; attach(name, supervise=True) takes a detached "
-                "service over"
+                f"replicas of service {self._replicas.service_name} are added and removed by the "
+                "process that launched it; attach(name, supervise=True) takes a detached one over"
             )
 
     # ---------------------------------------------------------------- coming
@@ -192,8 +191,7 @@ class Fleet:
         except BaseException:
             close_members(members, timeout_s=0.0)
             raise
-        newest = self._newest_version(ids)
-        if newest:
+        if self._newest_version(ids):
             time.sleep(PROPAGATION_S)  # from now on others' pushes reach them too
         for _ in range(MAX_LOOKS):
             newest = self._newest_version(ids)
@@ -468,10 +466,7 @@ SCALING = "scaling"
 
 
 class RestartBudget:
-    """Tries per replica: the first at once, then after pauses doubling from 1 s to 60 s.
-
-    At most ``limit`` of them within an hour.
-    """
+    """Tries per replica, ``limit`` within an hour, after pauses that double from 1 s to 60 s."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self._limit = limit
@@ -503,9 +498,7 @@ class Supervisor:
     """Restarts replicas that failed, catches up stale ones, and scales.
 
     One daemon thread reads the ledger, which costs no actor call; each restart, catch-up and
-    scaling runs in a thread of its own, and is retried within its :class:`RestartBudget`. A replica
-    out of reach is restarted only after ``RETURN_S`` seconds. One that has used up its restarts
-    stays ``FAILED`` until the first of them is an hour old.
+    scaling runs in a thread of its own, and is retried within its :class:`RestartBudget`.
     """
 
     def __init__(
@@ -542,17 +535,13 @@ class Supervisor:
         """Whether a replica is being restarted, or about to be."""
         if self._stopped.is_set():
             return False
-        now = self._load.clock()
         with self._lock:
-            snapshots = self._load.snapshots()
-            return bool(self._busy) or (
-                not _is_over(snapshots)
-                and any(
-                    one.state is ReplicaState.FAILED
-                    and not self._restarts.is_spent(one.replica_id, now)
-                    for one in snapshots
-                )
-            )
+            if self._busy:
+                return True
+            now, snapshots = self._load.clock(), self._load.snapshots()
+            failed = [one.replica_id for one in snapshots if one.state is ReplicaState.FAILED]
+            left = [one for one in failed if not self._restarts.is_spent(one, now)]
+            return bool(left) and not _is_over(snapshots)
 
     def _run(self) -> None:
         with self._load.watched(self._wake.set, urgent=False):
@@ -575,9 +564,8 @@ class Supervisor:
                     self._begin(name, self._restarts, self._fleet.restart, name)
                 elif self._restarts.is_spent(name, now) and name not in self._warned:
                     self._warned.add(name)
-                    logger.error(
-                        "replica %s has used up its restarts and stays failed: %s", name, one.reason
-                    )
+                    spent = "replica %s has used up its restarts and stays failed: %s"
+                    logger.error(spent, name, one.reason)
             elif one.state is ReplicaState.STALE:
                 if self._catch_ups.is_due(name, now):
                     self._begin(name, self._catch_ups, self._fleet.catch_up, [name])
@@ -586,11 +574,11 @@ class Supervisor:
                 self._warned.discard(name)
         if self._scaling is not None and now >= self._scaled_at + SCALING_INTERVAL_S:
             self._scaled_at = now
-            self._scale(self._scaling, snapshots, now)
+            there = [one for one in snapshots if one.state is not ReplicaState.DRAINING]
+            self._scale(self._scaling, there, now)
 
-    def _scale(self, scaling: ScalingPolicy, snapshots: Sequence[LoadSnapshot], now: float) -> None:
+    def _scale(self, scaling: ScalingPolicy, there: Sequence[LoadSnapshot], now: float) -> None:
         """Brings the number of replicas nearer to what the policy wants."""
-        there = [one for one in snapshots if one.state is not ReplicaState.DRAINING]
         try:
             wanted = scaling(there, now)
             check_integer("the number of replicas wanted", wanted, 1)
@@ -629,27 +617,20 @@ class Supervisor:
             if name == SCALING:
                 self._scalings.refund(name)
             logger.info("replica %s: done in %.1f s", name, time.monotonic() - begin)
-        except ServiceClosedError:
-            logger.debug("replica %s was not needed any more", name)
-        except KeyError:
-            logger.debug("replica %s was removed meanwhile", name)
-        except (SyncError, RayError) as error:
+        except (ServiceClosedError, KeyError) as error:  # it was removed meanwhile
+            logger.debug("replica %s is not needed any more: %s", name, error)
+        except BaseException as error:
             logger.warning("replica %s: %s", name, error)
-            self._mark_failed(name, str(error))
-        except BaseException:
-            self._mark_failed(name, "the supervisor failed; see the log")
-            raise
+            with self._load.lock:  # a restart that failed is tried again
+                known = self._load.snapshot(name)
+                if known is not None and known.state is ReplicaState.STARTING:
+                    self._load.mark(name, ReplicaState.FAILED, str(error))
+            if not isinstance(error, SyncError | RayError):
+                raise
         finally:
             with self._lock:
                 self._busy.discard(name)
             self._wake.set()
-
-    def _mark_failed(self, name: str, reason: str) -> None:
-        """A restart that failed leaves its replica failed, so that it is tried again."""
-        with self._load.lock:
-            known = self._load.snapshot(name)
-            if known is not None and known.state is ReplicaState.STARTING:
-                self._load.mark(name, ReplicaState.FAILED, reason)
 
 
 def _is_over(snapshots: Sequence[LoadSnapshot]) -> bool:
