@@ -125,7 +125,7 @@ def _repeat(show: Callable[[], None], options: argparse.Namespace) -> None:
 
 def _list_services(options: argparse.Namespace, console: Console) -> None:
     from torchrl_vllm_sync.observe.views import services_view
-    from torchrl_vllm_sync.service.members import running_services
+    from torchrl_vllm_sync.service.replicas import running_services
 
     def show() -> None:
         services = running_services()

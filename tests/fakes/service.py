@@ -5,8 +5,7 @@ from typing import Any
 
 from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.replica import EngineDescription, Member, Replica
-from torchrl_vllm_sync.service.members import Membership, ServiceSettings
-from torchrl_vllm_sync.service.replicas import Replicas
+from torchrl_vllm_sync.service.replicas import Membership, Replicas, ServiceSettings
 from torchrl_vllm_sync.service.weights import Weights
 
 

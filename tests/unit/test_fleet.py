@@ -18,8 +18,7 @@ from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service import fleet as fleet_module
 from torchrl_vllm_sync.service import replicas as replicas_module
 from torchrl_vllm_sync.service.fleet import Fleet, Supervisor
-from torchrl_vllm_sync.service.members import Membership, ServiceSettings
-from torchrl_vllm_sync.service.replicas import Answers
+from torchrl_vllm_sync.service.replicas import Answers, Membership, ServiceSettings
 
 SERVING, STALE, STARTING = ReplicaState.SERVING, ReplicaState.STALE, ReplicaState.STARTING
 

@@ -10,8 +10,7 @@ from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.service.members import Membership
-from torchrl_vllm_sync.service.replicas import Answers
+from torchrl_vllm_sync.service.replicas import Answers, Membership
 
 
 def replicas(membership):

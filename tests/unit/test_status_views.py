@@ -180,7 +180,8 @@ class Attached:
 @pytest.fixture
 def cluster(monkeypatch):
     """Runs the command where one service, or whatever a test says, is on a cluster."""
-    from torchrl_vllm_sync.service import members, service
+    from torchrl_vllm_sync.service import replicas as members
+    from torchrl_vllm_sync.service import service
 
     services = {"rollouts": Attached(troubled())}
 
@@ -321,7 +322,7 @@ def test_the_command_and_the_page_are_in_the_package():
 
 
 def test_the_registry_lists_services_by_their_actors(monkeypatch):
-    from torchrl_vllm_sync.service import members
+    from torchrl_vllm_sync.service import replicas as members
 
     named = [
         {"namespace": "torchrl_vllm", "name": members.actor_name(name, replica_id)}

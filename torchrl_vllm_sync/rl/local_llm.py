@@ -18,8 +18,12 @@ from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, Member, Replica, ReplicaState
 from torchrl_vllm_sync.requests.generation import run_blocking
 from torchrl_vllm_sync.requests.messages import mark_output
-from torchrl_vllm_sync.service.members import Membership, ServiceSettings
-from torchrl_vllm_sync.service.replicas import ReplicaCalls, Replicas
+from torchrl_vllm_sync.service.replicas import (
+    Membership,
+    ReplicaCalls,
+    Replicas,
+    ServiceSettings,
+)
 from torchrl_vllm_sync.service.weights import Weights
 from torchrl_vllm_sync.weights.transport import Standing
 

@@ -35,15 +35,14 @@ from torchrl_vllm_sync.service.launch import (
     launch_replicas,
     remove,
 )
-from torchrl_vllm_sync.service.members import living_ids
+from torchrl_vllm_sync.service.replicas import living_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torchrl_vllm_sync.replica import Member
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
-    from torchrl_vllm_sync.service.members import Membership
-    from torchrl_vllm_sync.service.replicas import Answers, Replicas
+    from torchrl_vllm_sync.service.replicas import Answers, Membership, Replicas
     from torchrl_vllm_sync.weights.push import WeightPusher
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine.args import for_replica
 from torchrl_vllm_sync.errors import LaunchError, PlacementError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import Member, Replica
-from torchrl_vllm_sync.service.members import (
+from torchrl_vllm_sync.service.replicas import (
     NAMESPACE,
     ReplicaResources,
     ServiceSettings,

@@ -42,15 +42,15 @@ from torchrl_vllm_sync.service.launch import (
     close_members,
     launch_replicas,
 )
-from torchrl_vllm_sync.service.members import (
+from torchrl_vllm_sync.service.replicas import (
     DEFAULT_REQUEST_TIMEOUT_S,
     Membership,
     ReplicaResources,
+    Replicas,
     ServiceSettings,
     find_service,
     named_actors,
 )
-from torchrl_vllm_sync.service.replicas import Replicas
 from torchrl_vllm_sync.service.requests import Requests
 from torchrl_vllm_sync.service.weights import NativeClient, Weights
 

@@ -221,7 +221,7 @@ class NativeClient:
         info = payload_of(request, "init_info")
         if not isinstance(info, dict):
             raise UnsupportedArgumentError(f"init_info must be a mapping, got {info!r}")
-        workers, everyone = self._workers, self._everyone(info)
+        workers, everyone = self._workers, self._replicas.everyone(info)
         offset, world_size = info.get("rank_offset"), info.get("world_size")
         if offset is not None:
             needed = offset + len(everyone) * workers
@@ -235,7 +235,9 @@ class NativeClient:
                 for index, name in enumerate(everyone)
             }
         self._weights.pusher.step_aside()
-        self._call("init_weight_transfer_engine", everyone, timeout_s).raise_failures()
+        self._call(
+            "init_weight_transfer_engine", calls=everyone, timeout_s=timeout_s
+        ).raise_failures()
 
     def shutdown_weight_transfer_engine(self) -> None:
         """Has every replica leave the trainer's group, and give an open update up.
@@ -243,7 +245,7 @@ class NativeClient:
         :meth:`init_weight_transfer_engine` sets it up again. A replica that had received part of
         an update is stale until a later update succeeds.
         """
-        self._call("shutdown_weight_transfer_engine", self._everyone()).raise_failures()
+        self._call("shutdown_weight_transfer_engine").raise_failures()
         self._replicas.learn()
 
     def use_transfer_engine(self, backend: str | None = None) -> None:
@@ -255,7 +257,7 @@ class NativeClient:
                 engine of the launch, which the ``broadcast`` transport needs.
         """
         self._weights.pusher.step_aside()
-        self._call("use_transfer_engine", self._everyone(backend)).raise_failures()
+        self._call("use_transfer_engine", backend).raise_failures()
 
     def start_weight_update(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Begins an update on every replica, or on none; pushes wait until it has ended.
@@ -269,7 +271,7 @@ class NativeClient:
         Raises:
             SyncError: A replica did not pause, or took pushes all the time.
         """
-        answers = self._call("start_weight_update", self._everyone(), timeout_s)
+        answers = self._call("start_weight_update", timeout_s=timeout_s)
         failures = answers.failures
         if failures and (begun := answers.keys() - failures.keys()):
             calls = dict.fromkeys(begun, ())
@@ -297,7 +299,7 @@ class NativeClient:
             self._weights.push(weights, timeout_s=timeout_s)
             return
         info = payload_of(weights, "update_info")
-        calls, workers = self._everyone(info), self._workers
+        calls, workers = self._replicas.everyone(info), self._workers
         if isinstance(info, list):
             if len(info) != len(calls) * workers:
                 raise UnsupportedArgumentError(
@@ -308,7 +310,7 @@ class NativeClient:
                 name: (info[index * workers : (index + 1) * workers],)
                 for index, name in enumerate(calls)
             }
-        self._call("update_weights", calls, timeout_s).raise_failures()
+        self._call("update_weights", calls=calls, timeout_s=timeout_s).raise_failures()
 
     def finish_weight_update(
         self, weight_version: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -325,7 +327,9 @@ class NativeClient:
             StaleVersionError: An integer older than the version held; the update stays open.
             TransferError: A replica could not; it is stale until a later update succeeds.
         """
-        answers = self._call("finish_weight_update", self._everyone(weight_version), timeout_s)
+        answers = self._call(
+            "finish_weight_update", self._replicas.everyone(weight_version), timeout_s
+        )
         self._weights.learn_versions(notify=not answers.failures)
         answers.raise_failures()
 
@@ -348,8 +352,9 @@ class NativeClient:
         Raises:
             SyncError: It took too long; that engine goes on.
         """
-        options = {"mode": mode, "clear_cache": clear_cache}
-        answers = self._call("pause_generation", self._everyone(), timeout_s, **options)
+        answers = self._call(
+            "pause_generation", timeout_s=timeout_s, mode=mode, clear_cache=clear_cache
+        )
         answers.raise_failures()
 
     def resume_generation(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -363,7 +368,7 @@ class NativeClient:
         Raises:
             ReplicaUnavailableError: A replica's weights are not whole; it stays paused.
         """
-        self._call("resume_generation", self._everyone(), timeout_s).raise_failures()
+        self._call("resume_generation", timeout_s=timeout_s).raise_failures()
         self._replicas.learn()
 
     def is_paused(self) -> bool:
@@ -383,7 +388,7 @@ class NativeClient:
             mode: See :meth:`push_weights`.
             timeout_s: Seconds for it.
         """
-        self._call("sleep", self._everyone(level, mode), timeout_s).raise_failures()
+        self._call("sleep", level, mode, timeout_s=timeout_s).raise_failures()
 
     def wake_up(
         self, tags: list[str] | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -397,7 +402,7 @@ class NativeClient:
         Returns:
             Whether all are fully awake and take requests.
         """
-        awake = self._call("wake_up", self._everyone(tags), timeout_s).raise_failures()
+        awake = self._call("wake_up", tags, timeout_s=timeout_s).raise_failures()
         self._replicas.learn()
         return all(awake.values())
 
@@ -405,17 +410,16 @@ class NativeClient:
     def _workers(self) -> int:
         return num_workers(self._replicas.settings.engine_args)
 
-    def _everyone(self, *args: Any) -> dict[str, tuple[Any, ...]]:
-        self._replicas.require()
-        return {one.replica_id: args for one in self._replicas.current()}
-
     def _call(
         self,
         method: str,
-        calls: Mapping[str, tuple[Any, ...]],
+        *args: Any,
+        calls: Mapping[str, tuple[Any, ...]] | None = None,
         timeout_s: float | None = None,
         **options: Any,
     ) -> Answers:
+        """Calls all replicas with the same arguments, or each with its own."""
+        calls = self._replicas.everyone(*args) if calls is None else calls
         if timeout_s is not None:
             options["timeout_s"] = timeout_s
         pending = self._replicas.start_calls(method, calls, **options)
