@@ -6,7 +6,10 @@ nor Ray.
 
 from __future__ import annotations
 
+import ast
+import functools
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -98,49 +101,24 @@ __all__ = [
     "vLLMWrapper",
 ]
 
-_HOMES = {
-    name: f"torchrl_vllm_sync.{module}"
-    for module, names in {
-        "observe.metrics": "MetricsExporter",
-        "observe.page": "Dashboard",
-        "observe.status": "ReplicaStatus ServiceStatus",
-        "observe.timeline": "save_timeline",
-        "replica": "PushStatus ReplicaState",
-        "rl.collectors": "RayReplayBuffer",
-        "rl.policy": "vLLMWrapper",
-        "rl.schemes": "VLLMDoubleBufferSyncScheme VLLMWeightSyncScheme WeightSyncScheme",
-        "rl.staleness": "StalenessFilter StalenessWeight VersionStamp",
-        "rl.statistics": "GenerationStatistics log_pushes log_rollouts",
-        "rl.updater": "WeightUpdater",
-        "routing.balancer": "LoadBalancer",
-        "routing.strategies": "RoutingRequest RoutingStrategy StrategySettings known_strategies "
-        "register_strategy",
-        "service.service": "AsyncVLLM attach make_async_vllm_engine",
-        "service.fleet": "QueueLengthScaling",
-        "versions": "VersionSpan expand_spans max_version min_version",
-        "weights.auto": "AutoTransport",
-        "weights.broadcast.transport": "BroadcastTransport",
-        "weights.ipc": "IPCTransport",
-        "weights.metadata": "ParamMeta",
-        "weights.snapshots.reader": "SnapshotReader",
-        "weights.snapshots.transport": "MemmapTransport",
-        "weights.snapshots.writer": "SnapshotWriter",
-        "weights.source": "as_weight_source",
-        "weights.transport": "LoadReport PushReport WeightTransport",
-    }.items()
-    for name in names.split()
-}
+
+@functools.cache
+def _homes() -> dict[str, str | None]:
+    """Returns the module of each name, read from the imports above, as ``lazy_loader`` does."""
+    nodes = ast.walk(ast.parse(Path(__file__).read_text()))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module for node in imports for alias in node.names}
 
 
 def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
         value: Any = metadata.version("torchrl-vllm-sync")
     elif name == "errors":
         value = import_module("torchrl_vllm_sync.errors")
-    elif name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{_homes()[name]}"), name)
     globals()[name] = value
     return value
 

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 import math
+import operator
 import re
 import secrets
 import uuid
@@ -56,7 +57,7 @@ from torchrl_vllm_sync.service.weights import NativeClient, Weights
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 
@@ -81,10 +82,11 @@ def of_part(
     part: str, method: Callable[Concatenate[Any, P], T]
 ) -> Callable[Concatenate[Any, P], T]:
     """Makes a method of the service that is ``method`` of one of its parts."""
+    part_of = operator.attrgetter(part)
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        return method(getattr(self, part), *args, **kwargs)
+        return method(part_of(self), *args, **kwargs)
 
     return call
 
@@ -100,12 +102,11 @@ class AsyncVLLM(RLvLLMEngine):
     launched them, unless ``detached``. A pickled copy works in any process of the Ray cluster; it
     counts its own requests and knows the others' from what the engines report.
 
-    Three errors are told here only. Every method refuses an argument that is not as described with
-    ``UnsupportedArgumentError``. One that needs replicas raises ``ServiceClosedError`` before the
-    launch and after the shutdown. One of vLLM's own, such as :meth:`start_weight_update` or
-    :meth:`sleep`, raises ``TransferNotReadyError`` and does nothing when it comes out of turn:
-    most while a weight update is open, others before it was begun or before
-    :meth:`init_weight_transfer_engine`.
+    Three errors are told here only. What is not as described is refused with
+    ``UnsupportedArgumentError``. What needs replicas raises ``ServiceClosedError`` before launch
+    and after shutdown. Calls of vLLM's own, such as :meth:`sleep`, that come out of turn raise
+    ``TransferNotReadyError`` and do nothing: most while a weight update is open, others before one
+    was begun, or before :meth:`init_weight_transfer_engine`.
 
     Example:
         >>> with AsyncVLLM.from_pretrained("Qwen/Qwen2.5-0.5B", num_replicas=2) as service:
@@ -128,24 +129,21 @@ class AsyncVLLM(RLvLLMEngine):
         stage_weights: Reserve memory for a second set of weights in each worker, into which
             ``BroadcastTransport(staged=True)`` sends while the replica generates.
         request_timeout_s: Time limit of requests that name none, in seconds.
-        unresponsive_after_s: Seconds of silence, at least 1, after which a replica has failed: see
-            ``EngineHealth`` for its engine and ``LoadMonitor`` for its actor. Longer than any step
-            of the engine takes. What is dead, and not silent, is noticed within about 2 s.
+        unresponsive_after_s: Seconds of silence, at least 1, after which a replica's engine or
+            actor has failed; longer than any step of the engine takes. Death is noticed in 2 s.
         max_restarts: How often within an hour a replica that failed is started anew, with pauses
             that grow from 1 s to 60 s. The process that launched the service does that.
         scaling: Says how many replicas there should be from moment to moment, such as a
-            ``QueueLengthScaling``; ``None`` leaves that to :meth:`add_replicas` and
-            :meth:`remove_replicas`.
+            ``QueueLengthScaling``; otherwise :meth:`add_replicas` and :meth:`remove_replicas` do.
 
     Raises:
         UnsupportedArgumentError: Also if the platform cannot run what ``engine_args`` ask for.
 
     Attributes:
-        replicas: The current replicas, in the order of their joining; each has ``replica_id`` and
-            ``actor``. The part that calls them.
-        requests: The part that runs requests.
-        weights: The part that pushes weights and knows their versions.
-        fleet: The part that adds, removes and restarts replicas.
+        replicas: The current replicas, in the order of joining; each has ``replica_id``, ``actor``.
+        requests: Runs requests.
+        weights: Pushes weights and knows their versions.
+        fleet: Adds, removes and restarts replicas.
         scaling: As given; ``None`` in copies.
     """
 
@@ -276,7 +274,7 @@ class AsyncVLLM(RLvLLMEngine):
         enable_fp32_output: bool = False,
         **kwargs: Any,
     ) -> Self:
-        """Launches a service for a checkpoint, and returns it when it serves.
+        """Returns a service for a checkpoint, launched and serving.
 
         Args:
             model_name: Name or path of the checkpoint.
@@ -286,9 +284,6 @@ class AsyncVLLM(RLvLLMEngine):
             compile: Let vLLM compile the model; on a CPU models run eagerly.
             enable_fp32_output: Compute output layers in float32.
             **kwargs: Keyword arguments of the constructor, and fields of ``AsyncEngineArgs``.
-
-        Returns:
-            The service.
 
         Raises:
             PlacementError: The cluster cannot hold the replicas; said at once.
@@ -307,7 +302,7 @@ class AsyncVLLM(RLvLLMEngine):
 
     @classmethod
     def launch(cls, engine_args: AsyncEngineArgs, num_replicas: int = 1, **kwargs: Any) -> Self:
-        """Launches a service from engine arguments, and returns it when it serves.
+        """Returns a service for engine arguments, launched and serving.
 
         Arguments not named here, and errors, are those of :meth:`from_pretrained`.
 
@@ -338,10 +333,10 @@ class AsyncVLLM(RLvLLMEngine):
         return self.replicas.membership is not None
 
     def shutdown(self) -> None:
-        """Ends every replica and gives back what the service held; idempotent.
+        """Ends every replica, for everybody, and gives back what the service held; idempotent.
 
-        Requests still running end with ``ReplicaUnavailableError``. Called on a pickled or attached
-        copy it ends the service for everybody; leaving ``with`` there only lets go.
+        Requests still running end with ``ReplicaUnavailableError``. Leaving ``with`` on a pickled
+        or attached copy only lets go.
         """
         self._let_go(and_end=True)
 
@@ -549,27 +544,16 @@ class AsyncVLLM(RLvLLMEngine):
             async for output in outputs:
                 yield output
 
-    def release_sessions(self, session_ids: RequestKey | Iterable[RequestKey]) -> int:
-        """Returns how many of these sessions this process knew, and forgets them.
-
-        Not necessary: the balancer forgets the least recently used of more than ``max_sessions``.
-
-        Args:
-            session_ids: One, or several, that are over.
-        """
-        return self.requests.balancer.release_sessions(session_ids)
+    release_sessions = of_part("requests.balancer", LoadBalancer.release_sessions)
 
     def create_load_balancer(
         self, strategy: str | Sequence[str] | None = None, **kwargs: Any
     ) -> LoadBalancer:
-        """Replaces the balancer; requests in flight stay counted, sessions are forgotten.
+        """Returns a new balancer; requests in flight stay counted, sessions are forgotten.
 
         Args:
             strategy: See :class:`LoadBalancer`.
             **kwargs: Its other arguments.
-
-        Returns:
-            The balancer that requests go through from now on.
 
         Raises:
             UnknownStrategyError: A strategy's name is not registered.
@@ -588,9 +572,7 @@ class AsyncVLLM(RLvLLMEngine):
     def get_num_unfinished_requests(
         self, actor_index: int | None = None
     ) -> int | list[int | None] | None:
-        """Returns the requests inside one engine, or the list for all, as they say themselves.
-
-        ``None`` stands for an engine that does not answer.
+        """Returns the requests inside one engine, or the list for all; ``None`` if it is silent.
 
         Args:
             actor_index: Position in :attr:`actors`; ``None`` for all.
@@ -601,18 +583,16 @@ class AsyncVLLM(RLvLLMEngine):
         return self.replicas.figure("get_num_unfinished_requests", actor_index)
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float | None] | None:
-        """Returns the share of KV-cache blocks in use, 0 to 1, of one engine, or the list for all.
+        """Returns the share of KV-cache blocks in use, 0 to 1; ``None`` also before it is known.
 
-        ``None`` also until an engine has said it for the first time. Arguments and errors are those
-        of :meth:`get_num_unfinished_requests`.
+        Arguments and errors are those of :meth:`get_num_unfinished_requests`.
         """
         return self.replicas.figure("get_cache_usage", actor_index)
 
     def reset_prefix_cache(self) -> None:
-        """Drops cached prefixes on all replicas, unless prefix caching is off.
+        """Drops cached prefixes on all replicas; where running requests hold blocks that is logged.
 
-        Pushes do not need it: requests are salted by policy version. Where running requests hold
-        blocks vLLM clears nothing, which is logged.
+        Pushes do not need it: requests are salted by policy version.
         """
         if not self.engine_args.enable_prefix_caching:
             return
@@ -634,8 +614,8 @@ class AsyncVLLM(RLvLLMEngine):
             method: Name of a method of the worker or of its extension.
             timeout: Seconds for the call, during which an engine may be silent; ``None`` sets no
                 limit, and allows 300 s of silence.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
 
         Returns:
             One Ray object ref for each replica; its value is the list of its workers' answers.
@@ -649,9 +629,7 @@ class AsyncVLLM(RLvLLMEngine):
     def weight_version(self) -> int:
         """Newest policy version that every serving replica is known to hold; 0 before any push.
 
-        It is the committed one: pushes that failed for some replica leave it where it was, unless
-        those replicas no longer serve. While none serves it stays. Reading it asks nobody, but
-        for the first time in a pickled or attached copy.
+        While none serves it stays. Reading it asks nobody, but for the first time in a copy.
         """
         return self.weights.version
 
@@ -667,19 +645,15 @@ class AsyncVLLM(RLvLLMEngine):
     )
 
     def register_version_hook(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
-        """Has ``hook`` called with the report of each push that commits a new version.
+        """Returns what unregisters ``hook``, which is called after each push with a new version.
 
-        It is called in the thread that pushes, before ``push_weights`` returns, once for each
-        version: not for one that was committed before, such as a push sent again. Pushes of other
-        processes, and updates through vLLM's own calls, are not announced; see
-        :meth:`wait_for_version`. If hooks raise, the others are called all the same, and the first
-        exception leaves ``push_weights``; the version is committed. Copies have no hooks.
+        In the thread that pushes, before :meth:`push_weights` returns, once for each version that
+        is committed. Pushes of other processes, and updates through vLLM's own calls, are not
+        announced; see :meth:`wait_for_version`. If hooks raise, the others are called all the same,
+        and the first exception leaves :meth:`push_weights`. Copies have no hooks.
 
         Args:
             hook: Called with the ``PushReport``; may be registered once.
-
-        Returns:
-            A function that unregisters it; calling it twice does nothing.
         """
         return self.weights.hooks.register(hook)
 
@@ -694,13 +668,12 @@ class AsyncVLLM(RLvLLMEngine):
     ) -> None:
         """Has every replica load new versions of a snapshot directory on its own, as they appear.
 
-        For a trainer that only writes, with ``SnapshotWriter``, and knows nothing of the service.
-        Each replica applies each version at most once and skips those it was too late for, so
-        that replicas may differ for a moment; outputs say which version sampled them. Following
-        another directory ends following the one before.
+        For a trainer that only writes, with ``SnapshotWriter``. Each replica applies each version
+        at most once and skips those it was too late for, so that replicas may differ for a moment.
 
         Args:
-            directory: Visible to every replica's node; it need not exist yet.
+            directory: Visible to every replica's node; it need not exist yet. It takes the place of
+                the one that was followed before.
             run_id: Load snapshots of this training run only; ``None`` loads those of any.
             interval_s: Seconds between looks, greater than 0.
             timeout_s: Seconds for each load.
@@ -825,10 +798,9 @@ class AsyncVLLM(RLvLLMEngine):
     # ---------------------------------------------------------------- looking at it
 
     def status(self) -> ServiceStatus:
-        """Returns what this process knows of the service now.
+        """Returns what this process knows of the service now, by the last reports of each second.
 
-        Asks nobody, but for the first time in a pickled or attached copy: figures of the engines
-        are those of their last reports, which come once a second.
+        Asks nobody, but for the first time in a pickled or attached copy.
         """
         self.replicas.require()
         snapshots = self.replicas.known()
@@ -843,18 +815,14 @@ class AsyncVLLM(RLvLLMEngine):
         )
 
     def dashboard(self, port: int = 0, host: str = "127.0.0.1") -> Dashboard:
-        """Serves a page that shows the service as it runs; see ``Dashboard``.
+        """Returns a page's server that shows the service as it runs, until its handle here ends.
 
-        It works for copies and attached services too. It ends with this process's handle on the
-        service: with :meth:`shutdown`, with ``with``, or when nobody has the handle any more.
+        That is with :meth:`shutdown`, with ``with``, or when nobody holds the service any more.
 
         Args:
             port: Port to listen on, which must be free; 0 takes a free one.
             host: Name or address to listen on. Other than the loopback address it can be read by
                 everybody who reaches this machine.
-
-        Returns:
-            The dashboard, which serves already. Its ``url`` is the page's address.
         """
         self.replicas.require()
         me: weakref.ref[AsyncVLLM] = weakref.ref(self)
@@ -874,16 +842,13 @@ class AsyncVLLM(RLvLLMEngine):
         return status_html(self.status()) if self._launched else absent_html(self.name)
 
     def export_metrics(self, interval_s: float = 5.0) -> MetricsExporter:
-        """Exports this service's metrics through Ray, until it ends or the exporter is stopped.
+        """Returns what exports this service's metrics through Ray, until it is stopped.
 
         They are in what Prometheus scrapes of this node, which needs ``ray[default]``;
         ``tutorials/guides/metrics.md`` lists them.
 
         Args:
             interval_s: Seconds from one export to the next, greater than 0.
-
-        Returns:
-            What exports them. Its ``stop()`` ends that.
 
         Raises:
             UnsupportedArgumentError: Also if this process exports them already.
@@ -969,9 +934,9 @@ def make_async_vllm_engine(
     pipeline_parallel_size: int | None = None,
     **kwargs: Any,
 ) -> AsyncVLLM:
-    """Launches a service; TorchRL's function of this name.
+    """Returns a service, launched and serving; TorchRL's function of this name.
 
-    Arguments not named here, the result and errors are those of :meth:`AsyncVLLM.from_pretrained`.
+    Arguments not named here, and errors, are those of :meth:`AsyncVLLM.from_pretrained`.
 
     Args:
         tensor_parallel_size: The same as ``num_devices``.

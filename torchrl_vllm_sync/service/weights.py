@@ -25,21 +25,13 @@ if TYPE_CHECKING:
 
 
 class Weights:
-    """Pushes weights to replicas, and knows which policy versions they hold.
-
-    What other processes do is known from the replicas' reports, which come once a second, and ten
-    times a second while a version is waited for.
-    """
+    """Pushes weights to replicas, and knows from their reports which policy versions they hold."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self.log, self.hooks = StatusLog(replicas.load), VersionHooks()
-        self.pusher = WeightPusher(
-            replicas,
-            self.expected,
-            self.hooks.announce,
-            strict=not replicas.settings.max_restarts,
-        )
+        strict = not replicas.settings.max_restarts
+        self.pusher = WeightPusher(replicas, self.expected, self.hooks.announce, strict=strict)
         self._metadata: list[ParamMeta] | None = None
         self._last_served = 0
 
@@ -63,8 +55,7 @@ class Weights:
     def wait_for_version(self, version: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Returns :attr:`weight_version` as soon as it is ``version`` or later.
 
-        Works in any process that has the service: a push of another process is noticed within
-        0.1 s and the time of one actor call.
+        A push of another process is noticed within 0.1 s and the time of one actor call.
 
         Args:
             version: Policy version; one that nobody has pushed yet is waited for too.
@@ -78,8 +69,7 @@ class Weights:
 
         def reached() -> int | None:
             self._replicas.require()
-            known = self.version
-            return known if known >= version else None
+            return known if (known := self.version) >= version else None
 
         load = self._replicas.load
         found = load.wait_until(reached, timeout_s)
@@ -89,10 +79,7 @@ class Weights:
         return found
 
     def listen_to_versions(self, listener: Callable[[int], object]) -> Callable[[], None]:
-        """Calls ``listener`` with each version this process brings about; returns what ends that.
-
-        Unlike hooks also after updates through vLLM's own calls, and again for one pushed again.
-        """
+        """Calls ``listener`` with each version that this process brings about, in whatever way."""
         return self.hooks.listen(listener)
 
     def listen_to_pushes(self, listener: Callable[[PushStatus], object]) -> Callable[[], None]:
@@ -132,20 +119,19 @@ class Weights:
         Args:
             weights: A module, a state dict, a TensorDict, a ``WeightSource``, or an iterable of
                 ``(name, tensor)``.
-            version: Policy version; by default one more than the newest. One version names the same
-                weights each time: repeating the last one is a retry, and where it is held already
-                some transports load nothing. What another process pushed is not known here.
+            version: Policy version; by default one more than the newest that this process knows.
+                One version names the same weights each time: repeating the last one is a retry.
             transport: How to send from now on; memmap in shared memory to begin with.
-            timeout_s: Seconds after which a silent replica counts as failed, in each attempt: when
-                some die or fall silent, the others get everything once more. By default 30 s and
-                three times the median of pushes like this one, and 300 s for the first.
-            clear_cache: Recompute keys and values of requests in flight under the new weights.
-                Only then do their next tokens equal those of a fresh engine.
+            timeout_s: Seconds after which a silent replica counts as failed; the others then get
+                everything once more. By default 30 s and three times the median of pushes like this
+                one, and 300 s for the first.
+            clear_cache: Recompute keys and values of requests in flight under the new weights, so
+                that their next tokens equal those of a fresh engine.
             mode: What becomes of requests in flight: ``"keep"`` freezes them until the new weights
                 are in, ``"wait"`` lets them finish first, ``"abort"`` returns them as they are.
-            strict: Raise if any replica is left behind, and commit nothing. Otherwise the version
-                is committed once one replica holds it, and the report's ``left_behind`` names the
-                others. ``None`` is strict where the service restarts no replicas.
+            strict: Raise if any replica is left behind, and commit nothing. Otherwise one replica
+                is enough, and the report's ``left_behind`` names the others. ``None`` is strict
+                where the service restarts no replicas.
 
         Returns:
             What was sent, how long each phase took, and what each replica answered.
@@ -153,12 +139,11 @@ class Weights:
         Raises:
             WeightMismatchError: The weights do not fit the model; nothing was sent.
             StaleVersionError: ``version`` is older than the newest, or this process pushed other
-                weights under it; see ``WeightPusher.push``. Nothing was sent.
+                weights under it; nothing was sent.
             PushUnderWayError: Another trainer is pushing; nothing was sent.
             SnapshotError: The memmap transport could not store the weights; nothing was loaded.
             WeightSyncError: No replica reached the version, or with ``strict`` some did not; these
-                take no requests until they do. Pushing the same version again is safe. If none
-                reached it, those that are whole go on with what they hold.
+                take no requests until they do. If none did, whole ones go on with what they hold.
         """
         self._replicas.require()
         if transport is not None:
@@ -221,23 +206,21 @@ class NativeClient:
         info = payload_of(request, "init_info")
         if not isinstance(info, dict):
             raise UnsupportedArgumentError(f"init_info must be a mapping, got {info!r}")
-        workers, everyone = self._workers, self._replicas.everyone(info)
+        shares, calls = self._shares(), self._replicas.everyone(info)
         offset, world_size = info.get("rank_offset"), info.get("world_size")
         if offset is not None:
-            needed = offset + len(everyone) * workers
-            if world_size is not None and world_size < needed:
+            num = sum(map(len, shares.values()))
+            if world_size is not None and world_size < offset + num:
                 raise UnsupportedArgumentError(
-                    f"world_size must be at least {needed}, for {offset} trainer rank(s) and "
-                    f"{len(everyone) * workers} workers, got {world_size}"
+                    f"world_size must be at least {offset + num}, for {offset} trainer rank(s) and "
+                    f"{num} workers, got {world_size}"
                 )
-            everyone = {
-                name: ({**info, "rank_offset": offset + index * workers},)
-                for index, name in enumerate(everyone)
+            calls = {
+                name: ({**info, "rank_offset": offset + own.start},) for name, own in shares.items()
             }
         self._weights.pusher.step_aside()
-        self._call(
-            "init_weight_transfer_engine", calls=everyone, timeout_s=timeout_s
-        ).raise_failures()
+        answers = self._call("init_weight_transfer_engine", calls=calls, timeout_s=timeout_s)
+        answers.raise_failures()
 
     def shutdown_weight_transfer_engine(self) -> None:
         """Has every replica leave the trainer's group, and give an open update up.
@@ -299,17 +282,14 @@ class NativeClient:
             self._weights.push(weights, timeout_s=timeout_s)
             return
         info = payload_of(weights, "update_info")
-        calls, workers = self._replicas.everyone(info), self._workers
+        shares, calls = self._shares(), self._replicas.everyone(info)
         if isinstance(info, list):
-            if len(info) != len(calls) * workers:
+            if len(info) != (num := sum(map(len, shares.values()))):
                 raise UnsupportedArgumentError(
-                    f"a list of update_info must have one for each of {len(calls) * workers} "
-                    f"workers, got {len(info)}"
+                    f"a list of update_info must have one for each of {num} workers, "
+                    f"got {len(info)}"
                 )
-            calls = {
-                name: (info[index * workers : (index + 1) * workers],)
-                for index, name in enumerate(calls)
-            }
+            calls = {name: (info[own.start : own.stop],) for name, own in shares.items()}
         self._call("update_weights", calls=calls, timeout_s=timeout_s).raise_failures()
 
     def finish_weight_update(
@@ -327,9 +307,7 @@ class NativeClient:
             StaleVersionError: An integer older than the version held; the update stays open.
             TransferError: A replica could not; it is stale until a later update succeeds.
         """
-        answers = self._call(
-            "finish_weight_update", self._replicas.everyone(weight_version), timeout_s
-        )
+        answers = self._call("finish_weight_update", weight_version, timeout_s=timeout_s)
         self._weights.learn_versions(notify=not answers.failures)
         answers.raise_failures()
 
@@ -406,9 +384,11 @@ class NativeClient:
         self._replicas.learn()
         return all(awake.values())
 
-    @property
-    def _workers(self) -> int:
-        return num_workers(self._replicas.settings.engine_args)
+    def _shares(self) -> dict[str, range]:
+        """Returns the workers of each replica, counted through all of them."""
+        num = num_workers(self._replicas.settings.engine_args)
+        names = enumerate(self._replicas.everyone())
+        return {name: range(at * num, (at + 1) * num) for at, name in names}
 
     def _call(
         self,
