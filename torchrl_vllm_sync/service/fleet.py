@@ -61,10 +61,9 @@ DRAIN_POLL_S = 0.1
 
 
 class Fleet:
-    """Adds, removes and restarts a service's replicas.
+    """Adds, removes and restarts a service's replicas, in the one process that supervises it.
 
-    Several threads may change different replicas at once. One process supervises a service: it
-    restarts replicas that fail, and it alone may add and remove some.
+    Several threads may change different replicas at once.
     """
 
     def __init__(self, replicas: Replicas, pusher: WeightPusher) -> None:
@@ -72,7 +71,6 @@ class Fleet:
         self._weak_pusher = weakref.ref(pusher)  # whose hooks may hold the service
         self._lock = threading.Lock()
         self._leaving: set[str] = set()
-        self._closed = False
         self._job_id = _job_id()
         self.supervises = False  # whether this process does
         self.supervisor: Supervisor | None = None  # none where neither restarts nor scaling are on
@@ -93,8 +91,7 @@ class Fleet:
 
     @property
     def _pusher(self) -> WeightPusher:
-        pusher = self._weak_pusher()
-        if pusher is None:
+        if (pusher := self._weak_pusher()) is None:
             raise ServiceClosedError(f"service {self._replicas.service_name} is gone")
         return pusher
 
@@ -102,14 +99,16 @@ class Fleet:
     def is_open(self) -> bool:
         """Whether replicas may be started: not closed, and still on the same Ray cluster."""
         # After Ray's end its functions would start another Ray, which never had these replicas.
-        return not self._closed and self._job_id == _job_id()
+        return self._replicas.membership is not None and self._job_id == _job_id()
 
-    def close(self) -> None:
-        """Ends joining and restarting; what is being started ends when it joins."""
+    def close(self) -> list[Member]:
+        """Lists no replica any more, and returns all; what is being started ends when it joins."""
         with self._lock:
-            self._closed = True
+            members = self._replicas.members
+            self._replicas.close()
         if self.supervisor is not None:
             self.supervisor.stop()
+        return members
 
     def recovers(self) -> bool:
         """Whether a replica is on its way, as far as this process knows."""
@@ -133,17 +132,13 @@ class Fleet:
     # ---------------------------------------------------------------- coming
 
     def add_replicas(self, num_replicas: int = 1) -> list[str]:
-        """Starts more replicas, while requests run and between or during pushes.
+        """Returns the ids of new replicas, started while requests run and pushes go on.
 
-        Each serves as soon as it holds the version that the others serve with: from the stored
-        snapshot, from another replica, or with the next push. The process that launched the
-        service does it, or one that called ``attach(name, supervise=True)``; others are refused.
+        Each serves as soon as it holds the version that the others serve with. The process that
+        launched the service may do this, or one that called ``attach(name, supervise=True)``.
 
         Args:
             num_replicas: How many, at least 1.
-
-        Returns:
-            Their ids.
 
         Raises:
             PlacementError: The cluster cannot hold them; the service is as it was.
@@ -151,8 +146,8 @@ class Fleet:
         """
         check_integer("num_replicas", num_replicas, 1)
         self._require_supervision()
-        membership = self._require_open()
-        ids = [membership.new_id() for _ in range(num_replicas)]
+        new_id = self._require_open().new_id
+        ids = [new_id() for _ in range(num_replicas)]
         self._join(ids)
         return ids
 
@@ -161,9 +156,7 @@ class Fleet:
         member = self._require_open().suspend(replica_id)
         self._load.mark(replica_id, ReplicaState.STARTING, "it is being restarted")
         self._end(member)
-        with self._lock:
-            self._require_open()
-            self._member(replica_id)  # it may have been removed meanwhile
+        self._member(replica_id)  # it may have been removed meanwhile
         self._join([replica_id], member.num_restarts + 1)
 
     def _join(self, ids: Sequence[str], num_restarts: int = 0) -> None:
@@ -199,13 +192,13 @@ class Fleet:
             if newest:
                 self.catch_up(ids)
             else:
-                self._learn(ids)
+                self._replicas.learn(ids, timeout_s=CALL_TIMEOUT_S)
             if self._newest_version(ids) == newest:
                 return
 
     def catch_up(self, replica_ids: Sequence[str]) -> dict[str, str]:
         """Brings replicas to the version that the others serve; returns the failures' reasons."""
-        self._learn(replica_ids)
+        self._replicas.learn(replica_ids, timeout_s=CALL_TIMEOUT_S)
         serving = {one.replica_id for one in self._load.snapshots() if one.state.admits_requests}
         behind = [one for one in replica_ids if one not in serving]
         if not behind:
@@ -213,7 +206,7 @@ class Fleet:
         failures = self._pusher.catch_up(behind, timeout_s=CATCH_UP_TIMEOUT_S)
         for replica_id, reason in failures.items():
             logger.info("replica %s waits for the next push: %s", replica_id, reason)
-        self._learn(behind)
+        self._replicas.learn(behind, timeout_s=CALL_TIMEOUT_S)
         return failures
 
     def _newest_version(self, but: Sequence[str]) -> int:
@@ -235,7 +228,7 @@ class Fleet:
         *,
         drain_timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[str]:
-        """Ends replicas after they have finished what they are doing, but never the last one.
+        """Returns the ids of replicas that were ended; the last one never is.
 
         They get no new requests at once. What still runs after the time limit goes on elsewhere.
         The same processes may do it as :meth:`add_replicas`.
@@ -244,9 +237,6 @@ class Fleet:
             replicas: How many, of which those go first that do not serve, and then those with the
                 fewest requests of this process; or an id, or several.
             drain_timeout_s: Seconds that they have for what they are doing; 0 does not wait.
-
-        Returns:
-            Ids of those removed.
 
         Raises:
             UnsupportedArgumentError: There is no such replica, or none would be left.
@@ -333,9 +323,6 @@ class Fleet:
         state = self._replicas.shared_state()
         return self._replicas.call_replicas("keep_card", state, deadline_s=CALL_TIMEOUT_S)
 
-    def _learn(self, replica_ids: Sequence[str]) -> None:
-        self._replicas.learn(replica_ids, timeout_s=CALL_TIMEOUT_S)
-
     def _call(self, members: Sequence[Member], method: str, *args: Any) -> Answers:
         """Calls the actors that these members had, even if they have been replaced since."""
         calls = dict.fromkeys([one.replica_id for one in members], args)
@@ -344,13 +331,13 @@ class Fleet:
 
     def _require_open(self) -> Membership:
         """Returns the membership; raises once the fleet was closed."""
-        if not self.is_open or self._replicas.membership is None:
+        membership = self._replicas.membership
+        if not self.is_open or membership is None:
             raise ServiceClosedError(f"service {self._replicas.service_name} was shut down")
-        return self._replicas.membership
+        return membership
 
     def _member(self, replica_id: str) -> Member:
-        member = self._replicas.require().find(replica_id)
-        if member is None:
+        if (member := self._require_open().find(replica_id)) is None:
             raise KeyError(f"no replica {replica_id!r} in service {self._replicas.service_name}")
         return member
 

@@ -343,9 +343,8 @@ class AsyncVLLM(RLvLLMEngine):
     def _let_go(self, *, and_end: bool = False) -> None:
         """Ends what belongs to this process alone; replicas live on, unless they are to end too."""
         self._end_views()
-        self.fleet.close()
-        members, and_end = self.replicas.members, and_end and self._launched
-        self.replicas.close()
+        and_end = and_end and self._launched
+        members = self.fleet.close()
         if and_end and ray.is_initialized():
             linger_s = 0.0 if self.fleet.supervises else CLOSE_LINGER_S
             close_members(members, timeout_s=CLOSE_TIMEOUT_S, linger_s=linger_s)
