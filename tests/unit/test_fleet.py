@@ -188,6 +188,28 @@ def test_after_a_shutdown_nobody_is_removed_any_more(rig):
         rig.fleet.remove_replicas(["1"], drain_timeout_s=0)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda fleet: fleet.add_replicas(0), "num_replicas must be at least 1, got 0"),
+        (lambda fleet: fleet.add_replicas(1.5), "num_replicas must be an integer"),
+        (lambda fleet: fleet.remove_replicas("nobody"), "replicas must be among"),
+        (lambda fleet: fleet.remove_replicas([]), "replicas must be among"),
+        (lambda fleet: fleet.remove_replicas(["0", "1"]), "must leave at least 1"),
+        (lambda fleet: fleet.remove_replicas(2), "must leave at least 1"),
+        (lambda fleet: fleet.remove_replicas(1, drain_timeout_s=-1), "drain_timeout_s must be"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(rig, call, words):
+    with pytest.raises(UnsupportedArgumentError, match=words):
+        call(rig.fleet)
+    rig.fleet.supervises = False
+    for change in (rig.fleet.add_replicas, rig.fleet.remove_replicas):
+        with pytest.raises(UnsupportedArgumentError, match="by the process that launched it"):
+            change()
+    assert (rig.load.replica_ids, rig.calls, rig.closed) == (["0", "1"], [], [])
+
+
 def test_what_others_restart_takes_no_requests_meanwhile(rig):
     newer = Membership([member("0", "actor 0"), member("1", "x", joined=False)], epoch=9)
     rig.replicas._follow(rig.membership, newer)

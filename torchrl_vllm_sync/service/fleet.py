@@ -8,7 +8,6 @@ import math
 import threading
 import time
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -392,11 +391,7 @@ class QueueLengthScaling:
         drain_timeout_s: float = 300.0,
     ) -> None:
         check_integer("min_replicas", min_replicas, 1)
-        check_integer("max_replicas", max_replicas, 1)
-        if max_replicas < min_replicas:
-            raise UnsupportedArgumentError(
-                f"max_replicas must be at least min_replicas, {min_replicas}, got {max_replicas}"
-            )
+        check_integer("max_replicas", max_replicas, min_replicas)
         check_number("long_queue", long_queue, 0)
         check_number("idle_load", idle_load, 0)
         check_number("patience_s", patience_s, 0)
@@ -456,7 +451,7 @@ class RestartBudget:
 
     def __init__(self, limit: float = math.inf) -> None:
         self._limit = limit
-        self._tries: dict[str, deque[float]] = {}
+        self._tries: dict[str, list[float]] = {}
 
     def is_due(self, replica_id: str, now: float) -> bool:
         tries = self._recent(replica_id, now)
@@ -473,11 +468,10 @@ class RestartBudget:
         """Forgets a replica's tries: it is well, or gone."""
         self._tries.pop(replica_id, None)
 
-    def _recent(self, replica_id: str, now: float) -> deque[float]:
-        tries = self._tries.setdefault(replica_id, deque())
-        while tries and tries[0] <= now - RESTART_WINDOW_S:
-            tries.popleft()
-        return tries
+    def _recent(self, replica_id: str, now: float) -> list[float]:
+        tries = self._tries.get(replica_id, [])
+        self._tries[replica_id] = [one for one in tries if one > now - RESTART_WINDOW_S]
+        return self._tries[replica_id]
 
 
 class Supervisor:

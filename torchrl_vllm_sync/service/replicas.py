@@ -75,10 +75,7 @@ class ServiceSettings:
 
 
 class Membership:
-    """The replicas of a service, in the order of joining; thread-safe.
-
-    A restarted replica keeps its id and its place. A pickled copy goes its own way from then on.
-    """
+    """The replicas of a service, in the order of joining, kept by restarts; thread-safe."""
 
     def __init__(
         self, members: Iterable[Member] = (), next_id: int | None = None, epoch: int = 0
@@ -135,14 +132,12 @@ class Membership:
     def with_actors(self, actors: Mapping[str, Any] | None) -> Membership:
         """Returns a copy of the same epoch: the members with these actors, or all without any."""
         # Without, for an actor to keep: it must not hold handles of its own service.
-        members = [
-            dataclasses.replace(
-                one, replica=Replica(one.replica_id, actors and actors[one.replica_id])
-            )
-            for one in self.members
-            if actors is None or one.replica_id in actors
-        ]
-        return Membership(members, next_id=self._next_id, epoch=self.epoch)
+        members: list[Member] = []
+        for one in self.members:
+            if actors is None or one.replica_id in actors:
+                replica = Replica(one.replica_id, actors and actors[one.replica_id])
+                members.append(dataclasses.replace(one, replica=replica))
+        return Membership(members, self._next_id, self.epoch)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Membership, (self.members, self._next_id, self.epoch)
@@ -227,9 +222,8 @@ def find_service(
             states.append(state)
             deadline.shorten(NEWER_WITHIN_S)
     if not states:
-        raise ServiceClosedError(
-            f"no replica of service {service_name!r} answered within {timeout_s:g} s"
-        )
+        why = f"no replica of service {service_name!r} answered within {timeout_s:g} s"
+        raise ServiceClosedError(why)
     newest = max(states, key=lambda one: one["membership"].epoch)
     return newest["settings"], newest["membership"].with_actors(actors)
 
@@ -318,8 +312,8 @@ LOOK_TIMEOUT_S = 2.0
 class Replicas(Sequence[Replica]):
     """The replicas of a service in the order of joining; none unless it is launched.
 
-    Transports reach the engines through it: it is their ``ReplicaClient``. Membership changes of
-    other processes arrive through the replicas, which keep the newest and report its epoch.
+    It is the transports' ``ReplicaClient``. Membership changes of other processes arrive through
+    the replicas, which keep the newest and report its epoch.
     """
 
     def __init__(
@@ -389,11 +383,11 @@ class Replicas(Sequence[Replica]):
 
     def require(self) -> Membership:
         """Returns the membership; raises unless the service is launched."""
-        if self.membership is None:
+        if (membership := self.membership) is None:
             raise ServiceClosedError(
-                f"service {self.service_name} is not launched, or was shut down"
+                f"service {self.settings.name} is not launched, or was shut down"
             )
-        return self.membership
+        return membership
 
     def shared_state(self) -> dict[str, Any]:
         """What a process needs to attach; without actor handles, so that an actor may keep it."""
@@ -431,21 +425,18 @@ class Replicas(Sequence[Replica]):
     ) -> ReplicaCalls:
         """The same for these actors, current or not."""
         actors = {one.replica_id: one.actor for one in replicas}
-        refs = {
-            name: getattr(actor, method).remote(*calls[name], **kwargs)
-            for name, actor in actors.items()
-        }
+        refs: dict[str, Any] = {}
+        for name, actor in actors.items():
+            refs[name] = getattr(actor, method).remote(*calls[name], **kwargs)
         return ReplicaCalls(refs, lambda death: self._note_death(death, actors[death.replica_id]))
 
     def _note_death(self, death: ReplicaUnavailableError, actor: Any) -> None:
-        now = {one.replica_id: one.actor for one in self.current()}
-        if now.get(death.replica_id) != actor:
+        name, now = death.replica_id, {one.replica_id: one.actor for one in self.current()}
+        if now.get(name) != actor:
             return  # noticed late, when another actor has taken its place
         with self.load.lock:
-            if death.replica_id in self.load.replica_ids:  # it may have been removed meanwhile
-                self.load.mark(
-                    death.replica_id, death.state, death.reason, may_return=death.may_return
-                )
+            if name in self.load.replica_ids:  # it may have been removed meanwhile
+                self.load.mark(name, death.state, death.reason, may_return=death.may_return)
 
     def figure(self, method: str, actor_index: int | None) -> Any:
         """One replica's figure by position, or all in a list, as TorchRL; ``None`` if unknown."""
@@ -526,12 +517,8 @@ class Replicas(Sequence[Replica]):
         return self.current()
 
     def refresh_members(self) -> None:
-        """Follows all changes that other processes have made by now, if any replica knows of them.
-
-        One that joins is known to all others before it serves. So a push that begins with this
-        reaches every serving replica, however late this process's monitor is.
-        """
-        membership = self.membership
+        """Follows changes by other processes, so that a push reaches every serving replica."""
+        membership = self.membership  # one that joins is known to all others before it serves
         if not self.follows or membership is None:
             return
         report = self.start_calls("report", self.everyone()).first_answer(LOOK_TIMEOUT_S)
@@ -567,12 +554,13 @@ class Replicas(Sequence[Replica]):
         """This node's address, where transports meet the engines, and a port if one was named."""
         return self.settings.rendezvous or (ray.util.get_node_ip_address(), None)
 
-    def meeting_point(self, address: str | None = None, port: int | None = None) -> tuple[str, int]:
+    def meeting_point(
+        self, address: str | None = None, port: int | str | None = None
+    ) -> tuple[str, int]:
         """Returns an address and a port of this node, the same until others are given."""
         known_address, known_port = self.rendezvous
-        address = known_address if address is None else address
         if port is None:
             port = free_port(known_address) if known_port is None else known_port
-        point = address, port
+        point = known_address if address is None else address, int(port)
         self.settings = dataclasses.replace(self.settings, rendezvous=point)
         return point

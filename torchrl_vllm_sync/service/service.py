@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
-    from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
+    from torchrl_vllm_sync.routing.ledger import LoadTracker
     from torchrl_vllm_sync.routing.placer import RequestKey
     from torchrl_vllm_sync.service.fleet import ScalingPolicy
     from torchrl_vllm_sync.weights.transport import PushReport, WeightTransport
@@ -710,8 +710,7 @@ class AsyncVLLM(RLvLLMEngine):
         """
         self.replicas.require()
         if master_address is not None or master_port is not None:
-            port = None if master_port is None else int(master_port)
-            self.replicas.meeting_point(master_address, port)
+            self.replicas.meeting_point(master_address, master_port)
         self.weights.pusher.open()
 
     def get_tp_size(self) -> int:
@@ -778,20 +777,18 @@ class AsyncVLLM(RLvLLMEngine):
         Raises:
             NoReplicaAvailableError: Fewer serve after that time; it says what each is.
         """
-        load = self.load
 
-        def wanted() -> int:
-            return len(load.snapshots()) if num_replicas is None else num_replicas
-
-        def are_serving() -> bool | None:
+        def serving() -> tuple[int, int]:
             self.replicas.require()
-            return num_serving(load.snapshots()) >= wanted() or None
+            states = [one.state for one in self.load.snapshots()]
+            wanted = len(states) if num_replicas is None else num_replicas
+            return states.count(ReplicaState.SERVING), wanted  # updating ones hold requests back
 
-        if not load.wait_until(are_serving, timeout_s):
-            snapshots = load.snapshots()
+        if not self.load.wait_until(lambda: operator.ge(*serving()) or None, timeout_s):
+            found, wanted = serving()
             raise NoReplicaAvailableError(
-                f"{num_serving(snapshots)} of {wanted()} replicas serve after {timeout_s:g} s: "
-                f"{describe_replicas(snapshots, ())}"
+                f"{found} of {wanted} replicas serve after {timeout_s:g} s: "
+                f"{describe_replicas(self.load.snapshots(), ())}"
             )
 
     # ---------------------------------------------------------------- looking at it
@@ -864,11 +861,6 @@ class AsyncVLLM(RLvLLMEngine):
                 "be installed where Ray is started"
             )
         return self._exporter
-
-
-def num_serving(snapshots: Sequence[LoadSnapshot]) -> int:
-    """Returns how many replicas are ``SERVING``; ``UPDATING`` ones hold requests back."""
-    return sum(one.state is ReplicaState.SERVING for one in snapshots)
 
 
 @functools.cache
