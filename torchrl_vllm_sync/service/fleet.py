@@ -28,12 +28,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.replica import EngineReport, ReplicaState
-from torchrl_vllm_sync.service.launch import (
-    CLOSE_TIMEOUT_S,
-    close_members,
-    launch_replicas,
-    remove,
-)
+from torchrl_vllm_sync.service.launch import close_members, launch_replicas, remove
 from torchrl_vllm_sync.service.replicas import living_ids
 
 if TYPE_CHECKING:
@@ -263,11 +258,11 @@ class Fleet:
         finally:
             with self._lock:
                 self._leaving.difference_update(ids)
-        close_members(gone, timeout_s=CLOSE_TIMEOUT_S)
+        close_members(gone)
         return ids
 
     def _leave(self, members: Sequence[Member], drain_timeout_s: float) -> list[Member]:
-        """Drains replicas and takes them out of the service; returns their last members."""
+        """Drains replicas and takes them out of the service; returns them as they are then."""
         for one in members:
             self._load.mark(one.replica_id, ReplicaState.DRAINING, "it is being removed")
         self._call(members, "drain")

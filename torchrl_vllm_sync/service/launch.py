@@ -72,10 +72,9 @@ def spread(
     }
     chosen: list[str | None] = []
     for _ in range(num_replicas):
-        best = min(counts, key=lambda node_id: counts[node_id], default=None)
-        chosen.append(best)
-        if best is not None:
-            counts[best] += 1
+        chosen.append(min(counts, key=lambda node_id: counts[node_id], default=None))
+        if chosen[-1] is not None:
+            counts[chosen[-1]] += 1
     return chosen
 
 
@@ -100,14 +99,12 @@ def place(
     if None in nodes:
         raise _refusal(bundle, num_replicas, scattered)
     groups: list[Any] = []
+    lifetime = "detached" if detached else None
     with contextlib.ExitStack() as undo:
         undo.callback(remove, groups)
-        for node in nodes:
+        for node in nodes:  # a wish; bundle_label_selector would insist
             group = placement_group(
-                [bundle],
-                strategy="STRICT_PACK",
-                lifetime="detached" if detached else None,
-                _soft_target_node_id=node,  # a wish; bundle_label_selector would insist
+                [bundle], strategy="STRICT_PACK", lifetime=lifetime, _soft_target_node_id=node
             )
             groups.append(group)
         deadline = Deadline(PLACE_TIMEOUT_S)
@@ -266,7 +263,9 @@ def _check_block_sizes(descriptions: list[EngineDescription]) -> None:
         raise LaunchError(told)
 
 
-def close_members(members: Sequence[Member], *, timeout_s: float, linger_s: float = 0.0) -> None:
+def close_members(
+    members: Sequence[Member], *, timeout_s: float = CLOSE_TIMEOUT_S, linger_s: float = 0.0
+) -> None:
     """Ends replicas and frees their resources; one that does not answer is ended all the same."""
     actors = [one.replica.actor for one in members]
     if timeout_s > 0 and (closing := [actor.close.remote() for actor in actors]):

@@ -37,12 +37,7 @@ from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import describe_replicas
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
 from torchrl_vllm_sync.service.fleet import Fleet
-from torchrl_vllm_sync.service.launch import (
-    CLOSE_LINGER_S,
-    CLOSE_TIMEOUT_S,
-    close_members,
-    launch_replicas,
-)
+from torchrl_vllm_sync.service.launch import CLOSE_LINGER_S, close_members, launch_replicas
 from torchrl_vllm_sync.service.replicas import (
     DEFAULT_REQUEST_TIMEOUT_S,
     Membership,
@@ -346,8 +341,7 @@ class AsyncVLLM(RLvLLMEngine):
         and_end = and_end and self._launched
         members = self.fleet.close()
         if and_end and ray.is_initialized():
-            linger_s = 0.0 if self.fleet.supervises else CLOSE_LINGER_S
-            close_members(members, timeout_s=CLOSE_TIMEOUT_S, linger_s=linger_s)
+            close_members(members, linger_s=0.0 if self.fleet.supervises else CLOSE_LINGER_S)
             for actor in named_actors(self.name).values():  # such as one that was just starting
                 ray.kill(actor)
         self._monitor.stop()
