@@ -408,20 +408,17 @@ class AsyncVLLM(RLvLLMEngine):
             timeout_seconds: Time limit of each request; ``None`` means ``request_timeout_s``.
             actor_index: Use this replica instead of the balancer's choice.
             stream: Yield partial outputs of a single prompt instead; asyncio: :meth:`astream`. When
-                its replica is lost another goes on behind the tokens received. With a ``seed``,
-                penalties that count the answer alone, ``n > 1``, structured outputs or anything
-                else that makes this unsound it begins again, and so do the outputs; those of kind
-                ``DELTA`` then end with an error.
+                its replica is lost another goes on behind the tokens received, or begins again
+                where that is unsound: with a ``seed``, penalties that count the answer alone,
+                ``n > 1``, structured outputs. Those of kind ``DELTA`` then end with an error.
             return_exceptions: Put errors into a batch's list instead of raising the first one.
-            min_version: Begin only under this policy version or a later one, waiting for a replica
-                that holds it. The wait counts against the time limit. A version that nobody has
-                pushed yet is waited for too.
+            min_version: Begin only under this policy version or a later one; a replica that holds
+                it, pushed or not yet, is waited for within the time limit.
             session_id: Names the conversation of a prompt: an integer or text, one for all prompts
                 or a list with one, or ``None``, for each. A session stays with the replica that
-                served it last, whose prefix cache holds it, whatever the strategy. It moves when
-                that replica dies, drains, goes stale or gets new weights, and when its KV cache is
-                about to overflow and computing the session elsewhere costs less. Each process
-                remembers its own; see :meth:`release_sessions`.
+                served it last, whose prefix cache holds it, until that dies, drains, goes stale or
+                gets new weights, or its KV cache is about to overflow and moving costs less. Each
+                process remembers its own; see :meth:`release_sessions`.
             group_id: Names prompts that are alike, such as the samples of one GRPO group, in the
                 same forms. What begins goes where its group is, unless that replica is overloaded.
 
@@ -805,9 +802,7 @@ class AsyncVLLM(RLvLLMEngine):
         )
 
     def dashboard(self, port: int = 0, host: str = "127.0.0.1") -> Dashboard:
-        """Returns a page's server that shows the service as it runs, until its handle here ends.
-
-        That is with :meth:`shutdown`, with ``with``, or when nobody holds the service any more.
+        """Returns the server of a page that shows the service, until this process lets it go.
 
         Args:
             port: Port to listen on, which must be free; 0 takes a free one.

@@ -190,9 +190,8 @@ class NativeClient:
     ) -> None:
         """Initialises the transfer engine of every replica; blocks until the trainer has come.
 
-        Where the payload has a ``rank_offset`` each replica gets its own: the given one, plus the
-        workers of the replicas before it. ``world_size`` must be the trainer's ranks and
-        :meth:`get_world_size`.
+        Each replica's ``rank_offset`` is the given one, if any, plus the workers of the replicas
+        before it. ``world_size`` must be the trainer's ranks and :meth:`get_world_size`.
 
         Args:
             request: vLLM's ``WeightTransferInitRequest``, or a mapping: its ``init_info``, or the
@@ -235,9 +234,8 @@ class NativeClient:
         """Has every worker use another of vLLM's transfer engines, without a new launch.
 
         Args:
-            backend: ``"nccl"``, ``"ipc"`` or any other name that vLLM's
-                ``WeightTransferEngineFactory`` knows in the workers; ``None`` goes back to the
-                engine of the launch, which the ``broadcast`` transport needs.
+            backend: A name that vLLM's ``WeightTransferEngineFactory`` knows in the workers, such
+                as ``"nccl"``; ``None`` goes back to that of the launch, which ``broadcast`` needs.
         """
         self._weights.pusher.step_aside()
         self._call("use_transfer_engine", backend).raise_failures()
@@ -269,8 +267,7 @@ class NativeClient:
             weights: An iterator of ``(name, tensor)`` or whatever :meth:`push_weights` takes: a
                 whole push, with its errors. Or vLLM's ``WeightTransferUpdateRequest``, a mapping
                 with ``update_info``, that payload itself, or a list of it by worker: one part of an
-                update that :meth:`start_weight_update` began. It returns when that is received, so
-                the trainer sends meanwhile.
+                update that :meth:`start_weight_update` began, which the trainer sends meanwhile.
             timeout_s: Seconds for it.
 
         Raises:
@@ -299,8 +296,7 @@ class NativeClient:
 
         Args:
             weight_version: Label of the weights. An integer, of 64 bits at most, moves the policy
-                version. Without one the version stays, and new requests keep off the keys of the
-                old weights even so.
+                version. In any case new requests keep off the keys of the old weights.
             timeout_s: Seconds for it.
 
         Raises:
