@@ -8,6 +8,7 @@ import math
 import threading
 import time
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -446,7 +447,7 @@ class RestartBudget:
 
     def __init__(self, limit: float = math.inf) -> None:
         self._limit = limit
-        self._tries: dict[str, list[float]] = {}
+        self._tries: dict[str, deque[float]] = {}
 
     def is_due(self, replica_id: str, now: float) -> bool:
         tries = self._recent(replica_id, now)
@@ -463,10 +464,11 @@ class RestartBudget:
         """Forgets a replica's tries: it is well, or gone."""
         self._tries.pop(replica_id, None)
 
-    def _recent(self, replica_id: str, now: float) -> list[float]:
-        tries = self._tries.get(replica_id, [])
-        self._tries[replica_id] = [one for one in tries if one > now - RESTART_WINDOW_S]
-        return self._tries[replica_id]
+    def _recent(self, replica_id: str, now: float) -> deque[float]:
+        tries = self._tries.setdefault(replica_id, deque())  # other threads have it too
+        while tries and tries[0] <= now - RESTART_WINDOW_S:
+            tries.popleft()
+        return tries
 
 
 class Supervisor:
