@@ -480,7 +480,7 @@ class Supervisor:
 
     def __init__(
         self,
-        fleet: Any,  # a ``Fleet``: which tests pretend
+        fleet: Any,  # a ``Fleet``, which tests pretend
         load: LoadTracker,
         *,
         max_restarts: int,
