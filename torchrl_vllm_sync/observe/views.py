@@ -6,9 +6,9 @@ import time
 from html import escape
 from typing import TYPE_CHECKING
 
-from rich import box
+from rich import box, filesize
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def printable(text: str) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Returns a count or a rate: whole, with thousands apart."""
+    """Returns a count or a rate, with thousands apart."""
     return UNKNOWN if value is None else f"{value:,.0f}"
 
 
@@ -103,8 +103,6 @@ def headline(status: ServiceStatus) -> str:
 
 
 def push_text(push: PushStatus) -> str:
-    from rich import filesize  # not with the service, which needs none of rich
-
     version = UNKNOWN if push.version is None else push.version
     if push.error:
         return f"version {version} failed at {clock_text(push.ended_at)}: {printable(push.error)}"
@@ -127,7 +125,10 @@ def failure_text(failure: FailureStatus) -> str:
 def status_html(status: ServiceStatus) -> str:
     """Returns a page's fragment: a line, a table of replicas, and the last push."""
     heads = "".join(f'<th style="{_CELL}">{escape(one)}</th>' for one in COLUMNS)
-    rows = "".join(_row(one) for one in status.replicas)
+    rows = ""
+    for one in status.replicas:
+        cells = "".join(f'<td style="{_CELL}">{escape(text)}</td>' for text in replica_cells(one))
+        rows += f'<tr title="{escape(one.reason)}">{cells}</tr>'
     pushed = f"<div>last push: {escape(push_text(status.pushes[0]))}</div>" if status.pushes else ""
     return (
         f"<div><b>AsyncVLLM {escape(status.name)}</b> {escape(headline(status))}"
@@ -140,11 +141,6 @@ def absent_html(name: str) -> str:
     return f"<div><b>AsyncVLLM {escape(name)}</b> is not launched, or was shut down</div>"
 
 
-def _row(replica: ReplicaStatus) -> str:
-    cells = "".join(f'<td style="{_CELL}">{escape(one)}</td>' for one in replica_cells(replica))
-    return f'<tr title="{escape(replica.reason)}">{cells}</tr>'
-
-
 def status_view(status: ServiceStatus, width: int = WIDE) -> RenderableType:
     """Returns a status for ``rich``; none of its texts is taken for markup or terminal codes."""
     title = Text.assemble((printable(status.name), "bold"), " ", headline(status))
@@ -154,9 +150,10 @@ def status_view(status: ServiceStatus, width: int = WIDE) -> RenderableType:
         parts += [Text(f"before it: {push_text(one)}", "dim") for one in status.pushes[1:4]]
     else:
         parts.append(Text("no push yet that this process heard of", "dim"))
-    reasons = {one.replica_id: one.reason for one in status.replicas if one.reason}
-    for replica_id, reason in reasons.items():
-        parts.append(Text(f"replica {printable(replica_id)}: {printable(reason)}", "red"))
+    for one in status.replicas:
+        if one.reason:
+            why = f"replica {printable(one.replica_id)}: {printable(one.reason)}"
+            parts.append(Text(why, "red"))
     if status.failures:
         parts.append(Text("lately", "bold"))
         parts += [Text(failure_text(one), "red") for one in status.failures[:MAX_FAILURES]]
@@ -164,11 +161,9 @@ def status_view(status: ServiceStatus, width: int = WIDE) -> RenderableType:
 
 
 def services_view(services: Mapping[str, int]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("service")
-    table.add_column("replicas alive", justify="right")
+    table = Table("service", Column("replicas alive", justify="right"), box=box.SIMPLE_HEAD)
     for name, num_replicas in services.items():
-        table.add_row(Text(printable(name), "bold"), Text(str(num_replicas)))
+        table.add_row(Text(printable(name), "bold"), str(num_replicas))
     return table
 
 
@@ -187,14 +182,9 @@ def _replicas(status: ServiceStatus, width: int) -> Table:
 def _last_push(push: PushStatus) -> list[RenderableType]:
     """One line for the push, and a bar for each of its phases, as long as its part of the whole."""
     line = Text.assemble(("last push ", "bold"), (push_text(push), "red" if push.error else ""))
-    if not push.phases:
-        return [line]
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
+    table = Table.grid("", Column(justify="right"), "", padding=(0, 1, 0, 0))
     for name, seconds in push.phases.items():
         part = min(max(seconds / push.seconds, 0.0), 1.0) if push.seconds > 0 else 0.0
         bar = Text("━" * max(round(part * BAR_WIDTH), 1), "blue")
-        table.add_row(Text(f"  {printable(name)}", "dim"), Text(milliseconds_text(seconds)), bar)
-    return [line, table]
+        table.add_row(Text(f"  {printable(name)}", "dim"), milliseconds_text(seconds), bar)
+    return [line, table] if push.phases else [line]
