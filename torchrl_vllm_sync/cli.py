@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import math
@@ -15,12 +16,9 @@ from torchrl_vllm_sync.errors import ServiceClosedError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console
-
-    from torchrl_vllm_sync.observe.status import ServiceStatus
-    from torchrl_vllm_sync.service.service import AsyncVLLM
 
 
 DEFAULT_WATCH_S = 1.0
@@ -52,20 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchrl-vllm-sync", epilog=_EPILOG)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    status = commands.add_parser(
-        "status",
-        help="show what a service is and does now",
-        description="Shows what a service is and does now, or lists the services.",
-        epilog=_EPILOG,
-    )
+    about = "show what a service is and does now, or list the services"
+    status = commands.add_parser("status", help=about, description=about, epilog=_EPILOG)
     status.add_argument("name", nargs="?", metavar="NAME", help="the service; all if not given")
+    watch = "look again and again, every second unless told otherwise"
     status.add_argument(
-        "--watch",
-        nargs="?",
-        type=_seconds,
-        const=DEFAULT_WATCH_S,
-        metavar="SECONDS",
-        help="look again and again, every second unless told otherwise",
+        "--watch", nargs="?", type=_seconds, const=DEFAULT_WATCH_S, metavar="SECONDS", help=watch
     )
     status.add_argument("--json", action="store_true", help="print JSON, one line for each look")
     status.add_argument(
@@ -75,13 +65,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"must be seconds greater than 0, got {text!r}")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be seconds greater than 0, got {text!r}")
 
 
 def _connect(address: str | None) -> None:
@@ -115,19 +102,19 @@ def _check_reachable(address: str) -> None:
     socket.create_connection((node, int(port)), CONNECT_TIMEOUT_S).close()
 
 
-def _repeat(show: Callable[[], None], options: argparse.Namespace) -> None:
-    """Shows once, or again and again."""
-    show()
-    while options.watch is not None:
-        time.sleep(options.watch)
-        show()
+def _looks(watch_s: float | None) -> Iterator[None]:
+    """Once, or again and again."""
+    yield
+    while watch_s is not None:
+        time.sleep(watch_s)
+        yield
 
 
 def _list_services(options: argparse.Namespace, console: Console) -> None:
     from torchrl_vllm_sync.observe.views import services_view
     from torchrl_vllm_sync.service.replicas import running_services
 
-    def show() -> None:
+    for _ in _looks(options.watch):
         services = running_services()
         if options.json:
             _print_json(console, {"services": services})
@@ -135,8 +122,6 @@ def _list_services(options: argparse.Namespace, console: Console) -> None:
             console.print(services_view(services))
         else:
             console.print("no service runs on this Ray cluster")
-
-    _repeat(show, options)
 
 
 def _show_service(options: argparse.Namespace, console: Console) -> None:
@@ -146,27 +131,23 @@ def _show_service(options: argparse.Namespace, console: Console) -> None:
     from torchrl_vllm_sync.observe.views import status_view
     from torchrl_vllm_sync.service.service import attach
 
+    is_live = options.watch is not None and not options.json
+    live = Live(console=console, auto_refresh=False)
     with attach(options.name) as service:
         service.status()
         time.sleep(FIRST_LOOK_S)
-        if options.json:
-            _repeat(lambda: _print_json(console, _status(service).as_dict()), options)
-        elif options.watch is None:
-            console.print(status_view(_status(service), console.width))
-        else:
-            with Live(console=console, auto_refresh=False) as live:
-                _repeat(
-                    lambda: live.update(status_view(_status(service), console.width), refresh=True),
-                    options,
-                )
-
-
-def _status(service: AsyncVLLM) -> ServiceStatus:
-    """Returns what a service is now, unless it has ended."""
-    status = service.status()
-    if status.replicas and all(one.state is ReplicaState.CLOSED for one in status.replicas):
-        raise ServiceClosedError(f"service {status.name} was shut down")
-    return status
+        with live if is_live else contextlib.nullcontext():
+            for _ in _looks(options.watch):
+                status = service.status()
+                states = {one.state for one in status.replicas}
+                if states == {ReplicaState.CLOSED}:
+                    raise ServiceClosedError(f"service {status.name} was shut down")
+                if options.json:
+                    _print_json(console, status.as_dict())
+                elif is_live:
+                    live.update(status_view(status, console.width), refresh=True)
+                else:
+                    console.print(status_view(status, console.width))
 
 
 def _print_json(console: Console, value: object) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import logging
-import math
 import socket
 import sys
 import threading
-import time
 from collections import deque
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +17,7 @@ from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import parse_qs, urlsplit
 
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe.status import finite
 
@@ -48,9 +48,9 @@ class Dashboard:
     """Serves a page about a service, over HTTP, until it is closed or the service ends.
 
     ``/`` is the page, ``/status.json`` the service's status as ``ServiceStatus.as_dict`` gives it,
-    and ``/history.json`` what the plots show. It only shows: no request changes anything. It asks
-    for no password, so whoever can reach the address can read it; on the loopback address those
-    are the users of this machine, and pages of other sites that a browser here has open cannot.
+    and ``/history.json`` what the plots show. No request changes anything. It asks for no password,
+    so whoever can reach the address can read it; on the loopback address those are the users of
+    this machine, and not pages of other sites that a browser here has open.
 
     Lifecycle: it serves from the beginning, in threads of its own; :meth:`close`, or leaving
     ``with``, ends it and its threads.
@@ -84,7 +84,6 @@ class Dashboard:
             raise UnsupportedArgumentError(f"host must be a name or an address, got {host!r}")
         self._look = look
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
-        self._sampled_at = -math.inf
         self._stop = threading.Event()
         try:
             self._server = _Server(self, host, port)
@@ -146,20 +145,19 @@ class Dashboard:
         return {"status": self.status(), "samples": samples}
 
     def _run(self) -> None:
+        next_sample = Deadline(0)
         try:
             while not self._stop.is_set():
-                self._sample()
+                if next_sample.passed:
+                    next_sample = Deadline(INTERVAL_S)
+                    self._sample()
                 self._server.handle_request()  # returns after ``_POLL_S`` at the latest
                 self._server.end_overdue()
         finally:
             self._server.end()
 
     def _sample(self) -> None:
-        """Notes what the plots show, once a second."""
-        now = time.monotonic()
-        if now < self._sampled_at + INTERVAL_S:
-            return
-        self._sampled_at = now
+        """Notes what the plots show."""
         try:
             self._samples.append(_sample_of(self._look()))
         except ServiceGoneError:
@@ -195,8 +193,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, board: Dashboard, host: str, port: int) -> None:
         self.board = board
-        # The thread of each connection, and the time.monotonic() at which it is ended.
-        self._open: dict[socket.socket, tuple[threading.Thread, float]] = {}
+        self._open: dict[threading.Thread, tuple[socket.socket, Deadline]] = {}
         found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.address_family = found[0]
         super().__init__(found[4][:2], _Handler)
@@ -210,17 +207,13 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = self.socket.getsockname()[:2]
 
     def process_request(self, request: Any, client_address: object) -> None:
-        self._open = {one: held for one, held in self._open.items() if held[0].is_alive()}
+        self._open = {thread: one for thread, one in self._open.items() if thread.is_alive()}
         if len(self._open) >= MAX_CONNECTIONS:
             self.shutdown_request(request)
             return
-        thread = threading.Thread(
-            target=self.process_request_thread,
-            args=(request, client_address),
-            name="dashboard-page",
-            daemon=True,
-        )
-        self._open[request] = thread, time.monotonic() + _REQUEST_S
+        answer, args = self.process_request_thread, (request, client_address)
+        thread = threading.Thread(target=answer, args=args, name="dashboard-page", daemon=True)
+        self._open[thread] = request, Deadline(_REQUEST_S)
         thread.start()
 
     def handle_error(self, request: Any, client_address: object) -> None:  # noqa: ARG002
@@ -228,23 +221,18 @@ class _Server(ThreadingHTTPServer):
         level = logging.DEBUG if gone else logging.ERROR
         logger.log(level, "a connection to the dashboard ended", exc_info=True)
 
-    def end_overdue(self, now: float | None = None) -> list[threading.Thread]:
-        """Ends connections that have taken too long by ``now``; returns their threads."""
-        now = time.monotonic() if now is None else now
-        overdue = []
-        for one, (thread, ends_at) in self._open.items():
-            if ends_at <= now and thread.is_alive():
-                overdue.append(thread)
-                try:
-                    one.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    logger.debug("a connection to the dashboard had ended already")
-        return overdue
+    def end_overdue(self, *, all_of_them: bool = False) -> None:
+        """Ends connections that have taken too long."""
+        for request, deadline in self._open.values():
+            if all_of_them or deadline.passed:
+                with contextlib.suppress(OSError):  # it had ended already
+                    request.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         """Takes no more connections, and ends those there are."""
         self.server_close()
-        for thread in self.end_overdue(now=math.inf):
+        self.end_overdue(all_of_them=True)
+        for thread in self._open:
             thread.join(_JOIN_TIMEOUT_S)
 
 
@@ -258,7 +246,6 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(421, "text/plain", b"this address is not served under that name\n")
         try:
             asked = urlsplit(self.path)
-            since = _number(parse_qs(asked.query).get("since", ["0"])[-1])
         except ValueError as error:
             return self._send(400, "text/plain", f"not an address: {error}\n".encode())
         if asked.path == "/":
@@ -266,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
         if asked.path == "/status.json":
             return self._send_json(board.status)
         if asked.path == "/history.json":
-            return self._send_json(lambda: board.history(since))
+            return self._send_json(lambda: board.history(_since(asked.query)))
         return self._send(404, "text/plain", b"there is /, /status.json and /history.json\n")
 
     do_HEAD = do_GET  # noqa: N815  the base class's name
@@ -293,10 +280,11 @@ class _Handler(BaseHTTPRequestHandler):
         logger.debug(format, *args)
 
 
-def _number(text: str) -> float:
+def _since(query: str) -> float:
+    """The time that a query names; 0 if it names none."""
     try:
-        return float(text)
-    except ValueError:
+        return float(parse_qs(query)["since"][-1])
+    except (KeyError, ValueError):
         return 0.0
 
 
