@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import weakref
 from collections import deque
@@ -45,6 +44,15 @@ class Metric(NamedTuple):
     def kind(self) -> str:
         ends = {"total": "counter", "seconds": "histogram"}
         return ends.get(self.name.rpartition("_")[2], "gauge")
+
+    def instrument(self) -> Any:
+        """Makes Ray's object for it."""
+        from ray.util import metrics
+
+        name, about = PREFIX + self.name, f"{self.about} ({self.unit})"
+        if self.kind == "histogram":
+            return metrics.Histogram(name, about, SECONDS_BOUNDS, self.tags)
+        return (metrics.Gauge if self.kind == "gauge" else metrics.Counter)(name, about, self.tags)
 
 
 # Name, unit, tags beside "service"; and what it is.
@@ -161,17 +169,26 @@ def metrics_port() -> int | None:
     return next((port for port in ports if port > 0), None)
 
 
+# A series of this process's outlives the exporter, so that its next one must not count twice.
+_exported_totals: dict[tuple[str, str, Tags], float] = {}
+
+
+def _growth(service: str, one: Reading) -> float:
+    """By how much a total is more than this process has exported; one that is less began anew."""
+    key = (service, one.name, one.tags)
+    before = _exported_totals.get(key, 0.0)
+    _exported_totals[key] = one.value
+    return one.value - before if one.value >= before else one.value
+
+
 class MetricsExporter:
     """Exports a service's metrics, listed in ``METRICS``, until it is stopped.
 
-    One daemon thread, which the service's end, or that of the connection to Ray, ends too; it does
-    not keep the service alive. What is not known is not exported: a gauge whose figure has become
-    unknown, or whose replica has left, disappears, and so do all at the end. Counters of replicas
-    begin at what these have done since they started, those of this process's requests and pushes at
-    0.
-
-    Figures of engines are the same in each process that has the service, and would be there twice
-    if two of them exported.
+    One daemon thread, which the service's end, or that of the connection to Ray, ends too. What is
+    not known is not exported: a gauge whose figure has become unknown, or whose replica has left,
+    disappears, and so do all at the end. Counters of replicas begin at what these have done since
+    they started, those of this process's requests and pushes at 0. Let one process export: figures
+    of engines are the same in each that has the service.
 
     Example:
         >>> exporter = service.export_metrics(interval_s=5.0)
@@ -198,19 +215,18 @@ class MetricsExporter:
         self._shown: set[tuple[str, Tags]] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics-exporter", daemon=True)
-        self._pid = os.getpid()
         self._thread.start()
 
     @property
     def is_running(self) -> bool:
         """Whether it exports, in this process."""
-        return self._pid == os.getpid() and self._thread.is_alive() and not self._stop.is_set()
+        return self._thread.is_alive() and not self._stop.is_set()  # a fork has no such thread
 
     def stop(self) -> None:
         """Exports once more, withdraws every gauge and ends the thread; idempotent."""
         self._unsubscribe()
         self._stop.set()
-        if self._pid == os.getpid() and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def __enter__(self) -> Self:
@@ -227,7 +243,8 @@ class MetricsExporter:
                 with staying_connected() as is_connected:
                     if not is_connected:
                         return
-                    self._instruments = self._instruments or _instruments()
+                    if not self._instruments:
+                        self._instruments = {n: one.instrument() for n, one in METRICS.items()}
                     is_last = not self._export() or is_last
                     if is_last:
                         self._show(())
@@ -252,50 +269,22 @@ class MetricsExporter:
 
     def _show(self, readings: Iterable[Reading]) -> None:
         """Exports gauges and totals as they are; gauges that are not among them disappear."""
-        readings = list(readings)
-        shown = {(one.name, one.tags) for one in readings if METRICS[one.name].kind == "gauge"}
-        self._record(
-            one if (one.name, one.tags) in shown else one._replace(value=_growth(self._name, one))
-            for one in readings
-        )
-        self._record(Reading(name, _GONE, tags) for name, tags in self._shown - shown)
-        self._shown = shown
+        before, self._shown = self._shown, set()
+        for one in readings:
+            if METRICS[one.name].kind == "gauge":
+                self._shown.add((one.name, one.tags))
+                self._record([one])
+            else:
+                self._record([one._replace(value=_growth(self._name, one))])
+        self._record(Reading(name, _GONE, tags) for name, tags in before - self._shown)
 
     def _record(self, readings: Iterable[Reading]) -> None:
         for one in readings:
-            instrument, tags = (
-                self._instruments[one.name],
-                {"service": self._name, **dict(one.tags)},
-            )
-            kind = METRICS[one.name].kind
+            instrument, kind = self._instruments[one.name], METRICS[one.name].kind
+            tags = {"service": self._name, **dict(one.tags)}
             if kind == "gauge":
                 instrument.set(float(one.value), tags=tags)
             elif kind == "histogram":
                 instrument.observe(one.value, tags=tags)
             elif one.value:  # Ray refuses to add nothing
                 instrument.inc(one.value, tags=tags)
-
-
-def _instruments() -> dict[str, Any]:
-    """Ray's object for each metric."""
-    from ray.util.metrics import Counter, Gauge, Histogram
-
-    def instrument(one: Metric) -> Any:
-        name, about = PREFIX + one.name, f"{one.about} ({one.unit})"
-        if one.kind == "histogram":
-            return Histogram(name, about, SECONDS_BOUNDS, one.tags)
-        return (Gauge if one.kind == "gauge" else Counter)(name, about, one.tags)
-
-    return {name: instrument(one) for name, one in METRICS.items()}
-
-
-# A series of this process's outlives the exporter, so that its next one must not count twice.
-_exported_totals: dict[tuple[str, str, Tags], float] = {}
-
-
-def _growth(service: str, one: Reading) -> float:
-    """By how much a total is more than this process has exported; one that is less began anew."""
-    key = (service, one.name, one.tags)
-    before = _exported_totals.get(key, 0.0)
-    _exported_totals[key] = one.value
-    return one.value - before if one.value >= before else one.value

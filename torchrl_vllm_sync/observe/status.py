@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.replica import PushStatus, ReplicaState
 from torchrl_vllm_sync.routing.ledger import token_rates
@@ -26,10 +26,9 @@ MAX_FAILURES = 16
 # An engine's figures that are older than this many seconds count as unknown.
 MAX_AGE_S = 5.0
 _TROUBLE = (ReplicaState.STALE, ReplicaState.FAILED)
-_Number = TypeVar("_Number", int, float)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FailureStatus:
     """Something that went wrong."""
 
@@ -45,7 +44,7 @@ class StatusLog:
     def __init__(self, load: LoadTracker, wall_clock: Callable[[], float] = time.time) -> None:
         self._load, self._wall_clock = load, wall_clock
         self._lock = threading.Lock()
-        self._pushes: list[PushStatus] = []
+        self._pushes: dict[tuple[float, int | None], PushStatus] = {}  # newest first
         self._failures: deque[FailureStatus] = deque(maxlen=MAX_FAILURES)
         self._states: dict[str, ReplicaState] = {}
         self._listeners: list[Callable[[PushStatus], object]] = []
@@ -56,7 +55,7 @@ class StatusLog:
     def pushes(self) -> tuple[PushStatus, ...]:
         """The last pushes, newest first."""
         with self._lock:
-            return tuple(self._pushes)
+            return tuple(self._pushes.values())
 
     @property
     def failures(self) -> tuple[FailureStatus, ...]:
@@ -67,18 +66,13 @@ class StatusLog:
     def add_pushes(self, pushes: Iterable[PushStatus]) -> None:
         """Adds pushes that are not known yet; one is known by when it ended and its version."""
         with self._lock:
-            known = {(one.ended_at, one.version) for one in self._pushes}
             for push in pushes:
-                if (push.ended_at, push.version) in known:
-                    continue
-                known.add((push.ended_at, push.version))
-                self._pushes.append(push)
-                if push.error:
-                    self._failures.append(
-                        FailureStatus(at=push.ended_at, what="push", reason=push.error)
-                    )
-            self._pushes.sort(key=lambda one: one.ended_at, reverse=True)
-            del self._pushes[MAX_PUSHES:]
+                key = push.ended_at, push.version
+                if push.error and key not in self._pushes:
+                    self._failures.append(FailureStatus(push.ended_at, "push", None, push.error))
+                self._pushes[key] = push
+            newest = sorted(self._pushes.values(), key=lambda one: one.ended_at, reverse=True)
+            self._pushes = {(one.ended_at, one.version): one for one in newest[:MAX_PUSHES]}
 
     def listen(self, listener: Callable[[PushStatus], object]) -> Callable[[], None]:
         """Calls ``listener``, which must not raise, as each push ends, in the pushing thread."""
@@ -105,18 +99,12 @@ class StatusLog:
         snapshots = self._load.snapshots()
         with self._lock:
             for one in snapshots:
+                is_news = one.state is not self._states.get(one.replica_id)
                 # One that joins is stale for a moment, and has no reason to be.
                 joins = one.state is ReplicaState.STALE and not one.reason
-                is_news = one.state is not self._states.get(one.replica_id)
                 if one.state in _TROUBLE and is_news and not joins:
-                    self._failures.append(
-                        FailureStatus(
-                            at=self._wall_clock(),
-                            what=one.state,
-                            replica_id=one.replica_id,
-                            reason=one.reason,
-                        )
-                    )
+                    noted = self._wall_clock(), one.state, one.replica_id, one.reason
+                    self._failures.append(FailureStatus(*noted))
             self._states = {one.replica_id: one.state for one in snapshots}
 
 
@@ -124,8 +112,7 @@ class StatusLog:
 class ReplicaStatus:
     """One replica at one moment; ``None`` wherever a figure is not known.
 
-    Figures of the engine are those of its last report, which comes once a second, and unknown when
-    that is more than 5 s old.
+    Figures of the engine are those of its last report, unless that is more than 5 s old.
 
     Attributes:
         replica_id: Stable id of the replica.
@@ -138,11 +125,10 @@ class ReplicaStatus:
         num_running: Requests in the engine's running batch.
         num_waiting: Requests queued in the engine.
         kv_cache_usage: Share of KV-cache blocks in use, 0 to 1.
-        prefix_cache_hit_rate: Share, 0 to 1, of all prompt tokens since the engine's start that
-            were found in its prefix cache, of those looked up.
+        prefix_cache_hit_rate: Share, 0 to 1, of the prompt tokens looked up in its prefix cache
+            since the engine's start that were found there.
         generated_tokens_per_s: Tokens sampled, over the last 2 s or so.
-        prompt_tokens_per_s: Tokens of prompts whose prefill ended, cached ones included, over the
-            same time.
+        prompt_tokens_per_s: The same of prompts whose prefill ended, cached tokens included.
         counters: What the engine has done since it started.
         report_age_s: Seconds since its last report.
         num_restarts: How often its actor was replaced.
@@ -194,8 +180,7 @@ class ServiceStatus:
         weight_version: Newest policy version that every serving replica is known to hold.
         in_flight: Samples that this process has in flight, those of removed replicas included.
         replicas: Its replicas, in the order of their joining.
-        pushes: The last pushes that this process heard of, newest first: its own, and each that was
-            the newest one the replicas knew of when it looked.
+        pushes: The last pushes that this process made or heard of from replicas, newest first.
         failures: What went wrong lately, newest first.
     """
 
@@ -214,25 +199,23 @@ class ServiceStatus:
 
     @property
     def generated_tokens_per_s(self) -> float | None:
-        """Tokens that all replicas sample per second; ``None`` if one that serves is not known."""
-        return _total(one.generated_tokens_per_s for one in self._serving)
+        """Tokens that all replicas sample per second; ``None`` if that of one is not known."""
+        return self._total("generated_tokens_per_s")
 
     @property
     def prompt_tokens_per_s(self) -> float | None:
         """The same of prompts whose prefill ended, cached tokens included."""
-        return _total(one.prompt_tokens_per_s for one in self._serving)
+        return self._total("prompt_tokens_per_s")
 
     @property
     def samples(self) -> int | None:
-        """Samples of all processes that the replicas hold; ``None`` if one that serves is unknown.
+        """Samples of all processes that they hold, as well as this one can tell."""
+        return self._total("samples")
 
-        As well as this process can tell: see ``ReplicaStatus.samples``.
-        """
-        return _total(one.samples for one in self._serving)
-
-    @property
-    def _serving(self) -> list[ReplicaStatus]:
-        return [one for one in self.replicas if one.state.admits_requests]
+    def _total(self, figure: str) -> Any:
+        """Sum over the replicas that serve; ``None`` without any, or if one is not known."""
+        known = [getattr(one, figure) for one in self.replicas if one.state.admits_requests]
+        return None if not known or None in known else sum(known)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as dictionaries, lists, strings and finite numbers, for JSON."""
@@ -241,15 +224,6 @@ class ServiceStatus:
         for one, shown in zip(self.replicas, whole["replicas"], strict=True):
             shown["samples"] = one.samples
         return finite(whole)
-
-
-def _total(figures: Iterable[_Number | None]) -> _Number | None:
-    total = None
-    for one in figures:
-        if one is None:
-            return None
-        total = one if total is None else total + one
-    return total
 
 
 def finite(value: Any) -> Any:
