@@ -104,7 +104,7 @@ class EngineActor:
         """Builds the engine and begins to serve."""
         printed = internals.output_sizes()
         try:
-            return await self._start()
+            await self._launch()
         except SyncError:
             raise
         except Exception as error:
@@ -113,8 +113,10 @@ class EngineActor:
             if "root cause" in why and (cause := internals.startup_failure(printed)):
                 why = f"{why}: {cause}"
             raise LaunchError({self.replica_id: why}) from error
+        self._health.start()
+        return self.describe()
 
-    async def _start(self) -> EngineDescription:
+    async def _launch(self) -> None:
         os.environ.update(self._environment)
         check_can_be_filled(self._engine_args.create_model_config())
         self.engine = AsyncLLM.from_engine_args(self._engine_args, stat_loggers=[self._stats])
@@ -122,17 +124,13 @@ class EngineActor:
             if refusal:
                 await asyncio.to_thread(self.engine.shutdown)
                 raise TransferError(refusal)
+        await self._begin()
+
+    async def _begin(self) -> None:
+        """Builds the parts that need the engine, and begins to serve."""
         internals.watch_samples(self.engine, self._gate.register)
-        self._take_weights()
-        if not self._joins_later:
-            self._gate.set(ReplicaState.SERVING)
-        self._health.start()
         found = await internals.call_workers(self.engine, "native_device_uuid", ())
         self._device_uuids = tuple(uuid for uuid in found if uuid)
-        return self.describe()
-
-    def _take_weights(self) -> None:
-        """Builds the parts that need the engine."""
         self._updates = updates = Updates(self.engine, self._gate)
         self._answers.begin(self.engine, updates)
         self._native = NativeCalls(updates, self.engine, self._gate)
@@ -146,6 +144,8 @@ class EngineActor:
             is_updating=lambda: updates.is_busy,
         )
         self._started = True
+        if not self._joins_later:
+            self._gate.set(ReplicaState.SERVING)
 
     def join_later(self) -> None:
         """Makes :meth:`start` leave the replica ``STARTING`` until it is admitted."""
@@ -191,22 +191,22 @@ class EngineActor:
 
     def report(self) -> EngineReport:
         """Returns state, version and load as they are now."""
-        stats = self._stats.latest()
-        started = self._started
+        figures: dict[str, Any] = {}
+        if stats := self._stats.latest():
+            figures = dataclasses.asdict(stats)
+            figures["stats_age_s"] = time.monotonic() - figures.pop("measured_at")
+        if self._started:
+            figures["weight_version"] = self._updates.version
+            figures["num_unfinished"] = self.get_num_unfinished_requests()
+            figures["counters"] = self._stats.counters()
         return EngineReport(
             replica_id=self.replica_id,
             state=self._gate.state,
-            weight_version=self._updates.version if started else None,
-            num_unfinished=self.get_num_unfinished_requests() if started else None,
-            num_running=stats.num_running if stats else None,
-            num_waiting=stats.num_waiting if stats else None,
-            kv_cache_usage=stats.kv_cache_usage if stats else None,
-            stats_age_s=time.monotonic() - stats.measured_at if stats else None,
             reason=self._gate.reason,
             num_span_disagreements=self._answers.checker.num_disagreements,
             membership_epoch=self._membership_epoch,
-            counters=self._stats.counters() if started else None,
             last_push=self._last_push,
+            **figures,
         )
 
     def note_push(self, push: PushStatus) -> EngineReport:
@@ -223,14 +223,14 @@ class EngineActor:
     def card(self) -> dict[str, Any]:
         return self._card
 
-    # ---------------------------------------------------------------- weights
-
     async def model_metadata(self) -> list[list[Any]]:
         """Returns the tensors that a complete push must hold, as ``ParamMeta`` in JSON form."""
         return to_json(await asyncio.to_thread(self._model_metadata))
 
     def _model_metadata(self) -> list[ParamMeta]:
         return checkpoint_metadata(self.engine.vllm_config.model_config)
+
+    # ---------------------------------------------------------------- calls of its parts
 
     load_snapshot = of_part("_snapshots", SnapshotLoads.load)
     snapshot_source = of_part("_snapshots", SnapshotLoads.source)
@@ -248,45 +248,7 @@ class EngineActor:
     withdraw_weights = of_part("_peers", PeerLoads.withdraw)
     take_weights = of_part("_peers", PeerLoads.take)
 
-    begin_push = of_part("_updates", Updates.begin_push)
-    keep_push = of_part("_updates", Updates.keep_push)
-    end_push = of_part("_updates", Updates.end_push)
-    probe_workers = of_part("_updates", Updates.probe_workers)
-    hold_back = of_part("_updates", Updates.hold_back)
-    admit = of_part("_updates", Updates.admit)
-    drain = of_part("_updates", Updates.drain)
-    undrain = of_part("_updates", Updates.undrain)
-
-    # ---------------------------------------------------------------- vLLM's own calls
-
-    init_weight_transfer_engine = of_part("_native", NativeCalls.init_weight_transfer_engine)
-    shutdown_weight_transfer_engine = of_part(
-        "_native", NativeCalls.shutdown_weight_transfer_engine
-    )
-    use_transfer_engine = of_part("_native", NativeCalls.use_transfer_engine)
-    start_weight_update = of_part("_native", NativeCalls.start_weight_update)
-    update_weights = of_part("_native", NativeCalls.update_weights)
-    finish_weight_update = of_part("_native", NativeCalls.finish_weight_update)
-    update_weights_native = of_part("_native", NativeCalls.update_weights_native)
-    update_weight_version = of_part("_native", NativeCalls.update_weight_version)
-    expect_native = of_part("_native", NativeCalls.expect_native)
-    receive_native = of_part("_native", NativeCalls.receive_native)
-    begin_chunks = of_part("_native", NativeCalls.begin_chunks)
-    receive_chunk = of_part("_native", NativeCalls.receive_chunk)
-    finish_chunks = of_part("_native", NativeCalls.finish_chunks)
-    give_up_chunks = of_part("_native", NativeCalls.give_up_chunks)
-    pause_generation = of_part("_native", NativeCalls.pause_generation)
-    resume_generation = of_part("_native", NativeCalls.resume_generation)
-    is_paused = of_part("_native", NativeCalls.is_paused)
-    sleep = of_part("_native", NativeCalls.sleep)
-    wake_up = of_part("_native", NativeCalls.wake_up)
-
-    # ---------------------------------------------------------------- requests
-
-    run_batch = of_part("_answers", Answers.run_batch)
-    stream = of_part("_answers", Answers.stream)
-    generate = of_part("_answers", Answers.generate)
-    abort = of_part("_answers", Answers.abort)
+    # ---------------------------------------------------------------- the engine
 
     def get_num_unfinished_requests(self) -> int:
         """Returns the number of requests inside the engine, exactly; a dead engine has none."""
@@ -316,3 +278,14 @@ class EngineActor:
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         return await self.engine.reset_prefix_cache(reset_running_requests)
+
+
+# Calls that its parts have under the same names; of vLLM's own, all there are.
+for _part, _kind, _names in (
+    ("_answers", Answers, ("run_batch", "stream", "generate", "abort")),
+    ("_updates", Updates, ("begin_push", "keep_push", "end_push", "probe_workers")),
+    ("_updates", Updates, ("hold_back", "admit", "drain", "undrain")),
+    ("_native", NativeCalls, [one for one in vars(NativeCalls) if not one.startswith("_")]),
+):
+    for _name in _names:
+        setattr(EngineActor, _name, of_part(_part, getattr(_kind, _name)))

@@ -9,7 +9,6 @@ from concurrent.futures import wait as wait_for
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.gate import AdmissionGate, SampleVersions
 from torchrl_vllm_sync.engine.reload import check_can_be_filled
@@ -195,12 +194,8 @@ class _LocalReplica(EngineActor):
 
     async def start(self) -> EngineDescription:
         """Begins to take pushes; the engine runs already."""
-        internals.watch_samples(self.engine, self._gate.register)
+        await self._begin()
         self._stamp_outputs()
-        self._take_weights()
-        self._gate.set(ReplicaState.SERVING)
-        found = await internals.call_workers(self.engine, "native_device_uuid", ())
-        self._device_uuids = tuple(uuid for uuid in found if uuid)
         return self.describe()
 
     def describe(self) -> EngineDescription:
