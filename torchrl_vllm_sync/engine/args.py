@@ -10,6 +10,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ def make_engine_args(
     # vLLM dropped it: preempted requests are recomputed instead.
     if "swap_space" not in known and kwargs.pop("swap_space", None) is not None:
         logger.warning("the installed vLLM has no swap space: swap_space is passed over")
-    unknown = sorted(set(kwargs) - known)
-    if unknown:
+    if unknown := sorted(set(kwargs) - known):
         own = inspect.signature(make_engine_args).parameters.keys()
         named = ", ".join(_with_hint(one, known | own | set(also_known)) for one in unknown)
         raise UnsupportedArgumentError(
@@ -97,7 +97,6 @@ def make_engine_args(
 
 
 def _with_hint(unknown: str, known: set[str]) -> str:
-    """An argument's name, and what was perhaps meant by it."""
     if unknown in ("strategy", "load_balancer", "routing"):
         return f"{unknown} (routing is for service.create_load_balancer)"
     close = difflib.get_close_matches(unknown, sorted(known), n=1)
@@ -118,15 +117,15 @@ def prepare_engine_args(
         )
     prepared = copy.copy(engine_args)
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if getattr(prepared, name) < 1:
-            raise UnsupportedArgumentError(
-                f"{name} must be at least 1, got {getattr(prepared, name)}"
-            )
+        check_integer(name, getattr(prepared, name), 1)
     if prepared.disable_log_stats:
         raise UnsupportedArgumentError(
             "disable_log_stats must be False: replicas report their load from these statistics"
         )
-    prepared.worker_extension_cls = _checked_extension(prepared.worker_extension_cls)
+    if prepared.worker_extension_cls:
+        _check_extension(prepared.worker_extension_cls)
+    else:
+        prepared.worker_extension_cls = WORKER_EXTENSION
     if prepared.weight_transfer_config is None:
         backend = STAGED_BACKEND if stage_weights else BROADCAST_BACKEND
         prepared.weight_transfer_config = WeightTransferConfig(backend=backend)
@@ -135,8 +134,17 @@ def prepare_engine_args(
             "stage_weights needs weight_transfer_config to be left unset, got "
             f"{prepared.weight_transfer_config}"
         )
-    if on_cpu():
-        _refuse_on_cpu(prepared)
+    # What vLLM's CPU backend was seen to crash on (0.32; SIGSEGV, NotImplementedError).
+    if on_cpu() and prepared.pipeline_parallel_size > 1:
+        raise UnsupportedArgumentError(
+            "pipeline_parallel_size must be 1 on vLLM's CPU backend, "
+            f"got {prepared.pipeline_parallel_size}"
+        )
+    if on_cpu() and prepared.enable_expert_parallel and num_workers(prepared) > 1:
+        raise UnsupportedArgumentError(
+            "enable_expert_parallel needs tensor and data parallel size 1 on vLLM's CPU backend, "
+            f"got {prepared.tensor_parallel_size} and {prepared.data_parallel_size}"
+        )
     if prepared.distributed_executor_backend is None:
         # A replica is on one node. By default vLLM would use the actor's placement group for its
         # Ray executor, which needs one bundle a GPU.
@@ -148,11 +156,8 @@ def prepare_engine_args(
 
 
 def for_replica(engine_args: AsyncEngineArgs, index: int, num_restarts: int = 0) -> AsyncEngineArgs:
-    """Returns a copy with a seed of its own, and another one after each restart.
-
-    Engines with one seed draw the same random numbers: while their batches keep step, equal prompts
-    get equal answers.
-    """
+    """Returns a copy with a seed of its own, and another one after each restart."""
+    # Engines with one seed draw the same numbers: equal prompts could get equal answers.
     own = copy.copy(engine_args)
     own.seed += index + num_restarts * SEEDS_OF_A_START
     return own
@@ -160,20 +165,15 @@ def for_replica(engine_args: AsyncEngineArgs, index: int, num_restarts: int = 0)
 
 def num_workers(engine_args: AsyncEngineArgs) -> int:
     """Returns the vLLM workers of one replica: tensor x pipeline x data parallel size."""
-    return (
-        engine_args.tensor_parallel_size
-        * engine_args.pipeline_parallel_size
-        * engine_args.data_parallel_size
-    )
+    per_engine = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
+    return per_engine * engine_args.data_parallel_size
 
 
 def engine_environment(
     engine_args: AsyncEngineArgs, *, verbose: bool, enable_fp32_output: bool
 ) -> dict[str, str]:
     """Returns environment variables for a replica's processes; what is set already stays."""
-    wanted: dict[str, str] = {}
-    if not verbose:
-        wanted |= QUIET_ENVIRONMENT
+    wanted = {} if verbose else dict(QUIET_ENVIRONMENT)
     if enable_fp32_output:
         wanted |= FP32_OUTPUT_ENVIRONMENT
     if on_cpu():
@@ -200,9 +200,7 @@ def payload_of(request: Any, field: str) -> Any:
     )
 
 
-def _checked_extension(given: str | None) -> str:
-    if not given:
-        return WORKER_EXTENSION
+def _check_extension(given: str) -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     try:
@@ -215,19 +213,4 @@ def _checked_extension(given: str | None) -> str:
     if not (inspect.isclass(extension) and issubclass(extension, ours)):
         raise UnsupportedArgumentError(
             f"worker_extension_cls must be a subclass of {WORKER_EXTENSION}, got {given}"
-        )
-    return given
-
-
-def _refuse_on_cpu(engine_args: AsyncEngineArgs) -> None:
-    """Refuses what vLLM's CPU backend was seen to crash on (0.32; SIGSEGV, NotImplementedError)."""
-    if engine_args.pipeline_parallel_size > 1:
-        raise UnsupportedArgumentError(
-            "pipeline_parallel_size must be 1 on vLLM's CPU backend, "
-            f"got {engine_args.pipeline_parallel_size}"
-        )
-    if engine_args.enable_expert_parallel and num_workers(engine_args) > 1:
-        raise UnsupportedArgumentError(
-            "enable_expert_parallel needs tensor and data parallel size 1 on vLLM's CPU backend, "
-            f"got {engine_args.tensor_parallel_size} and {engine_args.data_parallel_size}"
         )

@@ -29,22 +29,20 @@ logger = logging.getLogger(__name__)
 class SampleVersions:
     """Which versions sampled one sample, counted at each switch."""
 
-    __slots__ = ("_begun", "_delivered", "_starts", "state")
+    __slots__ = ("_begun", "_delivered", "_received", "_starts", "state")
 
     def __init__(self, state: SampleState, version: int, begun: BegunAnswer | None = None) -> None:
         self.state, self._begun = state, begun
-        self._delivered = len(begun.token_ids) if begun else 0
+        self._received = self._delivered = len(begun.token_ids) if begun else 0
         former = begun.spans if begun else ()
-        self._starts = [(one.version, one.start) for one in former] + [(version, self._delivered)]
+        self._starts = [(one.version, one.start) for one in former] + [(version, self._received)]
 
     @property
     def has_begun(self) -> bool:
         """Whether a token was sampled here, or it ended without one."""
-        received = len(self._begun.token_ids) if self._begun else 0
-        return self.state.num_tokens > received or self.state.is_finished
+        return self.state.num_tokens > self._received or self.state.is_finished
 
     def switch(self, version: int) -> None:
-        """Notes that ``version`` samples all later tokens."""
         self._starts.append((version, self.state.num_tokens))
 
     def spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:
@@ -69,17 +67,15 @@ class SampleVersions:
         )
 
 
+@dataclass(slots=True)
 class SpanChecker:
     """Compares counted spans with vLLM's own, and counts disagreements.
 
-    vLLM's are used where the two disagree, since it counts in the process that samples. Spans with
-    a label that is no policy version, such as a user gives to ``finish_weight_update``, cannot be
-    compared.
+    vLLM's are used where the two disagree, since it counts in the process that samples.
     """
 
-    def __init__(self, replica_id: str) -> None:
-        self._replica_id = replica_id
-        self.num_disagreements = 0
+    replica_id: str
+    num_disagreements: int = 0
 
     def agreed(
         self,
@@ -95,7 +91,7 @@ class SpanChecker:
         self.num_disagreements += 1
         logger.error(
             "replica %s, request %s: version spans counted as %s, by vLLM as %s; vLLM's are used",
-            self._replica_id,
+            self.replica_id,
             request_id,
             [tuple(one) for one in counted],
             [tuple(one) for one in theirs],
@@ -106,7 +102,7 @@ class SpanChecker:
 def versions_of_labels(
     labelled: Sequence[tuple[str, int, int]] | None, num_tokens: int
 ) -> tuple[VersionSpan, ...] | None:
-    """Makes version spans of vLLM's; ``None`` if a label is no policy version."""
+    """Makes version spans of vLLM's; ``None`` if a label, perhaps a user's, is no version."""
     if labelled is None:
         return None
     try:
@@ -128,7 +124,6 @@ class RunningRequest:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has a token of this engine, or ended without one."""
         return self.sample is not None and self.sample.has_begun
 
 
@@ -138,33 +133,26 @@ class AdmissionGate:
 
     Requests pass while ``SERVING``, wait while ``UPDATING``, and are refused with a typed error in
     every other state, those already waiting included; while ``DRAINING`` those inside finish.
-    ``running`` are the samples inside the engine, by engine id; ``reason`` says why the replica is
-    stale or failed.
     """
 
     replica_id: str
     state: ReplicaState = ReplicaState.STARTING
-    reason: str = ""
+    reason: str = ""  # why it is stale or failed
     version: int = 0
-    running: dict[str, RunningRequest] = field(default_factory=dict)
+    running: dict[str, RunningRequest] = field(default_factory=dict)  # by engine id
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def set(self, state: ReplicaState, reason: str = "") -> None:
-        """Moves to ``state`` and wakes what waits at the gate.
-
-        ``STALE``, ``FAILED`` and ``CLOSED`` cancel the tasks of requests inside; each reports the
-        :meth:`refusal`.
-        """
+        """Moves to ``state``, wakes what waits at the gate, and ends requests inside if it must."""
         self.state, self.reason = state, reason
         self._changed.set()
         self._changed = asyncio.Event()
         if self.has_ended_requests:
             for request in list(self.running.values()):
                 if request.task is not None:
-                    request.task.cancel()
+                    request.task.cancel()  # it reports the refusal
 
     def refusal(self) -> ReplicaUnavailableError:
-        """Returns the error for requests in the present state."""
         return ReplicaUnavailableError(self.replica_id, self.state, self.reason)
 
     def describe(self) -> str:
@@ -172,19 +160,17 @@ class AdmissionGate:
 
     @property
     def has_ended_requests(self) -> bool:
-        """Whether the present state has ended the requests inside."""
         return self.state in (ReplicaState.STALE, ReplicaState.FAILED, ReplicaState.CLOSED)
 
     def register(self, state: SampleState) -> None:
         """Notes that vLLM has registered one of the samples inside."""
-        request = self.running.get(state.engine_id)
-        if request is None:
+        running = self.running.get(state.engine_id)
+        if running is None:
             return
-        resumed = request.request
-        begun = None if resumed is None else resumed.begun
-        if resumed is not None and begun is not None:
-            state.resume(begun, resumed.sampling_params)
-        request.sample = SampleVersions(state, self.version, begun)
+        begun = None
+        if running.request is not None and (begun := running.request.begun):
+            state.resume(begun, running.request.sampling_params)
+        running.sample = SampleVersions(state, self.version, begun)
 
     def switch(self, version: int) -> None:
         """Notes that ``version`` samples from now on: the engine is paused, its outputs settled."""

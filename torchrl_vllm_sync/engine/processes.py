@@ -10,6 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError, RayError, TaskUnschedulableError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.ray_errors import is_gone
 from torchrl_vllm_sync.replica import ProcessId, ReplicaProcesses, process_began
@@ -26,33 +32,29 @@ _MADE = re.compile(r"(\d+) +/dev/shm/sem\.\w+ \(deleted\)")
 
 def own_processes() -> ReplicaProcesses:
     """Returns this process, a Ray actor, and its children, as they are now."""
-    import psutil
-    import ray
-
-    actor = psutil.Process()
-    everyone = [actor, *actor.children(recursive=True)]
-    found = [
-        ProcessId(one.pid, began)
-        for one in everyone
-        if (began := process_began(one.pid)) is not None
-    ]
+    found = _with_children(os.getpid())
     shared = sorted({path for one in found for path in _shared_memory(one.pid)})
     return ReplicaProcesses(ray.get_runtime_context().get_node_id(), tuple(found), tuple(shared))
 
 
+def _with_children(pid: int) -> list[ProcessId]:
+    """A process and all below it, those that have not ended."""
+    pids = [pid]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        pids += [one.pid for one in psutil.Process(pid).children(recursive=True)]
+    begun = ((one, process_began(one)) for one in pids)
+    return [ProcessId(one, began) for one, began in begun if began is not None]
+
+
 def end_replica(
-    actor: Any,
-    processes: ReplicaProcesses | None,
-    *,
-    timeout_s: float = END_TIMEOUT_S,
+    actor: Any, processes: ReplicaProcesses | None, *, timeout_s: float = END_TIMEOUT_S
 ) -> None:
     """Ends a replica, whatever state it is in, and returns when its processes have gone.
 
     ``ray.kill`` alone returns at once, and Ray (2.60) takes up to ten seconds over an actor that
-    is stopped, whose children keep the memory of their GPUs meanwhile. So all of them are killed
-    by number too, by a task on the same node. A node that is gone has taken its processes with it.
-    Their shared memory, such as what vLLM speaks to its workers through, is removed: Python's
-    ``resource_tracker``, which would do that, is one of the processes that are killed.
+    is stopped, whose children keep the memory of their GPUs meanwhile. So all are killed by number
+    too, by a task on the same node. A node that is gone has taken its processes with it. Their
+    shared memory is removed: Python's ``resource_tracker``, which would do that, is killed as well.
 
     Args:
         actor: Its actor, dead or alive.
@@ -62,10 +64,6 @@ def end_replica(
     Raises:
         SyncError: Something was left over after ``timeout_s``, or the node did not answer.
     """
-    import ray
-    from ray.exceptions import GetTimeoutError, RayError, TaskUnschedulableError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     ray.kill(actor)
     if processes is None or not _is_alive(processes.node_id):
         return
@@ -90,8 +88,6 @@ def end_replica(
 
 
 def _is_alive(node_id: str) -> bool:
-    import ray
-
     return any(one["NodeID"] == node_id and one["Alive"] for one in ray.nodes())
 
 
@@ -108,22 +104,14 @@ def _shared_memory(pid: int) -> set[str]:
 
 def _end_all(replica: ReplicaProcesses, timeout_s: float) -> list[int]:
     """Kills processes and their children; returns the pids of those that are left."""
-    import psutil
-
-    found: set[ProcessId] = {
-        one for one in replica.processes if process_began(one.pid) == one.began
-    }
-    for one in list(found):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = [child.pid for child in psutil.Process(one.pid).children(recursive=True)]
-            begun = ((pid, process_began(pid)) for pid in children)
-            found.update(ProcessId(pid, began) for pid, began in begun if began is not None)
+    known = [one for one in replica.processes if process_began(one.pid) == one.began]
+    found = {one for root in known for one in _with_children(root.pid)}.union(known)
     for one in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(one.pid, signal.SIGKILL)
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     while left := [one.pid for one in found if process_began(one.pid) == one.began]:
-        if time.monotonic() > deadline:
+        if deadline.passed:
             return left
         time.sleep(_POLL_S)
     for path in replica.shared_memory:
