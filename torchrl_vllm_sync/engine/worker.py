@@ -1,15 +1,13 @@
 """Methods that this library adds to every vLLM worker, called by ``collective_rpc``.
 
 Importing it registers the receiver of the ``broadcast`` transport with vLLM, which mixes the class
-into its worker class where ``worker_extension_cls`` names it: only engines started by this library
-are touched. Names carry a prefix, because an attribute that collides with the worker's own fails an
-assertion. Failures are returned as data: an exception that crosses ``collective_rpc`` loses its
-type.
+into its worker class where ``worker_extension_cls`` names it. Names carry a prefix, because one
+that collides with the worker's own fails an assertion. Failures are returned as data: an exception
+that crosses ``collective_rpc`` loses its type.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import os
 import pickle
@@ -24,6 +22,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.engine import receiver as receiver_module
 from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
 from torchrl_vllm_sync.engine.reload import reload_model, repack_cpu, tensor_checksum
@@ -39,14 +38,13 @@ from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
 
     from vllm.config import VllmConfig
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
-# The second attempt repairs what the first left behind; a third would not fare better.
-MAX_ATTEMPTS = 2
 # Bytes of one chunk of a peer's weights, and where a worker leaves it for one on the same node.
 CHUNK_BYTES = 64 * 2**20
 PEER_DIRECTORY = Path("/dev/shm")
@@ -62,14 +60,14 @@ class PeerCopy:
 
     def __init__(self, model: torch.nn.Module, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
-        self._rows: list[tuple[str, torch.Tensor]] = []
+        self._rows: dict[str, torch.Tensor] = {}
         self.layout: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = []
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.numel():
-                self._rows.append((name, _row_of(name, tensor.detach())))
+                self._rows[name] = _row_of(name, tensor.detach())
             shape, stride = tuple(tensor.shape), tuple(tensor.stride())
             self.layout.append((name, str(tensor.dtype), shape, stride))
-        self.num_chunks = -(-sum(row.numel() for _, row in self._rows) // chunk_bytes)
+        self.num_chunks = -(-sum(row.numel() for row in self._rows.values()) // chunk_bytes)
 
     def give(self, index: int) -> bytes:
         return b"".join(piece.cpu().numpy().tobytes() for piece in self._pieces(index))
@@ -78,8 +76,7 @@ class PeerCopy:
         """Writes one chunk to a file that only this user can read."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
-            for piece in self._pieces(index):
-                file.write(piece.cpu().numpy().data)
+            file.writelines(piece.cpu().numpy().data for piece in self._pieces(index))
 
     def take(self, index: int, source: bytes | str) -> None:
         """Overwrites one chunk."""
@@ -93,13 +90,12 @@ class PeerCopy:
             piece.copy_(part)
 
     def checksums(self) -> dict[str, int]:
-        return {name: tensor_checksum(row) for name, row in self._rows}
+        return {name: tensor_checksum(row) for name, row in self._rows.items()}
 
     def _pieces(self, index: int) -> Iterator[torch.Tensor]:
-        """Yields the parts of tensors that make up a chunk."""
         begin, offset = index * self._chunk_bytes, 0
         end = begin + self._chunk_bytes
-        for _, row in self._rows:
+        for row in self._rows.values():
             low, high = max(begin - offset, 0), min(end - offset, row.numel())
             if low < high:
                 yield row[low:high]
@@ -147,21 +143,24 @@ class SyncWorkerExtension:
 
     A ``worker_extension_cls`` of your own must subclass this one. Methods named ``native_`` drive
     the worker's transfer engine, whichever it is. vLLM's own counterparts
-    (``vllm/v1/worker/gpu_worker.py``, 0.26 to 0.32) raise, and leave the model taken apart when an
-    update fails; these put it together.
+    (``vllm/v1/worker/gpu_worker.py``, 0.26 to 0.32) leave the model taken apart when an update
+    fails; these put it together.
     """
 
-    # Attributes of vLLM's worker.
+    # Of vLLM's worker.
     vllm_config: VllmConfig
     device: torch.device
     model_runner: Any
     weight_transfer_engine: Any
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
     _weight_update_active: bool
 
     _sync_touched: bool = False
     _sync_peer: PeerCopy
     _sync_peer_file: str
-    _sync_staged: concurrent.futures.Future[dict[str, Any]]
+    _sync_staged: Future[dict[str, Any]]
     _native_launched: WeightTransferEngine[Any, Any] | None = None
     _native_ready: bool = False
     _native_parts: int | None = None  # received of the update that is open
@@ -170,22 +169,20 @@ class SyncWorkerExtension:
 
     @answered
     def sync_load_snapshot(self, path: str, metadata: list[list[Any]]) -> dict[str, Any]:
-        """Loads one stored version into this worker's shard of the model.
-
-        The caller holds the lock on ``path`` and has verified it.
-        """
+        """Loads one stored version, which the caller has verified and holds the lock on."""
         self._sync_touched = True
-        taken, attempts = None, 0
-        while taken is None:
-            attempts += 1
-            try:
-                weights = self._sync_tensors(Path(path), from_json(metadata))
-                taken = reload_model(self._sync_model(), self.vllm_config, weights)
-            except Exception:
-                if attempts == MAX_ATTEMPTS:
-                    raise
+
+        def load() -> int:
+            weights = self._sync_tensors(Path(path), from_json(metadata))
+            return reload_model(self._sync_model(), self.vllm_config, weights)
+
+        try:
+            num_tensors, attempts = load(), 1
+        except Exception:  # noqa: BLE001  the second attempt repairs what the first left behind
+            num_tensors, attempts = load(), 2
         self._sync_forget_encodings()
-        return _loaded(taken, _layerwise("snapshots are always loaded that way"), attempts)
+        path_taken = _layerwise("snapshots are always loaded that way")
+        return _loaded(num_tensors, path_taken, attempts)
 
     @answered
     def sync_join(self, init_info: dict[str, Any]) -> None:
@@ -217,9 +214,8 @@ class SyncWorkerExtension:
         """Begins to receive one push into spare memory, in a thread; returns at once."""
         deadline = time.monotonic() + timeout_s
         self._sync_prepared(digest).require_staging()
-        pool = concurrent.futures.ThreadPoolExecutor(1, "staged-weights")
-        self._sync_staged = pool.submit(self._sync_stage, push_id, digest, direct, deadline)
-        pool.shutdown(wait=False)
+        stage = functools.partial(self._sync_stage, push_id, digest, direct, deadline)
+        self._sync_staged = in_thread("staged-weights", stage)
 
     @answered
     def _sync_stage(
@@ -250,7 +246,6 @@ class SyncWorkerExtension:
         return receiver.staging_refusal if isinstance(receiver, BroadcastReceiver) else ""
 
     def sync_leave(self) -> None:
-        """Leaves the trainer's group, if there is one."""
         self._sync_receiver().shutdown()
 
     # ---------------------------------------------------------------- copies from a peer
@@ -284,7 +279,6 @@ class SyncWorkerExtension:
 
     @answered
     def sync_peer_close(self) -> None:
-        """Removes the file of :meth:`sync_peer_give`."""
         Path(self._sync_peer_file).unlink(missing_ok=True)
         self._sync_forget_encodings()
 
@@ -322,7 +316,6 @@ class SyncWorkerExtension:
     def _sync_tensors(
         self, path: Path, metadata: list[ParamMeta]
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        """Maps the stored tensors without a copy."""
         return open_tensordict(path, metadata).items()
 
     def _sync_model(self) -> torch.nn.Module:
@@ -335,9 +328,7 @@ class SyncWorkerExtension:
         """Replaces the transfer engine by another one; the present one leaves its group."""
         self._native_refuse_open("another engine")
         present = self.weight_transfer_engine
-        if self._native_launched is None:
-            self._native_launched = present
-        launched = wanted = self._native_launched
+        wanted = launched = self._native_launched = self._native_launched or present
         if backend is not None and (launched is None or launched.config.backend != backend):
             known = WeightTransferEngineFactory._registry
             if backend not in known:
@@ -393,10 +384,9 @@ class SyncWorkerExtension:
         engine = self._native_engine()
         self._native_parts = 0
         if not isinstance(engine, BroadcastReceiver):
-            host: Any = self
             try:
                 with set_current_vllm_config(self.vllm_config):
-                    host.start_weight_update()
+                    self.start_weight_update()
             except BaseException:
                 self._native_abandon()
                 raise
@@ -421,9 +411,8 @@ class SyncWorkerExtension:
             engine.receive(deadline, num_passes=parsed.num_passes, direct=parsed.direct)
         else:
             self._sync_touched = True
-            host: Any = self
             with set_current_vllm_config(self.vllm_config):
-                host.update_weights(dict(info))
+                self.update_weights(info)
         self._native_parts = parts + 1
 
     @answered
@@ -433,9 +422,8 @@ class SyncWorkerExtension:
         self._native_open_parts()
         engine = self._native_engine()
         if not isinstance(engine, BroadcastReceiver):
-            host: Any = self
             with set_current_vllm_config(self.vllm_config):
-                host.finish_weight_update()
+                self.finish_weight_update()
                 repack_cpu(engine.model)
         self._native_parts = None
         self._sync_forget_encodings()
@@ -443,17 +431,13 @@ class SyncWorkerExtension:
     @answered
     def native_load(self, update_info: dict[str, Any]) -> dict[str, Any]:
         """Begins, receives and ends an update in one call."""
-        answer: dict[str, Any] = {}
-        steps = (
-            (self.native_start, ()),
-            (self.native_update, (update_info,)),
-            (self.native_finish, ()),
-        )
-        for step, args in steps:
-            answer = step(*args)
-            if answer["error"]:
-                self._native_abandon()
-                break
+        answer = self.native_start()
+        if not answer["error"]:
+            answer = self.native_update(update_info)
+        if not answer["error"]:
+            answer = self.native_finish()
+        if answer["error"]:
+            self._native_abandon()
         why = f"vLLM's {self.native_engine_name()} always takes it"
         return _loaded(len(update_info["names"]), _layerwise(why)) | answer
 
