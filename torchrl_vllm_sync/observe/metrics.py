@@ -174,7 +174,7 @@ _exported_totals: dict[tuple[str, str, Tags], float] = {}
 
 
 def _growth(service: str, one: Reading) -> float:
-    """By how much a total is more than this process has exported; one that is less began anew."""
+    """By how much a total is more than what was exported; one that is less began anew."""
     key = (service, one.name, one.tags)
     before = _exported_totals.get(key, 0.0)
     _exported_totals[key] = one.value
@@ -184,11 +184,10 @@ def _growth(service: str, one: Reading) -> float:
 class MetricsExporter:
     """Exports a service's metrics, listed in ``METRICS``, until it is stopped.
 
-    One daemon thread, which the service's end, or that of the connection to Ray, ends too. What is
-    not known is not exported: a gauge whose figure has become unknown, or whose replica has left,
-    disappears, and so do all at the end. Counters of replicas begin at what these have done since
-    they started, those of this process's requests and pushes at 0. Let one process export: figures
-    of engines are the same in each that has the service.
+    The service's end, or that of the connection to Ray, ends it too. A gauge whose figure has
+    become unknown, or whose replica has left, disappears, and so do all at the end. Counters of
+    replicas begin at what these have done since they started, those of this process's requests and
+    pushes at 0. Let one process export: figures of engines are the same in each.
 
     Example:
         >>> exporter = service.export_metrics(interval_s=5.0)

@@ -52,8 +52,7 @@ class Dashboard:
     so whoever can reach the address can read it; on the loopback address those are the users of
     this machine, and not pages of other sites that a browser here has open.
 
-    Lifecycle: it serves from the beginning, in threads of its own; :meth:`close`, or leaving
-    ``with``, ends it and its threads.
+    Lifecycle: it serves from the beginning; :meth:`close`, or leaving ``with``, ends it.
 
     Example:
         >>> with service.dashboard() as board:
@@ -62,17 +61,12 @@ class Dashboard:
 
     Args:
         look: Returns the status. Called once a second and for each request, in threads of the
-            dashboard. ``ServiceGoneError`` ends the dashboard; any other error is shown on the page
-            until it works again.
-        host: Name or address to listen on.
+            dashboard. ``ServiceGoneError`` ends it; the page shows any other error.
+        host: Name or address to listen on; afterwards the address.
         port: Port to listen on; 0 takes a free one.
 
     Raises:
         UnsupportedArgumentError: There is no such host or port, or it is taken.
-
-    Attributes:
-        host: The address that it listens on.
-        port: The port that it listens on.
     """
 
     def __init__(
@@ -98,11 +92,8 @@ class Dashboard:
     @property
     def url(self) -> str:
         """Address of the page, as it is reached from this machine."""
-        address = ipaddress.ip_address(self.host)
-        if address.is_unspecified:
-            address = ipaddress.ip_address("::1" if address.version == 6 else "127.0.0.1")
-        host = f"[{address}]" if address.version == 6 else str(address)
-        return f"http://{host}:{self.port}/"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}/" if ":" in host else f"http://{host}:{self.port}/"
 
     @property
     def is_open(self) -> bool:
@@ -125,11 +116,7 @@ class Dashboard:
         return f"Dashboard({self.url!r}{'' if self.is_open else ', closed'})"
 
     def status(self) -> dict[str, Any]:
-        """Returns what ``/status.json`` shows.
-
-        Raises:
-            Exception: There is no status now.
-        """
+        """Returns what ``/status.json`` shows; raises what the service raises."""
         return self._look().as_dict()
 
     def history(self, since: float) -> dict[str, Any]:
@@ -137,9 +124,6 @@ class Dashboard:
 
         Args:
             since: Only what was later than this, in seconds since 1970.
-
-        Raises:
-            Exception: There is no status now.
         """
         samples = [one for one in list(self._samples) if one["time"] > since]
         return {"status": self.status(), "samples": samples}
@@ -157,7 +141,6 @@ class Dashboard:
             self._server.end()
 
     def _sample(self) -> None:
-        """Notes what the plots show."""
         try:
             self._samples.append(_sample_of(self._look()))
         except ServiceGoneError:
@@ -222,7 +205,6 @@ class _Server(ThreadingHTTPServer):
         logger.log(level, "a connection to the dashboard ended", exc_info=True)
 
     def end_overdue(self, *, all_of_them: bool = False) -> None:
-        """Ends connections that have taken too long."""
         for request, deadline in self._open.values():
             if all_of_them or deadline.passed:
                 with contextlib.suppress(OSError):  # it had ended already
@@ -262,8 +244,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             code, body = 200, json.dumps(made(), allow_nan=False)
         except Exception as error:  # noqa: BLE001  the page says what it is
-            name = "" if isinstance(error, SyncError) else f"{type(error).__name__}: "
-            code, body = 503, json.dumps({"error": f"{name}{error}"})
+            why = str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
+            code, body = 503, json.dumps({"error": why})
         self._send(code, "application/json", body.encode())
 
     def _send(self, code: int, kind: str, body: bytes) -> None:
