@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.engine import health, internals
+from torchrl_vllm_sync.engine import actor, internals
+from torchrl_vllm_sync.engine.actor import BLOCKING_CALL_S, EngineHealth
 from torchrl_vllm_sync.engine.gate import AdmissionGate
-from torchrl_vllm_sync.engine.health import BLOCKING_CALL_S, EngineHealth
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.replica import Silence
 
@@ -75,8 +75,8 @@ def watch(monkeypatch):
 
     async def pass_time(seconds):
         """Looks as often as the watch would; returns whether it would look again."""
-        for _ in range(round(seconds / health.LOOK_S)):
-            clock.now += health.LOOK_S
+        for _ in range(round(seconds / actor.LOOK_S)):
+            clock.now += actor.LOOK_S
             await asyncio.sleep(0)
             if not watched.health.look():
                 return False
@@ -206,7 +206,7 @@ def test_a_limit_that_is_none_is_refused(value):
 
 
 async def test_the_watch_looks_by_itself_until_it_is_stopped(watch, monkeypatch):
-    monkeypatch.setattr(health, "LOOK_S", 0.001)
+    monkeypatch.setattr(actor, "LOOK_S", 0.001)
     watch.health.start()
     async with asyncio.timeout(20):
         watch.clock.now += 2
