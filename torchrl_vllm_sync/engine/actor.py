@@ -18,7 +18,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.answers import Answers
-from torchrl_vllm_sync.engine.args import num_workers
 from torchrl_vllm_sync.engine.arrivals import BroadcastLoads, PeerLoads, SnapshotLoads
 from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.engine.native import NativeCalls
@@ -263,13 +262,11 @@ class EngineActor:
 
     def describe(self) -> EngineDescription:
         """Returns the facts about the engine that do not change while it lives."""
-        node_ip, workers = ray.util.get_node_ip_address(), num_workers(self._engine_args)
-        return self._description(node_ip, workers, own_processes())
+        return self._description(ray.util.get_node_ip_address(), own_processes())
 
-    def _description(
-        self, node_ip: str, workers: int, processes: ReplicaProcesses | None
-    ) -> EngineDescription:
+    def _description(self, node_ip: str, processes: ReplicaProcesses | None) -> EngineDescription:
         config = self.engine.vllm_config
+        parallel = config.parallel_config
         return EngineDescription(
             replica_id=self.replica_id,
             node_ip=node_ip,
@@ -280,7 +277,7 @@ class EngineActor:
             num_kv_blocks=config.cache_config.num_gpu_blocks,
             vllm_version=str(internals.installed_vllm()),
             device_type=current_platform.device_type,
-            num_workers=workers,
+            num_workers=parallel.world_size * parallel.data_parallel_size,
             node_id=this_node(),
             device_uuids=self._device_uuids,
             processes=processes,

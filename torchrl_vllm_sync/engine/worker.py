@@ -181,8 +181,8 @@ class SyncWorkerExtension:
         except Exception:  # noqa: BLE001  the second attempt repairs what the first left behind
             num_tensors, attempts = load(), 2
         self._sync_forget_encodings()
-        path_taken = _layerwise("snapshots are always loaded that way")
-        return _loaded(num_tensors, path_taken, attempts)
+        why = "snapshots are always loaded that way"
+        return _loaded(num_tensors, "layerwise", why, attempts)
 
     @answered
     def sync_join(self, init_info: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ class SyncWorkerExtension:
         self._sync_touched = True
         num_tensors = receiver.receive(deadline, num_passes=num_passes, direct=direct)
         self._sync_forget_encodings()
-        return _loaded(num_tensors, receiver.path_taken)
+        return _loaded(num_tensors, receiver.path, receiver.path_reason)
 
     @answered
     def sync_stage(self, push_id: int, digest: str, direct: bool, timeout_s: float) -> None:
@@ -238,7 +238,7 @@ class SyncWorkerExtension:
         receiver = self._sync_receiver()
         receiver.install_staged()
         self._sync_forget_encodings()
-        return _loaded(0, receiver.path_taken)
+        return _loaded(0, receiver.path, receiver.path_reason)
 
     def sync_staging_refusal(self) -> str:
         """Why the launch could not reserve memory for staged weights; empty if nothing is wrong."""
@@ -283,14 +283,11 @@ class SyncWorkerExtension:
         self._sync_forget_encodings()
 
     def _sync_uncopyable(self, gives: bool) -> str:
-        """Why the tensors are not all that the model computes with; empty if they are.
-
-        Pushes by a load plan prove it; a worker without one yet trusts a peer with equal settings.
-        """
-        if reason := why_not_a_plan(self.vllm_config):
-            return reason
+        """Why the tensors are not all that the model computes with; empty if they are."""
+        # Pushes by a load plan prove it; a worker without one yet trusts a peer of equal settings.
         receiver = self._sync_receiver()
-        return receiver.path_reason if gives and receiver.path != "plan" else ""
+        unproven = gives and receiver.path != "plan"
+        return why_not_a_plan(self.vllm_config) or (receiver.path_reason if unproven else "")
 
     def _sync_receiver(self) -> BroadcastReceiver:
         receiver = self.weight_transfer_engine
@@ -439,7 +436,7 @@ class SyncWorkerExtension:
         if answer["error"]:
             self._native_abandon()
         why = f"vLLM's {self.native_engine_name()} always takes it"
-        return _loaded(len(update_info["names"]), _layerwise(why)) | answer
+        return _loaded(len(update_info["names"]), "layerwise", why) | answer
 
     @answered
     def native_abandon(self) -> None:
@@ -474,9 +471,6 @@ class SyncWorkerExtension:
         return self.weight_transfer_engine
 
 
-def _layerwise(why: str) -> dict[str, str]:
-    return {"path": "layerwise", "path_reason": why}
-
-
-def _loaded(num_tensors: int, path: dict[str, str], attempts: int = 1) -> dict[str, Any]:
-    return {"num_tensors": num_tensors, "attempts": attempts, **path}
+def _loaded(num_tensors: int, path: str, path_reason: str, attempts: int = 1) -> dict[str, Any]:
+    about = {"path": path, "path_reason": path_reason}
+    return {"num_tensors": num_tensors, "attempts": attempts, **about}

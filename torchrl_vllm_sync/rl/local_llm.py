@@ -199,9 +199,7 @@ class _LocalReplica(EngineActor):
         return self.describe()
 
     def describe(self) -> EngineDescription:
-        parallel = self.engine.vllm_config.parallel_config
-        workers = parallel.world_size * parallel.data_parallel_size
-        return self._description(LOCAL_ADDRESS, workers, None)
+        return self._description(LOCAL_ADDRESS, None)
 
     def _stamp_outputs(self) -> None:
         """Has each output of ``LLM.generate`` say which versions sampled it, as a service's do."""
