@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import json
 import threading
 import time
 from collections import deque
@@ -44,7 +44,7 @@ class StatusLog:
     def __init__(self, load: LoadTracker, wall_clock: Callable[[], float] = time.time) -> None:
         self._load, self._wall_clock = load, wall_clock
         self._lock = threading.Lock()
-        self._pushes: dict[tuple[float, int | None], PushStatus] = {}  # newest first
+        self._pushes: list[PushStatus] = []  # newest first
         self._failures: deque[FailureStatus] = deque(maxlen=MAX_FAILURES)
         self._states: dict[str, ReplicaState] = {}
         self._listeners: list[Callable[[PushStatus], object]] = []
@@ -55,24 +55,23 @@ class StatusLog:
     def pushes(self) -> tuple[PushStatus, ...]:
         """The last pushes, newest first."""
         with self._lock:
-            return tuple(self._pushes.values())
+            return tuple(self._pushes)
 
     @property
     def failures(self) -> tuple[FailureStatus, ...]:
         """The last failures, newest first."""
         with self._lock:
-            return tuple(sorted(self._failures, key=lambda one: one.at))[::-1]
+            failed = [one for one in self._pushes if one.error]
+            noted = [FailureStatus(one.ended_at, "push", None, one.error) for one in failed]
+            noted = sorted((*self._failures, *noted), key=lambda one: one.at)
+            return tuple(noted[::-1][:MAX_FAILURES])
 
     def add_pushes(self, pushes: Iterable[PushStatus]) -> None:
         """Adds pushes that are not known yet; one is known by when it ended and its version."""
         with self._lock:
-            for push in pushes:
-                key = push.ended_at, push.version
-                if push.error and key not in self._pushes:
-                    self._failures.append(FailureStatus(push.ended_at, "push", None, push.error))
-                self._pushes[key] = push
-            newest = sorted(self._pushes.values(), key=lambda one: one.ended_at, reverse=True)
-            self._pushes = {(one.ended_at, one.version): one for one in newest[:MAX_PUSHES]}
+            known = {(one.ended_at, one.version): one for one in (*self._pushes, *pushes)}
+            newest = sorted(known.values(), key=lambda one: one.ended_at, reverse=True)
+            self._pushes = newest[:MAX_PUSHES]
 
     def listen(self, listener: Callable[[PushStatus], object]) -> Callable[[], None]:
         """Calls ``listener``, which must not raise, as each push ends, in the pushing thread."""
@@ -80,9 +79,8 @@ class StatusLog:
             self._listeners.append(listener)
 
         def stop() -> None:
-            with self._lock:
-                if listener in self._listeners:
-                    self._listeners.remove(listener)
+            with self._lock, contextlib.suppress(ValueError):  # it was removed already
+                self._listeners.remove(listener)
 
         return stop
 
@@ -227,12 +225,8 @@ class ServiceStatus:
 
 
 def finite(value: Any) -> Any:
-    """Returns the same with None for figures that are not finite, which JSON cannot hold."""
-    if isinstance(value, dict):
-        return {name: finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Returns what JSON makes of it, with None for figures that are not finite."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def collect_status(
