@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import weakref
@@ -39,6 +40,7 @@ class Metric(NamedTuple):
     unit: str
     tags: tuple[str, ...]
     about: str
+    figure: str = ""
 
     @property
     def kind(self) -> str:
@@ -55,29 +57,30 @@ class Metric(NamedTuple):
         return (metrics.Gauge if self.kind == "gauge" else metrics.Counter)(name, about, self.tags)
 
 
-# Name, unit, tags beside "service"; and what it is.
+# Name, unit, tags beside "service", and the figure of a replica's status that it shows, if it shows
+# one as it is; then what it is.
 _TABLE = """
 weight_version; policy version;
     Newest version that every serving replica is known to hold
 replica_state; 0 or 1; replica state
     1 for the state that the replica is in, and 0 for each other
-replica_weight_version; policy version; replica
+replica_weight_version; policy version; replica; weight_version
     Version that the replica last said it holds
-replica_in_flight; samples; replica
+replica_in_flight; samples; replica; in_flight
     Samples that the exporting process has there, exact
-replica_running; requests; replica
+replica_running; requests; replica; num_running
     Requests in the engine's running batch
-replica_waiting; requests; replica
+replica_waiting; requests; replica; num_waiting
     Requests queued in the engine
-replica_kv_cache_usage; share, 0 to 1; replica
+replica_kv_cache_usage; share, 0 to 1; replica; kv_cache_usage
     KV-cache blocks in use
-replica_prefix_cache_hit_rate; share, 0 to 1; replica
+replica_prefix_cache_hit_rate; share, 0 to 1; replica; prefix_cache_hit_rate
     Prompt tokens found in the prefix cache since the engine's start, of those looked up
-replica_prompt_tokens_total; tokens; replica
+replica_prompt_tokens_total; tokens; replica; num_prompt_tokens
     Tokens of prompts whose prefill has ended, cached ones included
-replica_generated_tokens_total; tokens; replica
+replica_generated_tokens_total; tokens; replica; num_generated_tokens
     Tokens sampled
-replica_restarts_total; restarts; replica
+replica_restarts_total; restarts; replica; num_restarts
     How often the replica's actor was replaced
 requests_total; requests; end
     Requests of the exporting process that ended: answered, lost, failed or cancelled
@@ -97,8 +100,8 @@ replica_push_seconds; seconds; replica phase
 
 METRICS: dict[str, Metric] = {}
 for _head, _about in zip(_TABLE[::2], _TABLE[1::2], strict=True):
-    _name, _unit, _tags = _head.split(";")
-    METRICS[_name] = Metric(_name, _unit.strip(), ("service", *_tags.split()), _about.strip())
+    _name, _unit, _tags, *_figure = (part.strip() for part in _head.split(";"))
+    METRICS[_name] = Metric(_name, _unit, ("service", *_tags.split()), _about.strip(), *_figure)
 
 Tags: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -118,20 +121,11 @@ def status_readings(status: ServiceStatus) -> Iterator[Reading]:
         tags = (("replica", one.replica_id),)
         for state in ReplicaState:
             yield Reading("replica_state", state is one.state, (*tags, ("state", state.value)))
-        figures = {
-            "weight_version": one.weight_version,
-            "in_flight": one.in_flight,
-            "running": one.num_running,
-            "waiting": one.num_waiting,
-            "kv_cache_usage": one.kv_cache_usage,
-            "prefix_cache_hit_rate": one.prefix_cache_hit_rate,
-            "prompt_tokens_total": one.counters and one.counters.num_prompt_tokens,
-            "generated_tokens_total": one.counters and one.counters.num_generated_tokens,
-            "restarts_total": one.num_restarts,
-        }
-        for name, value in figures.items():
-            if value is not None:
-                yield Reading(f"replica_{name}", value, tags)
+        known = dataclasses.asdict(one)
+        known |= known["counters"] or {}
+        for metric in METRICS.values():
+            if (value := known.get(metric.figure)) is not None:
+                yield Reading(metric.name, value, tags)
 
 
 def request_readings(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[Reading]:

@@ -166,11 +166,8 @@ class ServiceStatus:
     """A service at one moment.
 
     Example:
-        >>> status = service.status()
-        >>> [one.replica_id for one in status.replicas if one.state != "serving"]
+        >>> [one.replica_id for one in service.status().replicas if one.state != "serving"]
         ['1']
-        >>> status.pushes[0].phases  # of the last push, in seconds
-        {'prepare': 0.004, 'ready': 0.002, 'transfer': 0.038, ...}
 
     Attributes:
         name: Name of the service.
