@@ -78,21 +78,20 @@ def make_engine_args(
         raise UnsupportedArgumentError(
             f"neither AsyncVLLM nor the installed vLLM's engine has the argument {named}"
         )
-    kwargs.setdefault("enable_prefix_caching", True)
+    defaults: dict[str, Any] = {"enable_prefix_caching": True}
     if on_cpu():
-        kwargs.setdefault("dtype", "float32")
-        kwargs.setdefault("enforce_eager", True)
+        defaults |= {"dtype": "float32", "enforce_eager": True}
+        defaults["gpu_memory_utilization"] = CPU_MEMORY_FRACTION
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-            kwargs.setdefault("kv_cache_memory_bytes", CPU_KV_CACHE_BYTES)
-        kwargs.setdefault("gpu_memory_utilization", CPU_MEMORY_FRACTION)
+            defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     else:
-        kwargs.setdefault("compilation_config", {"mode": 3 if compile else 0})
+        defaults["compilation_config"] = {"mode": 3 if compile else 0}
     return AsyncEngineArgs(
         model=model_name,
         tensor_parallel_size=tensor_parallel_size,
         data_parallel_size=1 if data_parallel_size is None else data_parallel_size,
         pipeline_parallel_size=1 if pipeline_parallel_size is None else pipeline_parallel_size,
-        **kwargs,
+        **defaults | kwargs,
     )
 
 

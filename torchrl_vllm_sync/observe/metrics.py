@@ -191,9 +191,6 @@ class MetricsExporter:
         service: The service; held weakly.
         interval_s: Seconds from one export to the next, greater than 0. Ray passes them on at its
             own interval, 10 s unless it is told otherwise.
-
-    Raises:
-        UnsupportedArgumentError: ``interval_s`` is no such number.
     """
 
     def __init__(self, service: Any, *, interval_s: float = 5.0) -> None:

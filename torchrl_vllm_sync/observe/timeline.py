@@ -48,7 +48,6 @@ def save_timeline(path: str | os.PathLike[str], reports: PushReport | Iterable[P
 
     Raises:
         UnsupportedArgumentError: There is no push, or one does not say when it began.
-        OSError: The file cannot be written.
     """
     Path(path).write_text(json.dumps(trace_of(reports)))
 
@@ -86,17 +85,10 @@ def trace_of(reports: PushReport | Iterable[PushReport]) -> dict[str, Any]:
 
 def _trainer_spans(report: PushReport, begin: float) -> Iterator[dict[str, Any]]:
     """The push, and within it the phases whose start is known."""
+    names = ("version", "transport", "num_bytes", "left_behind")
+    about = {name: getattr(report, name) for name in names}
     loose = {name: one for name, one in report.phases.items() if name not in report.phase_starts}
-    yield _span(
-        "push",
-        begin,
-        begin + report.seconds,
-        version=report.version,
-        transport=report.transport,
-        num_bytes=report.num_bytes,
-        left_behind=report.left_behind,
-        **loose,
-    )
+    yield _span("push", begin, begin + report.seconds, **about, **loose)
     for phase, start in sorted(report.phase_starts.items(), key=lambda one: one[1]):
         end = start + report.phases[phase]
         yield _span(phase, begin + start, begin + end, version=report.version)
