@@ -28,7 +28,7 @@ from torchrl_vllm_sync import (
     SnapshotWriter,
 )
 from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError
-from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, free_port, host_store
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, free_port
 from torchrl_vllm_sync.weights.sharded import MOST_BYTES, TrainerRankError, Verdict, _read, _written
 from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, open_tensordict
@@ -243,16 +243,22 @@ def listening():
     }
 
 
+def host_group(address, port=None):
+    cpu = torch.device("cpu")
+    return BroadcastGroup.host(address, port=port, world_size=2, device=cpu, timeout_s=5)
+
+
 def test_the_rendezvous_listens_at_its_address_alone():
     before = listening()
-    store = host_store("127.0.0.1", None, world_size=2, timeout_s=5, interface=None)
-    assert listening() - before == {("127.0.0.1", store.port)}
-    with pytest.raises(TransferError, match=f"cannot listen at 127.0.0.1:{store.port}"):
-        host_store("127.0.0.1", store.port, world_size=2, timeout_s=5, interface=None)
+    group = host_group("127.0.0.1")
+    port = group.rendezvous.port
+    assert listening() - before == {("127.0.0.1", port)}
+    with pytest.raises(TransferError, match=f"cannot listen at 127.0.0.1:{port}"):
+        host_group("127.0.0.1", port)
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.2", store.port), timeout=5)
-    socket.create_connection(("127.0.0.1", store.port), timeout=5).close()
-    del store
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    del group
     assert listening() <= before
 
 
@@ -275,7 +281,7 @@ def test_a_group_on_one_host_listens_on_loopback_alone():
 
 def test_an_address_of_another_host_is_refused_by_name():
     with pytest.raises(TransferError, match=r"cannot listen at 192\.0\.2\.1:"):
-        host_store("192.0.2.1", None, world_size=2, timeout_s=5, interface=None)
+        host_group("192.0.2.1")
 
 
 def test_a_probe_for_a_free_port_does_not_listen():

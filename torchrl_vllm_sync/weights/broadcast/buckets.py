@@ -7,21 +7,21 @@ row (tensor parallelism) still finds whole rows.
 
 from __future__ import annotations
 
-import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from torchrl_vllm_sync.errors import WeightMismatchError
+from torchrl_vllm_sync.weights.broadcast.group import left_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch.distributed as dist
 
-    from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
+    from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Watch
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
 
@@ -91,11 +91,9 @@ def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
     pieces: list[Piece] = []
     filled = 0
     for index, meta in enumerate(metadata):
-        size = meta.dtype.itemsize
-        row = 0
-        num_rows = _num_rows(meta)
         if not meta.num_elements:
             continue
+        size, row, num_rows = meta.dtype.itemsize, 0, _num_rows(meta)
         row_bytes = meta.num_bytes // num_rows
         if row_bytes > bucket_bytes:
             raise WeightMismatchError(
@@ -123,16 +121,14 @@ def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
 # on the group's stream. (vLLM's own packed consumer, up to 0.32, orders neither across its
 # streams.)
 
-DEFAULT_NUM_BUFFERS = 3
+NUM_BUFFERS = 3
 
 
-def make_buffers(
-    layout: BucketLayout, device: torch.device, num_buffers: int = DEFAULT_NUM_BUFFERS
-) -> list[torch.Tensor]:
+def make_buffers(layout: BucketLayout, device: torch.device) -> list[torch.Tensor]:
     """Allocates the ``uint8`` buffers that buckets pass through."""
     return [
         torch.empty(layout.bucket_bytes, dtype=torch.uint8, device=device)
-        for _ in range(min(num_buffers, len(layout.buckets)))
+        for _ in range(min(NUM_BUFFERS, len(layout.buckets)))
     ]
 
 
@@ -143,22 +139,19 @@ def send_buckets(
     pack: Callable[[int, torch.Tensor], None],
     *,
     deadline: float,
-    watch: Callable[[], None] | None = None,
+    watch: Watch = None,
 ) -> None:
     """Packs and broadcasts every bucket; on CUDA it only queues the work."""
-    works: list[dist.Work | None] = [None] * len(buffers)
+    works: deque[dist.Work] = deque()
     with group.side_stream():
         for index, bucket in enumerate(layout.buckets):
-            slot = index % len(buffers)
-            if (work := works[slot]) is not None:
-                group.wait(work, watch)
-            pack(index, buffers[slot])
-            works[slot] = group.broadcast(
-                buffers[slot][: bucket.num_bytes], timeout_s=_left(deadline)
-            )
+            buffer = buffers[index % len(buffers)]
+            if len(works) == len(buffers):
+                group.wait(works.popleft(), watch)
+            pack(index, buffer)
+            works.append(group.broadcast(buffer[: bucket.num_bytes], timeout_s=left_s(deadline)))
         for work in works:
-            if work is not None:
-                group.wait(work, watch)
+            group.wait(work, watch)
 
 
 def receive_buckets(
@@ -178,7 +171,7 @@ def receive_buckets(
     def ask(index: int) -> None:
         if index < len(layout.buckets):
             buffer = buffers[index % len(buffers)][: layout.buckets[index].num_bytes]
-            works.append(group.broadcast(buffer, timeout_s=_left(deadline)))
+            works.append(group.broadcast(buffer, timeout_s=left_s(deadline)))
 
     for index in range(len(buffers)):
         ask(index)
@@ -186,10 +179,6 @@ def receive_buckets(
         group.wait(works.popleft())
         yield index
         ask(index + len(buffers))
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 1e-3)
 
 
 # ---- Sending tensors from where they lie, without buckets
@@ -224,25 +213,19 @@ def broadcast_tensors(
     tensors: Sequence[torch.Tensor],
     *,
     deadline: float,
-    watch: Callable[[], None] | None = None,
+    watch: Watch = None,
 ) -> None:
     """Broadcasts ``tensors`` in place, on CUDA queued only: the trainer's to all other ranks."""
     with group.side_stream():
-        works = [
-            work
-            for first in range(0, len(tensors), GROUP_TENSORS)
-            for work in group.broadcast_together(
-                tensors[first : first + GROUP_TENSORS],
-                timeout_s=max(deadline - time.monotonic(), 1e-3),
-            )
-        ]
+        works: list[dist.Work] = []
+        for first in range(0, len(tensors), GROUP_TENSORS):
+            some = tensors[first : first + GROUP_TENSORS]
+            works += group.broadcast_together(some, timeout_s=left_s(deadline))
         for work in works:
             group.wait(work, watch)
 
 
 # ---- Filling buckets: tensors are cast and copied on the trainer's device, not through the host
-
-Copies = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class ViewPacker:
@@ -256,11 +239,11 @@ class ViewPacker:
     ) -> None:
         tensors = [tensor for _, tensor in views]
         self._copies = [
-            _grouped(bucket, buffers[index % len(buffers)], tensors)
+            _copies(bucket, buffers[index % len(buffers)], tensors)
             for index, bucket in enumerate(layout.buckets)
         ]
         # Copies of one push, after merging.
-        self.num_copies = sum(len(dst) for groups in self._copies for dst, _ in groups)
+        self.num_copies = sum(len(targets) for groups in self._copies for targets, _ in groups)
 
     @torch.no_grad()
     def __call__(self, index: int, buffer: torch.Tensor) -> None:
@@ -284,7 +267,8 @@ class StreamingPacker:
             while self._index < piece.index:
                 self._tensor = next(self._items)[1]
                 self._index += 1
-            _target(piece, buffer).copy_(_rows(piece, self._tensor), non_blocking=True)
+            rows = _rows(piece, self._tensor)
+            _part(buffer, piece, rows.numel()).view(rows.shape).copy_(rows, non_blocking=True)
 
     def finish(self) -> None:
         """Exhausts the source, so that ``checked`` refuses surplus tensors; frees the last one."""
@@ -320,47 +304,36 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
         )
 
 
-def _grouped(bucket: Bucket, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Copies:
-    """Copies of one bucket, grouped by what may run as one kernel."""
-    groups: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list, list]] = {}
-    for piece, rows in _merged(bucket.pieces, tensors):
+def _copies(
+    bucket: Bucket, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Returns targets and sources that fill one bucket, grouped by what may run as one kernel."""
+    runs: list[tuple[Piece, torch.Tensor]] = []  # the first piece of each, and its values
+    end = 0
+    for piece in bucket.pieces:
+        rows = _rows(piece, tensors[piece.index])
         if rows.is_contiguous():
-            source = rows.reshape(-1)
-            target = _flat_target(piece, buffer, source.numel())
+            rows = rows.reshape(-1)
+        if runs and piece.byte_offset == end and _follows(*runs[-1], piece, rows):
+            first, before = runs[-1]
+            runs[-1] = first, before.as_strided((before.numel() + rows.numel(),), (1,))
         else:
-            source, target = rows, _target(piece, buffer)
-        key = target.dtype, source.dtype, source.dim() == 1
-        targets, sources = groups.setdefault(key, ([], []))
+            runs.append((piece, rows))
+        end = piece.byte_offset + piece.num_bytes
+    groups: defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
+    groups = defaultdict(lambda: ([], []))
+    for piece, source in runs:
+        target = _part(buffer, piece, source.numel()).view(source.shape)
+        targets, sources = groups[target.dtype, source.dtype, source.is_contiguous()]
         targets.append(target)
         sources.append(source)
     return list(groups.values())
 
 
-def _merged(
-    pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]
-) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Yields the first piece of each run, and the run's values: flat if it is more than one."""
-    run: tuple[Piece, torch.Tensor] | None = None
-    end = 0
-    for piece in pieces:
-        rows = _rows(piece, tensors[piece.index])
-        if run is not None and piece.byte_offset == end and _follows(run[1], rows, run[0], piece):
-            first, before = run
-            run = first, before.as_strided((before.numel() + rows.numel(),), (1,))
-        else:
-            if run is not None:
-                yield run
-            run = piece, rows.reshape(-1) if rows.is_contiguous() else rows
-        end = piece.byte_offset + piece.num_bytes
-    if run is not None:
-        yield run
-
-
-def _follows(before: torch.Tensor, rows: torch.Tensor, first: Piece, piece: Piece) -> bool:
+def _follows(first: Piece, before: torch.Tensor, piece: Piece, rows: torch.Tensor) -> bool:
     """Whether ``rows`` directly follows ``before`` in the same storage."""
     return (
-        before.dim() == 1
-        and before.is_contiguous()
+        before.is_contiguous()
         and rows.is_contiguous()
         and rows.dtype == before.dtype
         and first.meta.dtype == piece.meta.dtype
@@ -374,12 +347,7 @@ def _rows(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.narrow(0, piece.first_row, piece.num_rows) if tensor.dim() else tensor
 
 
-def _target(piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
-    shape = (piece.num_rows, *piece.meta.shape[1:]) if piece.meta.shape else ()
-    return _flat_target(piece, buffer, piece.num_elements).view(shape)
-
-
-def _flat_target(piece: Piece, buffer: torch.Tensor, num_elements: int) -> torch.Tensor:
+def _part(buffer: torch.Tensor, piece: Piece, num_elements: int) -> torch.Tensor:
     size = num_elements * piece.meta.dtype.itemsize
     return buffer[piece.byte_offset : piece.byte_offset + size].view(piece.meta.dtype)
 
@@ -404,13 +372,9 @@ def whole_tensors(
     whole = torch.empty(0)
     for index in arrivals:
         for piece in layout.buckets[index].pieces:
-            received = buffers[index % len(buffers)][
-                piece.byte_offset : piece.byte_offset + piece.num_bytes
-            ].view(piece.meta.dtype)
+            received = _part(buffers[index % len(buffers)], piece, piece.num_elements)
             if piece.first_row == 0:
-                whole = torch.empty(
-                    piece.meta.num_elements, dtype=piece.meta.dtype, device=received.device
-                )
+                whole = received.new_empty(piece.meta.num_elements)
             whole[piece.first_element : piece.first_element + piece.num_elements] = received
             if piece.first_element + piece.num_elements == piece.meta.num_elements:
                 yield piece.name, whole.view(piece.meta.shape)

@@ -7,9 +7,9 @@ deadline, after which the communicator is aborted on this side.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
-import threading
 import time
 from collections import deque
 from concurrent.futures import wait
@@ -26,6 +26,37 @@ from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    Watch = Callable[[], None] | None
+    """Raises when a wait has become pointless; called now and then while it lasts."""
+
+
+# ---- Waiting: for work on a GPU, for keys in the store, for Gloo
+
+# Seconds between looks at what is waited for, and at whether peers are alive.
+SPIN_S = 50e-6
+WATCH_S = 0.05
+
+
+def left_s(deadline: float, least_s: float = 1e-3) -> float:
+    """Returns the seconds until ``deadline`` by ``time.monotonic()``, as a positive time limit."""
+    return max(deadline - time.monotonic(), least_s)
+
+
+def wait_until(
+    holds: Callable[[], bool], deadline: float, watch: Watch = None, poll_s: float = SPIN_S
+) -> bool:
+    """Waits until ``holds()``; returns whether it did by ``deadline``."""
+    next_look = time.monotonic() + WATCH_S
+    while not holds():
+        now = time.monotonic()
+        if now > deadline:
+            return False
+        if watch is not None and now > next_look:
+            watch()
+            next_look = now + WATCH_S
+        time.sleep(poll_s)
+    return True
 
 
 # ---- Store of the ranks, on which no call waits for ever
@@ -146,7 +177,6 @@ def _set_environment(values: dict[str, str | None]) -> None:
 # them authenticates peers: keep that network private. The store holds numbers and short texts,
 # nothing pickled.
 
-# Seconds between attempts to connect to the trainer.
 CONNECT_POLL_S = 0.1
 
 
@@ -160,58 +190,6 @@ class Rendezvous:
     # Network interface to use, of this name on every host; `None` takes the one that reaches
     # `address`. NCCL keeps to the one that a process has used first.
     interface: str | None = None
-
-
-def own_address(peer: str) -> str:
-    """Returns this host's address on the route to ``peer``; sends nothing."""
-    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
-        return probe.getsockname()[0]
-
-
-def host_store(
-    address: str, port: int | None, *, world_size: int, timeout_s: float, interface: str | None
-) -> TCPStore:
-    """Makes the store on the trainer, which listens at ``address`` alone."""
-    _require_interface(interface)
-    try:
-        with _bound(address, 0 if port is None else port) as listener:
-            listener.listen()
-            port = int(listener.getsockname()[1])
-            return TCPStore(
-                address,
-                port,
-                world_size,
-                is_master=True,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),  # torch closes it
-            )
-    except (DistError, OSError, RuntimeError) as error:
-        raise TransferError(f"cannot listen at {address}:{port}: {error}") from error
-
-
-def reach_store(rendezvous: Rendezvous, *, timeout_s: float) -> TCPStore:
-    """Connects a worker to the trainer's store."""
-    _require_interface(rendezvous.interface)
-    address, port = rendezvous.address, rendezvous.port
-    deadline = time.monotonic() + timeout_s
-    try:
-        # The store itself tries twice, each time for as long as it is given.
-        _await_listener(address, port, deadline)
-        return TCPStore(
-            address,
-            port,
-            rendezvous.world_size,
-            is_master=False,
-            timeout=timedelta(seconds=max(deadline - time.monotonic(), 1.0)),
-            wait_for_workers=False,
-        )
-    except (DistError, OSError, RuntimeError) as error:
-        raise TransferError(
-            f"cannot reach the trainer at {address}:{port} within {timeout_s:g} s: {error}"
-        ) from error
 
 
 def free_port(address: str) -> int:
@@ -244,21 +222,24 @@ def _require_interface(name: str | None) -> None:
 def _await_listener(address: str, port: int, deadline: float) -> None:
     while True:
         try:
-            left = max(deadline - time.monotonic(), 1e-3)
-            socket.create_connection((address, port), timeout=left).close()
+            return socket.create_connection((address, port), timeout=left_s(deadline)).close()
         except OSError:
-            if time.monotonic() + CONNECT_POLL_S > deadline:
+            if deadline - time.monotonic() < CONNECT_POLL_S:
                 raise
-        else:
-            return
         time.sleep(CONNECT_POLL_S)
 
 
+def _own_address(peer: str) -> str:
+    """Returns this host's address on the route to ``peer``; sends nothing."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return probe.getsockname()[0]
+
+
+# ---- The group
+
 TRAINER_RANK = 0
-# Seconds between looks at work under way on a GPU, at the store, and at whether peers are alive.
-SPIN_S = 50e-6
-STORE_POLL_S = 50e-6
-WATCH_S = 0.05
 # Seconds that ``abort`` waits for Gloo to end what is under way.
 END_TIMEOUT_S = 0.2
 LEFT, GIVEN_UP, ONE_CHANNEL = "left", "given-up", "one-channel"
@@ -294,29 +275,54 @@ class BroadcastGroup:
         timeout_s: float,
         interface: str | None = None,
     ) -> BroadcastGroup:
-        """Makes the store on the trainer; :meth:`connect` comes next."""
-        store = host_store(
-            address, port, world_size=world_size, timeout_s=timeout_s, interface=interface
-        )
-        rendezvous = Rendezvous(address, store.port, world_size, interface)
+        """Makes the store on the trainer, which listens at ``address`` alone."""
+        _require_interface(interface)
+        try:
+            with _bound(address, port or 0) as listener:
+                listener.listen()
+                port = int(listener.getsockname()[1])
+                store = TCPStore(
+                    address,
+                    port,
+                    world_size,
+                    is_master=True,
+                    timeout=timedelta(seconds=timeout_s),
+                    wait_for_workers=False,
+                    master_listen_fd=listener.detach(),  # torch closes it
+                )
+        except (DistError, OSError, RuntimeError) as error:
+            raise TransferError(f"cannot listen at {address}:{port}: {error}") from error
+        rendezvous = Rendezvous(address, port, world_size, interface)
         return cls(BoundedStore(store, answer_timeout_s=None), TRAINER_RANK, rendezvous, device)
 
     @classmethod
     def join(
         cls, rendezvous: Rendezvous, rank: int, device: torch.device, *, timeout_s: float
     ) -> BroadcastGroup:
-        """Connects a worker to the trainer's store; :meth:`connect` comes next."""
-        if not 0 < rank < rendezvous.world_size:
+        """Connects a worker to the trainer's store."""
+        address, port, world_size = rendezvous.address, rendezvous.port, rendezvous.world_size
+        if not 0 < rank < world_size:
             raise TransferError(
-                f"rank must be in [1, {rendezvous.world_size}) in a group of "
-                f"{rendezvous.world_size}, got {rank}"
+                f"rank must be in [1, {world_size}) in a group of {world_size}, got {rank}"
             )
-        store = BoundedStore(reach_store(rendezvous, timeout_s=timeout_s))
-        return cls(store, rank, rendezvous, device)
-
-    @property
-    def backend(self) -> str:
-        return "nccl" if self._stream is not None else "gloo"
+        _require_interface(rendezvous.interface)
+        deadline = time.monotonic() + timeout_s
+        try:
+            # The store itself tries twice, each time for as long as it is given.
+            _await_listener(address, port, deadline)
+            store = TCPStore(
+                address,
+                port,
+                world_size,
+                is_master=False,
+                timeout=timedelta(seconds=left_s(deadline, 1.0)),
+                wait_for_workers=False,
+            )
+        except (DistError, OSError, RuntimeError) as error:
+            raise TransferError(
+                f"cannot reach the trainer at {address}:{port} within {timeout_s:g} s: {error}"
+            ) from error
+        return cls(BoundedStore(store), rank, rendezvous, device)
 
     @property
     def is_connected(self) -> bool:
@@ -338,35 +344,37 @@ class BroadcastGroup:
         ranks = range(self.rendezvous.world_size)
         return [rank for rank in ranks if not self.store.check([f"rank/{rank}"])]
 
-    def connect(self, *, timeout_s: float, watch: Callable[[], None] | None = None) -> None:
+    def connect(self, *, timeout_s: float, watch: Watch = None) -> None:
         """Meets all other ranks and broadcasts one value, so later waits are for data only.
 
         After a failure workers have left the group; the trainer has still to close it, and may
         first ask who was :meth:`absent`.
         """
-        deadline = time.monotonic() + timeout_s
-        give_up = self.abort if self.rank == TRAINER_RANK else self.close
         try:
-            self._meet(deadline, watch)
-        except TransferError:
-            give_up()
-            raise
-        except RuntimeError as error:  # what the store and the communicators raise
-            give_up()
+            self._meet(time.monotonic() + timeout_s, watch)
+        except RuntimeError as error:  # of the store, the communicators, or ours
+            if self.rank == TRAINER_RANK:
+                self.abort()
+            else:
+                self.close()
+            if isinstance(error, TransferError):
+                raise
             raise TransferError(f"the group could not be formed: {error}") from error
 
-    def _meet(self, deadline: float, watch: Callable[[], None] | None) -> None:
-        if self._stream is not None and is_held_to_one_channel():
+    def _meet(self, deadline: float, watch: Watch) -> None:
+        is_nccl = self._stream is not None
+        if is_nccl and is_held_to_one_channel():
             self.store.set(ONE_CHANNEL, "1")
         if self.store.add(f"rank/{self.rank}", 1) > 1:
             raise TransferError(f"rank {self.rank} of the group is taken already")
         keys = [f"rank/{rank}" for rank in range(self.rendezvous.world_size)]
         self.await_keys(keys, deadline, "come to the rendezvous in time", watch)
         word = torch.full((1,), float(self.rank == TRAINER_RANK), device=self.device)
-        with self._nccl_environment():
-            self._group = self._make_group(max(deadline - time.monotonic(), 1.0))
+        interface = self.rendezvous.interface
+        with nccl_environment(interface) if is_nccl else contextlib.nullcontext():
+            self._group = self._make_group(left_s(deadline, 1.0))
             with self.side_stream():
-                work = self.broadcast(word, timeout_s=max(deadline - time.monotonic(), 1.0))
+                work = self.broadcast(word, timeout_s=left_s(deadline, 1.0))
                 self.wait(work, watch)
         self.synchronize(deadline=deadline, watch=watch)
         if word.item() != 1.0:
@@ -405,7 +413,7 @@ class BroadcastGroup:
             work = self._group._end_coalescing()
         return [work]
 
-    def wait(self, work: dist.Work, watch: Callable[[], None] | None = None) -> None:
+    def wait(self, work: dist.Work, watch: Watch = None) -> None:
         """Waits for one transfer; on CUDA the current stream does, not the host.
 
         Gloo never ends the wait for a message whose connection closes in the middle of it (torch
@@ -418,7 +426,7 @@ class BroadcastGroup:
                 self._raise_if_left(watch)
         work.wait()
 
-    def _raise_if_left(self, watch: Callable[[], None] | None) -> None:
+    def _raise_if_left(self, watch: Watch) -> None:
         """Raises if ``watch`` does, or if a peer has left the group."""
         if watch is not None:
             watch()
@@ -439,40 +447,20 @@ class BroadcastGroup:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
-    def synchronize(
-        self,
-        *,
-        deadline: float,
-        watch: Callable[[], None] | None = None,
-        poll_s: float = SPIN_S,
-    ) -> None:
+    def synchronize(self, *, deadline: float, watch: Watch = None, poll_s: float = SPIN_S) -> None:
         """Waits until everything queued by this group is done; aborts the group otherwise."""
         if self._stream is None:
             return
+        is_done = False
         done = torch.cuda.Event()
         done.record(self._stream)
         try:
-            self._await_event(done, deadline, watch, poll_s)
-        except BaseException:
-            self.abort()
-            raise
-
-    def _await_event(
-        self,
-        done: torch.cuda.Event,
-        deadline: float,
-        watch: Callable[[], None] | None,
-        poll_s: float,
-    ) -> None:
-        next_look = time.monotonic() + WATCH_S
-        while not done.query():
-            now = time.monotonic()
-            if now > deadline:
-                raise TransferError("the transfer did not end in time")
-            if watch is not None and now > next_look:
-                watch()
-                next_look = now + WATCH_S
-            time.sleep(poll_s)
+            is_done = wait_until(done.query, deadline, watch, poll_s)
+        finally:
+            if not is_done:
+                self.abort()
+        if not is_done:
+            raise TransferError("the transfer did not end in time")
 
     def follow(self) -> None:
         """Makes the current stream wait for everything queued by this group."""
@@ -495,11 +483,16 @@ class BroadcastGroup:
             return
         self._close_connections(group)
         works, self._under_way = list(self._under_way), deque()
-        if not _have_ended(works, time.monotonic() + END_TIMEOUT_S):
-            # The group's destructor would wait for them here.
-            threading.Thread(
-                target=_keep, args=(group, works), name="gloo-ends", daemon=True
-            ).start()
+
+        def have_ended() -> bool:
+            return all(one.is_completed() for one in works)
+
+        def keep() -> object:
+            wait_until(have_ended, math.inf, poll_s=WATCH_S)
+            return group
+
+        if not wait_until(have_ended, time.monotonic() + END_TIMEOUT_S, poll_s=1e-3):
+            in_thread("gloo-ends", keep)  # the group's destructor would wait for them here
 
     def _close_connections(self, group: Any) -> None:
         """Closes them as Gloo does when a receive is late; it has no ``abort`` (torch 2.13)."""
@@ -529,23 +522,14 @@ class BroadcastGroup:
             with contextlib.suppress(DistError):  # the trainer is gone
                 store.set(LEFT, str(self.rank))
 
-    def await_keys(
-        self, keys: Sequence[str], deadline: float, what: str, watch: Callable[[], None] | None
-    ) -> None:
+    def await_keys(self, keys: Sequence[str], deadline: float, what: str, watch: Watch) -> None:
         """Waits for keys that end in a rank, one each.
 
         Polls, since a wait in the store that times out leaves its connection unusable.
         """
-        next_look = time.monotonic() + WATCH_S
-        while not self.store.check(list(keys)):
-            now = time.monotonic()
-            if now > deadline:
-                missing = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
-                raise TransferError(f"ranks {', '.join(missing)} did not {what}")
-            if watch is not None and now > next_look:
-                watch()
-                next_look = now + WATCH_S
-            time.sleep(STORE_POLL_S)
+        if not wait_until(lambda: self.store.check(keys), deadline, watch):
+            missing = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
+            raise TransferError(f"ranks {', '.join(missing)} did not {what}")
 
     def _make_group(self, timeout_s: float) -> Any:
         store = PrefixStore("weights", self.store.raw)
@@ -557,38 +541,12 @@ class BroadcastGroup:
             if self.store.check([ONE_CHANNEL]):  # all ranks must have as many
                 options.config.min_ctas = options.config.max_ctas = 1
             return dist.ProcessGroupNCCL(store, self.rank, world_size, options)
+        name = self.rendezvous.interface
+        at = {"interface": name} if name else {"hostname": _own_address(self.rendezvous.address)}
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timedelta(seconds=timeout_s)
-        if self.rendezvous.interface is None:
-            device = ProcessGroupGloo.create_device(
-                hostname=own_address(self.rendezvous.address), lazy_init=False
-            )
-        else:
-            device = ProcessGroupGloo.create_device(
-                interface=self.rendezvous.interface, lazy_init=False
-            )
-        options._devices = [device]
+        options._devices = [ProcessGroupGloo.create_device(**at, lazy_init=False)]
         return ProcessGroupGloo(store, self.rank, world_size, options)
-
-    def _nccl_environment(self) -> contextlib.AbstractContextManager[None]:
-        if self._stream is None:
-            return contextlib.nullcontext()
-        return nccl_environment(self.rendezvous.interface)
-
-
-def _have_ended(works: Sequence[dist.Work], deadline: float) -> bool:
-    """Waits until all works have ended or failed; returns whether they had by ``deadline``."""
-    while not all(one.is_completed() for one in works):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(1e-3)
-    return True
-
-
-def _keep(group: object, works: Sequence[dist.Work]) -> None:  # noqa: ARG001
-    """Keeps a group alive until its works have timed out."""
-    while not _have_ended(works, time.monotonic()):
-        time.sleep(WATCH_S)
 
 
 # ---- Start signal of a transfer
@@ -606,33 +564,26 @@ class StartSignal:
     """
 
     def __init__(self, group: BroadcastGroup, push_id: int) -> None:
-        self._group, self._push_id = group, push_id
+        self._group, self._push_id, self._key = group, push_id, f"start/{push_id}"
 
     def give(self, *, deadline: float, watch: Callable[[], None]) -> None:
         """On the trainer: waits until every worker is ready, then starts the transfer."""
-        keys = [
-            f"ready/{self._push_id}/{rank}" for rank in range(1, self._group.rendezvous.world_size)
-        ]
+        group, push_id = self._group, self._push_id
+        keys = [f"ready/{push_id}/{rank}" for rank in range(1, group.rendezvous.world_size)]
         try:
-            self._group.await_keys(
-                keys, deadline, f"get ready for transfer {self._push_id} in time", watch
-            )
+            group.await_keys(keys, deadline, f"get ready for transfer {push_id} in time", watch)
         except BaseException as error:
-            self._group.store.set(self._start_key, f"left: {error}"[:500])
+            group.store.set(self._key, f"left: {error}"[:500])
             raise
-        self._group.store.set(self._start_key, GO)
+        group.store.set(self._key, GO)
 
     def await_start(self, *, deadline: float) -> None:
         """On a worker: reports that it is ready and waits for the trainer's start."""
         store = self._group.store
         try:
             store.set(f"ready/{self._push_id}/{self._group.rank}", "1")
-            word = store.await_value(self._start_key, max(deadline - time.monotonic(), 1e-3))
+            word = store.await_value(self._key, left_s(deadline))
         except DistError as error:
             raise TransferError(f"the trainer did not begin the transfer: {error}") from error
         if word != GO:
             raise TransferError(f"the trainer called the transfer off: {word[:500]}")
-
-    @property
-    def _start_key(self) -> str:
-        return f"start/{self._push_id}"

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.broadcast.buckets import Packer
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import Members, Push
+    from torchrl_vllm_sync.weights.transport import Members, PhaseTimes, Push
 
 
 DEFAULT_JOIN_TIMEOUT_S = 120.0
@@ -192,13 +192,12 @@ class BroadcastTransport:
             first, world_size = world_size, world_size + described[name].num_workers
             ranks[name] = range(first, world_size)
         address, port = members.client.rendezvous
-        limit_s = self._join_timeout_s
         group = BroadcastGroup.host(
             address,
             port=port,
             world_size=world_size,
             device=device,
-            timeout_s=limit_s,
+            timeout_s=self._join_timeout_s,
             interface=self._interface,
         )
         group_id = secrets.randbits(GROUP_ID_BITS)
@@ -209,6 +208,7 @@ class BroadcastTransport:
             "interface": self._interface,
             "group_id": group_id,
         }
+        limit_s = self._join_timeout_s
         calls = members.client.start_calls(
             "join_broadcast",
             {name: ({**info, "rank_offset": own[0]},) for name, own in ranks.items()},
@@ -267,12 +267,11 @@ class BroadcastTransport:
             WeightMismatchError: A tensor is on another device, or too wide for a bucket. Nothing
                 was sent.
         """
-        begin, times, source = time.perf_counter(), push.times, push.source
-        deadline, group = Deadline(push.timeout_s), self._group
+        begin, times, group = time.perf_counter(), push.times, self._group
+        deadline = Deadline(push.timeout_s)
         if group is None:
             raise TransferError("no group was formed: open the transport first")
-        layout = self._layout_of(source)
-        self._look_at(source, layout, group.device)
+        layout = self._laid_out(push.source, group.device)
         answers: dict[str, Any] = {}
         if self._announced != self._digest:
             deadline = deadline.extended(ANNOUNCE_MULTIPLE * self._announce_s)
@@ -286,9 +285,21 @@ class BroadcastTransport:
             return {name: unable.get(name, why) for name in answers}
         num_passes = self._num_passes()
         whole = self._whole if self._takes_direct else None
-        packer = None
+
+        def stream() -> None:
+            """Queues everything, first straight from where it is if that can be."""
+            num_packed = num_passes
+            if whole is not None:
+                broadcast_tensors(group, whole, **limits)
+                num_packed -= 1
+            for _ in range(num_packed):
+                packer = self._packer_for(push.source, layout, group.device)
+                send_buckets(group, layout, self._buffers, packer, **limits)
+                if isinstance(packer, StreamingPacker):
+                    packer.finish()
+
         if num_passes > 1 or whole is None:
-            packer = self._packer_of(source, layout, group.device)
+            self._packer_for(push.source, layout, group.device)  # plans copies; engines still run
         self._push_id += 1
         called = time.perf_counter()
         calls = members.start(
@@ -304,11 +315,9 @@ class BroadcastTransport:
             mode=push.mode,
             clear_cache=push.clear_cache,
         )
-
-        def watch() -> None:
-            raise_exceptions(calls.failures())
-
-        failure = self._transfer(group, layout, push, whole, packer, num_passes, deadline, watch)
+        limits: dict[str, Any]
+        limits = {"deadline": deadline.at, "watch": lambda: raise_exceptions(calls.failures())}
+        failure = self._transfer(group, stream, limits, times)
         sent = time.perf_counter()
         began_here = failure is not None and not calls.failures()
         if failure is not None:
@@ -322,7 +331,7 @@ class BroadcastTransport:
             times.broke_off = sent if failure is not None else time.perf_counter()
             self._give_up(members, answers)
         else:
-            self._note_sent([one["path"] for one in answers.values()])
+            self._note_loaded({one["path"] for one in answers.values()})
         if whole is not None:
             self._packer, self._buffers = None, []  # until the next check
         if failure is not None and began_here:
@@ -332,29 +341,17 @@ class BroadcastTransport:
     def _transfer(
         self,
         group: BroadcastGroup,
-        layout: BucketLayout,
-        push: Push,
-        whole: list[torch.Tensor] | None,
-        packer: Packer | None,
-        num_passes: int,
-        deadline: Deadline,
-        watch: Callable[[], None],
+        stream: Callable[[], None],
+        limits: dict[str, Any],
+        times: PhaseTimes,
     ) -> SyncError | None:
         """Sends everything once all are ready; returns what went wrong on this side."""
-        times, begin = push.times, time.perf_counter()
-        limits: dict[str, Any] = {"deadline": deadline.at, "watch": watch}
+        begin = time.perf_counter()
         try:
             StartSignal(group, self._push_id).give(**limits)
             ready = time.perf_counter()
             times.note("ready_s", begin, ready)
-            for number in range(num_passes):
-                if number == 0 and whole is not None:
-                    broadcast_tensors(group, whole, **limits)
-                elif packer is not None:
-                    send_buckets(group, layout, self._buffers, packer, **limits)
-                    if isinstance(packer, StreamingPacker):
-                        packer.finish()
-                        packer = StreamingPacker(layout, push.source, group.device)
+            stream()
             queued = time.perf_counter()
             group.synchronize(**limits)
         except SyncError as error:
@@ -382,45 +379,41 @@ class BroadcastTransport:
             self._takes_direct = all(one["direct"] for one in answers.values())
         return answers
 
-    def _note_sent(self, paths: list[str]) -> None:
-        """Records that every member has loaded what was sent, and by which path."""
-        self._checked |= self._to_check()
+    def _note_loaded(self, paths: set[str]) -> None:
+        """Records that every member has loaded what was sent, and by which paths."""
+        self._checked |= self._unchecked()
         # A check may have ended a worker's trust in its plan.
-        self._takes_direct = self._takes_direct and set(paths) == {"plan"}
+        self._takes_direct = self._takes_direct and paths == {"plan"}
         self._has_plans = any("plan" in path for path in paths)
 
-    def _to_check(self) -> set[tuple[str, str, str]]:
-        """Every engine of the group, with the digest of what it is sent."""
-        return {(self._digest, *one) for one in self._joined.items()}
+    def _unchecked(self) -> set[tuple[str, str, str]]:
+        """Engines of the group, with the digest of what is sent, that have not loaded it yet."""
+        return {(self._digest, *one) for one in self._joined.items()} - self._checked
 
     def _num_passes(self) -> int:
         """How often to send everything: a second time to check load plans."""
-        unchecked = not self._to_check() <= self._checked
-        wanted = self._verify == "always" or (self._verify == "first" and unchecked)
+        wanted = self._verify == "always" or (self._verify == "first" and self._unchecked())
         return 2 if wanted and self._has_plans and not self._staged else 1
 
-    def _layout_of(self, source: WeightSource) -> BucketLayout:
-        metadata = source.metadata()
-        if self._layout is None or (metadata is not self._metadata and metadata != self._metadata):
-            self._layout = BucketLayout(metadata, self._bucket_bytes)
+    def _laid_out(self, source: WeightSource, device: torch.device) -> BucketLayout:
+        """Returns the buckets of what is sent; notes whether it can be sent from where it is."""
+        metadata, layout = source.metadata(), self._layout
+        if layout is None or (metadata is not self._metadata and metadata != self._metadata):
+            layout = self._layout = BucketLayout(metadata, self._bucket_bytes)
             self._digest = metadata_digest(metadata)
             self._packer, self._buffers = None, []
         self._metadata = metadata
-        return self._layout
-
-    def _look_at(self, source: WeightSource, layout: BucketLayout, device: torch.device) -> None:
-        """Notes whether the tensors stay in place and can be sent from there."""
         views = source.views() if isinstance(source, StableSource) else None
-        if views is not None and views is self._views:
-            return
-        for name, tensor in views or ():
-            check_device(name, tensor, device)
-        self._views, self._packer = views, None
-        self._whole = sendable_tensors(layout.metadata, views)
-        if self._whole and self._whole[0].device != device:
-            self._whole = None  # a group on CPUs, and tensors on a GPU
+        if views is None or views is not self._views:
+            for name, tensor in views or ():
+                check_device(name, tensor, device)
+            self._views, self._packer = views, None
+            self._whole = sendable_tensors(metadata, views)
+            if self._whole and self._whole[0].device != device:
+                self._whole = None  # a group on CPUs, and tensors on a GPU
+        return layout
 
-    def _packer_of(
+    def _packer_for(
         self, source: WeightSource, layout: BucketLayout, device: torch.device
     ) -> Packer:
         """Returns what fills the buckets; reused as long as the tensors stay in place."""
