@@ -20,7 +20,7 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.replica import EngineReport, PushStatus, ReplicaState
-from torchrl_vllm_sync.versions import MAX_VERSION
+from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.history import (
     PushDeadlines,
@@ -47,7 +47,7 @@ from torchrl_vllm_sync.weights.transport import (
     awaited_replicas,
     check_transport,
     failed,
-    lost_replicas,
+    is_lost,
     reason_of,
 )
 
@@ -68,7 +68,7 @@ class VersionHooks:
     """The hooks of one service in this process; a pickled copy has none."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._hooks: list[Callable[[PushReport], object]] = []
         self._listeners: list[Callable[[int], object]] = []
 
@@ -82,35 +82,29 @@ class VersionHooks:
         with self._lock:
             if hook in self._hooks:
                 raise UnsupportedArgumentError(f"hook is registered already: {hook!r}")
-            return self._add(self._hooks, hook)
+            self._hooks.append(hook)
+        return lambda: self._remove(self._hooks, hook)
 
     def listen(self, listener: Callable[[int], object]) -> Callable[[], None]:
         """Adds a function that :meth:`moved` calls; returns one that removes it."""
-        return self._add(self._listeners, listener)
-
-    def _add(self, known: list[Any], one: Callable[..., object]) -> Callable[[], None]:
-        def remove() -> None:
-            with self._lock, contextlib.suppress(ValueError):  # it is gone already
-                known.remove(one)
-
         with self._lock:
-            known.append(one)
-        return remove
+            self._listeners.append(listener)
+        return lambda: self._remove(self._listeners, listener)
+
+    def _remove(self, known: list[Any], one: object) -> None:
+        with self._lock, contextlib.suppress(ValueError):  # it is gone already
+            known.remove(one)
 
     def moved(self, version: int) -> None:
         """Notifies listeners of the version that this process brought the service to."""
-        with self._lock:
-            listeners = list(self._listeners)
-        for listener in listeners:
+        for listener in [*self._listeners]:
             listener(version)
 
     def announce(self, report: PushReport) -> None:
         """Notifies listeners, then hooks, in the order of registration."""
         self.moved(report.version)
-        with self._lock:
-            hooks = list(self._hooks)
         failures: list[Exception] = []
-        for hook in hooks:
+        for hook in [*self._hooks]:
             try:
                 hook(report)
             except Exception as failure:  # noqa: BLE001  a user's own, raised below
@@ -192,83 +186,62 @@ TURN_CALL_TIMEOUT_S = 5.0
 SIGN_OF_LIFE_S = 5.0
 
 
-class Turn:
+@contextlib.contextmanager
+def turn(
+    members: Members, push_id: tuple[str, int], ending: contextlib.ExitStack
+) -> Iterator[Callable[[], bool]]:
     """Excludes pushes of other trainers, in whatever process, or is refused by one.
 
     All trainers ask the same replica first, so that one of two that begin at once goes on. The
     others are asked too, in case that one dies; they answer while the weights are being checked.
+
+    Yields what waits for these and returns whether the push before was this trainer's too. Replicas
+    get signs of life meanwhile, and ``ending`` waits until those that respond know of the end.
     """
+    members.look()
+    members.choose(members.silent)
+    replicas, ended = sorted(members.incarnations), threading.Event()
 
-    def __init__(self, members: Members, sender: str, number: int) -> None:
-        self._members, self._client = members, members.client
-        self._sender, self._number = sender, number
-        members.choose(members.silent)
-        self._replicas = sorted(members.incarnations)
-        self._is_same = True
-        self._others: PendingCalls | None = None
+    def call(names: Collection[str], method: str, *args: Any) -> PendingCalls:
+        return members.client.start_calls(method, dict.fromkeys(names, (*args, *push_id)))
 
-    def begin(self) -> None:
-        """Asks the first replica, and then the others."""
-        trainer, others = ProcessIdentity.current(), self._replicas[1:]
-        self._note(self._start(self._replicas[:1], "begin_push", trainer))
-        self._others = self._start(others, "begin_push", trainer) if others else None
-
-    def confirm(self) -> bool:
-        """Waits for the others; returns whether the push before was this trainer's too."""
-        if self._others is not None:
-            self._note(self._others)
-        return self._is_same
-
-    def _start(self, replicas: Collection[str], method: str, *args: Any) -> PendingCalls:
-        calls = dict.fromkeys(replicas, (*args, self._sender, self._number))
-        return self._client.start_calls(method, calls)
-
-    def _note(self, calls: PendingCalls) -> None:
-        for answer in calls.answers(TURN_CALL_TIMEOUT_S).values():
+    def granted(calls: PendingCalls) -> bool:
+        answers = calls.answers(TURN_CALL_TIMEOUT_S).values()
+        for answer in answers:
             if isinstance(answer, PushUnderWayError):
                 raise answer
-            self._is_same = self._is_same and answer is not False
+        return all(one is not False for one in answers)
 
-    @contextlib.contextmanager
-    def giving_signs(self) -> Iterator[None]:
-        """Sends the replicas signs of life while the push goes on."""
-        ended = threading.Event()
-
-        def give() -> None:
-            with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
-                while not ended.wait(SIGN_OF_LIFE_S):
-                    self._start(self._replicas, "keep_push")
-
-        thread = threading.Thread(target=give, name="push-signs-of-life", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-
-    def end(self) -> Callable[[], object]:
-        """Lets other trainers push; returns what waits until responsive replicas know."""
-        silent = self._members.silent.keys() & self._replicas
+    def give_signs() -> None:
         with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
-            if silent:
-                self._start(silent, "end_push")
-            awake = self._start([n for n in self._replicas if n not in silent], "end_push")
-            return lambda: awake.answers(TURN_CALL_TIMEOUT_S)
-        return lambda: None
+            while not ended.wait(SIGN_OF_LIFE_S):
+                call(replicas, "keep_push")
+
+    signs = threading.Thread(target=give_signs, name="push-signs-of-life", daemon=True)
+    signs.start()
+    try:
+        trainer = ProcessIdentity.current()
+        is_same = granted(call(replicas[:1], "begin_push", trainer))
+        others = call(replicas[1:], "begin_push", trainer)
+        yield lambda: granted(others) and is_same
+    finally:
+        ended.set()
+        signs.join()
+        silent = members.silent.keys() & replicas
+        with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
+            call(silent, "end_push")
+            awake = call(set(replicas) - silent, "end_push")
+            ending.callback(awake.answers, TURN_CALL_TIMEOUT_S)
 
 
 def deliver(transport: WeightTransport, members: Members, push: Push) -> list[LoadReport]:
     """Sends, and again to the others when replicas are lost; returns the replicas' reports."""
-    times = push.times
+    times, start = push.times, time.perf_counter()
     answers: dict[str, Any] = {}
     lost: dict[str, str] = {}
-    start = begin = time.perf_counter()
-    if transport.is_collective:
-        times.note("join_s", begin)
     for attempt in range(MOST_ATTEMPTS):
+        begin = time.perf_counter()
         if attempt:
-            begin = time.perf_counter()
             members.choose(members.silent | lost)
             try:
                 transport.open(members, push.source)
@@ -277,14 +250,16 @@ def deliver(transport: WeightTransport, members: Members, push: Push) -> list[Lo
             times.seconds["attempts"] = attempt + 1
             times.note("lost_s", start, begin)
             times.note("last_words_s", times.broke_off or begin, begin)
+        if transport.is_collective:
             times.note("join_s", begin)
         now = transport.send(members, push)
         answers |= now
         members.note_silent(now)
         if attempt:
             times.note("again_s", begin)
-        gone = lost_replicas(now) if transport.is_collective else {}
-        if not gone:
+        gone = {name: reason_of(one) for name, one in now.items() if is_lost(one)}
+        broke_off = failed(now).keys() - gone.keys()  # for others, who may get it without them
+        if not (transport.is_collective and gone and broke_off):
             break
         lost |= gone
     return members.reports(answers)
@@ -334,18 +309,11 @@ class WeightPusher:
         finally:
             self._lock.release()
 
-    @contextlib.contextmanager
-    def _turn(self, ending: contextlib.ExitStack) -> Iterator[Turn]:
-        """Takes a turn; ``ending`` waits until the replicas know that it is over."""
+    def _turn(
+        self, ending: contextlib.ExitStack
+    ) -> contextlib.AbstractContextManager[Callable[[], bool]]:
         self._number += 1
-        self._members.look()
-        turn = Turn(self._members, self._sender, self._number)
-        try:
-            turn.begin()
-            with turn.giving_signs():
-                yield turn
-        finally:
-            ending.callback(turn.end())
+        return turn(self._members, (self._sender, self._number), ending)
 
     @property
     def transport(self) -> WeightTransport:
@@ -363,9 +331,9 @@ class WeightPusher:
 
     def open(self) -> None:
         """Opens the transport; does nothing when it is open."""
-        with contextlib.ExitStack() as ending, self._lock, self._turn(ending) as turn:
-            self._ledger.is_current &= turn.confirm()
-            self._open(self._transport)
+        with contextlib.ExitStack() as ending, self._lock, self._turn(ending) as was_ours:
+            self._ledger.is_current &= was_ours()
+            self._open()
 
     def step_aside(self) -> None:
         """Closes a transport that shares a group with the engines: others are about to use them."""
@@ -401,7 +369,8 @@ class WeightPusher:
             try:
                 source = as_weight_source(weights)
                 with leading(source) as announcement:
-                    _check_version(version)
+                    if version is not None:
+                        check_version("version", version)
                     given = PushOptions(**options)
                     if given.strict is None:
                         given = replace(given, strict=self._strict)
@@ -430,20 +399,20 @@ class WeightPusher:
         """Sends once, or twice if another process pushed first; returns whether it commits anew."""
         times, transport, ledger = PhaseTimes(), self._transport, self._ledger
         strict = bool(options.strict)
+        alike: dict[str, Any] = {"clear_cache": options.clear_cache, "mode": options.mode}
         with contextlib.ExitStack() as stack:
             with times.measure("open_s"):
                 self._client.refresh_members()
-                turn = stack.enter_context(self._turn(ending))
+                was_ours = stack.enter_context(self._turn(ending))
                 source = fit_to_model(given, self._expected())
                 self._check_repeat(given, version)
-                ledger.is_current &= turn.confirm()  # another trainer may have pushed since
-                self._open(transport, source)
+                ledger.is_current &= was_ours()  # another trainer may have pushed since
+                self._open(source)
                 self._take_stock()
             num_bytes = sum(meta.num_bytes for meta in source.metadata())
             awaited = awaited_replicas(self._client.standings())
             for last_try in (version is not None, True):
                 chosen = ledger.next_version(version, transport.last_version)
-                alike: dict[str, Any] = {"clear_cache": options.clear_cache, "mode": options.mode}
                 kind = PushKind(
                     transport=self.transport.name,
                     num_bytes=num_bytes,
@@ -456,9 +425,9 @@ class WeightPusher:
                 reports = deliver(transport, self._members, push)
                 seconds = time.perf_counter() - start
                 is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
-                self._keep(content, reports, chosen, transport)
                 failures = errors_of(reports)
-                self._keep_out(reports, chosen, transport.run_id)
+                self._keep(content, reports, chosen)
+                self._keep_out(reports, chosen)
                 missed = failures.keys() & awaited.keys()
                 if not missed and all(one.loaded for one in reports if not one.error):
                     self._deadlines.record(kind, seconds)
@@ -471,11 +440,10 @@ class WeightPusher:
                         content.summed(given)
                 if last_try or not self._was_overtaken(reports, chosen):
                     break
-                self._open(transport, source)
+                self._open(source)
         if not commits(reports, strict=strict):
             raise WeightSyncError(chosen, failures)
         now = time.perf_counter()
-        starts = times.starts | push.times.starts
         report = PushReport(
             version=chosen,
             transport=self.transport.name,
@@ -485,14 +453,17 @@ class WeightPusher:
             replicas=reports,
             left_behind=failures,
             began_at=time.time() - (now - begin),
-            phase_starts={name: at - begin for name, at in starts.items()},
+            phase_starts={
+                name: at - begin for name, at in (times.starts | push.times.starts).items()
+            },
         )
         return report, is_news
 
-    def _open(self, transport: WeightTransport, source: WeightSource | None = None) -> None:
+    def _open(self, source: WeightSource | None = None) -> None:
         """Opens the transport for the members that are present."""
-        self._members.choose(self._members.silent if transport.is_collective else None)
-        transport.open(self._members, source)
+        is_collective = self._transport.is_collective
+        self._members.choose(self._members.silent if is_collective else None)
+        self._transport.open(self._members, source)
 
     def _check_repeat(self, source: WeightSource, version: int | None) -> None:
         """Refuses other weights under the version that this process pushed last."""
@@ -505,17 +476,11 @@ class WeightPusher:
                 f"the same: {problem}; give other weights a version of their own"
             )
 
-    def _keep(
-        self,
-        content: Content,
-        reports: list[LoadReport],
-        version: int,
-        transport: WeightTransport,
-    ) -> None:
+    def _keep(self, content: Content, reports: list[LoadReport], version: int) -> None:
         """Remembers what was pushed if a replica, even a silent one, may hold this version."""
         may_have = reached_some(reports) or any(one.is_silent for one in reports)
         is_known = self._pushed is not None and self._pushed[0] == version
-        if (may_have or transport.last_version >= version) and not is_known:
+        if (may_have or self._transport.last_version >= version) and not is_known:
             self._pushed = version, content
 
     def _was_overtaken(self, reports: list[LoadReport], version: int) -> bool:
@@ -525,7 +490,7 @@ class WeightPusher:
         self._take_stock()
         return self._ledger.newest >= version
 
-    def _keep_out(self, reports: list[LoadReport], version: int, run_id: str) -> None:
+    def _keep_out(self, reports: list[LoadReport], version: int) -> None:
         """Keeps replicas from requests until they hold what others have: ``version``.
 
         Those are the ones left behind, and the ones that joined meanwhile, which during a push
@@ -538,7 +503,7 @@ class WeightPusher:
             return
         self._client.note_left_behind(version, behind)
         told, silent = everyone if errors else behind, self._members.silent.keys()
-        stamp = version, run_id
+        stamp = version, self._transport.run_id
         self._client.start_calls("hold_back", dict.fromkeys(told & silent, stamp))  # when it wakes
         awake = self._client.start_calls("hold_back", dict.fromkeys(told - silent, stamp))
         if errors:  # pushes need not wait for those that have just joined
@@ -587,10 +552,3 @@ class WeightPusher:
             self._members.forget_silence(answers.keys() - failures.keys())
             self._ledger.is_current = False
         return {name: reason_of(one) for name, one in failures.items()}
-
-
-def _check_version(version: object) -> None:
-    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
-        raise UnsupportedArgumentError(f"version must be an integer or None, got {version!r}")
-    if version is not None and version > MAX_VERSION:
-        raise UnsupportedArgumentError(f"version must be at most {MAX_VERSION}, got {version}")

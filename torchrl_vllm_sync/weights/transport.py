@@ -224,14 +224,6 @@ def is_lost(answer: Any) -> bool:
     return dead or is_silent(answer)
 
 
-def lost_replicas(answers: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the lost replicas if the update broke off for others too: worth another attempt."""
-    lost = {name for name, one in answers.items() if is_lost(one)}
-    others = [one for name, one in answers.items() if name not in lost]
-    broke_off = any(isinstance(one, BaseException) for one in others)
-    return {name: reason_of(answers[name]) for name in lost} if broke_off else {}
-
-
 def raise_exceptions(answers: Mapping[str, Any]) -> None:
     reasons = [f"replica {name}: {one!s}" for name, one in failed(answers).items()]
     if reasons:
