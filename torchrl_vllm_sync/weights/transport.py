@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
+from torchrl_vllm_sync.checks import check_seconds
 from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
     SilentEngineError,
@@ -48,11 +49,8 @@ class PushOptions:
     strict: bool | None = None
 
     def __post_init__(self) -> None:
-        limit = self.timeout_s
-        if limit is not None and not (isinstance(limit, int | float) and 0 < limit < float("inf")):
-            raise UnsupportedArgumentError(
-                f"timeout_s must be a finite number greater than 0, or None, got {limit!r}"
-            )
+        if self.timeout_s is not None:
+            check_seconds("timeout_s", self.timeout_s)
         if self.strict is not None and not isinstance(self.strict, bool):
             raise UnsupportedArgumentError(f"strict must be a bool or None, got {self.strict!r}")
         check_mode(self.mode)
@@ -120,12 +118,11 @@ class LoadReport:
             ``layerwise`` for vLLM's reload; empty when nothing was loaded.
         path_reason: Why it was not the plan; empty when it was, or when it was not asked for.
         began_at: When the first of these phases began, in seconds of Unix time by its host's clock;
-            ``None`` when nothing was loaded. They follow each other: ``verify_s`` or ``stage_s``
-            (of which ``ready_s`` is the beginning), then ``pause_s``, ``load_s`` and ``resume_s``.
+            ``None`` when nothing was loaded. They follow each other in this order.
         replica_id: Stable id of the replica.
         error: Why it did not reach the version of the push; empty when it did.
-        is_expected: Whether it counts that it did not reach the version; not while it starts, as it
-            will serve only when it has caught up.
+        is_expected: Whether that counts; not while it starts, as it will serve only when it has
+            caught up.
         is_silent: Whether its actor or its engine did not answer in time.
     """
 
@@ -261,55 +258,44 @@ def awaited_replicas(standings: Mapping[str, Standing]) -> dict[str, str]:
 class PendingCalls(Protocol):
     """One call to some replicas, under way."""
 
-    def failures(self) -> dict[str, BaseException]:
-        """Returns those that have ended with an exception by now, without waiting."""
-        ...
+    # Those that have ended with an exception by now, without waiting.
+    def failures(self) -> dict[str, BaseException]: ...
 
-    def answers(self, deadline_s: float) -> dict[str, Any]:
-        """Waits for all; an exception stands for a replica that failed or did not answer."""
-        ...
+    # Waits for all; an exception stands for a replica that failed or did not answer.
+    def answers(self, deadline_s: float) -> dict[str, Any]: ...
 
 
 class ReplicaClient(Protocol):
     """How a transport reaches every replica of a service: one call a push, all at once."""
 
     @property
-    def service_name(self) -> str:
-        """Name of the service, unique on the cluster."""
-        ...
+    def service_name(self) -> str: ...  # unique on the cluster
 
+    # This host's address as the replicas reach it, and a port if one was asked for.
     @property
-    def rendezvous(self) -> tuple[str, int | None]:
-        """This host's address as the replicas reach it, and a port if one was asked for."""
-        ...
+    def rendezvous(self) -> tuple[str, int | None]: ...
 
-    def refresh_members(self) -> None:
-        """Follows replicas that have come or gone; asks one of them if others change the set."""
-        ...
+    # Follows replicas that have come or gone; asks one of them if others change the set.
+    def refresh_members(self) -> None: ...
 
-    def standings(self) -> dict[str, Standing]:
-        """Returns what is known of every replica, by id, without asking any."""
-        ...
+    # What is known of every replica, by id, without asking any.
+    def standings(self) -> dict[str, Standing]: ...
 
-    def note_left_behind(self, version: int, replica_ids: Collection[str]) -> None:
-        """Takes these replicas out of this process's rotation until they report ``version``."""
-        ...
+    # Takes these out of this process's rotation until they report ``version``.
+    def note_left_behind(self, version: int, replica_ids: Collection[str]) -> None: ...
 
+    # Calls an engine actor's method on some replicas and does not wait.
     def start_calls(
         self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any
-    ) -> PendingCalls:
-        """Calls an engine actor's method on some replicas and does not wait."""
-        ...
+    ) -> PendingCalls: ...
 
+    # Calls it on every replica and waits for them.
     def call_replicas(
         self, method: str, *args: Any, deadline_s: float, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Calls an engine actor's method on every replica and waits ``deadline_s`` for them."""
-        ...
+    ) -> dict[str, Any]: ...
 
 
-@dataclass(slots=True)
-class _Silence:
+class _Silence(NamedTuple):
     """What a replica was silent about, and a question to it that nothing waits for.
 
     The question passes through the actor and the engine core to every worker, so an answer means
@@ -377,19 +363,19 @@ class Members:
         standings = self.client.standings()
         for name, one in answers.items():
             if is_silent(one) and name in standings:
+                probe = self.client.start_calls("probe_workers", {name: ()})
                 incarnation = standings[name].incarnation
-                self._silences[name] = _Silence(reason_of(one), incarnation, self._probe(name))
+                self._silences[name] = _Silence(reason_of(one), incarnation, probe)
 
     def look(self) -> None:
         """Forgets silent replicas that have answered since, are dead, or were replaced."""
         awaited = awaited_replicas(self.client.standings())
-        for name, silence in list(self._silences.items()):
-            if awaited.get(name) != silence.incarnation:
-                del self._silences[name]
-                continue
-            answer = silence.probe.answers(0.0).get(name)
+        for name, (reason, incarnation, probe) in list(self._silences.items()):
+            is_same = awaited.get(name) == incarnation
+            answer = probe.answers(0.0).get(name) if is_same else None
             if isinstance(answer, SilentEngineError):  # the actor lives, its engine does not answer
-                silence.probe = self._probe(name)
+                probe = self.client.start_calls("probe_workers", {name: ()})
+                self._silences[name] = _Silence(reason, incarnation, probe)
             elif not is_silent(answer):
                 del self._silences[name]
 
@@ -398,12 +384,10 @@ class Members:
         for name in replica_ids:
             self._silences.pop(name, None)
 
-    def _probe(self, name: str) -> PendingCalls:
-        return self.client.start_calls("probe_workers", {name: ()})
-
     def reports(self, answers: Mapping[str, Any]) -> list[LoadReport]:
         """Returns what each replica answered, and why each missing one did not."""
-        standings, silent = self.client.standings(), self._silences.keys()
+        standings = self.client.standings()
+        starting = {n for n, one in standings.items() if one.state is ReplicaState.STARTING}
         errors = {n: reason_of(one) for n, one in failed(answers).items()}
         errors |= {n: why for n, why in self.missing.items() if n not in answers}
         return [
@@ -413,9 +397,8 @@ class Members:
                 replica_id=name,
                 version=None,
                 error=errors[name],
-                is_expected=name not in standings
-                or standings[name].state is not ReplicaState.STARTING,
-                is_silent=name in silent,
+                is_expected=name not in starting,
+                is_silent=name in self._silences,
             )
             for name in {**answers, **errors}
         ]
