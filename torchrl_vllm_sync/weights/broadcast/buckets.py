@@ -39,23 +39,12 @@ class Piece:
     first_row: int  # first row, along the first dimension; a scalar is one row
     num_rows: int  # number of rows
     byte_offset: int  # where they begin in the bucket; a multiple of the dtype's size
+    first_element: int  # offset in the full, contiguous tensor
+    num_elements: int
 
     @property
     def name(self) -> str:
         return self.meta.name
-
-    @property
-    def row_elements(self) -> int:
-        return self.meta.num_elements // max(_num_rows(self.meta), 1)
-
-    @property
-    def first_element(self) -> int:
-        """Offset of the first element in the full, contiguous tensor."""
-        return self.first_row * self.row_elements
-
-    @property
-    def num_elements(self) -> int:
-        return self.num_rows * self.row_elements
 
     @property
     def num_bytes(self) -> int:
@@ -80,11 +69,6 @@ class BucketLayout:
         self.buckets = list(_cut(self.metadata, bucket_bytes))
         # Bytes that a receive buffer must hold.
         self.bucket_bytes = max((one.num_bytes for one in self.buckets), default=0)
-        self.num_bytes = sum(one.num_bytes for one in self.buckets)
-
-
-def _num_rows(meta: ParamMeta) -> int:
-    return meta.shape[0] if meta.shape else 1
 
 
 def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
@@ -93,8 +77,9 @@ def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
     for index, meta in enumerate(metadata):
         if not meta.num_elements:
             continue
-        size, row, num_rows = meta.dtype.itemsize, 0, _num_rows(meta)
-        row_bytes = meta.num_bytes // num_rows
+        row, num_rows = 0, meta.shape[0] if meta.shape else 1
+        size, row_elements = meta.dtype.itemsize, meta.num_elements // num_rows
+        row_bytes = row_elements * size
         if row_bytes > bucket_bytes:
             raise WeightMismatchError(
                 f"a bucket of {bucket_bytes} bytes cannot hold one row of {meta.name}, which has "
@@ -103,11 +88,12 @@ def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
         while row < num_rows:
             start = -(-filled // size) * size
             fitting = min((bucket_bytes - start) // row_bytes, num_rows - row)
-            if fitting <= 0:
+            if fitting <= 0:  # the bucket is full
                 yield Bucket(tuple(pieces), filled)
                 pieces, filled = [], 0
                 continue
-            pieces.append(Piece(meta, index, row, fitting, start))
+            elements = row * row_elements, fitting * row_elements
+            pieces.append(Piece(meta, index, row, fitting, start, *elements))
             filled = start + fitting * row_bytes
             row += fitting
     if pieces:

@@ -194,20 +194,16 @@ class Rendezvous:
 
 def free_port(address: str) -> int:
     """Returns a port that is free now at one of this host's addresses."""
-    with _bound(address, 0) as probe:
+    with _listening(address, 0) as probe:
         return int(probe.getsockname()[1])
 
 
-def _bound(address: str, port: int) -> socket.socket:
-    family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(where)
-    except BaseException:
-        bound.close()
-        raise
-    return bound
+def _listening(address: str, port: int) -> socket.socket:
+    return socket.create_server((address, port), family=_family(address))
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _require_interface(name: str | None) -> None:
@@ -231,8 +227,7 @@ def _await_listener(address: str, port: int, deadline: float) -> None:
 
 def _own_address(peer: str) -> str:
     """Returns this host's address on the route to ``peer``; sends nothing."""
-    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(_family(peer), socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         return probe.getsockname()[0]
 
@@ -278,8 +273,7 @@ class BroadcastGroup:
         """Makes the store on the trainer, which listens at ``address`` alone."""
         _require_interface(interface)
         try:
-            with _bound(address, port or 0) as listener:
-                listener.listen()
+            with _listening(address, port or 0) as listener:
                 port = int(listener.getsockname()[1])
                 store = TCPStore(
                     address,
