@@ -31,12 +31,7 @@ from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGro
 from torchrl_vllm_sync.weights.metadata import metadata_digest, to_json
 from torchrl_vllm_sync.weights.places import current_device, home_device
 from torchrl_vllm_sync.weights.source import StableSource
-from torchrl_vllm_sync.weights.transport import (
-    GRACE_S,
-    failed,
-    is_lost,
-    raise_exceptions,
-)
+from torchrl_vllm_sync.weights.transport import GRACE_S, failed, is_lost, raise_exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -143,8 +138,10 @@ class BroadcastTransport:
             UnsupportedArgumentError: The trainer's device and the engines' do not go together, or
                 this host lacks the interface.
         """
-        if self._group is not None:
-            if self._stands(self._group, members, source):
+        if (group := self._group) is not None:
+            home = None if self._given_device else home_device(source, group.device.type)
+            is_here = home in (None, group.device) and self._joined == members.incarnations
+            if is_here and group.is_connected and not group.was_left:
                 return
             self._leave()
         described = members.describe()
@@ -153,13 +150,6 @@ class BroadcastTransport:
             pass
         self._announced, self._views, self._packer, self._buffers = None, None, None, []
 
-    def _stands(self, group: BroadcastGroup, members: Members, source: WeightSource | None) -> bool:
-        """Whether the group can be used from this device and consists of these members."""
-        if not group.is_connected or group.was_left or self._joined != members.incarnations:
-            return False
-        home = None if self._given_device else home_device(source, group.device.type)
-        return home in (None, group.device)
-
     def _device_for(self, source: WeightSource | None, engines: set[str]) -> torch.device:
         """Returns the trainer's device, which must be of the engines' one kind."""
         if len(engines) > 1:
@@ -167,12 +157,8 @@ class BroadcastTransport:
                 f"a broadcast reaches engines of one kind of device, these are on {sorted(engines)}"
             )
         (kind,) = engines
-        device = (
-            self._given_device
-            or home_device(source, kind)
-            or self._last_device
-            or torch.device(kind)
-        )
+        device = self._given_device or home_device(source, kind) or self._last_device
+        device = device or torch.device(kind)
         if device.type != kind or (kind == "cuda" and not torch.cuda.is_available()):
             raise UnsupportedArgumentError(
                 f"the engines are on {kind} and the trainer is on "
@@ -192,26 +178,14 @@ class BroadcastTransport:
             first, world_size = world_size, world_size + described[name].num_workers
             ranks[name] = range(first, world_size)
         address, port = members.client.rendezvous
-        group = BroadcastGroup.host(
-            address,
-            port=port,
-            world_size=world_size,
-            device=device,
-            timeout_s=self._join_timeout_s,
-            interface=self._interface,
-        )
-        group_id = secrets.randbits(GROUP_ID_BITS)
-        info = {
-            "master_address": group.rendezvous.address,
-            "master_port": group.rendezvous.port,
-            "world_size": world_size,
-            "interface": self._interface,
-            "group_id": group_id,
-        }
-        limit_s = self._join_timeout_s
+        group_id, limit_s = secrets.randbits(GROUP_ID_BITS), self._join_timeout_s
+        shared: dict[str, Any] = {"world_size": world_size, "interface": self._interface}
+        group = BroadcastGroup.host(address, port=port, device=device, timeout_s=limit_s, **shared)
+        at = group.rendezvous
+        shared |= {"master_address": at.address, "master_port": at.port, "group_id": group_id}
         calls = members.client.start_calls(
             "join_broadcast",
-            {name: ({**info, "rank_offset": own[0]},) for name, own in ranks.items()},
+            {name: ({**shared, "rank_offset": own[0]},) for name, own in ranks.items()},
             timeout_s=limit_s,
         )
         try:
@@ -220,8 +194,7 @@ class BroadcastTransport:
         except TransferError as error:
             absent = set(group.absent())
             late = {name for name, own in ranks.items() if absent.intersection(own)}
-            # Members that reported a failure prevented it; only if there are none, those that were
-            # silent.
+            # Those that reported a failure prevented it; if there are none, those that were silent.
             failing = set(calls.failures()) or late
             group.close()  # which ends the others' waiting
             answers = calls.answers(GRACE_S)
@@ -318,8 +291,7 @@ class BroadcastTransport:
         limits: dict[str, Any]
         limits = {"deadline": deadline.at, "watch": lambda: raise_exceptions(calls.failures())}
         failure = self._transfer(group, stream, limits, times)
-        sent = time.perf_counter()
-        began_here = failure is not None and not calls.failures()
+        sent, cause = time.perf_counter(), None if calls.failures() else failure
         if failure is not None:
             group.abort()  # ends the waiting of workers for data
         answers = calls.answers(GRACE_S + (0.0 if failure else deadline.left_s))
@@ -334,9 +306,7 @@ class BroadcastTransport:
             self._note_loaded({one["path"] for one in answers.values()})
         if whole is not None:
             self._packer, self._buffers = None, []  # until the next check
-        if failure is not None and began_here:
-            return {name: _with_cause(one, failure) for name, one in answers.items()}
-        return answers
+        return {name: _with_cause(one, cause) for name, one in answers.items()}
 
     def _transfer(
         self,
@@ -439,8 +409,10 @@ class BroadcastTransport:
         self._forget()
 
 
-def _with_cause(answer: Any, cause: SyncError) -> Any:
-    """Prefixes a replica's error with the trainer's, which caused it."""
-    if not isinstance(answer, Exception) or is_lost(answer) or str(cause) in str(answer):
+def _with_cause(answer: Any, cause: SyncError | None) -> Any:
+    """Prefixes a replica's error with the trainer's, if that caused it."""
+    if cause is None or not isinstance(answer, Exception) or is_lost(answer):
+        return answer
+    if str(cause) in str(answer):
         return answer
     return TransferError(f"{cause}; {answer}")
