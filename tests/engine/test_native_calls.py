@@ -31,7 +31,7 @@ from torchrl_vllm_sync.weights.broadcast.buckets import (
     make_buffers,
     send_buckets,
 )
-from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, StartSignal
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.source import fit_to_model
 
@@ -80,7 +80,7 @@ class Trainer:
         with ThreadPoolExecutor(1) as pool:
             received = pool.submit(self.service.update_weights, wrap(info))
             deadline = time.monotonic() + 20
-            StartSignal(self.group, self.push_id).give(deadline=deadline, watch=lambda: None)
+            self.group.start(self.push_id, deadline=deadline, watch=lambda: None)
             send_buckets(self.group, layout, buffers, packer, deadline=deadline)
             received.result(timeout=30)
 
@@ -400,7 +400,7 @@ def test_a_transfer_that_breaks_off_makes_replicas_stale_until_a_push(service, t
     info = {"push_id": 1, "timeout_s": 20.0, "metadata": to_json(source.metadata())}
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(service.update_weights, {"update_info": info})
-        StartSignal(trainer.group, 1).give(deadline=time.monotonic() + 20, watch=lambda: None)
+        trainer.group.start(1, deadline=time.monotonic() + 20, watch=lambda: None)
         trainer.group.close()
         with pytest.raises(TransferError, match="broke off"):
             received.result(timeout=40)

@@ -30,7 +30,7 @@ from torchrl_vllm_sync.weights.broadcast.buckets import (
     sendable_tensors,
     whole_tensors,
 )
-from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, StartSignal
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
 from torchrl_vllm_sync.weights.source import MappingSource
 
 CPU = torch.device("cpu")
@@ -244,7 +244,7 @@ def test_nobody_begins_before_all_are_ready_and_a_push_left_does_no_harm(groups)
     begun = []
 
     def await_start(group, push_id):
-        StartSignal(group, push_id).await_start(deadline=deadline)
+        group.await_start(push_id, deadline=deadline)
         begun.append(group.rank)
 
     with ThreadPoolExecutor(2) as pool:
@@ -254,12 +254,12 @@ def test_nobody_begins_before_all_are_ready_and_a_push_left_does_no_harm(groups)
             raise TransferError("replica 1 cannot pause")
 
         with pytest.raises(TransferError, match="cannot pause"):
-            StartSignal(trainer, 1).give(deadline=deadline, watch=watch)
+            trainer.start(1, deadline=deadline, watch=watch)
         with pytest.raises(TransferError, match="called the transfer off: left: replica 1 cannot"):
             waiting.result(timeout=10)
         assert begun == []
         ready = [pool.submit(await_start, group, 2) for group in (one, other)]
-        StartSignal(trainer, 2).give(deadline=deadline, watch=lambda: None)
+        trainer.start(2, deadline=deadline, watch=lambda: None)
         for each in ready:
             each.result(timeout=10)
     assert sorted(begun) == [1, 2]
@@ -272,9 +272,9 @@ def test_nobody_begins_before_all_are_ready_and_a_push_left_does_no_harm(groups)
 def test_who_never_gets_ready_is_named(groups):
     trainer, one, _ = groups
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(StartSignal(one, 1).await_start, deadline=time.monotonic() + 10)
+        waiting = pool.submit(one.await_start, 1, deadline=time.monotonic() + 10)
         with pytest.raises(TransferError, match="ranks 2 did not get ready for transfer 1"):
-            StartSignal(trainer, 1).give(deadline=time.monotonic() + 0.5, watch=lambda: None)
+            trainer.start(1, deadline=time.monotonic() + 0.5, watch=lambda: None)
         with pytest.raises(TransferError, match="called the transfer off"):
             waiting.result(timeout=10)
 
@@ -282,7 +282,7 @@ def test_who_never_gets_ready_is_named(groups):
 def test_a_worker_waits_no_longer_than_its_deadline(groups):
     begin = time.monotonic()
     with pytest.raises(TransferError, match="did not begin the transfer"):
-        StartSignal(groups[1], 7).await_start(deadline=begin + 0.3)
+        groups[1].await_start(7, deadline=begin + 0.3)
     assert time.monotonic() - begin < 20
 
 
@@ -290,7 +290,7 @@ def test_a_worker_waits_no_longer_than_its_deadline(groups):
 def test_a_strange_word_to_begin_ends_in_a_typed_error(groups, word):
     groups[0].store.raw.set("start/7", word)
     with pytest.raises(TransferError, match="called the transfer off") as caught:
-        StartSignal(groups[1], 7).await_start(deadline=time.monotonic() + 10)
+        groups[1].await_start(7, deadline=time.monotonic() + 10)
     assert len(str(caught.value)) < 1000
 
 

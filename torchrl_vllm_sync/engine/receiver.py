@@ -40,7 +40,6 @@ from torchrl_vllm_sync.weights.broadcast.group import (
     SPIN_S,
     BroadcastGroup,
     Rendezvous,
-    StartSignal,
 )
 from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json, metadata_digest
 
@@ -223,7 +222,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         group, _ = self._ready()
         if push_id >> PUSH_ID_BITS != self._group_id:
             raise TransferError("another trainer has brought this worker into a group of its own")
-        StartSignal(group, push_id).await_start(deadline=deadline)
+        group.await_start(push_id, deadline=deadline)
 
     def receive(self, deadline: float, *, num_passes: int = 1, direct: bool = False) -> int:
         """Receives one push into the model; a second pass checks the plan. Returns how many."""

@@ -70,10 +70,9 @@ LAST_WORD_S = 0.5
 class BoundedStore:
     """The calls of a ``TCPStore`` that the ranks of a group need, each of which ends in time.
 
-    A ``TCPStore`` leaves its time limits to the server: while the process that hosts it is stopped,
-    no call returns (torch 2.11 and 2.12). So each call runs in a thread of its own, which is
-    abandoned when there is no answer. The connection then counts as lost, and every later call
-    fails at once.
+    While the process that hosts a ``TCPStore`` is stopped, no call returns (torch 2.11 and 2.12).
+    So each runs in a thread of its own, which is abandoned when there is no answer. The connection
+    then counts as lost, and every later call fails at once.
     """
 
     def __init__(
@@ -87,20 +86,17 @@ class BoundedStore:
         self._call(lambda: self.raw.set(key, value))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to the number at ``key``, initially 0, and returns it."""
         return self._call(lambda: self.raw.add(key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._call(lambda: self.raw.check(list(keys)))
 
     def await_value(self, key: str, timeout_s: float) -> str:
-        """Waits until ``key`` is set and returns its value."""
-
-        def wait() -> str:
+        def value() -> str:
             self.raw.wait([key], timedelta(seconds=timeout_s))
             return self.raw.get(key).decode(errors="replace")  # any process may have written it
 
-        return self._call(wait, timeout_s + LAST_WORD_S)
+        return self._call(value, timeout_s + LAST_WORD_S)
 
     def _call(self, call: Callable[[], Any], timeout_s: float | None = None) -> Any:
         if self._answer_timeout_s is None:
@@ -128,9 +124,9 @@ PINNED_BY_VLLM = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MIN_NCHANNEL
 def is_held_to_one_channel() -> bool:
     """Whether NCCL can only make communicators with one channel in this process.
 
-    NCCL reads the limit once, with a process's first communicator, and a batch-invariant vLLM
-    worker that has a communicator with other workers has set it to one. From NCCL 2.29.7 on it can
-    be read again, which vLLM from 0.32 on asks for (``vllm/utils/nccl.py``, ``pin_nccl_env``).
+    It reads the limit with a process's first communicator, which a batch-invariant vLLM worker has
+    with other workers and makes with one. From NCCL 2.29.7 on it can be read again, which vLLM from
+    0.32 on asks for (``vllm/utils/nccl.py``, ``pin_nccl_env``).
     """
     return (
         os.environ.get("VLLM_BATCH_INVARIANT") == "1"
@@ -143,10 +139,7 @@ def is_held_to_one_channel() -> bool:
 
 @contextlib.contextmanager
 def nccl_environment(interface: str | None) -> Iterator[None]:
-    """Sets NCCL's variables inside the block.
-
-    The first collective must be inside too: only then does torch make the communicator.
-    """
+    """Sets NCCL's variables; inside must be the first collective, which makes the communicator."""
     wanted: dict[str, str | None] = dict(QUIET_NCCL)
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         wanted |= dict.fromkeys(PINNED_BY_VLLM)
@@ -235,9 +228,11 @@ def _own_address(peer: str) -> str:
 # ---- The group
 
 TRAINER_RANK = 0
+# A push id is its group's id, then this many bits that count pushes.
+PUSH_ID_BITS = 24
 # Seconds that ``abort`` waits for Gloo to end what is under way.
 END_TIMEOUT_S = 0.2
-LEFT, GIVEN_UP, ONE_CHANNEL = "left", "given-up", "one-channel"
+LEFT, GIVEN_UP, ONE_CHANNEL, GO = "left", "given-up", "one-channel", "go"
 CLOSED = "the group is not connected, or was closed after a failure"
 
 
@@ -495,6 +490,30 @@ class BroadcastGroup:
                 with contextlib.suppress(RuntimeError):  # it times out: no peer sends this
                     group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
 
+    def start(self, push_id: int, *, deadline: float, watch: Callable[[], None]) -> None:
+        """On the trainer: waits until every worker is ready, then starts the transfer.
+
+        No rank enters a collective before every rank is ready, so that a failure until then leaves
+        the group usable and nothing to abort.
+        """
+        keys = [f"ready/{push_id}/{rank}" for rank in range(1, self.rendezvous.world_size)]
+        try:
+            self.await_keys(keys, deadline, f"get ready for transfer {push_id} in time", watch)
+        except BaseException as error:
+            self.store.set(f"start/{push_id}", f"left: {error}"[:500])
+            raise
+        self.store.set(f"start/{push_id}", GO)
+
+    def await_start(self, push_id: int, *, deadline: float) -> None:
+        """On a worker: reports that it is ready and waits for the trainer's :meth:`start`."""
+        try:
+            self.store.set(f"ready/{push_id}/{self.rank}", "1")
+            word = self.store.await_value(f"start/{push_id}", left_s(deadline))
+        except DistError as error:
+            raise TransferError(f"the trainer did not begin the transfer: {error}") from error
+        if word != GO:
+            raise TransferError(f"the trainer called the transfer off: {word[:500]}")
+
     def raise_if_given_up(self) -> None:
         """On a worker: raises once the trainer has aborted; waits for the trainer poll this."""
         try:
@@ -517,10 +536,8 @@ class BroadcastGroup:
                 store.set(LEFT, str(self.rank))
 
     def await_keys(self, keys: Sequence[str], deadline: float, what: str, watch: Watch) -> None:
-        """Waits for keys that end in a rank, one each.
-
-        Polls, since a wait in the store that times out leaves its connection unusable.
-        """
+        """Waits for keys that end in a rank, one each."""
+        # A wait in the store that times out would leave its connection unusable.
         if not wait_until(lambda: self.store.check(keys), deadline, watch):
             missing = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
             raise TransferError(f"ranks {', '.join(missing)} did not {what}")
@@ -541,43 +558,3 @@ class BroadcastGroup:
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [ProcessGroupGloo.create_device(**at, lazy_init=False)]
         return ProcessGroupGloo(store, self.rank, world_size, options)
-
-
-# ---- Start signal of a transfer
-
-# A push id is its group's id, then this many bits that count pushes.
-PUSH_ID_BITS = 24
-GO = "go"
-
-
-class StartSignal:
-    """Barrier before a transfer: workers report ready, then the trainer starts or cancels it.
-
-    No rank enters a collective before every rank is ready, so that a failure until then leaves the
-    group usable and nothing to abort.
-    """
-
-    def __init__(self, group: BroadcastGroup, push_id: int) -> None:
-        self._group, self._push_id, self._key = group, push_id, f"start/{push_id}"
-
-    def give(self, *, deadline: float, watch: Callable[[], None]) -> None:
-        """On the trainer: waits until every worker is ready, then starts the transfer."""
-        group, push_id = self._group, self._push_id
-        keys = [f"ready/{push_id}/{rank}" for rank in range(1, group.rendezvous.world_size)]
-        try:
-            group.await_keys(keys, deadline, f"get ready for transfer {push_id} in time", watch)
-        except BaseException as error:
-            group.store.set(self._key, f"left: {error}"[:500])
-            raise
-        group.store.set(self._key, GO)
-
-    def await_start(self, *, deadline: float) -> None:
-        """On a worker: reports that it is ready and waits for the trainer's start."""
-        store = self._group.store
-        try:
-            store.set(f"ready/{self._push_id}/{self._group.rank}", "1")
-            word = store.await_value(self._key, left_s(deadline))
-        except DistError as error:
-            raise TransferError(f"the trainer did not begin the transfer: {error}") from error
-        if word != GO:
-            raise TransferError(f"the trainer called the transfer off: {word[:500]}")

@@ -27,7 +27,7 @@ from torchrl_vllm_sync.weights.broadcast.buckets import (
     send_buckets,
     sendable_tensors,
 )
-from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup, StartSignal
+from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup
 from torchrl_vllm_sync.weights.metadata import metadata_digest, to_json
 from torchrl_vllm_sync.weights.places import current_device, home_device
 from torchrl_vllm_sync.weights.source import StableSource
@@ -318,7 +318,7 @@ class BroadcastTransport:
         """Sends everything once all are ready; returns what went wrong on this side."""
         begin = time.perf_counter()
         try:
-            StartSignal(group, self._push_id).give(**limits)
+            group.start(self._push_id, **limits)
             ready = time.perf_counter()
             times.note("ready_s", begin, ready)
             stream()
