@@ -19,13 +19,10 @@ if TYPE_CHECKING:
 
 # ---- Time limits of pushes
 
-
 FIRST_TIMEOUT_S = 300.0
 """Seconds for a push of a kind that was not measured yet: groups form, plans are made."""
-SLACK_S = 30.0
-MULTIPLE = 3.0
-NUM_SAMPLES = 9
-MOST_KINDS = 8
+SLACK_S, MULTIPLE = 30.0, 3.0
+NUM_SAMPLES, MOST_KINDS = 9, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +40,8 @@ class PushKind:
 class PushDeadlines:
     """Time limits of pushes: 30 s and three times the median of the last successful ones.
 
-    A watchdog that neither ends slow pushes nor lets a stuck peer hold the others for long. Before
-    there is a measurement, and where requests in flight are waited for, 300 s at least: how long
-    those take says nothing of the next.
+    Before there is a measurement, and where requests in flight are waited for, 300 s at least: how
+    long those take says nothing of the next.
     """
 
     def __init__(self) -> None:
@@ -56,7 +52,7 @@ class PushDeadlines:
         taken = self._seconds.pop(kind, None) or deque(maxlen=NUM_SAMPLES)
         taken.append(seconds)
         self._seconds[kind] = taken
-        while len(self._seconds) > MOST_KINDS:
+        if len(self._seconds) > MOST_KINDS:
             del self._seconds[next(iter(self._seconds))]
 
     def timeout_s(self, kind: PushKind) -> float:
@@ -69,7 +65,7 @@ class PushDeadlines:
 
 
 class VersionLedger:
-    """The versions this trainer knows of: what each replica holds, and which one is committed.
+    """The versions this trainer knows of, and which one is committed.
 
     A version is committed once every replica holds it, or, if pushes are not strict, once one does:
     the others take no requests until they hold it too. A push that fails commits nothing.
@@ -77,33 +73,21 @@ class VersionLedger:
 
     def __init__(self) -> None:
         self.committed = 0  # newest version that was; 0 is what engines launch with
+        self.run_id: str | None = None  # run that it belongs to; ``None`` if unknown here
+        self.newest = 0  # that any replica, stale ones included, was at when it last said
         self.reached = 0  # newest version that a replica took from this process
         self.attempted = 0  # newest version that this process began to send
-        self.seen = 0  # newest version that any replica, stale ones included, was at
-        # What each replica last acknowledged; ``None`` after a failed update.
-        self.held: dict[str, int | None] = {}
-        self.is_current = False  # whether ``held`` is up to date, so that no replica need be asked
-        self._run: tuple[int, str | None] = 0, None
-
-    @property
-    def newest(self) -> int:
-        """Newest version that any replica acknowledged."""
-        return max([self.committed, self.seen, *filter(None, self.held.values())])
-
-    @property
-    def run_id(self) -> str | None:
-        """Run that the committed version belongs to; ``None`` if unknown here."""
-        version, run_id = self._run
-        return run_id if version == self.committed else None
+        self.is_current = False  # whether no replica need be asked what it holds
 
     def take_stock(self, answers: Mapping[str, Any]) -> None:
         """Takes over what the replicas report."""
-        reports = {n: one for n, one in answers.items() if isinstance(one, EngineReport)}
-        whole = {n for n, one in reports.items() if one.state.admits_requests}
-        self.held = {n: reports[n].weight_version if n in whole else None for n in answers}
-        self.seen = max([0, *(one.weight_version or 0 for one in reports.values())])
-        versions = [-1 if one is None else one for one in self.held.values()]
-        self.committed = max(self.committed, min(versions, default=0))
+        reports = [one for one in answers.values() if isinstance(one, EngineReport)]
+        whole = [one.weight_version for one in reports if one.state.admits_requests]
+        held = [one for one in whole if one is not None]
+        oldest = min(held, default=0) if len(held) == len(answers) else 0
+        if oldest > self.committed:
+            self.committed, self.run_id = oldest, None
+        self.newest = max([self.committed, *(one.weight_version or 0 for one in reports)])
         self.is_current = True
 
     def next_version(self, wanted: int | None, stored: int) -> int:
@@ -117,13 +101,11 @@ class VersionLedger:
         return wanted
 
     def record(self, reports: list[LoadReport], version: int, run_id: str, *, strict: bool) -> bool:
-        """Records each replica's answer; returns whether that newly commits ``version``."""
-        self.held |= {one.replica_id: one.version for one in reports}
+        """Records the replicas' answers; returns whether they newly commit ``version``."""
         is_news = commits(reports, strict=strict) and version > self.committed
-        if is_news:
-            self.committed = version
-        if self.committed == version:
-            self._run = version, run_id
+        if is_news or version == self.committed:
+            self.committed, self.run_id = version, run_id
+        self.newest = max([self.newest, self.committed, *(one.version or 0 for one in reports)])
         if reached_some(reports):
             self.reached = max(self.reached, version)
         return is_news

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 import uuid
@@ -53,6 +54,7 @@ from torchrl_vllm_sync.weights.transport import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
@@ -123,12 +125,9 @@ def load_snapshot(
     client: ReplicaClient, replica_ids: Collection[str], stored: Any, version: int, limit_s: float
 ) -> dict[str, Any]:
     """Makes replicas load a snapshot, whichever process stored it."""
-    return client.start_calls(
-        "load_snapshot",
-        dict.fromkeys(replica_ids, (stored["directory"], stored["run_id"])),
-        at_least=version,
-        timeout_s=limit_s,
-    ).answers(limit_s + GRACE_S)
+    calls = dict.fromkeys(replica_ids, (stored["directory"], stored["run_id"]))
+    options = {"at_least": version, "timeout_s": limit_s}
+    return client.start_calls("load_snapshot", calls, **options).answers(limit_s + GRACE_S)
 
 
 def catch_up_from_others(
@@ -149,8 +148,6 @@ def catch_up_from_others(
         limit_s = max(deadline.left_s, LEAST_S)
         answers = load_snapshot(client, replica_ids, stored, version, limit_s)
         replica_ids = failed(answers)
-        if not replica_ids:
-            return answers
     probes = client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
     silent = failed(probes.answers(deadline.min(PROBE_TIMEOUT_S).left_s))
     answers |= silent
@@ -281,7 +278,7 @@ class WeightPusher:
         self._members, self._ledger = Members(client), VersionLedger()
         self._pushed: tuple[int, Content] | None = None
         self._missed: set[str] = set()
-        self._sender, self._number = uuid.uuid4().hex, 0
+        self._sender, self._numbers = uuid.uuid4().hex, itertools.count(1)
         self._deadlines = PushDeadlines()
         self._transport: WeightTransport = AutoTransport()
         self._lock = threading.RLock()
@@ -309,11 +306,8 @@ class WeightPusher:
         finally:
             self._lock.release()
 
-    def _turn(
-        self, ending: contextlib.ExitStack
-    ) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-        self._number += 1
-        return turn(self._members, (self._sender, self._number), ending)
+    def _turn(self, ending: contextlib.ExitStack) -> AbstractContextManager[Callable[[], bool]]:
+        return turn(self._members, (self._sender, next(self._numbers)), ending)
 
     @property
     def transport(self) -> WeightTransport:

@@ -296,14 +296,10 @@ class ReplicaClient(Protocol):
 
 
 class _Silence(NamedTuple):
-    """What a replica was silent about, and a question to it that nothing waits for.
-
-    The question passes through the actor and the engine core to every worker, so an answer means
-    that all of them run again. Asking costs one call; looking for the answer costs nothing.
-    """
-
-    reason: str
+    reason: str  # what the replica was silent about
     incarnation: str
+    # A question that nothing waits for. It passes through the actor and the engine core to every
+    # worker, so an answer means that all of them run again.
     probe: PendingCalls
 
 
@@ -311,16 +307,13 @@ class Members:
     """The replicas that a trainer's pushes go to, and why others are left out.
 
     Lifecycle: :meth:`choose` before each attempt; the transport drops those it cannot begin with. A
-    silent replica is remembered until it answers, is dead or was replaced, so that it delays only
-    the push that it hung in.
+    silent replica is left out until it answers, so that it delays only the push that it hung in.
     """
 
     def __init__(self, client: ReplicaClient) -> None:
         self.client = client
-        # Id of each replica that the push goes to, to its actor's incarnation.
-        self.incarnations: dict[str, str] = {}
-        # Id of each other replica, to the reason.
-        self.missing: dict[str, str] = {}
+        self.incarnations: dict[str, str] = {}  # of the replicas that the push goes to, by id
+        self.missing: dict[str, str] = {}  # id of each other replica, to the reason
         self._silences: dict[str, _Silence] = {}
 
     @property
@@ -331,10 +324,10 @@ class Members:
     def choose(self, without: Mapping[str, str] | None = None) -> None:
         """Starts over with every replica that is present, except ``without``."""
         standings = self.client.standings()
-        absent = {name: one.absence for name, one in standings.items() if one.absence}
-        self.missing = absent | {n: why for n, why in (without or {}).items() if n in standings}
-        awaited = awaited_replicas(standings)
-        self.incarnations = {n: one for n, one in awaited.items() if n not in self.missing}
+        missing = {n: one.absence for n, one in standings.items() if one.absence}
+        missing |= {n: why for n, why in (without or {}).items() if n in standings}
+        self.missing = missing
+        self.incarnations = {n: s.incarnation for n, s in standings.items() if n not in missing}
 
     def drop(self, answers: Mapping[str, BaseException]) -> None:
         """Leaves these out, for what they answered."""
@@ -349,9 +342,8 @@ class Members:
 
     def describe(self) -> dict[str, EngineDescription]:
         """Asks each for its description, and drops those that do not answer."""
-        answers: dict[str, Any] = {}
-        if self.incarnations:
-            answers = self.start("describe").answers(DESCRIBE_TIMEOUT_S)
+        is_empty = not self.incarnations
+        answers = {} if is_empty else self.start("describe").answers(DESCRIBE_TIMEOUT_S)
         self.drop(failed(answers))
         alive = {name: one for name, one in answers.items() if name not in self.missing}
         if not alive:
