@@ -7,7 +7,6 @@ import itertools
 import threading
 import time
 import uuid
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.checks import Deadline
@@ -40,11 +39,15 @@ from torchrl_vllm_sync.weights.source import Content, as_weight_source, fit_to_m
 from torchrl_vllm_sync.weights.transport import (
     GRACE_S,
     MOST_ATTEMPTS,
+    LoadReport,
     Members,
+    PendingCalls,
     PhaseTimes,
     Push,
     PushOptions,
     PushReport,
+    ReplicaClient,
+    WeightTransport,
     awaited_replicas,
     check_transport,
     failed,
@@ -58,12 +61,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import (
-        LoadReport,
-        PendingCalls,
-        ReplicaClient,
-        WeightTransport,
-    )
 
 
 class VersionHooks:
@@ -189,11 +186,9 @@ def turn(
 ) -> Iterator[Callable[[], bool]]:
     """Excludes pushes of other trainers, in whatever process, or is refused by one.
 
-    All trainers ask the same replica first, so that one of two that begin at once goes on. The
-    others are asked too, in case that one dies; they answer while the weights are being checked.
-
-    Yields what waits for these and returns whether the push before was this trainer's too. Replicas
-    get signs of life meanwhile, and ``ending`` waits until those that respond know of the end.
+    All trainers ask the same replica first, so that one of two that begin at once goes on, and then
+    the others, in case that one dies. Yields what waits for their answers and returns whether the
+    push before was this trainer's too. ``ending`` waits until those that respond know of the end.
     """
     members.look()
     members.choose(members.silent)
@@ -366,8 +361,6 @@ class WeightPusher:
                     if version is not None:
                         check_version("version", version)
                     given = PushOptions(**options)
-                    if given.strict is None:
-                        given = replace(given, strict=self._strict)
                     with self.exclusive(TURN_TIMEOUT_S):
                         report, is_news = self._push(source, version, given, begin, ending)
                     announcement.outcome = report
@@ -392,7 +385,7 @@ class WeightPusher:
     ) -> tuple[PushReport, bool]:
         """Sends once, or twice if another process pushed first; returns whether it commits anew."""
         times, transport, ledger = PhaseTimes(), self._transport, self._ledger
-        strict = bool(options.strict)
+        strict = self._strict if options.strict is None else options.strict
         alike: dict[str, Any] = {"clear_cache": options.clear_cache, "mode": options.mode}
         with contextlib.ExitStack() as stack:
             with times.measure("open_s"):
@@ -437,7 +430,7 @@ class WeightPusher:
                 self._open(source)
         if not commits(reports, strict=strict):
             raise WeightSyncError(chosen, failures)
-        now = time.perf_counter()
+        now, starts = time.perf_counter(), times.starts | push.times.starts
         report = PushReport(
             version=chosen,
             transport=self.transport.name,
@@ -447,9 +440,7 @@ class WeightPusher:
             replicas=reports,
             left_behind=failures,
             began_at=time.time() - (now - begin),
-            phase_starts={
-                name: at - begin for name, at in (times.starts | push.times.starts).items()
-            },
+            phase_starts={name: at - begin for name, at in starts.items()},
         )
         return report, is_news
 

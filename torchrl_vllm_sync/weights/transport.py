@@ -230,7 +230,7 @@ def raise_exceptions(answers: Mapping[str, Any]) -> None:
 # ---- How replicas are reached, and which of them a push goes to
 
 
-# One that joins is ``STARTING`` and has an engine: it takes pushes before it takes requests.
+# One that is ``STARTING`` has an engine: it takes pushes before it takes requests.
 _NOT_AWAITED = (ReplicaState.FAILED, ReplicaState.CLOSED)
 
 

@@ -104,8 +104,7 @@ def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
 #
 # A few buffers are used in turn. On CUDA nothing here waits on the host: a buffer is packed again
 # only after its broadcast, and received into again only after its unpacking, by the order of work
-# on the group's stream. (vLLM's own packed consumer, up to 0.32, orders neither across its
-# streams.)
+# on the group's stream.
 
 NUM_BUFFERS = 3
 
@@ -147,10 +146,9 @@ def receive_buckets(
     *,
     deadline: float,
 ) -> Iterator[int]:
-    """Receives every bucket in turn; yields its number while its buffer may be read.
+    """Receives every bucket in turn; yields its number while what reads its buffer may be queued.
 
-    Iterate inside ``group.side_stream()``, and queue what reads the buffer before asking for the
-    next number.
+    Iterate inside ``group.side_stream()``.
     """
     works: deque[dist.Work] = deque()
 
@@ -171,8 +169,7 @@ def receive_buckets(
 #
 # Possible where the trainer's tensors are contiguous in the wire's dtype and land contiguous in
 # every worker, as those of an unquantised dense model do without tensor parallelism. Saves the
-# copies into and out of the buckets, and their memory. Broadcasts are issued in groups, which cost
-# no more than buckets of the same size would.
+# copies into and out of the buckets, and their memory.
 
 # Groups of 8 and 32 were as fast as the best buckets on H200s; single broadcasts took up to twice
 # as long, and so did all at once.
@@ -347,11 +344,7 @@ Packer = ViewPacker | StreamingPacker
 def whole_tensors(
     layout: BucketLayout, buffers: Sequence[torch.Tensor], arrivals: Iterable[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each tensor, in fresh memory, as soon as its last row has arrived.
-
-    vLLM's loaders keep tensors until a layer is complete, while the buffers are received into
-    again.
-    """
+    """Yields each tensor, in memory that vLLM's loaders may keep, when its last row has arrived."""
     for meta in layout.metadata:
         if not meta.num_elements:
             yield meta.name, torch.empty(meta.shape, dtype=meta.dtype)

@@ -116,8 +116,7 @@ class BoundedStore:
 # ProcessGroupNCCL's watchdog would end the whole process when a collective fails.
 QUIET_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 CHANNELS = "NCCL_MAX_NCHANNELS"
-# Pinned in vLLM's workers by batch invariance; ends of a communicator that do not agree on them
-# wait for each other for ever.
+# Pinned in vLLM's workers by batch invariance; all ends of a communicator must agree on them.
 PINNED_BY_VLLM = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MIN_NCHANNELS", CHANNELS)
 
 
@@ -164,11 +163,10 @@ def _set_environment(values: dict[str, str | None]) -> None:
 
 # ---- Rendezvous: the trainer's address, and a store there
 #
-# What listens, and where: the store, only on the trainer's address that the workers are given
-# (torch's ``TCPStore`` by itself would listen on all of the host's); each rank's Gloo, on the
-# rank's own address on the route there; NCCL, on the interface that it chooses or is given. None of
-# them authenticates peers: keep that network private. The store holds numbers and short texts,
-# nothing pickled.
+# What listens: the store, only on the trainer's address that the workers are given (torch's own
+# would on all of the host's); each rank's Gloo, on the rank's address on the route there; NCCL, on
+# the interface that it chooses or is given. None authenticates peers: keep that network private.
+# The store holds numbers and short texts, nothing pickled.
 
 CONNECT_POLL_S = 0.1
 
@@ -239,9 +237,9 @@ CLOSED = "the group is not connected, or was closed after a failure"
 class BroadcastGroup:
     """One communicator: rank 0 is the trainer, which sends; the others receive.
 
-    Lifecycle: :meth:`host` on the trainer, which makes the store, and :meth:`join` on workers; then
-    :meth:`connect` on every rank at about the same time; any number of :meth:`broadcast` in the
-    same order everywhere; :meth:`close`. After an error on any rank, close the group everywhere.
+    Lifecycle: :meth:`host` on the trainer and :meth:`join` on workers; :meth:`connect` everywhere
+    at about the same time; any number of broadcasts, in the same order everywhere; :meth:`close`.
+    After an error on any rank, close the group everywhere.
     """
 
     def __init__(
@@ -336,16 +334,14 @@ class BroadcastGroup:
     def connect(self, *, timeout_s: float, watch: Watch = None) -> None:
         """Meets all other ranks and broadcasts one value, so later waits are for data only.
 
-        After a failure workers have left the group; the trainer has still to close it, and may
-        first ask who was :meth:`absent`.
+        After a failure the trainer has still to close the group, and may ask who was
+        :meth:`absent`.
         """
         try:
             self._meet(time.monotonic() + timeout_s, watch)
         except RuntimeError as error:  # of the store, the communicators, or ours
-            if self.rank == TRAINER_RANK:
-                self.abort()
-            else:
-                self.close()
+            leave = self.abort if self.rank == TRAINER_RANK else self.close
+            leave()
             if isinstance(error, TransferError):
                 raise
             raise TransferError(f"the group could not be formed: {error}") from error
@@ -370,11 +366,7 @@ class BroadcastGroup:
             raise TransferError(f"rank {self.rank} received nothing from the trainer")
 
     def broadcast(self, tensor: torch.Tensor, *, timeout_s: float) -> dist.Work:
-        """Starts sending ``tensor`` from the trainer to every other rank.
-
-        On CUDA the transfer follows the work queued on the current stream, and waiting for it makes
-        that stream wait, not the host.
-        """
+        """Starts sending from the trainer to all others; on CUDA behind the current stream."""
         if self._group is None:
             raise TransferError(CLOSED)
         options = dist.BroadcastOptions()
@@ -403,11 +395,9 @@ class BroadcastGroup:
         return [work]
 
     def wait(self, work: dist.Work, watch: Watch = None) -> None:
-        """Waits for one transfer; on CUDA the current stream does, not the host.
-
-        Gloo never ends the wait for a message whose connection closes in the middle of it (torch
-        2.13), so this polls whether the peers are still there.
-        """
+        """Waits for one transfer; on CUDA the current stream does, not the host."""
+        # Gloo never ends the wait for a message whose connection closes in the middle of it (torch
+        # 2.13).
         while self._stream is None and not work.is_completed():
             with contextlib.suppress(RuntimeError):  # not yet, or a failure: see the last line
                 work.wait(timedelta(seconds=WATCH_S))
@@ -457,11 +447,7 @@ class BroadcastGroup:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def abort(self) -> None:
-        """Aborts the communicator, whatever it is doing; on CUDA this ends waiting kernels.
-
-        No tensor is written to any more. Workers notice the trainer's abort by
-        :meth:`raise_if_given_up`.
-        """
+        """Aborts the communicator, whatever it is doing: no tensor is written to any more."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -491,11 +477,7 @@ class BroadcastGroup:
                     group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
 
     def start(self, push_id: int, *, deadline: float, watch: Callable[[], None]) -> None:
-        """On the trainer: waits until every worker is ready, then starts the transfer.
-
-        No rank enters a collective before every rank is ready, so that a failure until then leaves
-        the group usable and nothing to abort.
-        """
+        """On the trainer: starts a transfer when all are ready; until then nothing is to abort."""
         keys = [f"ready/{push_id}/{rank}" for rank in range(1, self.rendezvous.world_size)]
         try:
             self.await_keys(keys, deadline, f"get ready for transfer {push_id} in time", watch)
@@ -524,12 +506,10 @@ class BroadcastGroup:
             raise TransferError("the trainer gave the transfer up")
 
     def close(self) -> None:
-        """Leaves the group; peers that still wait for this rank notice. Idempotent.
-
-        The trainer's store goes too: workers wait in it until the last reference is gone, and the
-        traceback of an error may hold one to this object.
-        """
+        """Leaves the group; peers that still wait for this rank notice. Idempotent."""
         self.abort()
+        # Workers wait in the trainer's store until the last reference to it is gone, and the
+        # traceback of an error may hold one to this object.
         store, self._store = self._store, None
         if store is not None and self.rank != TRAINER_RANK:
             with contextlib.suppress(DistError):  # the trainer is gone
