@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.broadcast.buckets import Packer
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import Members, PhaseTimes, Push
+    from torchrl_vllm_sync.weights.transport import Members, Push
 
 
 DEFAULT_JOIN_TIMEOUT_S = 120.0
@@ -259,19 +259,25 @@ class BroadcastTransport:
         num_passes = self._num_passes()
         whole = self._whole if self._takes_direct else None
 
-        def stream() -> None:
-            """Queues everything, first straight from where it is if that can be."""
-            num_packed = num_passes
+        num_packed = num_passes if whole is None else num_passes - 1
+
+        def transfer() -> None:
+            begin = time.perf_counter()
+            group.start(self._push_id, **limits)
+            ready = time.perf_counter()
+            times.note("ready_s", begin, ready)
             if whole is not None:
                 broadcast_tensors(group, whole, **limits)
-                num_packed -= 1
             for _ in range(num_packed):
                 packer = self._packer_for(push.source, layout, group.device)
                 send_buckets(group, layout, self._buffers, packer, **limits)
                 if isinstance(packer, StreamingPacker):
                     packer.finish()
+            times.note("queue_s", ready)
+            group.synchronize(**limits)
+            times.note("transfer_s", ready)
 
-        if num_passes > 1 or whole is None:
+        if num_packed:
             self._packer_for(push.source, layout, group.device)  # plans copies; engines still run
         self._push_id += 1
         called = time.perf_counter()
@@ -290,7 +296,7 @@ class BroadcastTransport:
         )
         limits: dict[str, Any]
         limits = {"deadline": deadline.at, "watch": lambda: raise_exceptions(calls.failures())}
-        failure = self._transfer(group, stream, limits, times)
+        failure = _failure(transfer, group)
         sent, cause = time.perf_counter(), None if calls.failures() else failure
         if failure is not None:
             group.abort()  # ends the waiting of workers for data
@@ -307,33 +313,6 @@ class BroadcastTransport:
         if whole is not None:
             self._packer, self._buffers = None, []  # until the next check
         return {name: _with_cause(one, cause) for name, one in answers.items()}
-
-    def _transfer(
-        self,
-        group: BroadcastGroup,
-        stream: Callable[[], None],
-        limits: dict[str, Any],
-        times: PhaseTimes,
-    ) -> SyncError | None:
-        """Sends everything once all are ready; returns what went wrong on this side."""
-        begin = time.perf_counter()
-        try:
-            group.start(self._push_id, **limits)
-            ready = time.perf_counter()
-            times.note("ready_s", begin, ready)
-            stream()
-            queued = time.perf_counter()
-            group.synchronize(**limits)
-        except SyncError as error:
-            return error
-        except Exception as error:  # noqa: BLE001  what communicators raise, and sources of any kind
-            return TransferError(f"the transfer broke off: {type(error).__name__}: {error}")
-        except BaseException:  # an interrupt from the keyboard
-            group.abort()
-            raise
-        times.note("queue_s", ready, queued)
-        times.note("transfer_s", ready)
-        return None
 
     def _announce(
         self, members: Members, layout: BucketLayout, deadline: Deadline
@@ -407,6 +386,20 @@ class BroadcastTransport:
         """Leaves the group, which the workers notice, and frees the buckets. Idempotent."""
         self._leave()
         self._forget()
+
+
+def _failure(transfer: Callable[[], None], group: BroadcastGroup) -> SyncError | None:
+    """Returns what went wrong on this side."""
+    try:
+        transfer()
+    except SyncError as error:
+        return error
+    except Exception as error:  # noqa: BLE001  what communicators raise, and sources of any kind
+        return TransferError(f"the transfer broke off: {type(error).__name__}: {error}")
+    except BaseException:  # an interrupt from the keyboard
+        group.abort()
+        raise
+    return None
 
 
 def _with_cause(answer: Any, cause: SyncError | None) -> Any:
