@@ -5,6 +5,7 @@ engine. The model is small but has some 60 MB, far more than NCCL sends on its o
 receiver takes it: a transfer whose receiver is gone does not end by itself.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -108,10 +109,13 @@ class Trainer:
         """Pushes, which must fail; returns the error's type and message, and the seconds."""
         begin = time.monotonic()
         model = self.models[index]
+        faulthandler.dump_traceback_later(75)  # where it hangs, before ``get`` gives it up
         try:
             self.service.push_weights(Acting(model, action, *args) if action else model, **options)
         except SyncError as error:
             return type(error).__name__, str(error), time.monotonic() - begin
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         return "", "it succeeded", time.monotonic() - begin
 
     def multiply(self):

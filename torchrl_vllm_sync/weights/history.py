@@ -33,8 +33,7 @@ class PushKind:
     num_bytes: int
     mode: PauseMode
     clear_cache: bool
-    # Replicas and their incarnations: after a change groups are formed anew.
-    members: frozenset[tuple[str, str]] = frozenset()
+    members: frozenset[tuple[str, str]] = frozenset()  # replicas and their incarnations
 
 
 class PushDeadlines:

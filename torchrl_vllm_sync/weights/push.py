@@ -134,9 +134,9 @@ def catch_up_from_others(
     version: int,
     deadline: Deadline,
 ) -> dict[str, Any]:
-    """Makes replicas load the snapshot that others loaded, or copy the weights of one of them.
+    """Makes replicas load the snapshot that others loaded, or copy weights of one, which serves on.
 
-    That one goes on serving; pushes to it wait for a chunk at most. A silent replica gets nothing.
+    Pushes to that one wait for a chunk at most. A silent replica gets nothing.
     """
     answers: dict[str, Any] = {}
     sources = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
@@ -386,7 +386,7 @@ class WeightPusher:
         """Sends once, or twice if another process pushed first; returns whether it commits anew."""
         times, transport, ledger = PhaseTimes(), self._transport, self._ledger
         strict = self._strict if options.strict is None else options.strict
-        alike: dict[str, Any] = {"clear_cache": options.clear_cache, "mode": options.mode}
+        alike: dict[str, Any] = {"mode": options.mode, "clear_cache": options.clear_cache}
         with contextlib.ExitStack() as stack:
             with times.measure("open_s"):
                 self._client.refresh_members()
@@ -398,14 +398,10 @@ class WeightPusher:
                 self._take_stock()
             num_bytes = sum(meta.num_bytes for meta in source.metadata())
             awaited = awaited_replicas(self._client.standings())
+            to, members = self.transport.name, frozenset(awaited.items())
+            kind = PushKind(transport=to, num_bytes=num_bytes, members=members, **alike)
             for last_try in (version is not None, True):
                 chosen = ledger.next_version(version, transport.last_version)
-                kind = PushKind(
-                    transport=self.transport.name,
-                    num_bytes=num_bytes,
-                    members=frozenset(awaited.items()),
-                    **alike,
-                )
                 limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
                 push = Push(source=source, version=chosen, timeout_s=limit_s, **alike)
                 content, start = Content(given), time.perf_counter()
@@ -433,7 +429,7 @@ class WeightPusher:
         now, starts = time.perf_counter(), times.starts | push.times.starts
         report = PushReport(
             version=chosen,
-            transport=self.transport.name,
+            transport=to,
             num_bytes=num_bytes,
             seconds=now - begin,
             phases=times.seconds | push.times.seconds,
@@ -476,11 +472,9 @@ class WeightPusher:
         return self._ledger.newest >= version
 
     def _keep_out(self, reports: list[LoadReport], version: int) -> None:
-        """Keeps replicas from requests until they hold what others have: ``version``.
+        """Keeps those left behind, or joined meanwhile, from requests until they hold ``version``.
 
-        Those are the ones left behind, and the ones that joined meanwhile, which during a push
-        happens only in the process that supervises the service. If no replica reached ``version``,
-        whole ones go on serving what they hold.
+        If no replica reached it, whole ones go on serving what they hold.
         """
         everyone, errors = self._client.standings().keys(), errors_of(reports)
         behind = everyone - {one.replica_id for one in reports} | errors.keys()
@@ -509,8 +503,7 @@ class WeightPusher:
     def catch_up(self, replica_ids: Collection[str], timeout_s: float) -> dict[str, str]:
         """Brings single replicas to the newest version that others serve, without a push.
 
-        From the snapshots of the memmap transport if that stored the version, here or in another
-        process; otherwise from a replica that serves it, where weights can be copied as they are.
+        From a snapshot where one is stored, otherwise from a replica whose weights can be copied.
         """
         deadline = Deadline(timeout_s)
         with self.exclusive(timeout_s):

@@ -117,12 +117,11 @@ class LoadReport:
         path: How the weights got into the model: ``plan`` for copies straight into place,
             ``layerwise`` for vLLM's reload; empty when nothing was loaded.
         path_reason: Why it was not the plan; empty when it was, or when it was not asked for.
-        began_at: When the first of these phases began, in seconds of Unix time by its host's clock;
-            ``None`` when nothing was loaded. They follow each other in this order.
+        began_at: When the first of these phases, which follow each other, began, in Unix seconds by
+            its host's clock; ``None`` when nothing was loaded.
         replica_id: Stable id of the replica.
         error: Why it did not reach the version of the push; empty when it did.
-        is_expected: Whether that counts; not while it starts, as it will serve only when it has
-            caught up.
+        is_expected: Whether that counts; not while it starts: it will catch up before it serves.
         is_silent: Whether its actor or its engine did not answer in time.
     """
 
@@ -168,20 +167,17 @@ class PushReport:
         num_bytes: Bytes of all tensors, once.
         seconds: Wall clock of the whole push.
         phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
-            ``open_s`` is what comes before the transport's own: for the first push, choosing a
-            transport, forming its group and asking the replicas what they hold. ``copy_s`` and
-            ``hash_s`` of ``memmap`` are those of several threads together. ``compare_s`` is reading
-            all weights once, to know a retry by, after somebody was left behind. After a second
-            attempt ``lost_s`` is from the beginning of the first to that of the last, of which
-            ``last_words_s`` from when the one before broke off, and ``again_s`` is the last one.
+            ``open_s`` comes before the transport's own; the first time it chooses a transport,
+            forms its group and asks replicas what they hold. ``copy_s`` and ``hash_s`` of
+            ``memmap`` are sums of several threads. ``compare_s`` reads all weights once, to know a
+            retry by. After a second attempt ``lost_s`` is from the beginning of the first to that
+            of the last, of which ``last_words_s`` from when the one before broke off, and
+            ``again_s`` is the last one.
         replicas: What each replica answered.
-        left_behind: Id of each replica that did not reach the version, to the reason; it takes no
-            requests until it does. Empty after a push with ``strict=True``, but for replicas that
-            were starting.
-        began_at: When the push began, in seconds of Unix time by the trainer's clock; ``None`` if
-            unknown.
-        phase_starts: Seconds from the beginning of the push to that of each phase on the trainer's
-            side, as far as the transport said.
+        left_behind: Id of each replica that did not reach the version, and takes no requests until
+            it does, to the reason. After a strict push only replicas that were starting.
+        began_at: When the push began, in Unix seconds by the trainer's clock; ``None`` if unknown.
+        phase_starts: Seconds from the beginning of the push to that of each phase, where known.
     """
 
     version: int
@@ -399,8 +395,7 @@ class Members:
 class WeightTransport(Protocol):
     """Moves whole versions of the weights from the trainer into every replica.
 
-    Lifecycle: constructed, ``open`` before each attempt of a push, ``send``, ``close``. Opening
-    again after ``close`` is allowed.
+    Lifecycle: ``open`` before each attempt of a push, ``send``, ``close``; it may be opened again.
 
     Attributes:
         name: Its name in reports.

@@ -146,19 +146,19 @@ def nccl_environment(interface: str | None) -> Iterator[None]:
         # "=": this one, not all whose names begin so.
         wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"
     before = {name: os.environ.get(name) for name in wanted}
-    _set_environment(wanted)
+
+    def apply(values: dict[str, str | None]) -> None:
+        for name, value in values.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    apply(wanted)
     try:
         yield
     finally:
-        _set_environment(before)
-
-
-def _set_environment(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        apply(before)
 
 
 # ---- Rendezvous: the trainer's address, and a store there
@@ -228,7 +228,8 @@ def _own_address(peer: str) -> str:
 TRAINER_RANK = 0
 # A push id is its group's id, then this many bits that count pushes.
 PUSH_ID_BITS = 24
-# Seconds that ``abort`` waits for Gloo to end what is under way.
+# Seconds that ``abort`` waits for NCCL to leave its peers, and for Gloo to end what is under way.
+ABORT_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 0.2
 LEFT, GIVEN_UP, ONE_CHANNEL, GO = "left", "given-up", "one-channel", "go"
 CLOSED = "the group is not connected, or was closed after a failure"
@@ -454,7 +455,8 @@ class BroadcastGroup:
         if self.rank == TRAINER_RANK and self._store is not None:
             self._store.set(GIVEN_UP, "1")
         if self._stream is not None:
-            group.abort()
+            # NCCL's may hang, or raise after a time of its own: the thread is left behind with it.
+            wait([in_thread("nccl-abort", group.abort)], timeout=ABORT_TIMEOUT_S)
             return
         self._close_connections(group)
         works, self._under_way = list(self._under_way), deque()
