@@ -20,7 +20,7 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.replica import EngineReport, PushStatus, ReplicaState
-from torchrl_vllm_sync.versions import check_version
+from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.history import (
     PushDeadlines,
@@ -358,8 +358,7 @@ class WeightPusher:
             try:
                 source = as_weight_source(weights)
                 with leading(source) as announcement:
-                    if version is not None:
-                        check_version("version", version)
+                    _check_version(version)
                     given = PushOptions(**options)
                     with self.exclusive(TURN_TIMEOUT_S):
                         report, is_news = self._push(source, version, given, begin, ending)
@@ -530,3 +529,11 @@ class WeightPusher:
             self._members.forget_silence(answers.keys() - failures.keys())
             self._ledger.is_current = False
         return {name: reason_of(one) for name, one in failures.items()}
+
+
+def _check_version(version: object) -> None:
+    """Refuses what can be no version; one that is too old is refused by the ledger."""
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+        raise UnsupportedArgumentError(f"version must be an integer or None, got {version!r}")
+    if version is not None and version > MAX_VERSION:
+        raise UnsupportedArgumentError(f"version must be at most {MAX_VERSION}, got {version}")

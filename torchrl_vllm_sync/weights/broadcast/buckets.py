@@ -185,9 +185,9 @@ def sendable_tensors(
     if views is None or len(metadata) > MOST_TENSORS:
         return None
     tensors = [tensor.detach() for _, tensor in views]
-    for meta, tensor in zip(metadata, tensors, strict=True):
-        if tensor.dtype != meta.dtype or not tensor.is_contiguous():
-            return None
+    pairs = zip(metadata, tensors, strict=True)
+    if not all(one.dtype == meta.dtype and one.is_contiguous() for meta, one in pairs):
+        return None
     return [tensor.view(-1) for tensor in tensors if tensor.numel()]
 
 
