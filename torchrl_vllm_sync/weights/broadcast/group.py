@@ -190,11 +190,8 @@ def free_port(address: str) -> int:
 
 
 def _listening(address: str, port: int) -> socket.socket:
-    return socket.create_server((address, port), family=_family(address))
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((address, port), family=family)
 
 
 def _require_interface(name: str | None) -> None:
@@ -218,7 +215,8 @@ def _await_listener(address: str, port: int, deadline: float) -> None:
 
 def _own_address(peer: str) -> str:
     """Returns this host's address on the route to ``peer``; sends nothing."""
-    with socket.socket(_family(peer), socket.SOCK_DGRAM) as probe:
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         return probe.getsockname()[0]
 
