@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistError, TCPStore
 
+from tests.processes import stop
 from torchrl_vllm_sync.weights.broadcast.group import BoundedStore
 
 HOST = """
@@ -50,7 +51,7 @@ def test_calls_end_although_the_host_is_stopped(host, name):
     store = BoundedStore(connected(port), answer_timeout_s=0.3)
     store.set("key", "word")
     assert store.check(["key"])
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process.pid)
     begin = time.monotonic()
     with pytest.raises(DistError, match="did not answer in time"):
         CALLS[name](store)
@@ -66,7 +67,7 @@ def test_without_it_a_call_waits_for_as_long_as_the_host_is_stopped(host):
     process, port = host
     raw = connected(port)
     raw.set("key", "word")
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process.pid)
     begin = time.monotonic()
     threading.Timer(1.5, os.kill, args=(process.pid, signal.SIGCONT)).start()
     with pytest.raises(DistError):

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 import pytest
 import torch
 
+from tests.processes import stop
 from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import SnapshotError
 from torchrl_vllm_sync.weights.snapshots import writer as writer_module
@@ -149,7 +150,7 @@ def test_a_stopped_reader_keeps_its_slot_until_it_lets_go_and_the_writer_goes_on
     """A child that it forked meanwhile keeps nothing."""
     publish(writer, 1)
     with closing(OtherReader(tmp_path)) as reader:
-        reader.process.send_signal(signal.SIGSTOP)
+        stop(reader.process.pid)
         for version in range(2, 8):
             publish(writer, version)
         assert locked(tmp_path) == ["slot-1-0"]
@@ -163,7 +164,7 @@ def test_a_reader_that_is_killed_holds_nothing_also_if_it_was_stopped(tmp_path, 
     with SnapshotWriter(tmp_path, layout=layout) as writer:
         name = publish(writer, 1).path.name
         with closing(OtherReader(tmp_path)) as reader:
-            reader.process.send_signal(signal.SIGSTOP)
+            stop(reader.process.pid)
             assert locked(tmp_path) == [name]
         assert locked(tmp_path) == []
 

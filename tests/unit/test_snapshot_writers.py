@@ -10,6 +10,7 @@ from contextlib import closing
 import pytest
 import torch
 
+from tests.processes import stop
 from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
 from torchrl_vllm_sync.weights.snapshots import files
@@ -22,6 +23,7 @@ NAMES = ("a", "b")
 OTHER_PROCESS = """
 import os, sys, torch
 from torchrl_vllm_sync.errors import SyncError
+from tests.processes import stop
 from torchrl_vllm_sync import ParamMeta
 from torchrl_vllm_sync import SnapshotWriter
 writer = SnapshotWriter(sys.argv[1], layout=sys.argv[2])
@@ -102,7 +104,7 @@ def test_a_second_writer_is_refused_and_a_stopped_one_fenced(tmp_path, layout, o
     assert other.ask(1) == "published"
     with pytest.raises(SnapshotError, match=f"another writer holds it: pid {other.process.pid} "):
         SnapshotWriter(tmp_path, layout=layout)
-    other.process.send_signal(signal.SIGSTOP)
+    stop(other.process.pid)
     with SnapshotWriter(tmp_path, layout=layout, takeover=True) as writer:
         assert writer.last_version == 1
         other.process.send_signal(signal.SIGCONT)
@@ -124,7 +126,7 @@ def test_a_stopped_writer_that_outlives_its_successor_tears_nothing(tmp_path, la
         for version in (3, 4, 5):
             assert first.ask(version) == "published"
         assert first.ask("half 99") == "half"
-        first.process.send_signal(signal.SIGSTOP)
+        stop(first.process.pid)
         SnapshotWriter(tmp_path, layout=layout, takeover=True).close()
         with SnapshotWriter(tmp_path, layout=layout) as third:
             publish(third, 6)
