@@ -171,7 +171,12 @@ def service(shared_services, checkpoint):
     """Two replicas that serve; tests leave them serving, with nothing in flight."""
     return shared_services.get(
         "service",
-        lambda: AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=2, **ENGINE),
+        lambda: AsyncVLLM.from_pretrained(
+            str(checkpoint),
+            num_replicas=2,
+            worker_extension_cls="tests.engine.faults.PacedWorker",
+            **ENGINE,
+        ),
     )
 
 

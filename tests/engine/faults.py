@@ -29,7 +29,21 @@ def own_children(_=None):
     return [child.pid for child in multiprocessing.active_children()]
 
 
-class FaultyWorker(SyncWorkerExtension):
+class PacedWorker(SyncWorkerExtension):
+    """A worker whose steps last as long as a test needs, on any machine."""
+
+    def sync_pace(self, seconds=0.0):
+        """Has each step take that much longer until the next call."""
+        step = type(self.model_runner).execute_model.__get__(self.model_runner)
+
+        def paced(*args, **kwargs):
+            time.sleep(seconds)
+            return step(*args, **kwargs)
+
+        self.model_runner.execute_model = paced
+
+
+class FaultyWorker(PacedWorker):
     """A worker whose loads misbehave as a plan says, which ``sync_plan`` sets.
 
     ``fail_at``: raise before this tensor, in as many loads as ``times``. ``zero``: the name of a

@@ -17,6 +17,7 @@ from tests.engine.salts import freeze_salt, thaw_salt
 from tests.engine.test_push_in_flight import (
     NUM_TOKENS,
     greedy,
+    paced,
     prompts,
     push_while_running,
     spans,
@@ -24,6 +25,7 @@ from tests.engine.test_push_in_flight import (
 )
 from tests.engine.trainers import Breaking, broadcast
 from torchrl_vllm_sync import AsyncVLLM, ReplicaState
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
 from torchrl_vllm_sync.testing import greedy_tokens, load_tiny_model, make_tiny_checkpoint
 from torchrl_vllm_sync.weights.source import MappingSource
@@ -55,7 +57,14 @@ async def test_waiting_lets_requests_end_under_the_weights_they_began_with(
     old = service.weight_version
     asked = prompts(6)
     outputs, report = await push_while_running(
-        service, other_model, asked, greedy(), num_running=6, mode="wait", clear_cache=clear_cache
+        service,
+        other_model,
+        asked,
+        greedy(),
+        num_running=6,
+        step_s=0.01,
+        mode="wait",
+        clear_cache=clear_cache,
     )
     assert sum(one.phases["num_kept"] for one in report.replicas) == 0
     for prompt, output in zip(asked, outputs, strict=True):
@@ -180,36 +189,47 @@ def test_staged_weights_arrive(staging):
 
 
 class Slow(MappingSource):
-    """A source that takes its time over each tensor."""
+    """A source that keeps its last tensor back until ``enough()``, but no longer than patience."""
 
-    def __init__(self, tensors, pause_s=0.02):
-        super().__init__(tensors)
-        self.pause_s = pause_s
+    def __init__(self, tensors, enough, patience_s):
+        # Without the tied head, which would be compared with its twin in a pass of its own.
+        super().__init__({name: one for name, one in tensors.items() if name != "lm_head.weight"})
+        self.enough, self.patience_s = enough, patience_s
 
     def views(self):
         return None
 
     def __iter__(self):
-        for item in super().__iter__():
-            time.sleep(self.pause_s)
-            yield item
+        *others, last = super().__iter__()
+        yield from others
+        patience = Deadline(self.patience_s)
+        while not (self.enough() or patience.passed):
+            time.sleep(0.01)
+        yield last
 
 
-async def times_of_tokens(service):
-    """When each step of one long request came."""
+async def note_tokens(service, times):
+    """Notes when each step of one long request came."""
     params = greedy(200, output_kind=RequestOutputKind.CUMULATIVE)
-    return [time.monotonic() async for _ in service.astream(prompts(1)[0], params)]
+    async for _ in service.astream(prompts(1)[0], params):
+        times.append(time.monotonic())
 
 
-async def tokens_during_a_push(service, weights):
-    """Pushes slow weights; returns how many steps a request made meanwhile, and the report."""
-    reading = asyncio.ensure_future(times_of_tokens(service))
-    await until_running(service, 1)
-    begin = time.monotonic()
-    source = Slow(weights, pause_s=0.04)
-    report = await asyncio.to_thread(service.push_weights, source, timeout_s=60)
-    end = time.monotonic()
-    return sum(begin < when < end for when in await reading), report.replicas[0].phases
+async def tokens_during_a_push(service, weights, *, patience_s):
+    """Pushes slow weights; returns how many steps a request made meanwhile, and the report.
+
+    The trainer waits for 24 steps, as long as its patience lasts.
+    """
+    times = []
+    async with paced(service):
+        reading = asyncio.ensure_future(note_tokens(service, times))
+        await until_running(service, 1)
+        begin = time.monotonic()
+        source = Slow(weights, lambda: sum(begin < when for when in times) >= 24, patience_s)
+        report = await asyncio.to_thread(service.push_weights, source, timeout_s=60)
+        end = time.monotonic()
+    await reading
+    return sum(begin < when < end for when in times), report.replicas[0].phases
 
 
 @pytest.mark.slow
@@ -222,7 +242,8 @@ async def test_generation_goes_on_while_weights_arrive(staging):
         service.use_transport(broadcast(staged=staged, bucket_bytes=2**20))
         service.push_weights(perturbed(model, seed=3, scale=0.01))  # forms the group
         weights = perturbed(model, seed=4, scale=0.01).state_dict()
-        during[staged] = await tokens_during_a_push(service, weights)
+        patience_s = 30.0 if staged else 3.0  # while it is paused it makes no step
+        during[staged] = await tokens_during_a_push(service, weights, patience_s=patience_s)
         assert_holds(service, model)
     (steps_staged, staged), (steps_paused, paused) = during[True], during[False]
     assert steps_staged > 20
@@ -239,8 +260,9 @@ async def test_staged_weights_keep_requests_and_label_their_tokens(staging):
     old = service.push_weights(model).version
     other = perturbed(load_tiny_model(path), seed=8, scale=0.02)
     asked = prompts(3)
+    slow = Slow(other.state_dict(), lambda: False, patience_s=0.5)
     outputs, report = await push_while_running(
-        service, Slow(other.state_dict()), asked, greedy(), num_running=3, clear_cache=True
+        service, slow, asked, greedy(), num_running=3, clear_cache=True
     )
     for prompt, output in zip(asked, outputs, strict=True):
         tokens = token_ids(output)

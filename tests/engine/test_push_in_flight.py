@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 from vllm import SamplingParams
@@ -36,12 +37,29 @@ def pushed(service, model, transport):
     return service, model
 
 
-async def push_while_running(service, weights, prompts, params, *, num_running, **options):
+@asynccontextmanager
+async def paced(service, step_s=0.05):
+    """Steps last so long that requests of 200 tokens outlast a push by far, on any machine."""
+
+    async def set_pace(seconds):
+        call = service.replicas.call_replicas
+        await asyncio.to_thread(call, "collective_rpc", "sync_pace", None, (seconds,))
+
+    await set_pace(step_s)
+    try:
+        yield
+    finally:
+        await set_pace(0.0)
+
+
+async def push_while_running(
+    service, weights, prompts, params, *, num_running, step_s=0.05, **options
+):
     """Pushes once ``num_running`` requests are running; returns outputs and report."""
-    loop = asyncio.get_running_loop()
     running = asyncio.ensure_future(service.agenerate(prompts, params, timeout_seconds=120))
-    await until_running(service, num_running)
-    report = await loop.run_in_executor(None, lambda: service.push_weights(weights, **options))
+    async with paced(service, step_s):
+        await until_running(service, num_running)
+        report = await asyncio.to_thread(service.push_weights, weights, **options)
     outputs = await running
     for output in outputs:
         assert_labelled(output)

@@ -12,7 +12,13 @@ from vllm.sampling_params import RequestOutputKind
 from tests.engine.checks import assert_holds, assert_labelled, perturbed
 from tests.engine.salts import count_wrongly, restore_counting
 from tests.engine.test_native_calls import Trainer
-from tests.engine.test_push_in_flight import greedy, prompts, push_while_running, until_running
+from tests.engine.test_push_in_flight import (
+    greedy,
+    paced,
+    prompts,
+    push_while_running,
+    until_running,
+)
 from torchrl_vllm_sync import attach, expand_spans
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
@@ -201,8 +207,9 @@ async def test_vllms_own_calls_make_boundaries_too(pushed):
         running = asyncio.ensure_future(
             service.agenerate(prompts(6), greedy(), timeout_seconds=120)
         )
-        await until_running(service, 6)
-        await asyncio.to_thread(trainer.update, perturbed(model, seed=4), str(old + 4))
+        async with paced(service):
+            await until_running(service, 6)
+            await asyncio.to_thread(trainer.update, perturbed(model, seed=4), str(old + 4))
         outputs = await running
     finally:
         service.shutdown_weight_transfer_engine()
@@ -218,8 +225,9 @@ async def test_naming_the_weights_afterwards_makes_a_boundary_there(pushed):
     service, _ = pushed
     old = service.weight_version
     running = asyncio.ensure_future(service.agenerate(prompts(6), greedy(), timeout_seconds=120))
-    await until_running(service, 6)
-    ray.get([actor.update_weight_version.remote(str(old + 1)) for actor in service.actors])
+    async with paced(service):
+        await until_running(service, 6)
+        ray.get([actor.update_weight_version.remote(str(old + 1)) for actor in service.actors])
     for output in await running:
         assert_labelled(output)
         assert [one.version for one in output.version_spans[0]] == [old, old + 1]
