@@ -309,9 +309,13 @@ def test_ledger_is_locked_from_the_choice_to_the_count(service, monkeypatch):
             return 0
 
     monkeypatch.setitem(strategies._FACTORIES, "noting", Noting)
-    monkeypatch.setattr(
-        LoadSnapshot, "hold", lambda self, num_samples, tokens: note(f"count {num_samples}")
-    )
+
+    def set_figure(record, name, value):
+        if name == "in_flight":
+            note(f"count {value - record.in_flight}")
+        object.__setattr__(record, name, value)
+
+    monkeypatch.setattr(LoadSnapshot, "__setattr__", set_figure)
     service.load.reserve("r0")
     balancer = LoadBalancer(service, "noting")
     balancer.reserve()

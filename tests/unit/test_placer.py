@@ -439,7 +439,7 @@ def test_the_cache_of_a_replica_that_left_is_forgotten():
     rig.send(PROMPT)
     rig.load.remove(place.replica_id)
     rig.send(PROMPT)
-    assert set(rig.index._replicas) == set(rig.load.replica_ids)
+    assert set(rig.index._blocks) == set(rig.load.replica_ids)
 
 
 def test_the_index_holds_as_much_as_the_caches_do():

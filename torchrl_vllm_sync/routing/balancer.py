@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence, Sized
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.checks import check_integer, check_number
@@ -21,7 +22,6 @@ from torchrl_vllm_sync.routing.strategies import (
     routing_prompt,
     strategy_factory,
 )
-from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from torchrl_vllm_sync.routing.ledger import Candidates, LoadSnapshot
+    from torchrl_vllm_sync.routing.ledger import Candidates
     from torchrl_vllm_sync.routing.placer import RequestKey
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Reservation:
     """A request that counts as in flight on a replica from ``LoadBalancer.reserve`` to ``release``.
 
@@ -40,23 +41,14 @@ class Reservation:
     the replica had in the balancer's ``actors`` when the request was reserved.
     """
 
-    __slots__ = (
-        "_placer", "_released", "_request", "_tokens", "_tracker", "_version", "index",
-        "replica_id",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        tracker: LoadTracker,
-        placer: RequestPlacer,
-        request: RoutingRequest,
-        snapshot: LoadSnapshot,
-        index: int,
-        tokens: int,
-    ) -> None:
-        self._tracker, self._placer, self._request = tracker, placer, request
-        self._tokens, self._version, self._released = tokens, snapshot.cache_version, False
-        self.replica_id, self.index = snapshot.replica_id, index
+    replica_id: str
+    index: int
+    _tracker: LoadTracker
+    _placer: RequestPlacer
+    _request: RoutingRequest
+    _version: int
+    _tokens: int
+    _released: bool = False
 
     def release(
         self, answers: Sequence[Sequence[int] | np.ndarray] = (), version: int | None = None
@@ -86,10 +78,6 @@ class Reservation:
 
     async def __aexit__(self, *_: object) -> None:
         self.release()
-
-
-_DEFAULT_STRATEGY = ("prefix-aware", "requests")
-_MAX_REPORT_AGE_S = 5.0
 
 
 class LoadBalancer:
@@ -139,10 +127,8 @@ class LoadBalancer:
         UnknownStrategyError: A strategy's name is not registered.
 
     Attributes:
-        strategies: Names of the strategies in fallback order.
-        strategy: The first of them.
-        prefix_length: As given.
-        overload_threshold: As given.
+        strategies: Names of the strategies in fallback order; ``strategy`` is the first of them.
+        prefix_length, overload_threshold: As given.
         seed: As given; a pickled copy's own.
     """
 
@@ -159,7 +145,7 @@ class LoadBalancer:
         max_sessions: int = 65536,
     ) -> None:
         if strategy is None:
-            strategy = _DEFAULT_STRATEGY
+            strategy = ("prefix-aware", "requests")
         names = [strategy] if isinstance(strategy, str) else strategy
         if not isinstance(names, Collection) or not names:
             raise UnsupportedArgumentError(f"strategy must name at least one, got {strategy!r}")
@@ -175,20 +161,14 @@ class LoadBalancer:
         self.strategy = self.strategies[0]
         self._factories = {name: strategy_factory(name) for name in self.strategies}
         self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
-        self.seed = int(seed)
+        self.seed, self._max_sessions = int(seed), max_sessions
         self._monitor_interval_s = monitor_interval_s
-        self._max_sessions = max_sessions
         # Either a service, with a ledger that it feeds, or actors and a ledger of their own.
         self._service: Any = None
-        self._actors: list[Any] = []
-        self._tracker = tracker
-        self._asks_actors = False
+        self._actors: list[Any] | None = None
+        self._tracker, self._asks_actors = tracker, False
         if isinstance(actors_or_service, (list, tuple)):
             self._actors = list(actors_or_service)
-            if self._actors and tracker is None:
-                ids = [str(index) for index in range(len(self._actors))]
-                self._tracker = LoadTracker(ids, state=ReplicaState.SERVING)
-                self._asks_actors = True
         elif hasattr(actors_or_service, "actors") and hasattr(actors_or_service, "load"):
             self._service = actors_or_service
         else:
@@ -199,7 +179,10 @@ class LoadBalancer:
         num_actors = len(self.actors)
         if not num_actors:
             raise UnsupportedArgumentError("actors_or_service must have at least 1 actor, got none")
-        if tracker is not None and len(tracker.replica_ids) != num_actors:
+        if self._actors is not None and tracker is None:
+            self._tracker = LoadTracker(map(str, range(num_actors)), state=ReplicaState.SERVING)
+            self._asks_actors = True
+        elif tracker is not None and len(tracker.replica_ids) != num_actors:
             raise UnsupportedArgumentError(
                 f"tracker must have one replica for each of the {num_actors} actors, "
                 f"got {tracker.replica_ids}"
@@ -210,7 +193,7 @@ class LoadBalancer:
     @property
     def actors(self) -> list[Any]:
         """The current actors; ``select_actor`` returns positions in this list."""
-        return self._actors if self._service is None else self._service.actors
+        return self._service.actors if self._actors is None else self._actors
 
     @property
     def load(self) -> LoadTracker:
@@ -268,12 +251,10 @@ class LoadBalancer:
                 ``exclude`` is text, or ``min_version`` is no version.
             VersionNotReachedError: Some can, but none is known to hold ``min_version``.
         """
-        if session_id is not None:
-            session_id = as_key("session_id", session_id)
-        if group_id is not None:
-            group_id = as_key("group_id", group_id)
+        session = None if session_id is None else as_key("session_id", session_id)
+        group = None if group_id is None else as_key("group_id", group_id)
         seen, salt = routing_prompt(prompt)
-        request = RoutingRequest(seen, context, session_id, group_id, salt)
+        request = RoutingRequest(seen, context, session, group, salt)
         with self._ready().lock:
             return self._reserve(request, exclude, min_version)
 
@@ -290,25 +271,18 @@ class LoadBalancer:
     ) -> list[Reservation]:
         """Reserves for every prompt of a batch in one step: for all of them, or for none.
 
+        Arguments not listed here, and errors, are those of :meth:`reserve`.
+
         Args:
-            prompts: At least one; each as in ``reserve``.
-            context: Passed on to the strategies with each prompt.
-            exclude: Ids of replicas not to use.
-            min_version: As in ``reserve``.
+            prompts: At least one.
             session_id: One for all prompts, or a list with one, or None, for each.
             group_id: Likewise.
             sampling_params: For each prompt how many samples it asks for, and their length at most;
-                None means one of unknown length.
+                None means one of unknown length. ``UnsupportedArgumentError`` if they are not as
+                many as the prompts.
 
         Returns:
             One reservation for each prompt, in order.
-
-        Raises:
-            InvalidPromptError: The batch or a prompt is empty, or of a wrong type.
-            NoReplicaAvailableError: No replica can take a request.
-            UnsupportedArgumentError: There are not as many keys or sampling parameters as prompts,
-                or one of these, ``exclude`` or ``min_version`` cannot be.
-            VersionNotReachedError: Some can, but none is known to hold ``min_version``.
         """
         if (
             isinstance(prompts, (str, Mapping))
@@ -358,13 +332,11 @@ class LoadBalancer:
             return self._placer.sessions.release(released)
 
     def get_stats(self) -> dict[str, Any]:
-        """Settings and counts of the balancer, and what it was notified of.
+        """Returns settings and counts of the balancer under TorchRL's keys.
 
-        Returns:
-            TorchRL's keys. ``round_robin_index`` is the position whose turn is next. Each entry of
-            ``actor_stats`` has ``pending_requests``, counted here; ``cache_usage`` and the engine's
-            other figures, None where unknown; their age in ``age_s``; and the replica's id, state
-            and weight version.
+        ``round_robin_index`` is the position whose turn is next. Each entry of ``actor_stats`` has
+        ``pending_requests``, counted here; ``cache_usage`` and the engine's other figures, None
+        where unknown; their age in ``age_s``; and the replica's id, state and weight version.
         """
         tracker = self._ready()
         with tracker.lock:
@@ -399,46 +371,43 @@ class LoadBalancer:
         """Makes what a copy does not take along."""
         settings = StrategySettings(
             overload_threshold=self.overload_threshold,
-            max_report_age_s=max(_MAX_REPORT_AGE_S, 3 * self._monitor_interval_s),
+            max_report_age_s=max(5.0, 3 * self._monitor_interval_s),
             seed=self.seed,
             first_turn=first_turn,
             clock=clock,
             index=PrefixIndex(index_block_tokens(self.prefix_length)),
         )
         self._placer = RequestPlacer(self._factories, settings, self._max_sessions)
-        self._monitor: LoadMonitor | None = None
-        if self._asks_actors:
-            self._monitor = LoadMonitor(
-                self.load,
-                self._bare_replicas,
-                interval_s=self._monitor_interval_s,
-                read=BareActorReader(),
-            )
+        interval_s, reader = self._monitor_interval_s, BareActorReader()
+        self._monitor = (
+            LoadMonitor(self.load, self._bare_replicas, interval_s=interval_s, read=reader)
+            if self._asks_actors
+            else None
+        )
 
     def _bare_replicas(self) -> list[Replica]:
-        return [Replica(str(index), actor) for index, actor in enumerate(self._actors)]
+        return [Replica(str(index), actor) for index, actor in enumerate(self.actors)]
 
     def _choose(
         self, request: RoutingRequest, exclude: Collection[str], min_version: int
     ) -> tuple[Candidates, int]:
         """Candidates for a request, and which of them to use. The ledger must be locked."""
-        candidates = self.load.candidates()
-        self._placer.sync(candidates)
-        if exclude or min_version or not candidates.snapshots:
-            if isinstance(exclude, str):
-                raise UnsupportedArgumentError(f"exclude must be several ids, got {exclude!r}")
-            check_version("min_version", min_version)
-            candidates = self.load.candidates_for(exclude, min_version)
+        tracker = self.load
+        self._placer.sync(tracker.candidates())
+        candidates = tracker.candidates_for(exclude, min_version)
         return candidates, self._placer.choose(request, candidates)
 
     def _reserve(
         self, request: RoutingRequest, exclude: Collection[str], min_version: int
     ) -> Reservation:
+        tracker, placer = self.load, self._placer
         candidates, position = self._choose(request, exclude, min_version)
-        snapshot, index = candidates.snapshots[position], candidates.indices[position]
-        tokens = self._placer.place(request, snapshot, candidates)
-        snapshot.hold(request.num_samples, tokens)
-        return Reservation(self.load, self._placer, request, snapshot, index, tokens)
+        one, index = candidates.snapshots[position], candidates.indices[position]
+        tokens = placer.place(request, one, candidates)
+        tracker.reserve(one.replica_id, request.num_samples, tokens)
+        return Reservation(
+            one.replica_id, index, tracker, placer, request, one.cache_version, tokens
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_placer", "_monitor")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import sys
 import threading
 import time
@@ -12,19 +13,21 @@ from dataclasses import astuple, dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     UnsupportedArgumentError,
     VersionNotReachedError,
 )
 from torchrl_vllm_sync.replica import EngineCounters, EngineReport, ReplicaState
+from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 
-WINDOW_S = 2.0
-"""Rates are over at least this many seconds, if the reports reach back as far."""
+# Rates are over at least this many seconds, if the reports reach back as far.
+_WINDOW_S = 2.0
 # Over less than this, the moments at which reports arrive distort the rates.
 _SHORTEST_S = 0.5
 
@@ -36,14 +39,7 @@ class Counted(NamedTuple):
     counters: EngineCounters
 
 
-class TokenRates(NamedTuple):
-    """Token rates of an engine; None where unknown."""
-
-    prompt_tokens_per_s: float | None = None  # of prompts whose prefill ended, cached ones included
-    generated_tokens_per_s: float | None = None
-
-
-def count(
+def _count(
     before: tuple[Counted, ...], counters: EngineCounters | None, now: float
 ) -> tuple[Counted, ...]:
     """Adds what an engine reported, and drops what rates no longer need."""
@@ -53,9 +49,16 @@ def count(
         was > now for was, now in zip(astuple(before[-1].counters), astuple(counters), strict=True)
     ):
         before = ()  # counters that fell are another engine's, of which nothing else is known yet
-    kept = [one for one in before if one.at > now - WINDOW_S]
+    kept = [one for one in before if one.at > now - _WINDOW_S]
     older = before[: len(before) - len(kept)]
     return (*older[-1:], *kept, Counted(now, counters))
+
+
+class TokenRates(NamedTuple):
+    """Token rates of an engine; None where unknown."""
+
+    prompt_tokens_per_s: float | None = None  # of prompts whose prefill ended, cached ones included
+    generated_tokens_per_s: float | None = None
 
 
 def token_rates(counted: Sequence[Counted]) -> TokenRates:
@@ -69,10 +72,10 @@ def token_rates(counted: Sequence[Counted]) -> TokenRates:
     )
 
 
-MAX_KV_USAGE = 0.9
-"""Replicas whose KV cache would be fuller than this get nothing while others would not be."""
-NOT_REPORTED = EngineReport(replica_id="", state=ReplicaState.STARTING)
-"""What is known before the first report: nothing."""
+# Replicas whose KV cache would be fuller than this get nothing while others would not be.
+_MAX_KV_USAGE = 0.9
+# What is known before the first report: nothing.
+_NOT_REPORTED = EngineReport(replica_id="", state=ReplicaState.STARTING)
 
 
 def _reported(name: str) -> Any:
@@ -82,7 +85,7 @@ def _reported(name: str) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class LoadSnapshot:
-    """What is known of one replica's load at one moment.
+    """What is known of one replica's load at one moment, by the ledger's clock.
 
     Those that a strategy is given are the ledger's own: they stay as they are while it decides and
     change afterwards. ``LoadTracker.snapshots`` returns copies.
@@ -90,27 +93,27 @@ class LoadSnapshot:
     Attributes:
         replica_id: Stable id of the replica.
         state: Its state, from its last report or from a caller who saw it change since.
-        in_flight: Samples that this process reserved and has not released; exact. A request for
-            one sample is one of them.
+        in_flight: Samples that this process reserved and has not released; exact.
         held_tokens: Tokens, of prompts and expected of answers, of these samples.
-        report: What its engine last said of itself, whole; the attributes below are read from it.
+        report: What its engine last said of itself, whole; its figures are attributes here too:
         num_unfinished: Samples inside the engine, from every process; None until reported.
-        num_running: Samples in the engine's running batch; None until reported.
-        num_waiting: Samples queued in the engine; None until reported.
-        kv_cache_usage: Share of KV-cache blocks in use, 0 to 1; None until reported.
+        num_running, num_waiting: Samples in its running batch and in its queue, likewise.
+        kv_cache_usage: Share of KV-cache blocks in use, 0 to 1, likewise.
         weight_version: Policy version it serves with; None before the first push or report.
         membership_epoch: Changes of the service's membership that it was notified of.
         counters: What the engine has done since it started; None until reported.
         last_push: The last push that the replica was notified of; None before one.
-        measured_at: Time of the last report, by the ledger's clock; None before it.
+        measured_at: Time of the last report; None before it.
         num_elsewhere: Samples of other processes, estimated when the last report came: those in the
             engine beyond the ones that this process had in flight. None until reported.
         held_when_measured: ``held_tokens`` at the time of the last report.
         kv_cache_tokens: Tokens for which its KV cache has room; None if unknown.
         block_size: Tokens in a block of its KV cache; None if unknown.
         reason: Why it is ``STALE`` or ``FAILED``; empty otherwise.
-        away_since: Time, by the ledger's clock, since which it is ``FAILED`` only because its actor
-            cannot be reached and may be back; None otherwise.
+        marked_at: Time when a caller last saw its state change; reports of before do not count.
+        floor: Version that it must report before it admits requests again; 0 if it need not.
+        away_since: Time since which it is ``FAILED`` only because its actor cannot be reached and
+            may be back; None otherwise.
         counted: The engine's counters of the last few seconds' reports, oldest first.
     """
 
@@ -118,13 +121,15 @@ class LoadSnapshot:
     state: ReplicaState
     in_flight: int = 0
     held_tokens: int = 0
-    report: EngineReport = NOT_REPORTED
+    report: EngineReport = _NOT_REPORTED
     measured_at: float | None = None
     num_elsewhere: int | None = None
     held_when_measured: int = 0
     kv_cache_tokens: int | None = None
     block_size: int | None = None
     reason: str = ""
+    marked_at: float = -math.inf
+    floor: int = 0
     away_since: float | None = None
     counted: tuple[Counted, ...] = ()
 
@@ -141,16 +146,6 @@ class LoadSnapshot:
     def cache_version(self) -> int:
         """Version that its cache is of; as long as none is known, that of the first weights."""
         return self.report.weight_version or 0
-
-    def hold(self, num_samples: int, tokens: int) -> None:
-        """Counts samples as in flight, or as no longer; only its ledger does so.
-
-        Args:
-            num_samples: How many more; negative for those that have ended.
-            tokens: What they hold.
-        """
-        self.in_flight += num_samples
-        self.held_tokens += tokens
 
     def is_fresh(self, now: float, max_age_s: float) -> bool:
         """Whether the last report is at most ``max_age_s`` older than ``now``; else it is unknown.
@@ -187,21 +182,20 @@ class LoadSnapshot:
         return self.held_tokens / room if room else None
 
     def has_room(self, tokens: int, now: float, max_age_s: float) -> bool:
-        """Whether the KV cache would be at most 90 % full with so many tokens more.
+        """Whether the KV cache would be at most 90 % full, or nothing is known of it.
 
-        One of which nothing is known has room. Arguments beside ``tokens`` are those of
-        :meth:`is_fresh`.
+        Arguments beside ``tokens`` are those of :meth:`is_fresh`.
 
         Args:
-            tokens: Tokens more.
+            tokens: Tokens more than now.
         """
         room = self.kv_cache_tokens
         if self.report.kv_cache_usage is None:  # the usual case, without a report: quick
-            return room is None or self.held_tokens + tokens <= MAX_KV_USAGE * room
+            return room is None or self.held_tokens + tokens <= _MAX_KV_USAGE * room
         usage = self.predicted_usage(now, max_age_s)
         if usage is not None and room:
             usage += tokens / room
-        return usage is None or usage <= MAX_KV_USAGE
+        return usage is None or usage <= _MAX_KV_USAGE
 
     def as_stats(self, now: float | None = None) -> dict[str, Any]:
         """Returns what is known, under the names that TorchRL's statistics of a balancer have.
@@ -250,9 +244,6 @@ def describe_replicas(snapshots: Sequence[LoadSnapshot], exclude: Collection[str
     )
 
 
-_Result = TypeVar("_Result")
-
-
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """Replicas among which a request can be placed; strategies must not reorder them."""
@@ -277,22 +268,23 @@ class Candidates:
 
 def _plausible(report: EngineReport) -> EngineReport:
     """A report in which figures that can be no count and no share are None."""
-    odd: dict[str, Any] = {}
-    for name in ("num_unfinished", "num_running", "num_waiting", "kv_cache_usage"):
-        given = getattr(report, name)
-        if given is not None and not 0 <= given <= sys.maxsize:
-            odd[name] = None
+    figures = ("num_unfinished", "num_running", "num_waiting", "kv_cache_usage")
+    odd = {one: None for one in figures if not 0 <= (getattr(report, one) or 0) <= sys.maxsize}
     return dataclasses.replace(report, **odd) if odd else report
 
 
 def _renewed(former: LoadSnapshot, state: ReplicaState) -> LoadSnapshot:
-    """A record that keeps only what this process has in flight on the replica."""
+    """A record that keeps what this process has in flight on the replica, and its floor."""
     return LoadSnapshot(
         replica_id=former.replica_id,
         state=state,
         in_flight=former.in_flight,
         held_tokens=former.held_tokens,
+        floor=former.floor,
     )
+
+
+_Result = TypeVar("_Result")
 
 
 class LoadTracker:
@@ -316,10 +308,7 @@ class LoadTracker:
         self._snapshots: dict[str, LoadSnapshot] = {}
         self._removed: dict[str, LoadSnapshot] = {}  # whose requests are still in flight
         self._candidates: Candidates | None = None
-        self._marked_at: dict[str, float] = {}
-        self._floors: dict[str, int] = {}
-        self._watchers: dict[object, Callable[[], object]] = {}
-        self._num_urgent = 0
+        self._watchers: list[tuple[Callable[[], object], bool]] = []  # and whether one is urgent
         for replica_id in replica_ids:
             self.add(replica_id, state)
 
@@ -365,7 +354,13 @@ class LoadTracker:
 
     def candidates_for(self, exclude: Collection[str], min_version: int) -> Candidates:
         """The replicas that admit a request, at least one; ``lock`` must be held, as above."""
-        found = self.candidates().only(lambda one: one.replica_id not in exclude)
+        found = self.candidates()
+        if found.snapshots and not exclude and not min_version:
+            return found
+        if isinstance(exclude, str):
+            raise UnsupportedArgumentError(f"exclude must be several ids, got {exclude!r}")
+        check_version("min_version", min_version)
+        found = found.only(lambda one: one.replica_id not in exclude)
         if not found.snapshots:
             told = describe_replicas(self.snapshots(), exclude)
             raise NoReplicaAvailableError(f"no replica can take a request: {told}")
@@ -379,36 +374,32 @@ class LoadTracker:
     @property
     def is_watched(self) -> bool:
         """Whether a caller waits for a replica to change, so that reports should be fresh."""
-        return self._num_urgent > 0
+        with self.lock:
+            return any(urgent for _, urgent in self._watchers)
 
     @contextlib.contextmanager
     def watched(self, on_change: Callable[[], object], *, urgent: bool = True) -> Iterator[None]:
         """Calls ``on_change`` whenever a replica changes its state or version."""
-        key = object()
+        watcher = on_change, urgent
         with self.lock:
-            self._watchers[key] = on_change
-            self._num_urgent += urgent
+            self._watchers.append(watcher)
         try:
             yield
         finally:
             with self.lock:
-                del self._watchers[key]
-                self._num_urgent -= urgent
+                self._watchers.remove(watcher)
 
     def wait_until(self, test: Callable[[], _Result | None], timeout_s: float) -> _Result | None:
         """Returns the first result of ``test`` that is not None, or None at the timeout.
 
         ``test`` is called whenever a replica changes, and at least once a second.
         """
-        deadline, changed = time.monotonic() + timeout_s, threading.Event()
+        deadline, changed = Deadline(timeout_s), threading.Event()
         with self.watched(changed.set):
-            while True:
+            while (result := test()) is None and not deadline.passed:
+                changed.wait(min(deadline.left_s, 1.0))  # a shutdown notifies no watcher
                 changed.clear()
-                result = test()
-                left_s = deadline - time.monotonic()
-                if result is not None or left_s <= 0:
-                    return result
-                changed.wait(min(left_s, 1.0))  # a shutdown notifies no watcher
+        return result
 
     def add(self, replica_id: str, state: ReplicaState = ReplicaState.STARTING) -> None:
         """Tracks one more replica, at the end of the order."""
@@ -437,22 +428,21 @@ class LoadTracker:
     def renew(self, replica_id: str, state: ReplicaState) -> None:
         """Resets a replica whose actor was replaced; its requests in flight stay counted."""
         with self.lock:
-            self._snapshots[replica_id] = _renewed(self._tracked(replica_id), state)
-            self._marked_at[replica_id] = self.clock()
+            known = self._snapshots[replica_id] = _renewed(self._tracked(replica_id), state)
+            known.marked_at = self.clock()
             self._announce()
 
     def follow(self, replica_ids: Sequence[str]) -> None:
         """Tracks exactly these replicas, in this order; new ones are starting."""
         with self.lock:
-            for replica_id in [one for one in self._snapshots if one not in replica_ids]:
+            for replica_id in self._snapshots.keys() - set(replica_ids):
                 self.remove(replica_id)
-            starting = ReplicaState.STARTING
             for replica_id in replica_ids:
                 if replica_id in self._removed:  # it is back before all its requests had ended
                     former = self._removed.pop(replica_id)
-                    self._snapshots[replica_id] = _renewed(former, starting)
+                    self._snapshots[replica_id] = _renewed(former, ReplicaState.STARTING)
                 elif replica_id not in self._snapshots:
-                    self.add(replica_id, starting)
+                    self.add(replica_id)
             self._snapshots = {one: self._snapshots[one] for one in replica_ids}
             self._announce()
 
@@ -461,8 +451,7 @@ class LoadTracker:
         with self.lock:
             snapshot = self._tracked(replica_id)
             del self._snapshots[replica_id]
-            self._marked_at.pop(replica_id, None)
-            self._floors.pop(replica_id, None)
+            snapshot.floor = 0
             if snapshot.in_flight:
                 self._removed[replica_id] = snapshot
             self._announce()
@@ -470,7 +459,9 @@ class LoadTracker:
     def reserve(self, replica_id: str, num_samples: int = 1, tokens: int = 0) -> None:
         """Counts samples in flight on a replica, whatever its state."""
         with self.lock:
-            self._tracked(replica_id).hold(num_samples, tokens)
+            snapshot = self._tracked(replica_id)
+            snapshot.in_flight += num_samples
+            snapshot.held_tokens += tokens
 
     def release(self, replica_id: str, num_samples: int = 1, tokens: int = 0) -> None:
         with self.lock:
@@ -481,7 +472,8 @@ class LoadTracker:
                     f"for replica {replica_id} with {snapshot.in_flight} in flight and "
                     f"{snapshot.held_tokens} tokens"
                 )
-            snapshot.hold(-num_samples, -tokens)
+            snapshot.in_flight -= num_samples
+            snapshot.held_tokens -= tokens
             if not snapshot.in_flight and replica_id in self._removed:
                 del self._removed[replica_id]
 
@@ -505,25 +497,24 @@ class LoadTracker:
             if report.replica_id not in self._snapshots:
                 return
             with self._changing(report.replica_id) as known:
-                asked_at = now if asked_at is None else asked_at
-                outdated = asked_at < self._marked_at.get(report.replica_id, asked_at)
+                outdated = asked_at is not None and asked_at < known.marked_at
                 alive = report.state in (ReplicaState.SERVING, ReplicaState.STALE)
                 is_away = known.away_since is not None
                 stays_failed = known.state is ReplicaState.FAILED and not alive and not is_away
                 if not outdated and not stays_failed:
-                    known.state, known.reason = self._fenced(report)
                     known.away_since = None
+                    known.state, known.reason = report.state, report.reason
+                    if (report.weight_version or 0) >= known.floor:
+                        known.floor = 0
+                    self._fence(known)
                 known.report = report = _plausible(report)
                 known.measured_at, known.held_when_measured = now, known.held_tokens
-                known.counted = count(known.counted, report.counters, now)
+                known.counted = _count(known.counted, report.counters, now)
                 self.newest_version = max(self.newest_version, report.weight_version or 0)
                 inside = report.num_unfinished
-                if (
-                    inside is None
-                    and report.num_running is not None
-                    and report.num_waiting is not None
-                ):
-                    inside = report.num_running + report.num_waiting
+                running, waiting = report.num_running, report.num_waiting
+                if inside is None and running is not None and waiting is not None:
+                    inside = running + waiting
                 if inside is not None:
                     inside = max(0, inside - max(known.in_flight, in_flight_then or 0))
                 known.num_elsewhere = inside
@@ -539,12 +530,12 @@ class LoadTracker:
         with self._changing(replica_id) as known:
             if known.state is ReplicaState.CLOSED and state is ReplicaState.FAILED:
                 return
+            known.marked_at = self.clock()
             if not may_return:
                 known.away_since = None
             elif known.state is not ReplicaState.FAILED:
-                known.away_since = self.clock()
+                known.away_since = known.marked_at
             known.state, known.reason = state, reason
-            self._marked_at[replica_id] = self.clock()
 
     def set_floor(self, replica_id: str, version: int) -> None:
         """Excludes a replica from requests until it reports ``version`` or a later one.
@@ -553,19 +544,14 @@ class LoadTracker:
         behind.
         """
         with self._changing(replica_id) as known:
-            floor = self._floors[replica_id] = max(version, self._floors.get(replica_id, 0))
-            if known.state.admits_requests:
-                known.state = ReplicaState.STALE
-                known.reason = f"it did not reach version {floor}"
+            known.floor = max(version, known.floor)
+            self._fence(known)
 
-    def _fenced(self, report: EngineReport) -> tuple[ReplicaState, str]:
-        """Returns the state that counts, and why; drops a floor that was reached."""
-        floor = self._floors.get(report.replica_id)
-        if floor is not None and (report.weight_version or 0) >= floor:
-            del self._floors[report.replica_id]
-        elif floor is not None and report.state.admits_requests:
-            return ReplicaState.STALE, f"it did not reach version {floor}"
-        return report.state, report.reason
+    def _fence(self, known: LoadSnapshot) -> None:
+        """Counts a replica as stale that would admit requests below its floor."""
+        if known.floor and known.state.admits_requests:
+            known.state = ReplicaState.STALE
+            known.reason = f"it did not reach version {known.floor}"
 
     @contextlib.contextmanager
     def _changing(self, replica_id: str) -> Iterator[LoadSnapshot]:
@@ -579,7 +565,7 @@ class LoadTracker:
 
     def _announce(self) -> None:
         self._candidates = None
-        for on_change in list(self._watchers.values()):
+        for on_change, _ in list(self._watchers):
             on_change()
 
     def _tracked(self, replica_id: str) -> LoadSnapshot:
@@ -594,13 +580,18 @@ class LoadTracker:
         removed = self._removed.get(replica_id)
         return self._tracked(replica_id) if removed is None else removed
 
-    def __getstate__(self) -> dict[str, Any]:
-        kept = ("replica_id", "state", "reason", "block_size", "kv_cache_tokens")
-        with self.lock:
-            known = self._snapshots.values()
-            return {"replicas": [{name: getattr(one, name) for name in kept} for one in known]}
+    def __getstate__(self) -> list[LoadSnapshot]:
+        return [
+            LoadSnapshot(
+                replica_id=one.replica_id,
+                state=one.state,
+                reason=one.reason,
+                block_size=one.block_size,
+                kv_cache_tokens=one.kv_cache_tokens,
+            )
+            for one in self.snapshots()
+        ]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, snapshots: list[LoadSnapshot]) -> None:
         self.__init__([])
-        for one in state["replicas"]:
-            self._snapshots[one["replica_id"]] = LoadSnapshot(**one)
+        self._snapshots = {one.replica_id: one for one in snapshots}

@@ -48,9 +48,12 @@ def staying_connected() -> Iterator[bool]:
         worker._connect_or_shutdown_lock.release()
 
 
-_JOIN_TIMEOUT_S = 5.0
-# Seconds between rounds of questions while a caller waits for a replica to change.
-_WATCHED_INTERVAL_S = 0.1
+def _connection() -> tuple[str, str]:
+    """Identity of this process's connection to a Ray cluster, unlike an earlier one's."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
 
 
 class ReportReader:
@@ -60,9 +63,8 @@ class ReportReader:
         """Starts the actor calls that the load is read from; returns their object refs."""
         return [replica.actor.report.remote()]
 
-    def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:
+    def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:  # noqa: ARG002
         """Makes a report of the answers, one for each ref; a failed call's answer is its error."""
-        del replica_id
         (report,) = answers
         if isinstance(report, Exception):
             raise report
@@ -104,6 +106,10 @@ class _Ask:
     given_up: bool = False
 
 
+# Seconds between rounds of questions while a caller waits for a replica to change.
+_WATCHED_INTERVAL_S = 0.1
+
+
 class LoadMonitor:
     """Asks every replica for its load once an interval, for a ledger to record.
 
@@ -142,7 +148,7 @@ class LoadMonitor:
         self._replicas = weakref.WeakMethod(replicas) if ismethod(replicas) else lambda: replicas
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._unresponsive_after_s = unresponsive_after_s
-        self._reader = ReportReader() if read is None else read
+        self._reader = read or ReportReader()
         self._lock = threading.Lock()
         self._started_in: int | None = None
         self._thread: threading.Thread | None = None
@@ -158,22 +164,20 @@ class LoadMonitor:
         if self._started_in == os.getpid():
             return
         with self._lock:
-            if self._started_in == os.getpid():
-                return
-            self._stop = Future()
-            self._thread = threading.Thread(
-                target=self._run, args=(self._stop,), name="load-monitor", daemon=True
-            )
-            self._started_in = os.getpid()
-            self._thread.start()
+            if self._started_in != os.getpid():
+                self._stop = Future()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._stop,), name="load-monitor", daemon=True
+                )
+                self._started_in = os.getpid()
+                self._thread.start()
 
-    def stop(self, timeout_s: float = _JOIN_TIMEOUT_S) -> None:
+    def stop(self, timeout_s: float = 5.0) -> None:
         """Ends the thread and waits for that at most ``timeout_s``; idempotent."""
         with self._lock:
-            thread, self._thread = self._thread, None
-            started_here = self._started_in == os.getpid()
-            self._started_in = None
-            if not started_here or thread is None:
+            thread = self._thread if self._started_in == os.getpid() else None
+            self._thread = self._started_in = None
+            if thread is None:
                 return
             self._stop.set_result(None)
         if thread is not threading.current_thread():
@@ -189,29 +193,17 @@ class LoadMonitor:
             connection = _connection()
         asks: dict[str, _Ask] = {}
         while not stop.done():
-            provider = self._replicas()
-            if provider is None:
-                return
             try:
-                with staying_connected() as is_connected:
-                    # A handle of an earlier connection must not be used in a later one.
-                    if not is_connected or _connection() != connection:
-                        return
-                    replicas = provider()
-                    del provider  # a bound method keeps its object alive
-                    self._ask_all(replicas, asks)
-                    del replicas
-            except RayError as error:  # such as a head that is too busy to answer
-                provider = replicas = None
-                if not ray.is_initialized():
+                if not self._ask_all(asks, connection):
                     return
-                logger.warning("replicas were not asked for their load this time: %s", error)
-            except Exception:
-                if ray.is_initialized():
+            except Exception as error:
+                if not ray.is_initialized():
+                    return  # it was shut down in between
+                if not isinstance(error, RayError):  # such as of a head that is too busy to answer
                     raise
-                return  # Ray was shut down in between
+                logger.warning("replicas were not asked for their load this time: %s", error)
             began = time.monotonic()
-            while (left_s := self._round_s() - (time.monotonic() - began)) > 0 and not stop.done():
+            while (left_s := began + self._round_s() - time.monotonic()) > 0 and not stop.done():
                 waiting = [f for ask in asks.values() for f in ask.futures if not f.done()]
                 left_s = min(left_s, _WATCHED_INTERVAL_S)
                 wait([stop, *waiting], timeout=left_s, return_when=FIRST_COMPLETED)
@@ -224,30 +216,38 @@ class LoadMonitor:
             return min(self._interval_s, _WATCHED_INTERVAL_S)
         return self._interval_s
 
-    def _ask_all(self, replicas: Sequence[Replica], asks: dict[str, _Ask]) -> None:
-        current = {replica.replica_id: replica for replica in replicas}
-        for replica_id, ask in list(asks.items()):
-            replica = current.get(replica_id)
-            if replica is None or replica.actor is not ask.replica.actor:
-                del asks[replica_id]  # removed, or restarted as another actor
-            else:
-                self._judge(ask)
-        for replica_id, replica in current.items():
-            if replica_id in asks:
-                continue
-            known = self._tracker.snapshot(replica_id)
-            asked_at, in_flight = time.monotonic(), 0 if known is None else known.in_flight
-            try:
-                futures = [ref.future() for ref in self._reader.ask(replica)]
-            except AttributeError as error:  # the actor lacks a method
-                self._warn_once(replica_id, f"cannot be asked for its load: {error}")
-                continue
-            asks[replica_id] = _Ask(replica, futures, asked_at, in_flight)
+    def _ask_all(self, asks: dict[str, _Ask], connection: tuple[str, str]) -> bool:
+        """Asks each replica that owes no answer; returns whether there is somebody to ask for."""
+        replicas = self._replicas()
+        if replicas is None:
+            return False
+        with staying_connected() as is_connected:
+            # A handle of an earlier connection must not be used in a later one.
+            if not is_connected or _connection() != connection:
+                return False
+            current = {replica.replica_id: replica for replica in replicas()}
+            for replica_id, ask in list(asks.items()):
+                replica = current.get(replica_id)
+                if replica is None or replica.actor is not ask.replica.actor:
+                    del asks[replica_id]  # removed, or restarted as another actor
+                else:
+                    self._judge(ask)
+            for replica_id in current.keys() - asks.keys():
+                known = self._tracker.snapshot(replica_id)
+                asked_at, in_flight = time.monotonic(), known.in_flight if known else 0
+                try:
+                    futures = [ref.future() for ref in self._reader.ask(current[replica_id])]
+                except AttributeError as error:  # the actor lacks a method
+                    self._warn_once(replica_id, f"cannot be asked for its load: {error}")
+                    continue
+                asks[replica_id] = _Ask(current[replica_id], futures, asked_at, in_flight)
+        return True
 
     def _judge(self, ask: _Ask) -> None:
         """Logs an actor that has been silent for long, or marks it failed."""
         replica_id, silent_s = ask.replica.replica_id, ask.silence.look()
-        if self._state(replica_id) in (ReplicaState.STARTING, ReplicaState.CLOSED):
+        known = self._tracker.snapshot(replica_id)
+        if known and known.state in (ReplicaState.STARTING, ReplicaState.CLOSED):
             ask.silence.reset()
             return
         if silent_s > self._timeout_s:
@@ -280,30 +280,17 @@ class LoadMonitor:
             self._warned.discard(replica_id)
             self._tracker.observe(report, asked_at=ask.asked_at, in_flight_then=ask.in_flight)
 
-    def _state(self, replica_id: str) -> ReplicaState | None:
-        known = self._tracker.snapshot(replica_id)
-        return None if known is None else known.state
-
     def _mark_failed(self, replica_id: str, reason: str, *, may_return: bool = False) -> None:
         """Marks a replica that is dead or silent; one that was closed before stays so."""
-        if self._state(replica_id) is ReplicaState.CLOSED:
-            return
-        self._warn_once(replica_id, reason)
         with self._tracker.lock:
-            if replica_id in self._tracker.replica_ids:
-                failed = ReplicaState.FAILED
-                self._tracker.mark(replica_id, failed, reason, may_return=may_return)
+            known = self._tracker.snapshot(replica_id)
+            if known is None or known.state is ReplicaState.CLOSED:
+                return
+            self._tracker.mark(replica_id, ReplicaState.FAILED, reason, may_return=may_return)
+        self._warn_once(replica_id, reason)
 
     def _warn_once(self, replica_id: str, what: str) -> None:
         """Logs a fault of a replica, once until it answers again."""
         if replica_id not in self._warned:
             self._warned.add(replica_id)
             logger.warning("replica %s: %s", replica_id, what)
-
-
-def _connection() -> tuple[str, str]:
-    """Identity of this process's connection to a Ray cluster, unlike an earlier one's."""
-    import ray
-
-    context = ray.get_runtime_context()
-    return context.get_node_id(), context.get_job_id()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections import deque
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import OrderedDict, defaultdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Self
 
@@ -99,8 +99,6 @@ INDEX_BLOCK_TOKENS = 128
 
 # Blocks of a replica that does not report their number: 4 million tokens in blocks of 128.
 _DEFAULT_CAPACITY = 32768
-# Uses that are logged before it is worth looking for those that later ones replaced.
-_LOG_SLACK = 4096
 
 
 class PrefixIndex:
@@ -119,10 +117,12 @@ class PrefixIndex:
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self._replicas: dict[str, _BlockSet] = {}
+        # By replica: version and digest of each block, the least recently used first.
+        self._blocks = defaultdict[str, OrderedDict[tuple[int, int], None]](OrderedDict)
+        self._capacities: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return sum(blocks.size for blocks in self._replicas.values())
+        return sum(map(len, self._blocks.values()))
 
     def chain(
         self, prompt: str | Sequence[int] | np.ndarray, salt: str | None = None
@@ -131,122 +131,47 @@ class PrefixIndex:
 
     def cached_tokens(self, prompt: PromptChain, replica_id: str, version: int) -> int:
         """Tokens of the prompt's longest prefix that the replica probably has in its cache."""
-        blocks = self._replicas.get(replica_id)
-        if blocks is None:
+        blocks, digests = self._blocks.get(replica_id), prompt.digests
+        if not blocks or not digests or (version, digests[0]) not in blocks:
             return 0
-        stamps, digests = blocks.stamps.get(version), prompt.digests
-        if not stamps or not digests or digests[0] not in stamps:
-            return 0
-        if digests[-1] in stamps:
+        if (version, digests[-1]) in blocks:
             return prompt.num_tokens
-        present, absent = 1, len(digests) - 1
-        while present < absent:
-            middle = (present + absent + 1) // 2
-            if digests[middle - 1] in stamps:
-                present = middle
-            else:
-                absent = middle - 1
-        return present * self.block_tokens
+        first_absent = 1 + bisect_left(
+            range(1, len(digests)), True, key=lambda at: (version, digests[at]) not in blocks
+        )
+        return first_absent * self.block_tokens
 
     def insert(self, prompt: PromptChain, replica_id: str, version: int) -> None:
         """Notes that a prompt is, or soon will be, in a replica's cache."""
-        blocks = self._replicas.get(replica_id)
-        if blocks is None:
-            blocks = self._replicas[replica_id] = _BlockSet(_DEFAULT_CAPACITY)
-        blocks.touch(prompt.digests, version)
+        blocks = self._blocks[replica_id]
+        for digest in reversed(prompt.digests):
+            blocks[version, digest] = None
+            blocks.move_to_end((version, digest))
+        self._evict(replica_id)
 
     def set_block_tokens(self, block_tokens: int) -> None:
         """Changes the size of a block, which makes all that was noted useless."""
         if block_tokens != self.block_tokens:
             self.block_tokens = block_tokens
-            self._replicas.clear()
+            self._blocks.clear()
+            self._capacities.clear()
 
     def set_capacity(self, replica_id: str, num_tokens: int) -> None:
         """Bounds what is remembered of a replica by the size of its KV cache, in tokens."""
-        capacity = max(1, num_tokens // self.block_tokens)
-        blocks = self._replicas.get(replica_id)
-        if blocks is None:
-            self._replicas[replica_id] = _BlockSet(capacity)
-        else:
-            blocks.capacity = capacity
-            blocks.evict()
+        self._capacities[replica_id] = max(1, num_tokens // self.block_tokens)
+        self._evict(replica_id)
 
     def remove(self, replica_id: str) -> None:
         """Forgets a replica and its capacity: its cache is gone."""
-        self._replicas.pop(replica_id, None)
+        self._blocks.pop(replica_id, None)
+        self._capacities.pop(replica_id, None)
 
-
-class _BlockSet:
-    """Digests of one replica, in order of their last use.
-
-    ``stamps`` has for each version the number of the last use of each digest. ``_uses`` has all
-    uses that still matter, oldest first: number, version, digests, and how many of these are not
-    forgotten yet. A digest whose stamp is younger than its use has been used again since.
-    """
-
-    __slots__ = ("_num_logged", "_num_uses", "_uses", "capacity", "size", "stamps")
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.size = 0
-        self.stamps: dict[int, dict[int, int]] = {}
-        self._uses: deque[_Use] = deque()
-        self._num_uses = self._num_logged = 0
-
-    def touch(self, digests: list[int], version: int) -> None:
-        """Makes digests, those of shorter beginnings first, the most recently used ones."""
-        number = self._num_uses = self._num_uses + 1
-        stamps = self.stamps.get(version)
-        if stamps is None:
-            stamps = self.stamps[version] = {}
-        self.size -= len(stamps)
-        stamps.update(dict.fromkeys(digests, number))
-        self.size += len(stamps)
-        self._uses.append(_Use(number, version, digests, len(digests)))
-        self._num_logged += len(digests)
-        if self.size > self.capacity:
-            self.evict()
-        if self._num_logged > 2 * self.size + _LOG_SLACK:
-            self._compact()
-
-    def evict(self) -> None:
+    def _evict(self, replica_id: str) -> None:
         """Forgets the least recently used digests beyond the capacity."""
-        while self.size > self.capacity:
-            use = self._uses[0]
-            stamps = self.stamps.get(use.version, {})
-            while use.num_left and self.size > self.capacity:
-                use.num_left -= 1
-                self._num_logged -= 1
-                digest = use.digests[use.num_left]
-                if stamps.get(digest) == use.number:
-                    del stamps[digest]
-                    self.size -= 1
-            if not use.num_left:
-                self._uses.popleft()
-            if not stamps:
-                self.stamps.pop(use.version, None)
-
-    def _compact(self) -> None:
-        """Drops uses that later ones replaced; costs as much as was logged since the last time."""
-        kept: deque[_Use] = deque()
-        for use in self._uses:
-            stamps = self.stamps.get(use.version, {})
-            left = use.digests[: use.num_left]
-            still = [digest for digest in left if stamps.get(digest) == use.number]
-            if still:
-                kept.append(_Use(use.number, use.version, still, len(still)))
-        self._uses = kept
-        self._num_logged = sum(use.num_left for use in kept)
-
-
-@dataclass(slots=True)
-class _Use:
-    """One use of the digests of one prompt; ``digests[:num_left]`` are not forgotten yet."""
-
-    number: int
-    version: int
-    digests: list[int]
-    num_left: int
+        blocks = self._blocks[replica_id]
+        capacity = self._capacities.get(replica_id, _DEFAULT_CAPACITY)
+        while len(blocks) > capacity:
+            blocks.popitem(last=False)
 
 
 def index_block_tokens(block_size: int) -> int:

@@ -59,16 +59,16 @@ def routing_prompt(prompt: object) -> tuple[str | Sequence[int] | None, str | No
 
 @dataclass(slots=True)
 class RoutingRequest:
-    """What a strategy may know of a request.
+    """What a strategy may know of a request; None where the caller did not say.
 
     Attributes:
-        prompt: Text, or token ids, not empty; None if the caller did not say.
+        prompt: Text, or token ids, not empty.
         context: What else the caller said; this library's strategies do not read it.
-        session_id: The conversation it belongs to; None if the caller did not say.
-        group_id: The group of requests with the same prompt it belongs to, likewise.
+        session_id: The conversation it belongs to.
+        group_id: The group of requests with the same prompt it belongs to.
         salt: Requests with different salts share no cache; vLLM's ``cache_salt``.
         num_samples: Samples that it asks for; each counts as one request in flight.
-        max_tokens: Most tokens that each sample can have; None if the caller did not say.
+        max_tokens: Most tokens that each sample can have.
         num_coming: Samples that are being placed together and are not counted in any snapshot yet,
             those of this request included.
         known_chain: The prompt's digests, if a strategy has asked for them.
@@ -105,11 +105,6 @@ class RoutingRequest:
             assert self.prompt is not None, "a request without a prompt has no digests"
             self.known_chain = index.chain(self.prompt, self.salt)
         return self.known_chain
-
-
-# What a request costs beside its uncached tokens, in tokens: without it a replica that has all of a
-# prompt would cost nothing however much it has to do.
-_OWN_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +147,8 @@ class RoutingStrategy(Protocol):
 StrategyFactory: TypeAlias = Callable[[StrategySettings], RoutingStrategy]
 
 
-class LeastRequests:
-    """Strategy ``"requests"``: the replica with the lowest ``LoadSnapshot.load``.
+class _Lowest:
+    """What chooses the lowest of some figures.
 
     Ties are broken at random, so that an idle service does not send everything to its first
     replica.
@@ -163,24 +158,26 @@ class LeastRequests:
         self._settings = settings
         self._ties = random.Random(settings.seed)
 
+    def _lowest(self, figures: Mapping[int, float]) -> int:
+        lowest = min(figures.values())
+        return self._ties.choice([at for at, figure in figures.items() if figure == lowest])
+
+
+class LeastRequests(_Lowest):
+    """Strategy ``"requests"``: the replica with the lowest ``LoadSnapshot.load``."""
+
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int:
         del request
-        loads = loads_of(snapshots, self._settings)
-        least = min(loads)
-        return self._ties.choice([at for at, load in enumerate(loads) if load == least])
+        return self._lowest(dict(enumerate(loads_of(snapshots, self._settings))))
 
 
-class KVCache:
+class KVCache(_Lowest):
     """Strategy ``"kv-cache"``: the replica with the lowest ``LoadSnapshot.predicted_usage``.
 
     That is the engine's last figure and what this process has reserved since, so that not all
     requests between two reports go to one replica. Overloaded replicas are passed over. Cannot
     choose while nothing is known of some candidate's cache.
     """
-
-    def __init__(self, settings: StrategySettings) -> None:
-        self._settings = settings
-        self._ties = random.Random(settings.seed)
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int | None:
         now, max_age_s = self._settings.clock(), self._settings.max_report_age_s
@@ -191,9 +188,9 @@ class KVCache:
                 return None
             usages.append(usage)
         loads = loads_of(snapshots, self._settings)
-        open_positions = not_overloaded(loads, request, self._settings)
-        lowest = min(usages[at] for at in open_positions)
-        return self._ties.choice([at for at in open_positions if usages[at] == lowest])
+        return self._lowest(
+            {at: usages[at] for at in not_overloaded(loads, request, self._settings)}
+        )
 
 
 class RoundRobin:
@@ -227,6 +224,11 @@ class RoundRobin:
         return position
 
 
+# What a request costs beside its uncached tokens, in tokens: without it a replica that has all of a
+# prompt would cost nothing however much it has to do.
+_OWN_TOKENS = 64
+
+
 class PrefixAware:
     """Strategy ``"prefix-aware"``: where the least work is left for the most idle replica.
 
@@ -249,33 +251,23 @@ class PrefixAware:
         settings, index = self._settings, self._settings.index
         chain = request.chain(index)
         now, max_age_s = settings.clock(), settings.max_report_age_s
-        loads = [snapshot.load(now, max_age_s) for snapshot in snapshots]
-        positions: list[int] = []
-        costs: list[int] = []
-        full: list[tuple[int, int]] = []  # cost and position
+        loads = loads_of(snapshots, settings)
+        roomy: dict[int, int] = {}  # what it costs, by position
+        full: dict[int, int] = {}
         for at in not_overloaded(loads, request, settings):
             one = snapshots[at]
             cached = index.cached_tokens(chain, one.replica_id, one.cache_version)
             left = chain.num_tokens - cached
-            cost = (left + _OWN_TOKENS) * (loads[at] + 1)
-            if one.has_room(left, now, max_age_s):
-                positions.append(at)
-                costs.append(cost)
-            else:
-                full.append((cost, at))
-        if not positions:
-            costs, positions = [cost for cost, _ in full], [at for _, at in full]
-        least = min(costs)
-        if costs.count(least) == 1:
-            return positions[costs.index(least)]
+            costs = roomy if one.has_room(left, now, max_age_s) else full
+            costs[at] = (left + _OWN_TOKENS) * (loads[at] + 1)
+        costs = roomy or full
+        least = min(costs.values())
+        equals = [at for at, cost in costs.items() if cost == least]
+        if len(equals) == 1:
+            return equals[0]
         key = chain.whole.to_bytes(8, "little")
-        equals = [at for at, one in zip(positions, costs, strict=True) if one == least]
-        return max(equals, key=lambda at: affinity(key, snapshots[at].replica_id))
-
-
-def affinity(key: bytes, replica_id: str) -> int:
-    """Weight of a replica for a key in rendezvous hashing; the same in every process."""
-    return xxhash.xxh3_64_intdigest(key + replica_id.encode())
+        weigh = xxhash.xxh3_64_intdigest
+        return max(equals, key=lambda at: weigh(key + snapshots[at].replica_id.encode()))
 
 
 def loads_of(snapshots: Sequence[LoadSnapshot], settings: StrategySettings) -> list[int]:
