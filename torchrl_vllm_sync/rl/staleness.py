@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,7 +12,6 @@ import torch
 from tensordict import LazyStackedTensorDict
 from torch import nn
 from torchrl.envs.llm.transforms import PolicyVersion
-from torchrl.envs.llm.transforms.policy_version import VersionChange
 from torchrl.envs.transforms import PolicyAgeFilter, Transform
 
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
@@ -30,8 +28,8 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.service.service import AsyncVLLM
 
 
-STALENESS = "staleness"
-STALENESS_WEIGHT = "staleness_weight"
+# Held while any transform's counts change, so that copies need no lock of their own.
+COUNTING = threading.Lock()
 
 VersionLike: TypeAlias = (
     "int | Callable[[], int] | AsyncVLLM | LocalLLM | WeightUpdater | PolicyVersion"
@@ -68,6 +66,23 @@ def staleness_of(versions: torch.Tensor, newest: int | Callable[[], int]) -> tor
     return (now - versions).clamp(min=0)
 
 
+def _ages(
+    transform: Transform,
+    rows: TensorDictBase,
+    key: NestedKey,
+    newest: int | Callable[[], int],
+    *,
+    strict: bool = True,
+) -> torch.Tensor:
+    """Returns how many versions old each row is; one without a stamp is 0 old, or refused."""
+    versions = oldest_versions(rows, key)
+    unstamped = versions == NO_VERSION
+    if strict and unstamped.any():
+        missing = int(unstamped.sum())
+        raise UnstampedRowsError(type(transform).__name__, key, missing, versions.numel())
+    return staleness_of(versions, newest).masked_fill(unstamped, 0)
+
+
 def as_version_source(version: VersionLike) -> int | Callable[[], int]:
     """Returns the number itself, or a function that reads the newest version at each call."""
     if isinstance(version, bool):
@@ -102,14 +117,11 @@ def _check_bound(max_staleness: object) -> None:
 class StalenessFilter(PolicyAgeFilter):
     """Drops rows whose oldest token is more than ``max_staleness`` versions old.
 
-    TorchRL's ``PolicyAgeFilter``, whose places it works in: in a replay buffer on ``extend`` and
-    on ``sample``, which may then return fewer rows than asked for, down to none; called with a
-    batch; nowhere in an environment. More than TorchRL's, it
-
-    - counts what it drops;
-    - raises on rows that carry no stamp, which TorchRL's lets pass;
-    - reads ragged rows and rows of several steps: the oldest stamp is the row's;
-    - has ``extend`` write nothing if every row is stale, where TorchRL's makes it fail.
+    TorchRL's ``PolicyAgeFilter``, and like that it works in a replay buffer on ``extend`` and on
+    ``sample``, which may then return fewer rows than asked for, down to none; called with a batch;
+    and nowhere in an environment. Beyond that it counts what it drops, raises on rows that carry no
+    stamp, reads ragged rows and rows of several steps (the oldest stamp is the row's), and has
+    ``extend`` write nothing, instead of failing, if every row is stale.
 
     In a buffer put it before ``MCAdvantage``, whose groups are then complete when rows are dropped:
     transforms are applied in reverse order on ``extend``.
@@ -131,7 +143,7 @@ class StalenessFilter(PolicyAgeFilter):
     Raises:
         UnsupportedArgumentError: ``max_staleness`` is no integer from 0 on, or ``version`` nothing
             that a version can be read from.
-        UnstampedRowsError: When rows pass: some carry no stamp. None was dropped or counted.
+        UnstampedRowsError: When rows pass: some carry no stamp; none was dropped.
     """
 
     def __init__(
@@ -150,7 +162,6 @@ class StalenessFilter(PolicyAgeFilter):
             strict=not allow_unstamped,
         )
         self._dropped: Counter[int] = Counter()
-        self._lock = threading.Lock()
 
     @property
     def max_staleness(self) -> int:
@@ -165,31 +176,24 @@ class StalenessFilter(PolicyAgeFilter):
     @property
     def dropped_by_staleness(self) -> dict[int, int]:
         """Rows dropped so far, by how many versions old they were; in ascending order."""
-        with self._lock:
+        with COUNTING:
             return dict(sorted(self._dropped.items()))
 
     def reset_counts(self) -> None:
         """Counts from 0 again."""
-        with self._lock:
+        with COUNTING:
             self._dropped.clear()
 
     def _filter(self, tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_dims < 1 or not tensordict.batch_size.numel():
             return tensordict
-        versions = oldest_versions(tensordict, self.policy_version_key).reshape(len(tensordict), -1)
-        missing = versions == NO_VERSION
-        if self.strict and missing.any():
-            num_missing = int(missing.any(-1).sum())
-            raise UnstampedRowsError(
-                type(self).__name__, self.policy_version_key, num_missing, len(tensordict)
-            )
-        # Not TorchRL's way of asking, which would round what is no integer.
-        staleness = staleness_of(versions, self.current_version)
-        staleness = staleness.masked_fill(missing, 0).amax(-1)  # of the steps of a row
+        key, newest = self.policy_version_key, self.current_version
+        staleness = _ages(self, tensordict, key, newest, strict=self.strict)
+        staleness = staleness.reshape(len(tensordict), -1).amax(-1)  # of the steps of a row
         stale = staleness > self.max_staleness
         if not stale.any():
             return tensordict
-        with self._lock:
+        with COUNTING:
             self._dropped.update(staleness[stale].tolist())
         return tensordict[~stale]
 
@@ -199,13 +203,6 @@ class StalenessFilter(PolicyAgeFilter):
             return None
         kept = super()._inv_call(tensordict)
         return kept if kept.batch_size.numel() or not tensordict.batch_size.numel() else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._lock = threading.Lock()
 
 
 class StalenessWeight(Transform):
@@ -220,13 +217,12 @@ class StalenessWeight(Transform):
                                                   rows more than ``max_staleness`` versions old
     ======================  ====================  ================================================
 
-    A plain geometric decay, of no published origin; TorchRL's ``StalenessAwareSampler`` decays by
-    ``1 / (staleness + 1)`` instead, in how often it samples. It scales how much a row counts; it
-    does not correct for the policy having changed, which is the importance ratio of the loss.
+    It scales how much a row counts; it does not correct for the policy having changed, which is the
+    importance ratio of the loss. TorchRL's ``StalenessAwareSampler`` decays by
+    ``1 / (staleness + 1)`` instead, in how often it samples.
 
-    In a replay buffer it works on ``sample``, on a shallow copy: what is stored stays as it was, so
-    that a row sampled twice is weighted anew, not twice. Called with a batch, the same. In an
-    environment it does nothing.
+    It works on a shallow copy of a batch, and of what a replay buffer samples: what is stored stays
+    as it was, and is weighted anew each time. In an environment it does nothing.
 
     Example:
         >>> weigh = StalenessWeight(updater, half_life=2, multiply="advantage")
@@ -243,9 +239,6 @@ class StalenessWeight(Transform):
     Raises:
         UnsupportedArgumentError: Neither ``half_life`` nor ``max_staleness`` is given, one is out
             of range, or ``version`` is nothing that a version can be read from.
-            Or, when rows pass: ``multiply`` names no floating-point entry.
-        UnstampedRowsError: When rows pass: some carry no stamp.
-        KeyError: When rows pass: ``multiply`` names no entry.
     """
 
     def __init__(
@@ -287,7 +280,7 @@ class StalenessWeight(Transform):
         """Returns a shallow copy of a batch with the entries above.
 
         Args:
-            tensordict: Rows with a stamp; they stay as they are.
+            tensordict: Rows with a stamp.
 
         Raises:
             UnstampedRowsError: Some rows carry no stamp.
@@ -296,19 +289,12 @@ class StalenessWeight(Transform):
         """
         if not tensordict.batch_size.numel():
             return tensordict
-        versions = oldest_versions(tensordict, self.version_key)
-        missing = int((versions == NO_VERSION).sum())
-        if missing:
-            raise UnstampedRowsError(
-                type(self).__name__, self.version_key, missing, tensordict.batch_size.numel()
-            )
-        staleness = staleness_of(versions, self._source)
+        staleness = _ages(self, tensordict, self.version_key, self._source)
         weight = self.weight_of(staleness)
         out = tensordict.copy()
         if self.multiply is not None:
             _multiply(out, self.multiply, weight)
-        out.set(STALENESS, staleness)
-        return out.set(STALENESS_WEIGHT, weight)
+        return out.set("staleness", staleness).set("staleness_weight", weight)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         return next_tensordict
@@ -334,20 +320,11 @@ def _multiply(tensordict: TensorDictBase, key: NestedKey, weight: torch.Tensor) 
 class VersionStamp(PolicyVersion):
     """TorchRL's ``PolicyVersion`` that says which version sampled the tokens.
 
-    TorchRL's writes its counter when the environment steps. A push between the sampling and the
-    step makes that one too new, and GRPO's staleness figures read it. This one writes
-    ``("next", "policy_version")`` from the row's own stamp, which ``vLLMWrapper`` made where the
-    row was sampled; on rows that no such policy stamped it writes the version at the step, as
-    TorchRL does.
-
-    ===============================  =========================  ==================================
-    entry                            type, shape                holds
-    ===============================  =========================  ==================================
-    ``("next", "policy_version")``   int64, the batch's         oldest version that sampled a token
-                                                                of the step's response
-    ``"policy_version"`` at a reset  int64, the batch's         version at the reset; the policy's
-                                                                stamp takes its place
-    ===============================  =========================  ==================================
+    TorchRL's writes its counter when the environment steps, which is too new after a push between
+    the sampling and the step. This one writes ``("next", "policy_version")``, int64 of the batch's
+    shape, from the row's own stamp of ``vLLMWrapper``: the oldest version that sampled a token of
+    the step's response. On rows without one, and at a reset, it writes the version at that moment,
+    as TorchRL does.
 
     It stands wherever ``PolicyVersion`` does: ``LLMCollector(track_policy_version=VersionStamp())``
     appends it and moves it at each push. An ``AsyncEnvPool`` steps its environments elsewhere: give
@@ -359,8 +336,7 @@ class VersionStamp(PolicyVersion):
     Args:
         version: ``None`` counts from 0, one for each :meth:`increment_version`. Otherwise
             :attr:`version` follows a service, an updater or a function, however often it is
-            incremented; setting it tells it of a version that its source may hear of later only,
-            as a copy of a service in another process does.
+            incremented; setting it announces a version of which its source may hear later.
 
     Raises:
         UnsupportedArgumentError: ``version`` is a number, or nothing that a version can be read
@@ -398,14 +374,12 @@ class VersionStamp(PolicyVersion):
         else:
             self._announced = max(value, self._announced)
 
-    def _increment_version(self, init: bool = False) -> int:
-        """Counts on, or notes in ``version_history`` what the source says now."""
+    def _increment_version_int(self, init: bool = False) -> None:
+        """Counts on, or takes what the source says now, for ``version_history``."""
         if self._source is None:
-            return int(super()._increment_version(init))
-        before = None if init else self._current_version
-        self._current_version = self.version
-        self.version_history.append(VersionChange(datetime.now(), before, self._current_version))
-        return self._current_version
+            super()._increment_version_int(init)
+        else:
+            self._current_version = self.version
 
     def _step(
         self, tensordict: TensorDictBase | None, next_tensordict: TensorDictBase

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -23,7 +22,12 @@ from torchrl_vllm_sync.rl.keys import (
     RESPONSE_VERSIONS,
     UNKNOWN_COUNT,
 )
-from torchrl_vllm_sync.rl.staleness import as_version_source, oldest_versions, staleness_of
+from torchrl_vllm_sync.rl.staleness import (
+    COUNTING,
+    as_version_source,
+    oldest_versions,
+    staleness_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.transport import PushReport
 
 
-STATISTICS = "statistics"
+_STATISTICS = "statistics"
 _DTYPES = {
     "prompt_length": torch.int64,
     "response_length": torch.int64,
@@ -82,10 +86,9 @@ class GenerationStatistics(Transform):
 
     A float is NaN where vLLM did not say, or where there is nothing to divide by.
 
-    In an environment it writes them below ``"next"`` at each step; at a reset, where nothing has
-    been generated, integers are -1, floats NaN and ``truncated`` is false. In a replay buffer it
-    writes them on ``extend``; called with a batch, into a shallow copy. A batch that has them
-    already passes as it is, so that no row is counted twice.
+    In an environment it writes them below ``"next"`` at each step; at a reset integers are -1,
+    floats NaN and ``truncated`` is false. In a replay buffer it writes them on ``extend``; called
+    with a batch, into a shallow copy. A batch that has them already is not counted again.
 
     Example:
         >>> statistics = GenerationStatistics()
@@ -98,7 +101,6 @@ class GenerationStatistics(Transform):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lock = threading.Lock()
         self.reset_summary()
 
     def summary(self) -> dict[str, float | None]:
@@ -108,16 +110,16 @@ class GenerationStatistics(Transform):
             ``"rows"``, their number, and the mean of each entry over the rows where it is known;
             ``None`` where it is known of none. Bools count as 0 and 1.
         """
-        with self._lock:
+        with COUNTING:
             means = {
-                name: self._sums[name] / count if (count := self._counts[name]) else None
-                for name in _DTYPES
+                name: self._sums[name] / count if count else None
+                for name, count in self._counts.items()
             }
             return {"rows": self._rows, **means}
 
     def reset_summary(self) -> None:
         """Forgets the rows that have passed."""
-        with self._lock:
+        with COUNTING:
             self._rows = 0
             self._sums = dict.fromkeys(_DTYPES, 0.0)
             self._counts = dict.fromkeys(_DTYPES, 0)
@@ -134,30 +136,24 @@ class GenerationStatistics(Transform):
         shape = tensordict.batch_size
         for key in _REQUIRED:
             if _entry(tensordict, key) is None:
-                rows = tensordict.batch_size.numel()
-                raise UnstampedRowsError(type(self).__name__, key, rows, rows)
-
+                raise UnstampedRowsError(type(self).__name__, key, shape.numel(), shape.numel())
         rows = tensordict.reshape(-1)
         sampled = _count(rows, RESPONSE_VERSIONS, lambda row: row != NO_VERSION)
         prompt = torch.full_like(sampled, -1)
         if _entry(rows, _ATTENTION_MASK) is not None:
             prompt = _count(rows, _ATTENTION_MASK, torch.Tensor.bool) - sampled
-        cached = rows.get(NUM_CACHED_TOKENS)
-        decode_time = rows.get(DECODE_TIME).to(torch.float32)
+        cached, decode_time = rows.get(NUM_CACHED_TOKENS), rows.get(DECODE_TIME)
+        is_cached = (cached != UNKNOWN_COUNT) & (prompt > 0)
+        is_timed = (sampled > 1) & (decode_time > 0)
         truncated = [reason == "length" for reason in _texts(rows.get(FINISH_REASON))]
-        nan = torch.full_like(decode_time, math.nan)
         figures = {
             "prompt_length": prompt,
             "response_length": sampled,
             "truncated": torch.tensor(truncated, dtype=torch.bool, device=sampled.device),
-            "cached_fraction": torch.where(
-                (cached != UNKNOWN_COUNT) & (prompt > 0), cached / prompt, nan
-            ),
+            "cached_fraction": torch.where(is_cached, cached / prompt, math.nan),
             "queue_time": rows.get(QUEUE_TIME),
             "decode_time": decode_time,
-            "tokens_per_second": torch.where(
-                (sampled > 1) & (decode_time > 0), (sampled - 1) / decode_time, nan
-            ),
+            "tokens_per_second": torch.where(is_timed, (sampled - 1) / decode_time, math.nan),
             "staleness_span": rows.get(MAX_POLICY_VERSION) - rows.get(POLICY_VERSION),
         }
         return TensorDict(
@@ -165,27 +161,26 @@ class GenerationStatistics(Transform):
             batch_size=shape,
         )
 
-    def _add(self, figures: TensorDict) -> None:
-        """Counts the rows of ``figures`` in."""
-        with self._lock:
+    def _measure_and_count(self, tensordict: TensorDictBase) -> TensorDict:
+        figures = self.measure(tensordict)
+        with COUNTING:
             self._rows += figures.batch_size.numel()
             for name in _DTYPES:
                 values: Any = figures.get(name)
                 known = values >= 0 if values.dtype == torch.int64 else ~values.isnan()
                 self._sums[name] += float(values[known].sum(dtype=torch.float64))
                 self._counts[name] += int(known.sum())
+        return figures
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Returns a shallow copy of a batch with the entries above.
 
         Args:
-            tensordict: Rows that ``vLLMWrapper`` stamped; they stay as they are.
+            tensordict: Rows that ``vLLMWrapper`` stamped.
         """
-        if not tensordict.batch_size.numel() or tensordict.get(STATISTICS, None) is not None:
+        if not tensordict.batch_size.numel() or tensordict.get(_STATISTICS, None) is not None:
             return tensordict
-        figures = self.measure(tensordict)
-        self._add(figures)
-        return tensordict.copy().set(STATISTICS, figures)
+        return tensordict.copy().set(_STATISTICS, self._measure_and_count(tensordict))
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """Writes the entries on the way into a buffer."""
@@ -197,9 +192,7 @@ class GenerationStatistics(Transform):
         return next_tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        figures = self.measure(tensordict)
-        self._add(figures)
-        return next_tensordict.set(STATISTICS, figures)
+        return next_tensordict.set(_STATISTICS, self._measure_and_count(tensordict))
 
     def _reset(
         self,
@@ -208,44 +201,25 @@ class GenerationStatistics(Transform):
     ) -> TensorDictBase:
         shape, device = tensordict_reset.batch_size, tensordict_reset.device
         unknown = {torch.int64: -1, torch.bool: False, torch.float32: math.nan}
-        return tensordict_reset.set(
-            STATISTICS,
-            TensorDict(
-                {
-                    name: torch.full(shape, unknown[dtype], dtype=dtype, device=device)
-                    for name, dtype in _DTYPES.items()
-                },
-                batch_size=shape,
-            ),
-        )
+        figures = {
+            name: torch.full(shape, unknown[dtype], dtype=dtype, device=device)
+            for name, dtype in _DTYPES.items()
+        }
+        return tensordict_reset.set(_STATISTICS, TensorDict(figures, batch_size=shape))
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Announces the entries.
+        """Returns the same specification, with the entries in it.
 
         Args:
             observation_spec: The environment's, which is changed.
-
-        Returns:
-            The same one.
         """
-        shape = observation_spec.shape
-        device: Any = observation_spec.device
-        observation_spec[STATISTICS] = Composite(
-            {
-                name: Unbounded(shape=shape, dtype=dtype, device=device)
-                for name, dtype in _DTYPES.items()
-            },
-            shape=shape,
-            device=device,
-        )
+        shape, device = observation_spec.shape, cast("torch.device", observation_spec.device)
+        entries = {
+            name: Unbounded(shape=shape, dtype=dtype, device=device)
+            for name, dtype in _DTYPES.items()
+        }
+        observation_spec[_STATISTICS] = Composite(entries, shape=shape, device=device)
         return observation_spec
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._lock = threading.Lock()
 
 
 def _entry(tensordict: TensorDictBase, key: NestedKey) -> Any:
@@ -269,42 +243,11 @@ def _texts(entry: Any) -> list[str]:
 
 # ---- Pushes and rollouts in TorchRL's loggers
 
-REWARD = ("next", "reward")
-# Counts of the replicas that are added up.
-_SUMMED = ("num_kept", "num_restarted")
-
 
 def log_pushes(
     service: AsyncVLLM | LocalLLM, logger: Logger, *, prefix: str = "push"
 ) -> Callable[[], None]:
     """Logs each push that commits a new version, at the step of that version's number.
-
-    Only pushes of this process are heard of, see ``AsyncVLLM.register_version_hook``. What the
-    logger raises leaves ``push_weights``; the version is committed by then.
-
-    Example:
-        >>> stop = log_pushes(service, CSVLogger("run"))
-
-    Args:
-        service: Whose pushes.
-        logger: One of TorchRL's loggers.
-        prefix: What the names begin with, before a ``/``; what follows is in :func:`push_scalars`.
-
-    Returns:
-        A function that ends the logging; calling it twice does nothing.
-    """
-
-    def log(report: PushReport) -> None:
-        found = push_scalars(report)
-        logger.log_metrics(
-            {f"{prefix}/{name}": value for name, value in found.items()}, step=report.version
-        )
-
-    return service.register_version_hook(log)
-
-
-def push_scalars(report: PushReport) -> dict[str, float]:
-    """Returns the numbers of one push by name.
 
     ========================= ==================================================================
     name                      holds
@@ -319,22 +262,43 @@ def push_scalars(report: PushReport) -> dict[str, float]:
     ========================= ==================================================================
 
     Other counts of the trainer's phases, such as ``attempts``, are there by their names. What no
-    replica has said is missing.
+    replica has said is missing. Only pushes of this process are heard of, see
+    ``AsyncVLLM.register_version_hook``. What the logger raises leaves ``push_weights``; the version
+    is committed by then.
+
+    Example:
+        >>> stop = log_pushes(service, CSVLogger("run"))
+
+    Args:
+        service: Whose pushes.
+        logger: One of TorchRL's loggers.
+        prefix: What the names begin with, before a ``/``.
+
+    Returns:
+        A function that ends the logging; calling it twice does nothing.
     """
-    found = {
-        "seconds": report.seconds,
-        "bytes": float(report.num_bytes),
-        "left_behind": float(len(report.left_behind)),
-        **report.phases,
-    }
-    loaded = [one.phases for one in report.replicas if one.phases.get("loaded", 1.0)]
-    for name in dict.fromkeys(name for phases in loaded for name in phases):
-        values = [phases[name] for phases in loaded if name in phases]
-        if name.endswith("_s"):
-            found[f"replica/{name}"] = max(values)
-        elif name in _SUMMED:
-            found[f"replica/{name}"] = sum(values)
-    return found
+
+    def log(report: PushReport) -> None:
+        found = {
+            "seconds": report.seconds,
+            "bytes": float(report.num_bytes),
+            "left_behind": float(len(report.left_behind)),
+            **report.phases,
+        }
+        loaded = [one.phases for one in report.replicas if one.phases.get("loaded", 1.0)]
+        for name in dict.fromkeys(name for phases in loaded for name in phases):
+            values = [phases[name] for phases in loaded if name in phases]
+            if name.endswith("_s"):
+                found[f"replica/{name}"] = max(values)
+            elif name in ("num_kept", "num_restarted"):
+                found[f"replica/{name}"] = sum(values)
+        _log(logger, prefix, found, report.version)
+
+    return service.register_version_hook(log)
+
+
+def _log(logger: Logger, prefix: str, found: dict[str, float], step: int | None) -> None:
+    logger.log_metrics({f"{prefix}/{name}": value for name, value in found.items()}, step=step)
 
 
 def log_rollouts(
@@ -343,7 +307,7 @@ def log_rollouts(
     step: int | None = None,
     *,
     version: VersionLike | None = None,
-    reward: NestedKey = REWARD,
+    reward: NestedKey = ("next", "reward"),
     prefix: str = "rollout",
 ) -> dict[str, float]:
     """Logs how the rows of a batch were generated, how old they are and what they earned.
@@ -391,7 +355,7 @@ def log_rollouts(
     found = {"rows": float(batch.batch_size.numel())}
     if found["rows"]:
         found |= _generated(batch) | _ages(batch, version) | _earned(batch, reward)
-    logger.log_metrics({f"{prefix}/{name}": value for name, value in found.items()}, step=step)
+    _log(logger, prefix, found, step)
     return found
 
 
@@ -400,7 +364,7 @@ def _generated(batch: TensorDictBase) -> dict[str, float]:
     if _entry(batch, RESPONSE_VERSIONS) is None:
         return {}
     statistics = GenerationStatistics()
-    statistics(batch.exclude(STATISTICS))
+    statistics(batch.exclude(_STATISTICS))
     known = {name: value for name, value in statistics.summary().items() if value is not None}
     return known | {"tokens": round(known["response_length"] * known["rows"])}
 

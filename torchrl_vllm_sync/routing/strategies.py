@@ -188,9 +188,8 @@ class KVCache(_Lowest):
                 return None
             usages.append(usage)
         loads = loads_of(snapshots, self._settings)
-        return self._lowest(
-            {at: usages[at] for at in not_overloaded(loads, request, self._settings)}
-        )
+        positions = not_overloaded(loads, request, self._settings)
+        return self._lowest({at: usages[at] for at in positions})
 
 
 class RoundRobin:
