@@ -214,7 +214,7 @@ def test_below_its_floor_a_replica_counts_as_stale_whatever_it_says():
         tracker.observe(report("1", state=state, weight_version=4))
         assert snapshot_of(tracker, "1").state is state
         with tracker.lock:
-            assert [one.replica_id for one in tracker.candidates().snapshots] == ["1"]
+            assert [one.replica_id for one in tracker.candidates()] == ["1"]
     tracker.set_floor("0", 3)  # a floor is never lowered
     tracker.observe(report("0", state=SERVING, weight_version=4))
     assert snapshot_of(tracker, "0").state is ReplicaState.STALE

@@ -217,7 +217,7 @@ class LoadBalancer:
         request = RoutingRequest(seen, request_context, salt=salt)
         with self._ready().lock:
             candidates, position = self._choose(request, (), 0)
-            return candidates.indices[position]
+            return self.load.replica_ids.index(candidates[position].replica_id)
 
     def reserve(
         self,
@@ -402,9 +402,10 @@ class LoadBalancer:
     ) -> Reservation:
         tracker, placer = self.load, self._placer
         candidates, position = self._choose(request, exclude, min_version)
-        one, index = candidates.snapshots[position], candidates.indices[position]
+        one = candidates[position]
         tokens = placer.place(request, one, candidates)
         tracker.reserve(one.replica_id, request.num_samples, tokens)
+        index = tracker.replica_ids.index(one.replica_id)
         return Reservation(
             one.replica_id, index, tracker, placer, request, one.cache_version, tokens
         )

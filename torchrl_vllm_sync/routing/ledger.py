@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import astuple, dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import (
@@ -232,6 +232,11 @@ class LoadSnapshot:
         return f"holds version {self.weight_version} and is {self.state}"
 
 
+# Replicas among which a request can be placed: the ledger's own records, in its order, which
+# strategies cannot change.
+Candidates: TypeAlias = tuple[LoadSnapshot, ...]
+
+
 def describe_replicas(snapshots: Sequence[LoadSnapshot], exclude: Collection[str]) -> str:
     """Describes why each replica can or cannot take a request."""
     if not snapshots:
@@ -242,28 +247,6 @@ def describe_replicas(snapshots: Sequence[LoadSnapshot], exclude: Collection[str
         + (" and excluded" if snapshot.replica_id in exclude else "")
         for snapshot in snapshots
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """Replicas among which a request can be placed; strategies must not reorder them."""
-
-    snapshots: tuple[LoadSnapshot, ...]  # the ledger's own, in its order
-    indices: list[int]  # position of each among all replicas
-    positions: dict[str, int]  # position of each among the candidates, by replica id
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[int, LoadSnapshot]]) -> Candidates:
-        kept = list(pairs)
-        return cls(
-            tuple(one for _, one in kept),
-            [index for index, _ in kept],
-            {one.replica_id: at for at, (_, one) in enumerate(kept)},
-        )
-
-    def only(self, keep: Callable[[LoadSnapshot], bool]) -> Candidates:
-        pairs = zip(self.indices, self.snapshots, strict=True)
-        return Candidates.of(pair for pair in pairs if keep(pair[1]))
 
 
 def _plausible(report: EngineReport) -> EngineReport:
@@ -345,28 +328,24 @@ class LoadTracker:
         ``lock`` must be held, also while they are used.
         """
         if self._candidates is None:
-            self._candidates = Candidates.of(
-                (index, one)
-                for index, one in enumerate(self._snapshots.values())
-                if one.state.admits_requests
-            )
+            everyone = self._snapshots.values()
+            self._candidates = tuple(one for one in everyone if one.state.admits_requests)
         return self._candidates
 
     def candidates_for(self, exclude: Collection[str], min_version: int) -> Candidates:
         """The replicas that admit a request, at least one; ``lock`` must be held, as above."""
         found = self.candidates()
-        if found.snapshots and not exclude and not min_version:
+        if found and not exclude and not min_version:
             return found
         if isinstance(exclude, str):
             raise UnsupportedArgumentError(f"exclude must be several ids, got {exclude!r}")
         check_version("min_version", min_version)
-        found = found.only(lambda one: one.replica_id not in exclude)
-        if not found.snapshots:
+        found = tuple(one for one in found if one.replica_id not in exclude)
+        if not found:
             told = describe_replicas(self.snapshots(), exclude)
             raise NoReplicaAvailableError(f"no replica can take a request: {told}")
-        if min_version:
-            found = found.only(lambda one: one.reaches(min_version))
-        if not found.snapshots:
+        found = tuple(one for one in found if not min_version or one.reaches(min_version))
+        if not found:
             held = {one.replica_id: one.describe() for one in self._snapshots.values()}
             raise VersionNotReachedError(min_version, held, 0.0)
         return found

@@ -133,17 +133,17 @@ class RequestPlacer:
         self.sessions, self.groups = KeyLedger(max_sessions), KeyLedger(max_sessions)
         # Mean tokens of an answer, the latest weighing most.
         self.mean_output: float | None = None
-        self._replicas: Candidates | None = None
+        self._replicas: Candidates = ()
 
     def sync(self, replicas: Candidates) -> None:
         """Notes which replicas there are; the caches of those that left are forgotten."""
         if replicas is self._replicas:
             return
-        now = {id(snapshot) for snapshot in replicas.snapshots}
-        for snapshot in () if self._replicas is None else self._replicas.snapshots:
+        now = {id(snapshot) for snapshot in replicas}
+        for snapshot in self._replicas:
             if id(snapshot) not in now:  # it left, though another may have its id by now
                 self._index.remove(snapshot.replica_id)
-        for snapshot in replicas.snapshots:
+        for snapshot in replicas:
             if snapshot.block_size is not None:
                 self._index.set_block_tokens(index_block_tokens(snapshot.block_size))
             if snapshot.kv_cache_tokens is not None:
@@ -152,18 +152,15 @@ class RequestPlacer:
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> int:
         """Position among ``candidates`` of the replica to use; at least one is there."""
-        session = None
-        if request.session_id is not None:
-            session = self.sessions.get(request.session_id)
-            if session is not None:
-                position = _position(candidates, session)
-                if position is not None:
-                    return self._with_session(request, candidates, position)
-        if request.group_id is not None and session is None:
-            position = self._with_group(request, candidates)
+        position = None
+        session = None if request.session_id is None else self.sessions.get(request.session_id)
+        if session is not None:
+            position = _position(candidates, session)
             if position is not None:
-                return position
-        return self._by_strategies(request, candidates.snapshots)
+                return self._with_session(request, candidates, position)
+        elif request.group_id is not None:
+            position = self._with_group(request, candidates, self.groups.get(request.group_id))
+        return self._by_strategies(request, candidates) if position is None else position
 
     def _by_strategies(self, request: RoutingRequest, choices: Sequence[LoadSnapshot]) -> int:
         """Asks the strategies in order; where none decides, the fewest requests do."""
@@ -235,36 +232,31 @@ class RequestPlacer:
             if session and session.replica_id == replica_id and session.version < version:
                 self.sessions.note(request.session_id, CachedAt(replica_id, version))
         chain = request.known_chain
-        if chain is not None and self._remembers(replica_id, chain.block_tokens):
+        if chain is None or chain.block_tokens != self._index.block_tokens:
+            return
+        if any(one.replica_id == replica_id for one in self._replicas):  # else it is not followed
             for answer in answers:
                 self._index.insert(chain.followed_by(answer), replica_id, version)
 
-    def _remembers(self, replica_id: str, block_tokens: int) -> bool:
-        """Whether the index still follows this replica, in blocks of this size."""
-        there = self._replicas is not None and replica_id in self._replicas.positions
-        return there and block_tokens == self._index.block_tokens
-
     def _with_session(self, request: RoutingRequest, candidates: Candidates, position: int) -> int:
         """Position of the replica that has the request's session, or of one that costs less."""
-        snapshots = candidates.snapshots
-        here = snapshots[position]
+        here, tokens = candidates[position], request.num_tokens
         now, max_age_s = self._settings.clock(), self._settings.max_report_age_s
         if here.kv_cache_tokens is None or here.has_room(0, now, max_age_s):
             return position
-        tokens = request.num_tokens
-        roomy = [at for at, one in enumerate(snapshots) if one.has_room(tokens, now, max_age_s)]
+        roomy = [at for at, one in enumerate(candidates) if one.has_room(tokens, now, max_age_s)]
         if not roomy:
             return position
-        return roomy[self._by_strategies(request, [snapshots[at] for at in roomy])]
+        return roomy[self._by_strategies(request, [candidates[at] for at in roomy])]
 
-    def _with_group(self, request: RoutingRequest, candidates: Candidates) -> int | None:
-        """Position of the replica that has the request's group; None if there is none."""
-        assert request.group_id is not None, "the caller has looked"
-        group = self.groups.get(request.group_id)
+    def _with_group(
+        self, request: RoutingRequest, candidates: Candidates, group: CachedAt | None
+    ) -> int | None:
+        """Position of the replica that has the request's group and may take it; None if none."""
         position = None if group is None else _position(candidates, group)
         if position is None:
             return None
-        loads = loads_of(candidates.snapshots, self._settings)
+        loads = loads_of(candidates, self._settings)
         if loads[position] + request.num_samples <= _GROUP_SAMPLES:
             return position
         return position if position in not_overloaded(loads, request, self._settings) else None
@@ -272,7 +264,7 @@ class RequestPlacer:
 
 def _position(candidates: Candidates, cached: CachedAt) -> int | None:
     """Position of the candidate that still has it cached; None if there is none."""
-    position = candidates.positions.get(cached.replica_id)
-    if position is None or candidates.snapshots[position].cache_version > cached.version:
-        return None  # it is no candidate, or has newer weights than then
-    return position
+    for position, one in enumerate(candidates):
+        if one.replica_id == cached.replica_id:
+            return None if one.cache_version > cached.version else position
+    return None
