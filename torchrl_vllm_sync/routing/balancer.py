@@ -35,14 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Reservation:
-    """A request that counts as in flight on a replica from ``LoadBalancer.reserve`` to ``release``.
-
-    Leaving ``with`` or ``async with`` releases it, on every exit. ``index`` is the position that
-    the replica had in the balancer's ``actors`` when the request was reserved.
-    """
+    """A request that counts as in flight on a replica until ``release``, or the end of ``with``."""
 
     replica_id: str
-    index: int
+    index: int  # position that the replica had in the balancer's ``actors``
     _tracker: LoadTracker
     _placer: RequestPlacer
     _request: RoutingRequest
@@ -53,11 +49,7 @@ class Reservation:
     def release(
         self, answers: Sequence[Sequence[int] | np.ndarray] = (), version: int | None = None
     ) -> None:
-        """Releases the reservation; idempotent.
-
-        Requests that continue from the answers are then placed where they are cached, under the
-        version that began them.
-        """
+        """Releases it, once; what continues from the answers goes where these are cached."""
         with self._tracker.lock:
             if self._released:
                 return
@@ -84,18 +76,17 @@ class LoadBalancer:
     """Distributes requests over replicas; no decision costs an actor call.
 
     A request with a session or a group goes where that is; ``RequestPlacer`` says when not. For all
-    others strategies are asked in order, the first that can decides, and where none can the replica
-    that holds the fewest requests is taken. Only replicas whose state admits requests are
-    candidates. Names, arguments and results of TorchRL's ``LoadBalancer`` are kept.
+    others strategies are asked in order, and the first that can decides; where none can, the
+    fewest requests do. Only replicas whose state admits requests are candidates. Names, arguments
+    and results are those of TorchRL's ``LoadBalancer``.
 
     A service feeds its own ledger. For a list of actors with TorchRL's
     ``get_num_unfinished_requests`` and ``get_cache_usage`` the balancer keeps one, with the ids
     ``"0"``, ``"1"``, ..., counts them as serving until they prove dead, and asks them in the
     background until ``close``.
 
-    Every method is safe to call from any thread, and none blocks for more than a decision, so they
-    may be called on an event loop. A pickled copy has an empty ledger, forgets which prompts and
-    sessions went where, and draws a seed of its own, so that copies do not move in step.
+    Every method may be called from any thread and on an event loop. A pickled copy has an empty
+    ledger, forgets what went where, and draws another seed, so that copies do not move in step.
 
     Example:
         >>> balancer = LoadBalancer(actors, ["prefix-aware", "requests"])
@@ -111,15 +102,13 @@ class LoadBalancer:
             Prompts are compared in the smallest multiple of it that is at least 128.
         overload_threshold: Multiple of the mean load, at least 1. What would make a replica hold
             more than that and one request goes elsewhere under ``"prefix-aware"`` and
-            ``"kv-cache"``, and leaves its group of more than 8 samples; see
-            ``routing.strategies.not_overloaded``.
+            ``"kv-cache"``, and leaves its group of more than 8 samples.
         seed: Seeds ties.
         tracker: A ledger that is fed elsewhere, with one replica for each actor; None takes the
             service's, or makes one.
         monitor_interval_s: Seconds between two questions to each actor of a list. Figures older
             than 5 s, or 3 intervals if that is longer, count as unknown.
-        max_sessions: Sessions, and groups, that are remembered; of each the least recently used
-            are forgotten.
+        max_sessions: Sessions, and groups, that are remembered, the most recently used ones.
 
     Raises:
         UnsupportedArgumentError: A setting is out of range, there are no actors, or
@@ -206,12 +195,8 @@ class LoadBalancer:
         """Returns the position in ``actors`` of the actor to use for a request; reserves nothing.
 
         Args:
-            prompt: See ``reserve``.
+            prompt: As in ``reserve``, whose errors it raises.
             request_context: Passed on to the strategies.
-
-        Raises:
-            InvalidPromptError: The prompt is empty or of a wrong type.
-            NoReplicaAvailableError: No replica can take a request.
         """
         seen, salt = routing_prompt(prompt)
         request = RoutingRequest(seen, request_context, salt=salt)
@@ -271,18 +256,14 @@ class LoadBalancer:
     ) -> list[Reservation]:
         """Reserves for every prompt of a batch in one step: for all of them, or for none.
 
-        Arguments not listed here, and errors, are those of :meth:`reserve`.
+        Arguments not listed here, results in order, and errors are those of :meth:`reserve`.
 
         Args:
             prompts: At least one.
             session_id: One for all prompts, or a list with one, or None, for each.
             group_id: Likewise.
             sampling_params: For each prompt how many samples it asks for, and their length at most;
-                None means one of unknown length. ``UnsupportedArgumentError`` if they are not as
-                many as the prompts.
-
-        Returns:
-            One reservation for each prompt, in order.
+                None means one of unknown length.
         """
         if (
             isinstance(prompts, (str, Mapping))
@@ -362,7 +343,7 @@ class LoadBalancer:
             self._monitor.stop()
 
     def _ready(self) -> LoadTracker:
-        """Returns the ledger, its monitor running: a copy's or a forked child's is started here."""
+        """Returns the ledger, with its monitor started, also in a copy or a forked child."""
         if self._asks_actors and self._monitor is not None:
             self._monitor.start()
         return self.load

@@ -87,33 +87,31 @@ def _reported(name: str) -> Any:
 class LoadSnapshot:
     """What is known of one replica's load at one moment, by the ledger's clock.
 
-    Those that a strategy is given are the ledger's own: they stay as they are while it decides and
-    change afterwards. ``LoadTracker.snapshots`` returns copies.
+    Those that a strategy is given are the ledger's own, and change after its decision.
 
     Attributes:
         replica_id: Stable id of the replica.
-        state: Its state, from its last report or from a caller who saw it change since.
+        state, reason: Its state, as reported or seen since, and why it is ``STALE`` or ``FAILED``.
         in_flight: Samples that this process reserved and has not released; exact.
         held_tokens: Tokens, of prompts and expected of answers, of these samples.
-        report: What its engine last said of itself, whole; its figures are attributes here too:
-        num_unfinished: Samples inside the engine, from every process; None until reported.
-        num_running, num_waiting: Samples in its running batch and in its queue, likewise.
-        kv_cache_usage: Share of KV-cache blocks in use, 0 to 1, likewise.
-        weight_version: Policy version it serves with; None before the first push or report.
+        report: What its engine last said of itself, whole. From it are, None until reported:
+        num_unfinished: Samples inside the engine, from every process.
+        num_running, num_waiting: Samples in its running batch, and in its queue.
+        kv_cache_usage: Share of KV-cache blocks in use, 0 to 1.
+        weight_version: Policy version it serves with.
         membership_epoch: Changes of the service's membership that it was notified of.
-        counters: What the engine has done since it started; None until reported.
-        last_push: The last push that the replica was notified of; None before one.
+        counters: What the engine has done since it started.
+        last_push: The last push that the replica was notified of.
         measured_at: Time of the last report; None before it.
         num_elsewhere: Samples of other processes, estimated when the last report came: those in the
             engine beyond the ones that this process had in flight. None until reported.
         held_when_measured: ``held_tokens`` at the time of the last report.
-        kv_cache_tokens: Tokens for which its KV cache has room; None if unknown.
-        block_size: Tokens in a block of its KV cache; None if unknown.
-        reason: Why it is ``STALE`` or ``FAILED``; empty otherwise.
+        kv_cache_tokens, block_size: Tokens for which its KV cache has room, and in one block of it;
+            None if unknown.
         marked_at: Time when a caller last saw its state change; reports of before do not count.
         floor: Version that it must report before it admits requests again; 0 if it need not.
-        away_since: Time since which it is ``FAILED`` only because its actor cannot be reached and
-            may be back; None otherwise.
+        away_since: Time since which it is ``FAILED`` only as its actor cannot be reached, and may
+            be back; None otherwise.
         counted: The engine's counters of the last few seconds' reports, oldest first.
     """
 
@@ -160,8 +158,7 @@ class LoadSnapshot:
         """Returns the samples that this replica holds, as well as this process can tell.
 
         Those counted here, which is exact, and those of other processes as of the last report, as
-        long as that is fresh: so the error is what other processes sent or got back since then.
-        Arguments are those of :meth:`is_fresh`.
+        long as that is fresh. Arguments are those of :meth:`is_fresh`.
         """
         if self.num_elsewhere and self.is_fresh(now, max_age_s):
             return self.in_flight + self.num_elsewhere
@@ -170,10 +167,9 @@ class LoadSnapshot:
     def predicted_usage(self, now: float, max_age_s: float) -> float | None:
         """Returns the share of the KV cache that its requests use, or will; above 1 they must wait.
 
-        The engine's own figure while it is fresh, and what this process has reserved since.
-        Otherwise all that this process has reserved. Blocks that requests share count once in the
-        first and several times in the second. None if neither is known. Arguments are those of
-        :meth:`is_fresh`.
+        The engine's own figure while it is fresh, and what this process has reserved since;
+        otherwise all that this process has reserved; None if neither is known.
+        Arguments are those of :meth:`is_fresh`.
         """
         room = self.kv_cache_tokens
         if self.report.kv_cache_usage is not None and self.is_fresh(now, max_age_s):
@@ -273,9 +269,8 @@ _Result = TypeVar("_Result")
 class LoadTracker:
     """Ledger of requests in flight and of the engines' last reports, for one process.
 
-    Every method is safe to call from any thread; to choose and reserve in one step, hold ``lock``,
-    which is reentrant. A pickled copy has the same replicas in their last states and nothing in
-    flight, because another process has other requests.
+    Every method is safe to call from any thread; to choose and reserve in one step, hold ``lock``.
+    A pickled copy has the same replicas in their last states and nothing in flight.
     """
 
     def __init__(
@@ -323,17 +318,14 @@ class LoadTracker:
             return None if known is None else copy.copy(known)
 
     def candidates(self) -> Candidates:
-        """The replicas that admit requests, maybe none; the same object until one of them changes.
-
-        ``lock`` must be held, also while they are used.
-        """
+        """The replicas that admit requests; the same object until one changes. Hold ``lock``."""
         if self._candidates is None:
             everyone = self._snapshots.values()
             self._candidates = tuple(one for one in everyone if one.state.admits_requests)
         return self._candidates
 
     def candidates_for(self, exclude: Collection[str], min_version: int) -> Candidates:
-        """The replicas that admit a request, at least one; ``lock`` must be held, as above."""
+        """The replicas that admit a request, at least one. Hold ``lock``."""
         found = self.candidates()
         if found and not exclude and not min_version:
             return found
@@ -369,10 +361,7 @@ class LoadTracker:
                 self._watchers.remove(watcher)
 
     def wait_until(self, test: Callable[[], _Result | None], timeout_s: float) -> _Result | None:
-        """Returns the first result of ``test`` that is not None, or None at the timeout.
-
-        ``test`` is called whenever a replica changes, and at least once a second.
-        """
+        """Calls ``test`` at each change of a replica until it returns something, or time is up."""
         deadline, changed = Deadline(timeout_s), threading.Event()
         with self.watched(changed.set):
             while (result := test()) is None and not deadline.passed:
@@ -465,11 +454,9 @@ class LoadTracker:
     ) -> None:
         """Records an engine's report; one of a replica that is not tracked is dropped.
 
-        The figures are always taken; implausible ones, such as NaN or a number below 0, count as
-        unknown. The state is not, if the report was asked for before the last ``mark``; and a
-        replica marked ``FAILED`` leaves that state only by a report of ``SERVING`` or ``STALE``,
-        unless it was only out of reach: then any reported state counts. One that reports
-        ``SERVING`` counts as ``STALE`` below its :meth:`set_floor`.
+        The figures are always taken; the state is not if the report was asked for before the last
+        ``mark``. What was marked ``FAILED`` leaves that state by a report of ``SERVING`` or
+        ``STALE`` only, unless it was out of reach: then any reported state counts.
         """
         now = self.clock()
         with self.lock:
@@ -503,8 +490,7 @@ class LoadTracker:
     ) -> None:
         """Records a state seen from outside, such as ``FAILED`` when a call to the actor died.
 
-        A replica that was ``CLOSED`` before its actor died has not failed, and stays so. One that
-        failed otherwise does not become one that may return.
+        One that was ``CLOSED`` before has not failed. One that failed for good may not return.
         """
         with self._changing(replica_id) as known:
             if known.state is ReplicaState.CLOSED and state is ReplicaState.FAILED:
@@ -517,10 +503,9 @@ class LoadTracker:
             known.state, known.reason = state, reason
 
     def set_floor(self, replica_id: str, version: int) -> None:
-        """Excludes a replica from requests until it reports ``version`` or a later one.
+        """Excludes a replica, whatever state it reports, until it holds ``version`` or a later one.
 
-        Whatever state it reports: one that was silent during a push does not know that it is
-        behind.
+        One that was silent during a push does not know that it is behind.
         """
         with self._changing(replica_id) as known:
             known.floor = max(version, known.floor)

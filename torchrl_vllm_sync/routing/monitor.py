@@ -31,10 +31,9 @@ LOCK_TIMEOUT_S = 5.0
 def staying_connected() -> Iterator[bool]:
     """Yields whether this process is connected to Ray, and keeps that from ending in the block.
 
-    A core worker (Ray 2.60) that is called after its end exits and takes the whole process with it,
-    so a call into Ray while another thread is inside ``ray.shutdown()`` would. Background threads
-    therefore make their calls in here, and no long ones. Ray connects and shuts down under a lock,
-    which this takes; it yields ``False`` when that is held for longer than five seconds.
+    A core worker (Ray 2.60) that is called after its end takes the whole process with it, so
+    background threads make their calls in here, and no long ones. Ray connects and shuts down under
+    a lock, which this takes; it yields ``False`` when that is held for longer than five seconds.
     """
     import ray
     from ray._private import worker
@@ -76,8 +75,7 @@ class ReportReader:
 class BareActorReader(ReportReader):
     """Asks actors with TorchRL's methods, which know no state: one that answers is serving.
 
-    ``get_num_unfinished_requests() -> int`` and ``get_cache_usage() -> float`` are trusted; a
-    figure whose call fails stays unknown.
+    A figure whose call fails stays unknown.
     """
 
     def ask(self, replica: Replica) -> list[Any]:
@@ -113,18 +111,14 @@ _WATCHED_INTERVAL_S = 0.1
 class LoadMonitor:
     """Asks every replica for its load once an interval, for a ledger to record.
 
-    The interval is at most 0.1 s while the ledger is watched. One daemon thread per process. Calls
-    are asynchronous, so an actor that hangs delays no other's report; it is asked again only when
-    it has answered, is logged once when it has been silent for ``timeout_s``, and meanwhile its
-    figures age. The thread ends when Ray is shut down, or when the object whose bound method
-    ``replicas`` is has gone; it keeps neither alive. In a forked child it is gone; ``start`` starts
-    another.
+    The interval is at most 0.1 s while the ledger is watched. One daemon thread per process, which
+    ends when Ray is shut down, or when the object whose bound method ``replicas`` is has gone; it
+    keeps neither alive. Calls are asynchronous, so an actor that hangs delays no other's report.
 
     Marked ``FAILED`` is an actor that Ray calls dead or unavailable, within ``interval_s`` of Ray's
     noticing; and one that has not answered for ``unresponsive_after_s``, within that and twice
-    ``interval_s``. When it answers again, a report that was asked for after the mark decides its
-    state. An actor that is ``STARTING`` may be silent: it builds its engine, which has a limit of
-    its own. One that was ``CLOSED`` before it ended stays so.
+    ``interval_s``. An actor that is ``STARTING`` may be silent: it builds its engine, which has a
+    limit of its own.
     """
 
     def __init__(

@@ -77,10 +77,7 @@ class CachedAt(NamedTuple):
 
 
 class KeyLedger(OrderedDict[RequestKey, CachedAt]):
-    """Where keys were served last; beyond its capacity the least recently noted are forgotten.
-
-    Not locked: a balancer uses it while it holds the lock of its load ledger.
-    """
+    """Where keys were served last; beyond its capacity the least recently noted are forgotten."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -111,14 +108,13 @@ class RequestPlacer:
 
     A session stays with the replica that served it last, whose cache has it, while that one is a
     candidate and has the weights that it had then. It moves when that one's KV cache is more than
-    90 % full and others' would not be with all of it: these have less to do by more tokens than
-    there are to compute anew, so a move costs less than to wait. The strategies choose among these.
+    90 % full and others' would not be with all of it: to compute it anew costs less than to wait.
 
     A session's first request, or one without a session, goes where its group is while that replica
     is not overloaded. Everything else is for the strategies: also a session whose replica died,
     drains, went stale or got other weights, for then it is cached nowhere.
 
-    Not safe for threads; a balancer uses it with its ledger locked.
+    Used with the ledger locked.
     """
 
     def __init__(

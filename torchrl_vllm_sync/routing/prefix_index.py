@@ -112,7 +112,7 @@ class PrefixIndex:
     Digests are kept by the weight version that served them, so a new version needs no work: older
     ones' are not found any more, and are forgotten as engines forget them.
 
-    Not safe for threads; a balancer uses it with its ledger locked.
+    Used with the ledger locked.
     """
 
     def __init__(self, block_tokens: int) -> None:

@@ -93,10 +93,10 @@ class RoutingRequest:
         return len(prompt) // BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt)
 
     def chain(self, index: PrefixIndex) -> PromptChain:
-        """Returns the prompt's digests in an index's blocks, computed once. There must be a prompt.
+        """Returns the prompt's digests, computed once. There must be a prompt.
 
         Args:
-            index: What the replicas' caches hold.
+            index: Whose blocks are digested.
 
         Raises:
             InvalidPromptError: An id is not an integer of 32 bits.
@@ -129,10 +129,7 @@ class StrategySettings:
 
 
 class RoutingStrategy(Protocol):
-    """Chooses a replica for a request; pure apart from its own memory, and never does I/O.
-
-    A balancer calls it with its ledger locked, so one instance is never entered twice at a time.
-    """
+    """Chooses a replica for a request, with the ledger locked; never does I/O."""
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int | None:
         """Position in ``snapshots`` of the replica to use; None if this strategy cannot tell.
@@ -148,11 +145,7 @@ StrategyFactory: TypeAlias = Callable[[StrategySettings], RoutingStrategy]
 
 
 class _Lowest:
-    """What chooses the lowest of some figures.
-
-    Ties are broken at random, so that an idle service does not send everything to its first
-    replica.
-    """
+    """Chooses the lowest figure; ties at random, or an idle service would use one replica only."""
 
     def __init__(self, settings: StrategySettings) -> None:
         self._settings = settings
@@ -174,9 +167,7 @@ class LeastRequests(_Lowest):
 class KVCache(_Lowest):
     """Strategy ``"kv-cache"``: the replica with the lowest ``LoadSnapshot.predicted_usage``.
 
-    That is the engine's last figure and what this process has reserved since, so that not all
-    requests between two reports go to one replica. Overloaded replicas are passed over. Cannot
-    choose while nothing is known of some candidate's cache.
+    Overloaded ones are passed over. Cannot choose while some candidate's usage is unknown.
     """
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int | None:
@@ -193,11 +184,7 @@ class KVCache(_Lowest):
 
 
 class RoundRobin:
-    """Strategy ``"round-robin"``: the replica whose last turn is longest ago.
-
-    Turns are remembered by replica id: when replicas come, go or are left out for a while, the
-    others neither lose a turn nor get a second one.
-    """
+    """Strategy ``"round-robin"``: the replica whose last turn, by its id, is longest ago."""
 
     def __init__(self, settings: StrategySettings) -> None:
         self._first_turn = settings.first_turn
@@ -232,13 +219,11 @@ class PrefixAware:
     """Strategy ``"prefix-aware"``: where the least work is left for the most idle replica.
 
     The replica with the smallest product wins: uncached tokens of the prompt (``PrefixIndex``) and
-    64 more for the request itself, times the samples that it would hold with this one. Ties are
-    broken by rendezvous hashing of the prompt, so that every process decides alike. Without a
-    prompt it cannot choose. The product is that of SGLang's ``lmetric`` policy (sgl-project/sglang,
-    ``sgl-model-gateway/src/policies/lmetric.rs``), to which the 64 tokens are added.
-
-    No replica takes more than its bounded share while others can take work, see ``not_overloaded``;
-    nor one whose KV cache would be more than 90 % full while others' would not be.
+    64 more for the request itself, times the samples that it would hold with this one, as in
+    SGLang's ``lmetric`` (sgl-project/sglang, ``sgl-model-gateway/src/policies/lmetric.rs``). Ties
+    are broken by rendezvous hashing of the prompt, so that every process decides alike. Without a
+    prompt it cannot choose. It passes over replicas that are overloaded, see ``not_overloaded``, or
+    whose KV cache would be more than 90 % full while others' would not be.
     """
 
     def __init__(self, settings: StrategySettings) -> None:
@@ -279,10 +264,9 @@ def not_overloaded(
 ) -> list[int]:
     """Positions of the replicas that may take the request; at least one.
 
-    With ``n`` candidates that hold ``total`` samples, those of this request and the ones that come
-    with it included, none may come to hold more than
-    ``overload_threshold * total / n + num_samples``. The least loaded one never does. The bound is
-    that of Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
+    With ``n`` candidates and ``total`` samples, those that are coming included, none may come to
+    hold more than ``overload_threshold * total / n + num_samples``. The least loaded never does.
+    The bound is that of "Consistent Hashing with Bounded Loads" (Mirrokni et al., SODA 2018).
     """
     total = sum(loads) + max(request.num_coming, request.num_samples)
     bound = settings.overload_threshold * total / len(loads)
