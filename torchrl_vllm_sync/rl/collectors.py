@@ -32,10 +32,9 @@ MOVE_TIMEOUT_S = 30.0
 
 
 class ServiceVersion(PolicyVersion):
-    """Replaces a collector's counter: the version moves only when the service's does.
+    """Replaces a collector's counter, which TorchRL moves from several places.
 
-    TorchRL moves it from several places: ``update_policy_weights_``, updaters, senders and whatever
-    hooks a user adds. With this the version is what the service said last, however often they do.
+    With this the version is what the service said last, however often they do.
     """
 
     counter: PolicyVersion
@@ -79,8 +78,7 @@ class ServiceVersion(PolicyVersion):
 class _Counterless:
     """The class behind that of a collector without a counter, which may yet be given one.
 
-    ``LLMCollector`` (TorchRL 0.14) registers with its updater first, then makes its counter, and at
-    last an environment that has it.
+    ``LLMCollector`` (TorchRL 0.14) registers with its updater before it makes a counter and an env.
     """
 
     __slots__ = ()  # as an object can change between classes of one layout only
@@ -110,8 +108,7 @@ def move_collector(collector: Any, version: int) -> None:
 class CollectorVersions:
     """The collectors that follow one service's versions, held weakly; a pickled copy has none.
 
-    One that is gone, or whose actor died, is forgotten with a warning. Late announcements, from
-    another thread, move no collector back.
+    One that is gone, or whose actor died, is forgotten with a warning.
     """
 
     def __init__(self) -> None:
@@ -150,7 +147,7 @@ class CollectorVersions:
             self._move([collector], service.weight_version)
 
     def announce(self, version: int) -> None:
-        """Brings all to ``version``, or a newer one announced; dead and busy ones do not raise."""
+        """Brings all to ``version``, or to a newer one that was announced before."""
         self._move(self.live, version)
 
     @property
@@ -205,14 +202,11 @@ class CollectorVersions:
 class RayReplayBuffer(_TorchRLBuffer):
     """TorchRL's ``RayReplayBuffer``, which pickles: a copy reads and writes the same buffer.
 
-    TorchRL's own fails with "no attribute ``_futures_lock``" when it is handed to a
-    ``RayLLMCollector`` or a Ray task, as its GRPO scripts do, since its state is taken for that of
-    a local buffer (``torchrl/data/replay_buffers/replay_buffers/base.py``, ``__getstate__``).
-    Needed up to TorchRL 0.14.1, the newest release when this was written; not needed from the
+    TorchRL's own (up to 0.14.1 at least) fails with "no attribute ``_futures_lock``" when it is
+    handed to a ``RayLLMCollector`` or a Ray task, as its GRPO scripts do. Not needed from the
     release in which ``pickle.dumps`` of TorchRL's succeeds.
 
-    Whoever made the buffer owns it: only there ``close()`` and ``shutdown()`` end the actor. On a
-    copy they let go of it.
+    Only where the buffer was made do ``close()`` and ``shutdown()`` end the actor; a copy lets go.
 
     Example:
         >>> buffer = RayReplayBuffer(storage=partial(LazyStackStorage, 512), batch_size=32)

@@ -14,6 +14,7 @@ from torch import nn
 from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.envs.transforms import PolicyAgeFilter, Transform
 
+from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl.keys import MAX_POLICY_VERSION, NO_VERSION, POLICY_VERSION
 from torchrl_vllm_sync.rl.updater import WeightUpdater
@@ -45,7 +46,7 @@ def oldest_versions(tensordict: TensorDictBase, key: NestedKey) -> torch.Tensor:
     value = tensordict.get(key, None)
     if value is None or not shape.numel():
         return torch.full(shape, NO_VERSION, dtype=torch.int64, device=tensordict.device)
-    kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+    kind = _kind(value)
     if not isinstance(kind, torch.dtype) or kind.is_floating_point or kind is torch.bool:
         raise UnsupportedArgumentError(
             f"{key!r} must hold integer policy versions, got {kind}; versions that are no "
@@ -57,6 +58,10 @@ def oldest_versions(tensordict: TensorDictBase, key: NestedKey) -> torch.Tensor:
     newest = torch.iinfo(torch.int64).max
     oldest = versions.masked_fill(versions < 0, newest).amin(-1)
     return oldest.masked_fill(oldest == newest, NO_VERSION)
+
+
+def _kind(value: object) -> torch.dtype | str:
+    return value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def staleness_of(versions: torch.Tensor, newest: int | Callable[[], int]) -> torch.Tensor:
@@ -88,14 +93,11 @@ def as_version_source(version: VersionLike) -> int | Callable[[], int]:
     if isinstance(version, bool):
         raise UnsupportedArgumentError(f"version must not be a truth value, got {version}")
     if isinstance(version, int):
-        if version < 0:
-            raise UnsupportedArgumentError(f"version must be at least 0, got {version}")
+        check_integer("version", version, 0)
         return version
-    owner: Any = version
-    if isinstance(version, WeightUpdater):
-        owner = version.service
-        if owner is None:
-            raise UnsupportedArgumentError("version: this updater has no service to ask")
+    owner: Any = version.service if isinstance(version, WeightUpdater) else version
+    if owner is None and version is not None:
+        raise UnsupportedArgumentError("version: this updater has no service to ask")
     name = "version" if isinstance(version, PolicyVersion) else "weight_version"
     if hasattr(owner, name) and not isinstance(owner, type):
         return partial(getattr, owner, name)  # which pickles
@@ -135,7 +137,8 @@ class StalenessFilter(PolicyAgeFilter):
 
     Args:
         max_staleness: Versions; 0 keeps rows of the newest version only.
-        version: What tells the newest version, see ``as_version_source``.
+        version: What tells the newest version: a service, a ``WeightUpdater``, a ``PolicyVersion``,
+            a function, or a number.
         version_key: Integer entry with the stamp, of the batch's shape and perhaps more; negative
             stamps are none.
         allow_unstamped: Let rows without a stamp pass.
@@ -208,18 +211,11 @@ class StalenessFilter(PolicyAgeFilter):
 class StalenessWeight(Transform):
     """Writes how many versions old each row is, and a weight that falls with it.
 
-    ======================  ====================  ================================================
-    entry                   type, shape           holds
-    ======================  ====================  ================================================
-    ``"staleness"``         int64, the batch's    newest version minus the oldest that sampled a
-                                                  token of the row; at least 0
-    ``"staleness_weight"``  float32, the batch's  ``0.5 ** (staleness / half_life)``, and 0 for
-                                                  rows more than ``max_staleness`` versions old
-    ======================  ====================  ================================================
-
-    It scales how much a row counts; it does not correct for the policy having changed, which is the
-    importance ratio of the loss. TorchRL's ``StalenessAwareSampler`` decays by
-    ``1 / (staleness + 1)`` instead, in how often it samples.
+    Both entries have the batch's shape. ``"staleness"``, int64, is the newest version minus the
+    oldest that sampled a token of the row, at least 0. ``"staleness_weight"``, float32, is
+    ``0.5 ** (staleness / half_life)``, and 0 for rows more than ``max_staleness`` versions old. It
+    scales how much a row counts; it does not correct for the policy having changed, which is the
+    importance ratio of the loss.
 
     It works on a shallow copy of a batch, and of what a replay buffer samples: what is stored stays
     as it was, and is weighted anew each time. In an environment it does nothing.
@@ -229,11 +225,11 @@ class StalenessWeight(Transform):
         >>> loss = loss_fn(weigh(batch))
 
     Args:
-        version: What tells the newest version, see ``as_version_source``.
+        version: What tells the newest version, as for ``StalenessFilter``.
         half_life: Versions after which a row counts half; ``None`` does not decay.
         max_staleness: Rows older than that weigh nothing; ``None`` sets no bound.
-        multiply: Floating-point entry to multiply by the weight, its shape beginning with the
-            batch's, dense or ragged; usually ``"advantage"``.
+        multiply: Floating-point entry to multiply by the weight, dense or ragged, its shape
+            beginning with the batch's; usually ``"advantage"``.
         version_key: Integer entry with the stamp.
 
     Raises:
@@ -264,7 +260,7 @@ class StalenessWeight(Transform):
         self.multiply, self.version_key = multiply, version_key
 
     def weight_of(self, staleness: torch.Tensor) -> torch.Tensor:
-        """Returns the float32 weight of rows that are ``staleness`` versions old.
+        """Returns the float32 weight of rows of some ages.
 
         Args:
             staleness: Ages in versions, int64, of any shape.
@@ -308,8 +304,8 @@ def _multiply(tensordict: TensorDictBase, key: NestedKey, weight: torch.Tensor) 
             _multiply(one, key, part)
         return
     value: Any = tensordict[key]  # KeyError if there is none
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+    kind = _kind(value)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise UnsupportedArgumentError(
             f"multiply must name a floating-point entry, got {key!r}, which holds {kind}"
         )
@@ -384,7 +380,7 @@ class VersionStamp(PolicyVersion):
     def _step(
         self, tensordict: TensorDictBase | None, next_tensordict: TensorDictBase
     ) -> TensorDictBase:
-        """Stamps the step's rows; TorchRL calls it without ``tensordict`` at a reset."""
+        """Stamps the step's rows; at a reset there is no ``tensordict``."""
         next_tensordict = super()._step(tensordict, next_tensordict)
         # A reset leaves a stamp in the root too: only the wrapper leaves a newest version as well.
         if tensordict is None or tensordict.get(MAX_POLICY_VERSION, None) is None:
