@@ -41,8 +41,7 @@ class ServiceVersion(PolicyVersion):
 
     def __init__(self, counter: PolicyVersion) -> None:
         Transform.__init__(self)
-        # No attribute of the module, or it would be a transform inside a transform.
-        self.__dict__["counter"] = counter
+        self.__dict__["counter"] = counter  # not as a module, a transform inside a transform
         self.announced: int | None = None
 
     @property
@@ -60,7 +59,7 @@ class ServiceVersion(PolicyVersion):
         return self.counter.version_type
 
     def increment_version(self) -> None:
-        """Does nothing: :meth:`move` has moved the version already, or there is no new one."""
+        """Does nothing: :meth:`move` does."""
 
     def move(self, version: int) -> None:
         """Brings the counter to ``version``; one of made-up ids gets a new one a version."""
@@ -127,7 +126,7 @@ class CollectorVersions:
             self._end = service.weights.listen_to_versions(self.announce)
 
     def stop(self) -> None:
-        """Ends :meth:`follow` and forgets the collectors; idempotent."""
+        """Ends :meth:`follow` and forgets the collectors."""
         if self._end is not None:
             self._end()
         with self._lock:

@@ -119,28 +119,23 @@ def _check_bound(max_staleness: object) -> None:
 class StalenessFilter(PolicyAgeFilter):
     """Drops rows whose oldest token is more than ``max_staleness`` versions old.
 
-    TorchRL's ``PolicyAgeFilter``, and like that it works in a replay buffer on ``extend`` and on
-    ``sample``, which may then return fewer rows than asked for, down to none; called with a batch;
-    and nowhere in an environment. Beyond that it counts what it drops, raises on rows that carry no
-    stamp, reads ragged rows and rows of several steps (the oldest stamp is the row's), and has
-    ``extend`` write nothing, instead of failing, if every row is stale.
+    TorchRL's ``PolicyAgeFilter``: it works on a batch, and in a replay buffer on ``extend`` and on
+    ``sample``, which may then return fewer rows than asked for; not in an environment. Beyond that
+    it counts what it drops, raises on rows that carry no stamp, reads ragged rows and rows of
+    several steps (the oldest stamp is the row's), and lets all of an ``extend`` be stale.
 
-    In a buffer put it before ``MCAdvantage``, whose groups are then complete when rows are dropped:
-    transforms are applied in reverse order on ``extend``.
+    In a buffer put it before ``MCAdvantage``, whose groups are then complete when rows are dropped.
 
     Example:
-        >>> buffer = ReplayBuffer(
-        ...     storage=LazyStackStorage(512),
-        ...     transform=Compose(StalenessFilter(2, service), MCAdvantage(grpo_size=8)),
-        ... )
+        >>> transform = Compose(StalenessFilter(2, service), MCAdvantage(grpo_size=8))
+        >>> buffer = ReplayBuffer(storage=LazyStackStorage(512), transform=transform)
         >>> fresh = StalenessFilter(2, updater)(batch)  # without a buffer
 
     Args:
         max_staleness: Versions; 0 keeps rows of the newest version only.
         version: What tells the newest version: a service, a ``WeightUpdater``, a ``PolicyVersion``,
             a function, or a number.
-        version_key: Integer entry with the stamp, of the batch's shape and perhaps more; negative
-            stamps are none.
+        version_key: Integer entry with the stamp, of the batch's shape or more; negative is none.
         allow_unstamped: Let rows without a stamp pass.
 
     Raises:
@@ -214,11 +209,10 @@ class StalenessWeight(Transform):
     Both entries have the batch's shape. ``"staleness"``, int64, is the newest version minus the
     oldest that sampled a token of the row, at least 0. ``"staleness_weight"``, float32, is
     ``0.5 ** (staleness / half_life)``, and 0 for rows more than ``max_staleness`` versions old. It
-    scales how much a row counts; it does not correct for the policy having changed, which is the
-    importance ratio of the loss.
+    does not correct for the policy having changed: that is the importance ratio of the loss.
 
-    It works on a shallow copy of a batch, and of what a replay buffer samples: what is stored stays
-    as it was, and is weighted anew each time. In an environment it does nothing.
+    It works on a shallow copy of a batch, and of what a replay buffer samples; not in an
+    environment.
 
     Example:
         >>> weigh = StalenessWeight(updater, half_life=2, multiply="advantage")
@@ -265,9 +259,7 @@ class StalenessWeight(Transform):
         Args:
             staleness: Ages in versions, int64, of any shape.
         """
-        weight = torch.ones_like(staleness, dtype=torch.float32)
-        if self.half_life is not None:
-            weight = torch.pow(0.5, staleness / self.half_life)
+        weight = torch.pow(0.5, staleness / (self.half_life or math.inf))
         if self.max_staleness is not None:
             weight = weight.masked_fill(staleness > self.max_staleness, 0.0)
         return weight.to(torch.float32)
@@ -319,12 +311,10 @@ class VersionStamp(PolicyVersion):
     TorchRL's writes its counter when the environment steps, which is too new after a push between
     the sampling and the step. This one writes ``("next", "policy_version")``, int64 of the batch's
     shape, from the row's own stamp of ``vLLMWrapper``: the oldest version that sampled a token of
-    the step's response. On rows without one, and at a reset, it writes the version at that moment,
-    as TorchRL does.
+    the response; and as TorchRL's does on rows without one, and at a reset.
 
-    It stands wherever ``PolicyVersion`` does: ``LLMCollector(track_policy_version=VersionStamp())``
-    appends it and moves it at each push. An ``AsyncEnvPool`` steps its environments elsewhere: give
-    each of them a stamp, and one to the collector. It pickles.
+    It stands wherever ``PolicyVersion`` does. An ``AsyncEnvPool`` steps its environments elsewhere:
+    give each of them a stamp, and one to the collector. It pickles.
 
     Example:
         >>> collector = LLMCollector(env, policy=policy, track_policy_version=VersionStamp(service))
@@ -335,8 +325,7 @@ class VersionStamp(PolicyVersion):
             incremented; setting it announces a version of which its source may hear later.
 
     Raises:
-        UnsupportedArgumentError: ``version`` is a number, or nothing that a version can be read
-            from.
+        UnsupportedArgumentError: No version can be read from ``version``, or it is set to none.
     """
 
     def __init__(self, version: VersionLike | None = None) -> None:
@@ -358,11 +347,7 @@ class VersionStamp(PolicyVersion):
 
     @version.setter
     def version(self, value: str | int) -> None:
-        """Sets the counter, or announces a version; what follows never goes back.
-
-        Raises:
-            UnsupportedArgumentError: ``value`` is no integer from 0 on.
-        """
+        """Sets the counter, or announces a version; what follows never goes back."""
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise UnsupportedArgumentError(f"version must be an int of at least 0, got {value!r}")
         if self._source is None:

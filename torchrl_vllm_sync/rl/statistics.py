@@ -84,11 +84,9 @@ class GenerationStatistics(Transform):
                                    how many pushes the row lived through
     ===================== ======== ==============================================================
 
-    A float is NaN where vLLM did not say, or where there is nothing to divide by.
-
-    In an environment it writes them below ``"next"`` at each step; at a reset integers are -1,
-    floats NaN and ``truncated`` is false. In a replay buffer it writes them on ``extend``; called
-    with a batch, into a shallow copy. A batch that has them already is not counted again.
+    A float is NaN where vLLM did not say, or where there is nothing to divide by; so are all at an
+    environment's reset, with integers -1. An environment has them below ``"next"``, a replay buffer
+    from ``extend`` on, and a batch in a shallow copy. One that has them is not counted again.
 
     Example:
         >>> statistics = GenerationStatistics()
@@ -223,7 +221,7 @@ class GenerationStatistics(Transform):
 
 
 def _entry(tensordict: TensorDictBase, key: NestedKey) -> Any:
-    """Returns an entry, ragged ones as lists, or ``None`` if some row lacks it."""
+    """Returns an entry, a ragged one as a list, or ``None`` if some row lacks it."""
     return tensordict.get(key, None, as_list=True)  # pyright: ignore[reportCallIssue]
 
 
@@ -249,22 +247,14 @@ def log_pushes(
 ) -> Callable[[], None]:
     """Logs each push that commits a new version, at the step of that version's number.
 
-    ========================= ==================================================================
-    name                      holds
-    ========================= ==================================================================
-    ``seconds``               seconds of the whole push
-    ``bytes``                 bytes of all tensors, once
-    ``left_behind``           replicas that did not reach the version
-    ``<phase>_s``             seconds of each phase on the trainer's side, as in ``phases``
-    ``replica/<phase>_s``     seconds of each phase in the slowest replica
-    ``replica/num_kept``      samples that went on with their tokens, of all replicas
-    ``replica/num_restarted`` samples that began again, of all replicas
-    ========================= ==================================================================
+    These are ``seconds`` of the whole push, ``bytes`` of all tensors, how many replicas were
+    ``left_behind``, and what the trainer's ``phases`` hold: seconds as ``<phase>_s``, and counts.
+    Of replicas there are ``replica/<phase>_s`` of the slowest one, and over all of them
+    ``replica/num_kept`` samples that went on with their tokens and ``replica/num_restarted`` that
+    began again. What no replica has said is missing.
 
-    Other counts of the trainer's phases, such as ``attempts``, are there by their names. What no
-    replica has said is missing. Only pushes of this process are heard of, see
-    ``AsyncVLLM.register_version_hook``. What the logger raises leaves ``push_weights``; the version
-    is committed by then.
+    Only pushes of this process are heard of. What the logger raises leaves ``push_weights``; the
+    version is committed by then.
 
     Example:
         >>> stop = log_pushes(service, CSVLogger("run"))
@@ -312,30 +302,20 @@ def log_rollouts(
 ) -> dict[str, float]:
     """Logs how the rows of a batch were generated, how old they are and what they earned.
 
-    ======================== ===================================================================
-    name                     holds
-    ======================== ===================================================================
-    ``rows``                 rows of the batch
-    ``tokens``               tokens that were sampled, of all rows
-    ``reward``               mean reward
-    ``staleness``            mean of the rows' ages in versions, each by its oldest token
-    ``staleness_max``        the greatest of them
-    ``prompt_length``, ...   means of what ``GenerationStatistics`` finds, by its names
-    ======================== ===================================================================
-
-    What cannot be known is not logged: without stamps of ``vLLMWrapper`` no lengths, times and
-    ages, without ``version`` no ages, without rewards no reward.
+    That is how many ``rows`` and sampled ``tokens`` there are, the mean ``reward``, mean and
+    greatest age of the rows in versions, each by its oldest token (``staleness``,
+    ``staleness_max``), and means of what ``GenerationStatistics`` finds, by its names. What cannot
+    be known is not logged: without stamps of ``vLLMWrapper`` no lengths, times and ages, without
+    ``version`` no ages, without rewards no reward.
 
     Example:
-        >>> for step, batch in enumerate(collector):  # of a collector without a replay buffer
-        ...     log_rollouts(logger, batch, step, version=service)
         >>> log_rollouts(logger, replay_buffer[:], step, version=service)
 
     Args:
         logger: One of TorchRL's loggers.
         batch: Rows of any shape, ragged or padded.
         step: Step to log at; ``None`` leaves that to the logger.
-        version: What tells the newest version, see ``as_version_source``.
+        version: What tells the newest version, as for ``StalenessFilter``.
         reward: Entry of the rewards, below the batch's shape.
         prefix: What the names begin with, before a ``/``.
 

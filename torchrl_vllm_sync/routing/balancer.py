@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence, Sized
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +25,15 @@ from torchrl_vllm_sync.routing.strategies import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Self
 
     import numpy as np
 
-    from torchrl_vllm_sync.routing.ledger import Candidates
+    from torchrl_vllm_sync.routing.ledger import Candidates, LoadSnapshot
     from torchrl_vllm_sync.routing.placer import RequestKey
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Reservation:
+class Reservation(AbstractContextManager[Any], AbstractAsyncContextManager[Any]):
     """A request that counts as in flight on a replica until ``release``, or the end of ``with``."""
 
     replica_id: str
@@ -59,14 +58,8 @@ class Reservation:
                 begun = self._version if version is None else version
                 self._placer.finish(self._request, self.replica_id, begun, answers)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         self.release()
@@ -104,21 +97,17 @@ class LoadBalancer:
             more than that and one request goes elsewhere under ``"prefix-aware"`` and
             ``"kv-cache"``, and leaves its group of more than 8 samples.
         seed: Seeds ties.
-        tracker: A ledger that is fed elsewhere, with one replica for each actor; None takes the
-            service's, or makes one.
+        tracker: A ledger fed elsewhere, with one replica an actor, instead of the service's or own.
         monitor_interval_s: Seconds between two questions to each actor of a list. Figures older
             than 5 s, or 3 intervals if that is longer, count as unknown.
         max_sessions: Sessions, and groups, that are remembered, the most recently used ones.
 
     Raises:
-        UnsupportedArgumentError: A setting is out of range, there are no actors, or
-            ``actors_or_service`` is neither.
+        UnsupportedArgumentError: A setting is out of range, or there are no actors.
         UnknownStrategyError: A strategy's name is not registered.
 
     Attributes:
-        strategies: Names of the strategies in fallback order; ``strategy`` is the first of them.
-        prefix_length, overload_threshold: As given.
-        seed: As given; a pickled copy's own.
+        strategies, strategy: Names of the strategies in fallback order, and the first of them.
     """
 
     def __init__(
@@ -201,8 +190,7 @@ class LoadBalancer:
         seen, salt = routing_prompt(prompt)
         request = RoutingRequest(seen, request_context, salt=salt)
         with self._ready().lock:
-            candidates, position = self._choose(request, (), 0)
-            return self.load.replica_ids.index(candidates[position].replica_id)
+            return self._choose(request, (), 0)[2]
 
     def reserve(
         self,
@@ -232,8 +220,7 @@ class LoadBalancer:
         Raises:
             InvalidPromptError: The prompt is empty or of a wrong type.
             NoReplicaAvailableError: No replica can take a request.
-            UnsupportedArgumentError: A key is neither an integer nor text that is not empty,
-                ``exclude`` is text, or ``min_version`` is no version.
+            UnsupportedArgumentError: Another argument is not what it must be.
             VersionNotReachedError: Some can, but none is known to hold ``min_version``.
         """
         session = None if session_id is None else as_key("session_id", session_id)
@@ -359,37 +346,32 @@ class LoadBalancer:
             index=PrefixIndex(index_block_tokens(self.prefix_length)),
         )
         self._placer = RequestPlacer(self._factories, settings, self._max_sessions)
-        interval_s, reader = self._monitor_interval_s, BareActorReader()
-        self._monitor = (
-            LoadMonitor(self.load, self._bare_replicas, interval_s=interval_s, read=reader)
-            if self._asks_actors
-            else None
-        )
+        self._monitor: LoadMonitor | None = None
+        if self._asks_actors:
+            options: Any = {"interval_s": self._monitor_interval_s, "read": BareActorReader()}
+            self._monitor = LoadMonitor(self.load, self._bare_replicas, **options)
 
     def _bare_replicas(self) -> list[Replica]:
         return [Replica(str(index), actor) for index, actor in enumerate(self.actors)]
 
     def _choose(
         self, request: RoutingRequest, exclude: Collection[str], min_version: int
-    ) -> tuple[Candidates, int]:
-        """Candidates for a request, and which of them to use. The ledger must be locked."""
+    ) -> tuple[Candidates, LoadSnapshot, int]:
+        """Candidates, the one to use, and its position among all. The ledger must be locked."""
         tracker = self.load
         self._placer.sync(tracker.candidates())
         candidates = tracker.candidates_for(exclude, min_version)
-        return candidates, self._placer.choose(request, candidates)
+        chosen = candidates[self._placer.choose(request, candidates)]
+        return candidates, chosen, tracker.replica_ids.index(chosen.replica_id)
 
     def _reserve(
         self, request: RoutingRequest, exclude: Collection[str], min_version: int
     ) -> Reservation:
-        tracker, placer = self.load, self._placer
-        candidates, position = self._choose(request, exclude, min_version)
-        one = candidates[position]
+        candidates, one, index = self._choose(request, exclude, min_version)
+        tracker, placer, name = self.load, self._placer, one.replica_id
         tokens = placer.place(request, one, candidates)
-        tracker.reserve(one.replica_id, request.num_samples, tokens)
-        index = tracker.replica_ids.index(one.replica_id)
-        return Reservation(
-            one.replica_id, index, tracker, placer, request, one.cache_version, tokens
-        )
+        tracker.reserve(name, request.num_samples, tokens)
+        return Reservation(name, index, tracker, placer, request, one.cache_version, tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_placer", "_monitor")}

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import astuple, dataclass
-from operator import attrgetter
+from operator import attrgetter, gt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from torchrl_vllm_sync.checks import Deadline
@@ -45,13 +45,11 @@ def _count(
     """Adds what an engine reported, and drops what rates no longer need."""
     if counters is None:
         return ()
-    if before and any(
-        was > now for was, now in zip(astuple(before[-1].counters), astuple(counters), strict=True)
-    ):
+    if before and any(map(gt, astuple(before[-1].counters), astuple(counters))):
         before = ()  # counters that fell are another engine's, of which nothing else is known yet
-    kept = [one for one in before if one.at > now - _WINDOW_S]
-    older = before[: len(before) - len(kept)]
-    return (*older[-1:], *kept, Counted(now, counters))
+    while len(before) > 1 and before[1].at <= now - _WINDOW_S:
+        before = before[1:]
+    return (*before, Counted(now, counters))
 
 
 class TokenRates(NamedTuple):
@@ -194,7 +192,7 @@ class LoadSnapshot:
         return usage is None or usage <= _MAX_KV_USAGE
 
     def as_stats(self, now: float | None = None) -> dict[str, Any]:
-        """Returns what is known, under the names that TorchRL's statistics of a balancer have.
+        """Returns what is known, under TorchRL's names.
 
         Args:
             now: Time by the ledger's clock; None means ``time.monotonic()``.

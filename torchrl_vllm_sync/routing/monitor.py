@@ -59,7 +59,7 @@ class ReportReader:
     """Asks this library's engine actors: ``report() -> EngineReport``."""
 
     def ask(self, replica: Replica) -> list[Any]:
-        """Starts the actor calls that the load is read from; returns their object refs."""
+        """Starts the calls that the load is read from; returns their object refs."""
         return [replica.actor.report.remote()]
 
     def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:  # noqa: ARG002
@@ -159,11 +159,10 @@ class LoadMonitor:
             return
         with self._lock:
             if self._started_in != os.getpid():
-                self._stop = Future()
+                self._started_in, self._stop = os.getpid(), Future()
                 self._thread = threading.Thread(
                     target=self._run, args=(self._stop,), name="load-monitor", daemon=True
                 )
-                self._started_in = os.getpid()
                 self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:

@@ -102,17 +102,13 @@ _DEFAULT_CAPACITY = 32768
 
 
 class PrefixIndex:
-    """One set of block digests for each replica, the least recently used forgotten first.
+    """Block digests that each replica has, by weight version; used with the ledger locked.
 
     It follows what an engine does with the prompts that it is sent: a prompt's blocks become the
     most recently used ones, and beyond the replica's number of KV blocks the oldest go, of one
     prompt the last block first (``vllm/v1/core/block_pool.py`` evicts in this order). So whenever a
-    block is present, all before it are, and the longest prefix is found by bisection.
-
-    Digests are kept by the weight version that served them, so a new version needs no work: older
-    ones' are not found any more, and are forgotten as engines forget them.
-
-    Used with the ledger locked.
+    block is present, all before it are, and the longest prefix is found by bisection. What older
+    versions served is not found any more, and is forgotten as engines forget it.
     """
 
     def __init__(self, block_tokens: int) -> None:

@@ -172,15 +172,14 @@ class KVCache(_Lowest):
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int | None:
         now, max_age_s = self._settings.clock(), self._settings.max_report_age_s
-        usages: list[float] = []
-        for snapshot in snapshots:
-            usage = snapshot.predicted_usage(now, max_age_s)
-            if usage is None:
-                return None
-            usages.append(usage)
+        found = [one.predicted_usage(now, max_age_s) for one in snapshots]
+        usages = [usage for usage in found if usage is not None]
+        if len(usages) < len(snapshots):
+            return None
         loads = loads_of(snapshots, self._settings)
-        positions = not_overloaded(loads, request, self._settings)
-        return self._lowest({at: usages[at] for at in positions})
+        return self._lowest(
+            {at: usages[at] for at in not_overloaded(loads, request, self._settings)}
+        )
 
 
 class RoundRobin:
@@ -285,8 +284,7 @@ def register_strategy(name: str, factory: StrategyFactory) -> None:
     """Makes a strategy known by name to every balancer built in this process from now on.
 
     Example:
-        A strategy sees the request and what is known of each candidate. This one goes by the tokens
-        that requests hold, and leaves it to the next one, ``"requests"``, where they are even.
+        One that goes by the tokens that requests hold, unless these are even.
 
         >>> class FewestTokens:
         ...     def __init__(self, settings):
@@ -302,8 +300,8 @@ def register_strategy(name: str, factory: StrategyFactory) -> None:
 
     Args:
         name: Not taken yet.
-        factory: Builds one instance for one balancer. A balancer that is pickled takes it along, so
-            processes that it goes to need not register it, but must be able to import it.
+        factory: Builds one instance for one balancer, and is pickled along with it: processes that
+            it goes to must be able to import it.
 
     Raises:
         UnsupportedArgumentError: The name is taken, or no text, or ``factory`` cannot be called.
