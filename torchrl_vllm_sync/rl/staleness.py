@@ -284,9 +284,6 @@ class StalenessWeight(Transform):
             _multiply(out, self.multiply, weight)
         return out.set("staleness", staleness).set("staleness_weight", weight)
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return next_tensordict
-
 
 def _multiply(tensordict: TensorDictBase, key: NestedKey, weight: torch.Tensor) -> None:
     """Multiplies an entry by a weight of the batch's shape, in the TensorDict given."""

@@ -11,17 +11,7 @@ from torchrl.data.tensor_specs import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
-from torchrl_vllm_sync.rl.keys import (
-    DECODE_TIME,
-    FINISH_REASON,
-    MAX_POLICY_VERSION,
-    NO_VERSION,
-    NUM_CACHED_TOKENS,
-    POLICY_VERSION,
-    QUEUE_TIME,
-    RESPONSE_VERSIONS,
-    UNKNOWN_COUNT,
-)
+from torchrl_vllm_sync.rl import keys
 from torchrl_vllm_sync.rl.staleness import (
     COUNTING,
     as_version_source,
@@ -54,13 +44,13 @@ _DTYPES = {
 }
 _ATTENTION_MASK = ("masks", "all_attention_mask")
 _REQUIRED = (
-    RESPONSE_VERSIONS,
-    FINISH_REASON,
-    POLICY_VERSION,
-    MAX_POLICY_VERSION,
-    NUM_CACHED_TOKENS,
-    QUEUE_TIME,
-    DECODE_TIME,
+    keys.RESPONSE_VERSIONS,
+    keys.FINISH_REASON,
+    keys.POLICY_VERSION,
+    keys.MAX_POLICY_VERSION,
+    keys.NUM_CACHED_TOKENS,
+    keys.QUEUE_TIME,
+    keys.DECODE_TIME,
 )
 
 
@@ -102,11 +92,9 @@ class GenerationStatistics(Transform):
         self.reset_summary()
 
     def summary(self) -> dict[str, float | None]:
-        """Returns means over the rows that have passed since the last reset.
+        """Returns ``"rows"``, how many have passed since the last reset, and means over these.
 
-        Returns:
-            ``"rows"``, their number, and the mean of each entry over the rows where it is known;
-            ``None`` where it is known of none. Bools count as 0 and 1.
+        Each is over the rows where the entry is known; ``None`` where it is known of none.
         """
         with COUNTING:
             means = {
@@ -123,7 +111,7 @@ class GenerationStatistics(Transform):
             self._counts = dict.fromkeys(_DTYPES, 0)
 
     def measure(self, tensordict: TensorDictBase) -> TensorDict:
-        """Returns the figures of a batch, and counts it nowhere.
+        """Returns the figures of a batch, uncounted.
 
         Args:
             tensordict: Rows that ``vLLMWrapper`` stamped.
@@ -136,23 +124,23 @@ class GenerationStatistics(Transform):
             if _entry(tensordict, key) is None:
                 raise UnstampedRowsError(type(self).__name__, key, shape.numel(), shape.numel())
         rows = tensordict.reshape(-1)
-        sampled = _count(rows, RESPONSE_VERSIONS, lambda row: row != NO_VERSION)
+        sampled = _count(rows, keys.RESPONSE_VERSIONS, lambda row: row != keys.NO_VERSION)
         prompt = torch.full_like(sampled, -1)
         if _entry(rows, _ATTENTION_MASK) is not None:
             prompt = _count(rows, _ATTENTION_MASK, torch.Tensor.bool) - sampled
-        cached, decode_time = rows.get(NUM_CACHED_TOKENS), rows.get(DECODE_TIME)
-        is_cached = (cached != UNKNOWN_COUNT) & (prompt > 0)
+        cached, decode_time = rows.get(keys.NUM_CACHED_TOKENS), rows.get(keys.DECODE_TIME)
+        is_cached = (cached != keys.UNKNOWN_COUNT) & (prompt > 0)
         is_timed = (sampled > 1) & (decode_time > 0)
-        truncated = [reason == "length" for reason in _texts(rows.get(FINISH_REASON))]
+        truncated = [reason == "length" for reason in _texts(rows.get(keys.FINISH_REASON))]
         figures = {
             "prompt_length": prompt,
             "response_length": sampled,
             "truncated": torch.tensor(truncated, dtype=torch.bool, device=sampled.device),
             "cached_fraction": torch.where(is_cached, cached / prompt, math.nan),
-            "queue_time": rows.get(QUEUE_TIME),
+            "queue_time": rows.get(keys.QUEUE_TIME),
             "decode_time": decode_time,
             "tokens_per_second": torch.where(is_timed, (sampled - 1) / decode_time, math.nan),
-            "staleness_span": rows.get(MAX_POLICY_VERSION) - rows.get(POLICY_VERSION),
+            "staleness_span": rows.get(keys.MAX_POLICY_VERSION) - rows.get(keys.POLICY_VERSION),
         }
         return TensorDict(
             {name: figures[name].to(dtype).view(shape) for name, dtype in _DTYPES.items()},
@@ -185,9 +173,6 @@ class GenerationStatistics(Transform):
         if tensordict is None or self.parent is not None:
             return tensordict
         return self.forward(tensordict)
-
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return next_tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         return next_tensordict.set(_STATISTICS, self._measure_and_count(tensordict))
@@ -235,7 +220,7 @@ def _count(rows: TensorDictBase, key: NestedKey, chosen: Callable[..., Any]) -> 
 
 def _texts(entry: Any) -> list[str]:
     if entry is None or isinstance(entry, torch.Tensor):
-        raise UnsupportedArgumentError(f"{FINISH_REASON!r} must hold text, got {entry!r}")
+        raise UnsupportedArgumentError(f"{keys.FINISH_REASON!r} must hold text, got {entry!r}")
     return entry if isinstance(entry, list) else entry.tolist()
 
 
@@ -265,7 +250,7 @@ def log_pushes(
         prefix: What the names begin with, before a ``/``.
 
     Returns:
-        A function that ends the logging; calling it twice does nothing.
+        A function that ends the logging.
     """
 
     def log(report: PushReport) -> None:
@@ -341,7 +326,7 @@ def log_rollouts(
 
 def _generated(batch: TensorDictBase) -> dict[str, float]:
     """Means of the figures of generation that are known; nothing if the rows are not stamped."""
-    if _entry(batch, RESPONSE_VERSIONS) is None:
+    if _entry(batch, keys.RESPONSE_VERSIONS) is None:
         return {}
     statistics = GenerationStatistics()
     statistics(batch.exclude(_STATISTICS))
@@ -353,7 +338,7 @@ def _ages(batch: TensorDictBase, version: VersionLike | None) -> dict[str, float
     if version is None:
         return {}
     source = as_version_source(version)
-    versions = oldest_versions(batch, POLICY_VERSION)
+    versions = oldest_versions(batch, keys.POLICY_VERSION)
     stamped = versions[versions >= 0]
     if not stamped.numel():
         return {}

@@ -68,15 +68,13 @@ class Reservation(AbstractContextManager[Any], AbstractAsyncContextManager[Any])
 class LoadBalancer:
     """Distributes requests over replicas; no decision costs an actor call.
 
-    A request with a session or a group goes where that is; ``RequestPlacer`` says when not. For all
+    A request with a session or a group goes where that is, unless that is overloaded. For all
     others strategies are asked in order, and the first that can decides; where none can, the
-    fewest requests do. Only replicas whose state admits requests are candidates. Names, arguments
-    and results are those of TorchRL's ``LoadBalancer``.
+    fewest requests do. Names, arguments and results are those of TorchRL's ``LoadBalancer``.
 
     A service feeds its own ledger. For a list of actors with TorchRL's
     ``get_num_unfinished_requests`` and ``get_cache_usage`` the balancer keeps one, with the ids
-    ``"0"``, ``"1"``, ..., counts them as serving until they prove dead, and asks them in the
-    background until ``close``.
+    ``"0"``, ``"1"``, ..., and asks them in the background until ``close``.
 
     Every method may be called from any thread and on an event loop. A pickled copy has an empty
     ledger, forgets what went where, and draws another seed, so that copies do not move in step.
@@ -142,18 +140,15 @@ class LoadBalancer:
         self.seed, self._max_sessions = int(seed), max_sessions
         self._monitor_interval_s = monitor_interval_s
         # Either a service, with a ledger that it feeds, or actors and a ledger of their own.
-        self._service: Any = None
-        self._actors: list[Any] | None = None
-        self._tracker, self._asks_actors = tracker, False
-        if isinstance(actors_or_service, (list, tuple)):
-            self._actors = list(actors_or_service)
-        elif hasattr(actors_or_service, "actors") and hasattr(actors_or_service, "load"):
-            self._service = actors_or_service
-        else:
+        is_list = isinstance(actors_or_service, (list, tuple))
+        if not is_list and not all(hasattr(actors_or_service, one) for one in ("actors", "load")):
             raise UnsupportedArgumentError(
                 "actors_or_service must be a service with actors and load, or a list of actors, "
                 f"got {actors_or_service!r}"
             )
+        self._service: Any = None if is_list else actors_or_service
+        self._actors: list[Any] | None = list(actors_or_service) if is_list else None
+        self._tracker, self._asks_actors = tracker, False
         num_actors = len(self.actors)
         if not num_actors:
             raise UnsupportedArgumentError("actors_or_service must have at least 1 actor, got none")
@@ -361,7 +356,7 @@ class LoadBalancer:
         tracker = self.load
         self._placer.sync(tracker.candidates())
         candidates = tracker.candidates_for(exclude, min_version)
-        chosen = candidates[self._placer.choose(request, candidates)]
+        chosen = self._placer.choose(request, candidates)
         return candidates, chosen, tracker.replica_ids.index(chosen.replica_id)
 
     def _reserve(

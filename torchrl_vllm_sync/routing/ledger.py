@@ -92,24 +92,18 @@ class LoadSnapshot:
         state, reason: Its state, as reported or seen since, and why it is ``STALE`` or ``FAILED``.
         in_flight: Samples that this process reserved and has not released; exact.
         held_tokens: Tokens, of prompts and expected of answers, of these samples.
-        report: What its engine last said of itself, whole. From it are, None until reported:
-        num_unfinished: Samples inside the engine, from every process.
-        num_running, num_waiting: Samples in its running batch, and in its queue.
-        kv_cache_usage: Share of KV-cache blocks in use, 0 to 1.
-        weight_version: Policy version it serves with.
-        membership_epoch: Changes of the service's membership that it was notified of.
-        counters: What the engine has done since it started.
-        last_push: The last push that the replica was notified of.
+        report: What its engine last said of itself, whole. Read from it, and None until reported,
+            are ``num_unfinished`` (samples inside the engine, from every process), ``num_running``,
+            ``num_waiting``, ``kv_cache_usage`` (share of blocks, 0 to 1), ``weight_version``,
+            ``membership_epoch``, ``counters`` and ``last_push``.
         measured_at: Time of the last report; None before it.
-        num_elsewhere: Samples of other processes, estimated when the last report came: those in the
-            engine beyond the ones that this process had in flight. None until reported.
+        num_elsewhere: Samples in its engine beyond those of this process, when the last report
+            came; None until reported.
         held_when_measured: ``held_tokens`` at the time of the last report.
-        kv_cache_tokens, block_size: Tokens for which its KV cache has room, and in one block of it;
-            None if unknown.
+        kv_cache_tokens, block_size: Tokens in its KV cache, and in a block of it; None if unknown.
         marked_at: Time when a caller last saw its state change; reports of before do not count.
         floor: Version that it must report before it admits requests again; 0 if it need not.
-        away_since: Time since which it is ``FAILED`` only as its actor cannot be reached, and may
-            be back; None otherwise.
+        away_since: Time since which its actor is out of reach, and may be back; None otherwise.
         counted: The engine's counters of the last few seconds' reports, oldest first.
     """
 
@@ -226,21 +220,19 @@ class LoadSnapshot:
         return f"holds version {self.weight_version} and is {self.state}"
 
 
-# Replicas among which a request can be placed: the ledger's own records, in its order, which
-# strategies cannot change.
+# Replicas among which a request can be placed: the ledger's own records, in its order.
 Candidates: TypeAlias = tuple[LoadSnapshot, ...]
 
 
 def describe_replicas(snapshots: Sequence[LoadSnapshot], exclude: Collection[str]) -> str:
     """Describes why each replica can or cannot take a request."""
-    if not snapshots:
-        return "there is none"
-    return ", ".join(
-        f"replica {snapshot.replica_id} is {snapshot.state}"
-        + (f" ({snapshot.reason})" if snapshot.reason else "")
-        + (" and excluded" if snapshot.replica_id in exclude else "")
-        for snapshot in snapshots
-    )
+    told = [
+        f"replica {one.replica_id} is {one.state}"
+        + (f" ({one.reason})" if one.reason else "")
+        + (" and excluded" if one.replica_id in exclude else "")
+        for one in snapshots
+    ]
+    return ", ".join(told) or "there is none"
 
 
 def _plausible(report: EngineReport) -> EngineReport:
@@ -248,17 +240,6 @@ def _plausible(report: EngineReport) -> EngineReport:
     figures = ("num_unfinished", "num_running", "num_waiting", "kv_cache_usage")
     odd = {one: None for one in figures if not 0 <= (getattr(report, one) or 0) <= sys.maxsize}
     return dataclasses.replace(report, **odd) if odd else report
-
-
-def _renewed(former: LoadSnapshot, state: ReplicaState) -> LoadSnapshot:
-    """A record that keeps what this process has in flight on the replica, and its floor."""
-    return LoadSnapshot(
-        replica_id=former.replica_id,
-        state=state,
-        in_flight=former.in_flight,
-        held_tokens=former.held_tokens,
-        floor=former.floor,
-    )
 
 
 _Result = TypeVar("_Result")
@@ -394,8 +375,15 @@ class LoadTracker:
     def renew(self, replica_id: str, state: ReplicaState) -> None:
         """Resets a replica whose actor was replaced; its requests in flight stay counted."""
         with self.lock:
-            known = self._snapshots[replica_id] = _renewed(self._tracked(replica_id), state)
-            known.marked_at = self.clock()
+            former = self._tracked(replica_id)
+            self._snapshots[replica_id] = LoadSnapshot(
+                replica_id=replica_id,
+                state=state,
+                in_flight=former.in_flight,
+                held_tokens=former.held_tokens,
+                floor=former.floor,
+                marked_at=self.clock(),
+            )
             self._announce()
 
     def follow(self, replica_ids: Sequence[str]) -> None:
@@ -405,8 +393,8 @@ class LoadTracker:
                 self.remove(replica_id)
             for replica_id in replica_ids:
                 if replica_id in self._removed:  # it is back before all its requests had ended
-                    former = self._removed.pop(replica_id)
-                    self._snapshots[replica_id] = _renewed(former, ReplicaState.STARTING)
+                    self._snapshots[replica_id] = self._removed.pop(replica_id)
+                    self.renew(replica_id, ReplicaState.STARTING)
                 elif replica_id not in self._snapshots:
                     self.add(replica_id)
             self._snapshots = {one: self._snapshots[one] for one in replica_ids}
@@ -543,16 +531,9 @@ class LoadTracker:
         return self._tracked(replica_id) if removed is None else removed
 
     def __getstate__(self) -> list[LoadSnapshot]:
-        return [
-            LoadSnapshot(
-                replica_id=one.replica_id,
-                state=one.state,
-                reason=one.reason,
-                block_size=one.block_size,
-                kv_cache_tokens=one.kv_cache_tokens,
-            )
-            for one in self.snapshots()
-        ]
+        kept = ("replica_id", "state", "reason", "block_size", "kv_cache_tokens")
+        known = self.snapshots()
+        return [LoadSnapshot(**{name: getattr(one, name) for name in kept}) for one in known]
 
     def __setstate__(self, snapshots: list[LoadSnapshot]) -> None:
         self.__init__([])

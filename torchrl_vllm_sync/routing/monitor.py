@@ -155,15 +155,14 @@ class LoadMonitor:
 
     def start(self) -> None:
         """Starts the thread, unless it was started in this process and not stopped since."""
-        if self._started_in == os.getpid():
-            return
         with self._lock:
-            if self._started_in != os.getpid():
-                self._started_in, self._stop = os.getpid(), Future()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._stop,), name="load-monitor", daemon=True
-                )
-                self._thread.start()
+            if self._started_in == os.getpid():
+                return
+            self._started_in, self._stop = os.getpid(), Future()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._stop,), name="load-monitor", daemon=True
+            )
+            self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Ends the thread and waits for that at most ``timeout_s``; idempotent."""

@@ -146,19 +146,22 @@ class RequestPlacer:
                 self._index.set_capacity(snapshot.replica_id, snapshot.kv_cache_tokens)
         self._replicas = replicas
 
-    def choose(self, request: RoutingRequest, candidates: Candidates) -> int:
-        """Position among ``candidates`` of the replica to use; at least one is there."""
-        position = None
-        session = None if request.session_id is None else self.sessions.get(request.session_id)
-        if session is not None:
-            position = _position(candidates, session)
-            if position is not None:
-                return self._with_session(request, candidates, position)
-        elif request.group_id is not None:
-            position = self._with_group(request, candidates, self.groups.get(request.group_id))
-        return self._by_strategies(request, candidates) if position is None else position
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> LoadSnapshot:
+        """The replica to use of ``candidates``, at least one."""
+        session = request.session_id is not None and self.sessions.get(request.session_id)
+        if session:
+            here = _where(candidates, session)
+            if here is not None:
+                return self._with_session(request, candidates, here)
+        elif request.group_id is not None and (group := self.groups.get(request.group_id)):
+            here = _where(candidates, group)
+            if here is not None and self._may_join(request, candidates, here):
+                return here
+        return self._by_strategies(request, candidates)
 
-    def _by_strategies(self, request: RoutingRequest, choices: Sequence[LoadSnapshot]) -> int:
+    def _by_strategies(
+        self, request: RoutingRequest, choices: Sequence[LoadSnapshot]
+    ) -> LoadSnapshot:
         """Asks the strategies in order; where none decides, the fewest requests do."""
         for name, strategy in self._strategies.items():
             position = strategy.choose(request, choices)
@@ -170,8 +173,8 @@ class RequestPlacer:
                     f"strategy {name!r} must choose one of {len(choices)} positions, "
                     f"got {position!r}"
                 )
-            return int(position)
-        return self._last_resort.choose(request, choices)
+            return choices[position]
+        return choices[self._last_resort.choose(request, choices)]
 
     def turn(self, snapshots: Sequence[LoadSnapshot]) -> int:
         """Position among all replicas whose turn is next; 0 if none, or without ``round-robin``."""
@@ -193,7 +196,7 @@ class RequestPlacer:
         if request.group_id is not None:
             group = self.groups.get(request.group_id)
             # Not if it went past its group, which is overloaded, or stayed with its session.
-            if group is None or _position(candidates, group) is None:
+            if group is None or _where(candidates, group) is None:
                 group = CachedAt(replica_id, version)
             self.groups.note(request.group_id, group)
         chain = request.known_chain
@@ -234,33 +237,31 @@ class RequestPlacer:
             for answer in answers:
                 self._index.insert(chain.followed_by(answer), replica_id, version)
 
-    def _with_session(self, request: RoutingRequest, candidates: Candidates, position: int) -> int:
-        """Position of the replica that has the request's session, or of one that costs less."""
-        here, tokens = candidates[position], request.num_tokens
+    def _with_session(
+        self, request: RoutingRequest, candidates: Candidates, here: LoadSnapshot
+    ) -> LoadSnapshot:
+        """The replica that has the request's session, or one that costs less."""
         now, max_age_s = self._settings.clock(), self._settings.max_report_age_s
         if here.kv_cache_tokens is None or here.has_room(0, now, max_age_s):
-            return position
-        roomy = [at for at, one in enumerate(candidates) if one.has_room(tokens, now, max_age_s)]
-        if not roomy:
-            return position
-        return roomy[self._by_strategies(request, [candidates[at] for at in roomy])]
+            return here
+        tokens = request.num_tokens
+        roomy = [one for one in candidates if one.has_room(tokens, now, max_age_s)]
+        return self._by_strategies(request, roomy) if roomy else here
 
-    def _with_group(
-        self, request: RoutingRequest, candidates: Candidates, group: CachedAt | None
-    ) -> int | None:
-        """Position of the replica that has the request's group and may take it; None if none."""
-        position = None if group is None else _position(candidates, group)
-        if position is None:
-            return None
+    def _may_join(
+        self, request: RoutingRequest, candidates: Candidates, here: LoadSnapshot
+    ) -> bool:
+        """Whether the replica that has the request's group may take it."""
         loads = loads_of(candidates, self._settings)
+        position = next(at for at, one in enumerate(candidates) if one is here)
         if loads[position] + request.num_samples <= _GROUP_SAMPLES:
-            return position
-        return position if position in not_overloaded(loads, request, self._settings) else None
+            return True
+        return position in not_overloaded(loads, request, self._settings)
 
 
-def _position(candidates: Candidates, cached: CachedAt) -> int | None:
-    """Position of the candidate that still has it cached; None if there is none."""
-    for position, one in enumerate(candidates):
+def _where(candidates: Candidates, cached: CachedAt) -> LoadSnapshot | None:
+    """The candidate that still has it cached; None if that is none, or has newer weights."""
+    for one in candidates:
         if one.replica_id == cached.replica_id:
-            return None if one.cache_version > cached.version else position
+            return None if one.cache_version > cached.version else one
     return None

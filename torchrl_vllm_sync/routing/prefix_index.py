@@ -26,9 +26,8 @@ _TEXT, _IDS = 1, 2  # seeds: text and ids with the same bytes are different prom
 class PromptChain:
     """Stable digests of a prompt's prefixes, 64 bits each, the same in every process.
 
-    As in vLLM's prefix cache (``vllm/v1/core/kv_cache_utils.py``), a block's digest covers the
-    digest of the block before, so equal digests mean equal prefixes. ``digests`` has one for each
-    whole block, and one for the rest if there is any, which identifies the whole prompt.
+    As in vLLM's prefix cache, a block's digest covers the digest of the block before, so equal
+    digests mean equal prefixes. ``digests`` has one for each whole block, and one for the rest.
     """
 
     __slots__ = ("_rest", "block_tokens", "digests", "num_blocks", "num_tokens")
