@@ -43,6 +43,7 @@ class ServiceVersion(PolicyVersion):
         Transform.__init__(self)
         self.__dict__["counter"] = counter  # not as a module, a transform inside a transform
         self.announced: int | None = None
+        self.version_type = counter.version_type
 
     @property
     def version(self) -> str | int:
@@ -52,11 +53,6 @@ class ServiceVersion(PolicyVersion):
     @version.setter
     def version(self, value: str | int) -> None:
         self.counter.version = value
-
-    @property
-    def version_type(self) -> Any:
-        """Whether versions are integers or made-up ids."""
-        return self.counter.version_type
 
     def increment_version(self) -> None:
         """Does nothing: :meth:`move` does."""

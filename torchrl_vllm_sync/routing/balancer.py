@@ -357,7 +357,7 @@ class LoadBalancer:
         self._placer.sync(tracker.candidates())
         candidates = tracker.candidates_for(exclude, min_version)
         chosen = self._placer.choose(request, candidates)
-        return candidates, chosen, tracker.replica_ids.index(chosen.replica_id)
+        return candidates, chosen, tracker.positions[chosen.replica_id]
 
     def _reserve(
         self, request: RoutingRequest, exclude: Collection[str], min_version: int

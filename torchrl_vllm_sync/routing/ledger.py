@@ -265,6 +265,7 @@ class LoadTracker:
         self._snapshots: dict[str, LoadSnapshot] = {}
         self._removed: dict[str, LoadSnapshot] = {}  # whose requests are still in flight
         self._candidates: Candidates | None = None
+        self.positions: dict[str, int] = {}  # of each replica in the order, as of ``candidates``
         self._watchers: list[tuple[Callable[[], object], bool]] = []  # and whether one is urgent
         for replica_id in replica_ids:
             self.add(replica_id, state)
@@ -301,6 +302,7 @@ class LoadTracker:
         if self._candidates is None:
             everyone = self._snapshots.values()
             self._candidates = tuple(one for one in everyone if one.state.admits_requests)
+            self.positions = {name: at for at, name in enumerate(self._snapshots)}
         return self._candidates
 
     def candidates_for(self, exclude: Collection[str], min_version: int) -> Candidates:
