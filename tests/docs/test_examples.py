@@ -17,7 +17,6 @@ SPOKEN_OF = {
     "Dashboard",
     "GenerationStatistics",
     "LoadBalancer",
-    "LoadPlan",
     "LocalLLM",
     "log_pushes",
     "log_rollouts",

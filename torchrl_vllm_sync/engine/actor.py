@@ -300,7 +300,7 @@ class EngineActor:
         """Returns state, version and load as they are now."""
         figures: dict[str, Any] = {}
         if stats := self._stats.latest():
-            figures = dataclasses.asdict(stats)
+            figures = stats._asdict()
             figures["stats_age_s"] = time.monotonic() - figures.pop("measured_at")
         if self._started:
             figures["weight_version"] = self._updates.version

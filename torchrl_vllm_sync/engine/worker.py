@@ -426,19 +426,6 @@ class SyncWorkerExtension:
         self._sync_forget_encodings()
 
     @answered
-    def native_load(self, update_info: dict[str, Any]) -> dict[str, Any]:
-        """Begins, receives and ends an update in one call."""
-        answer = self.native_start()
-        if not answer["error"]:
-            answer = self.native_update(update_info)
-        if not answer["error"]:
-            answer = self.native_finish()
-        if answer["error"]:
-            self._native_abandon()
-        why = f"vLLM's {self.native_engine_name()} always takes it"
-        return _loaded(len(update_info["names"]), "layerwise", why) | answer
-
-    @answered
     def native_abandon(self) -> None:
         """Gives an open update up and puts the model together, so that a later one starts clean."""
         self._native_abandon()
