@@ -94,12 +94,12 @@ def request():
 
 
 async def test_the_answer_of_a_request_inside_outlives_the_draining(answers):
-    task = asyncio.create_task(answers._answer(request(), want_prompt=False))
+    task = asyncio.create_task(answers._answer(request()))
     await answers.entered.wait()
     answers._gate.set(ReplicaState.DRAINING)
     await asyncio.sleep(0.01)
     assert not task.done()
-    refused = await answers._answer(request(), want_prompt=False)
+    refused = await answers._answer(request())
     assert refused.error.state is ReplicaState.DRAINING
     answers._gate.set(ReplicaState.CLOSED)  # what is left at its end is told
     ended = await task
@@ -108,7 +108,7 @@ async def test_the_answer_of_a_request_inside_outlives_the_draining(answers):
 
 async def test_a_caller_that_cancels_at_a_draining_replica_has_cancelled(answers):
     """And was not refused: the gate did not end its request."""
-    task = asyncio.create_task(answers._answer(request(), want_prompt=False))
+    task = asyncio.create_task(answers._answer(request()))
     await answers.entered.wait()
     answers._gate.set(ReplicaState.DRAINING)
     task.cancel()

@@ -9,9 +9,9 @@ import pytest
 from torchrl_vllm_sync import ReplicaState, VersionSpan
 from torchrl_vllm_sync.engine.answers import longer_prompt, remaining_params
 from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest, SpanChecker
+from torchrl_vllm_sync.requests.columns import PackedResults
 from torchrl_vllm_sync.requests.continuation import AnswerSoFar, unsound_settings
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
-from torchrl_vllm_sync.requests.wire import pack_output, unpack_output
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 PROMPT_TEXT = "Zwölf Boxkämpfer: "
@@ -83,15 +83,15 @@ class Engine:
             made = self.output_processor.process_outputs([core], weight_version=label)
             for output in made.request_outputs:
                 report = running.sample.report(output.outputs[0], SpanChecker("0"))
-                packed = pack_output(output, include_prompt=False)
-                yield EngineResult(
+                result = EngineResult(
                     request_id=request.request_id,
                     replica_id="0",
-                    output=packed,
+                    output=output,
                     finished=output.finished,
                     samples=(report,),
                     version=self.version,
                 )
+                yield from PackedResults([result], want_prompt=False)
                 if output.finished:
                     return
 
@@ -110,7 +110,7 @@ def make_request(prompt, **fields):
 
 def answer_of(results, *, only_new):
     """All of an answer, from what a stream yielded."""
-    outputs = [unpack_output(one.output, prompt_token_ids=[]) for one in results]
+    outputs = [one.output.make() for one in results]
     parts = [output.outputs[0] for output in outputs]
     last = parts[-1]
     spans = [results[-1].samples[0].spans]

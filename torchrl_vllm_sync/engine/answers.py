@@ -21,9 +21,9 @@ from torchrl_vllm_sync.errors import (
     VersionNotReachedError,
 )
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.requests.columns import PackedResults, as_dicts
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
-from torchrl_vllm_sync.requests.wire import pack_output, unpack_output
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
@@ -56,11 +56,11 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
     samples vLLM can send back neither the others alone, which must not start on keys of the old
     weights, nor all, which would lose tokens.
     """
-    if params.n == 1:
+    if params.n == 1 and params.logprobs is None and params.prompt_logprobs is None:
         return [params]
     samples = [copy.copy(params) for _ in range(params.n)]
     for index, sample in enumerate(samples):
-        sample.n = 1
+        sample.n, sample.flat_logprobs = 1, True  # log-probabilities are made and sent as columns
         if params.seed is not None:
             sample.seed = params.seed + index
     return samples
@@ -140,45 +140,45 @@ class Answers:
 
     async def run_batch(
         self, requests: list[EngineRequest], *, want_prompt: bool
-    ) -> AsyncIterator[list[EngineResult]]:
+    ) -> AsyncIterator[PackedResults]:
         """Runs ``requests`` side by side and yields results as they finish, several at a time.
 
         Every request gets exactly one result, an output or an error, within its own ``timeout_s``.
         """
-        tasks = {
-            asyncio.create_task(self._answer(one, want_prompt=want_prompt)) for one in requests
-        }
+        tasks = {asyncio.create_task(self._answer(one)) for one in requests}
         try:
             while tasks:
                 done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if tasks:
                     late, tasks = await asyncio.wait(tasks, timeout=BATCH_LINGER_S)
                     done |= late
-                yield [task.result() for task in done]
+                yield PackedResults([task.result() for task in done], want_prompt=want_prompt)
         finally:
             for task in tasks:
                 task.cancel()
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineResult]:
-        """Yields every partial output of one request as vLLM produces it, the last one finished."""
+        """Yields every partial output of one request as vLLM makes it, the last one finished."""
         steps: asyncio.Queue[EngineResult | None] = asyncio.Queue()
+
+        def keep(step: EngineResult) -> None:
+            (packed,) = PackedResults([step], want_prompt=False)  # at once: vLLM adds to its lists
+            steps.put_nowait(packed)
+
         # In a task of its own: Ray would take the cancellation of its task for the caller's.
-        task = asyncio.create_task(
-            self._answer(request, want_prompt=False, on_step=steps.put_nowait)
-        )
+        task = asyncio.create_task(self._answer(request, on_step=keep))
         task.add_done_callback(lambda _: steps.put_nowait(None))
         try:
             while (step := await steps.get()) is not None:
                 yield step
-            yield task.result()
+            keep(task.result())
+            yield steps.get_nowait()
         finally:
             task.cancel()
 
     async def _answer(
         self,
         request: EngineRequest,
-        *,
-        want_prompt: bool,
         on_step: Callable[[EngineResult], None] | None = None,
     ) -> EngineResult:
         """Runs one request to its end; a failure is a result, so that its batch goes on."""
@@ -188,7 +188,7 @@ class Answers:
                 async for step in self._outputs(request):
                     last = step
                     if on_step is not None and not step[0].finished:
-                        on_step(self._result(request, *step, want_prompt))
+                        on_step(self._result(request, *step))
         except (Exception, asyncio.CancelledError) as failure:  # noqa: BLE001  a result, too
             return self._failure(request, failure)
         finally:
@@ -196,7 +196,7 @@ class Answers:
         if last is None:
             nothing = GenerationError(request.request_id, "the engine returned nothing")
             return self._failure(request, nothing)
-        return self._result(request, *last, want_prompt)
+        return self._result(request, *last)
 
     async def _outputs(self, request: EngineRequest) -> AsyncGenerator[_Step]:
         """Yields outputs as vLLM does, each with a report of every sample that it holds."""
@@ -272,12 +272,11 @@ class Answers:
         request: EngineRequest,
         output: RequestOutput,
         samples: tuple[SampleReport, ...],
-        want_prompt: bool,
     ) -> EngineResult:
         return EngineResult(
             request_id=request.request_id,
             replica_id=self.replica_id,
-            output=pack_output(output, include_prompt=want_prompt),
+            output=output,
             finished=output.finished,
             samples=samples,
             version=self._gate.version,
@@ -356,11 +355,15 @@ class Answers:
                 lora_request=lora_request,
             )
             requests.append(request)
-        results = await asyncio.gather(*(self._answer(one, want_prompt=True) for one in requests))
-        for result in results:
+        results = await asyncio.gather(*map(self._answer, requests))
+        for request, result in zip(requests, results, strict=True):
             if result.error is not None:
                 raise result.error
-        outputs = [unpack_output(result.output) for result in results if result.output is not None]
+            if not request.sampling_params.flat_logprobs:
+                result.output.prompt_logprobs = as_dicts(result.output.prompt_logprobs)
+                for one in result.output.outputs:
+                    one.logprobs = as_dicts(one.logprobs)
+        outputs = [result.output for result in results]
         return outputs if normalised.is_batch else outputs[0]
 
 

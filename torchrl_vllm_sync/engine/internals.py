@@ -13,6 +13,7 @@ import re
 import stat
 import time
 from collections import Counter
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,6 +47,7 @@ _EXCEPTION = re.compile(
 )
 
 
+@cache  # parsing a distribution's metadata takes longer than the rest of an answer
 def installed_vllm() -> Version:
     try:
         found = version("vllm")

@@ -8,17 +8,15 @@ everything else that vLLM does with an answer begin where the other ended.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.requests.messages import BegunAnswer
-from torchrl_vllm_sync.requests.wire import unpack_output
 from torchrl_vllm_sync.versions import spans_from_starts
 
 if TYPE_CHECKING:
+    from torchrl_vllm_sync.requests.columns import OutputRow
     from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, SampleReport
-    from torchrl_vllm_sync.requests.wire import WireOutput
 
 
 # Fields of vLLM's SamplingParams with which an answer can be gone on with. A field that is not here
@@ -92,7 +90,7 @@ class AnswerSoFar:
         self._request = request
         self._only_new = request.sampling_params.output_kind is RequestOutputKind.DELTA
         # Outputs that hold all tokens so far together, with what the replica reported of samples.
-        self._steps: list[tuple[WireOutput, tuple[SampleReport, ...]]] = []
+        self._steps: list[tuple[OutputRow, tuple[SampleReport, ...]]] = []
 
     def add(self, result: EngineResult) -> None:
         if not self._only_new:
@@ -136,20 +134,18 @@ class AnswerSoFar:
         return sum(len(output.answers[0]) for output, _ in self._steps)
 
     def _begun(self) -> BegunAnswer:
-        outputs = [unpack_output(output, prompt_token_ids=()) for output, _ in self._steps]
+        outputs = [output.make() for output, _ in self._steps]
         reports = [samples[0] for _, samples in self._steps]
         parts = [output.outputs[0] for output in outputs]
         token_ids: list[int] = []
         starts: list[tuple[int, int]] = []  # where each version began, over all parts
-        logprobs: Any = copy.deepcopy(parts[0].logprobs)  # may be the result's own
+        logprobs: Any = parts[0].logprobs
         for at, (part, report) in enumerate(zip(parts, reports, strict=True)):
             starts += [(one.version, len(token_ids) + one.start) for one in report.spans]
             token_ids += part.token_ids
             if logprobs is not None and at:
                 logprobs.extend(part.logprobs or ())
         prompt_logprobs: Any = outputs[-1].prompt_logprobs
-        if self._only_new and prompt_logprobs is not None:
-            prompt_logprobs = []
         return BegunAnswer(
             token_ids=tuple(token_ids),
             spans=spans_from_starts(starts, len(token_ids)),

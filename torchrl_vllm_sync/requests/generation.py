@@ -26,9 +26,8 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.requests.dispatch import Dispatcher
-from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, mark_output
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
-from torchrl_vllm_sync.requests.wire import unpack_output
 from torchrl_vllm_sync.routing.placer import key_per_prompt
 from torchrl_vllm_sync.versions import check_version
 
@@ -369,14 +368,4 @@ def _prepared_sampling_params(given: Sequence[Any], *, stream: bool) -> list[Any
 
 
 def _as_output(result: EngineResult, request: EngineRequest) -> RequestOutput | Exception:
-    """Rebuilds vLLM's output and adds what only this library knows of it."""
-    if result.error is not None:
-        return result.error
-    assert result.output is not None, "a result without an error has an output"
-    assert result.version is not None, "and its replica's version"
-    prompt = request.prompt
-    output = unpack_output(
-        result.output, prompt_token_ids=prompt["prompt_token_ids"], prompt=prompt.get("prompt")
-    )
-    mark_output(output, result.samples, replica_id=result.replica_id, version=result.version)
-    return output
+    return result.output.unread(result, request) if result.error is None else result.error

@@ -10,9 +10,6 @@ from torchrl_vllm_sync.versions import max_version, min_version
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm import RequestOutput
-
-    from torchrl_vllm_sync.requests.wire import WireOutput
     from torchrl_vllm_sync.versions import VersionSpan
 
 
@@ -72,22 +69,21 @@ class EngineResult:
 
     request_id: str
     replica_id: str
-    output: WireOutput | None = None  # None when there is an error
+    # vLLM's RequestOutput inside the engine's process, an OutputRow outside; None with an error.
+    output: Any = None
     finished: bool = True
     error: Exception | None = None
     samples: tuple[SampleReport, ...] = ()  # one for each of the output's samples, in its order
     version: int | None = None  # what the replica held when it answered
 
 
-def mark_output(
-    output: RequestOutput, samples: Sequence[SampleReport], *, replica_id: str, version: int
-) -> None:
-    """Sets this library's attributes on vLLM's output, from one report for each sample."""
+def marks(samples: Sequence[SampleReport], *, replica_id: str, version: int) -> dict[str, Any]:
+    """This library's attributes of a vLLM output, from one report for each sample."""
     spans = [span for one in samples for span in one.spans]
-    vars(output).update(
-        replica_id=replica_id,
-        version_spans=tuple(one.spans for one in samples),
-        sample_reports=tuple(samples),
-        min_version=min_version(spans, default=version),
-        max_version=max_version(spans, default=version),
-    )
+    return {
+        "replica_id": replica_id,
+        "version_spans": tuple(one.spans for one in samples),
+        "sample_reports": tuple(samples),
+        "min_version": min_version(spans, default=version),
+        "max_version": max_version(spans, default=version),
+    }

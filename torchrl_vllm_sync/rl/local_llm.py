@@ -16,7 +16,7 @@ from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, Member, Replica, ReplicaState
 from torchrl_vllm_sync.requests.generation import run_blocking
-from torchrl_vllm_sync.requests.messages import mark_output
+from torchrl_vllm_sync.requests.messages import marks
 from torchrl_vllm_sync.service.replicas import (
     Membership,
     ReplicaCalls,
@@ -228,7 +228,7 @@ class _LocalReplica(EngineActor):
         for key in keys:
             if followed[key].state.is_finished:
                 del followed[key]
-        mark_output(output, reports, replica_id=REPLICA_ID, version=self._gate.version)
+        vars(output).update(marks(reports, replica_id=REPLICA_ID, version=self._gate.version))
 
 
 class _FollowedRequests(AdmissionGate):

@@ -1,14 +1,17 @@
+import copy
 import importlib.util
 import pickle
 import random  # noqa: TID251 - seeded random.Random only
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
-from torchrl_vllm_sync.requests.wire import pack_output, unpack_output
+from torchrl_vllm_sync.requests.columns import PackedResults, as_dicts
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -57,8 +60,19 @@ def across_ray(value):
     return pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
 
 
+def pack_output(output, *, include_prompt):
+    result = EngineResult(request_id="request", replica_id="0", output=output, version=3)
+    return PackedResults([result], want_prompt=include_prompt)
+
+
+def unpacked(packed):
+    """Its only result, whose output is in columns."""
+    (result,) = packed
+    return result
+
+
 def round_trip(output):
-    return unpack_output(across_ray(pack_output(output, include_prompt=True)))
+    return unpacked(across_ray(pack_output(output, include_prompt=True))).output.make()
 
 
 class OutputMaker:
@@ -269,6 +283,13 @@ def test_arrays_arrive_writable():
     assert round_trip(output).outputs[0].routed_experts.flags.writeable
 
 
+def make_request(prompt, **sampling):
+    from vllm import SamplingParams
+
+    params = SamplingParams(**sampling)
+    return EngineRequest(request_id="r", prompt=prompt, sampling_params=params, timeout_s=9.0)
+
+
 def test_a_prompt_that_the_caller_holds_does_not_travel():
     output = OutputMaker(0).training_output(num_prompt=1000)
     output.prompt_logprobs, output.prompt = None, "the text"
@@ -276,54 +297,191 @@ def test_a_prompt_that_the_caller_holds_does_not_travel():
     whole = pack_output(output, include_prompt=True)
     wire = pack_output(output, include_prompt=False)
 
-    assert len(pickle.dumps(wire)) < len(pickle.dumps(whole)) - 3 * len(ids)
-    rebuilt = unpack_output(across_ray(wire), prompt_token_ids=ids, prompt="the text")
-    assert_same(rebuilt, output)
+    assert len(pickle.dumps(wire)) < len(pickle.dumps(whole)) - len(ids)
+    result = unpacked(across_ray(wire))
+    request = make_request({"prompt_token_ids": ids, "prompt": "the text"})
+    assert_same(unmarked(result.output.unread(result, request)), output)
 
 
-def test_a_prompt_that_is_missing_is_asked_for():
-    wire = pack_output(OutputMaker(0).training_output(), include_prompt=False)
+# ---------------------------------------------------------------- outputs that are made when read
 
-    with pytest.raises(ValueError, match="prompt_token_ids must be given for request request"):
-        unpack_output(wire)
+MARKS = ("replica_id", "version_spans", "sample_reports", "min_version", "max_version")
 
 
-def test_a_prompt_that_travelled_is_preferred_to_the_callers():
-    output = OutputMaker(0).training_output()
-    wire = pack_output(output, include_prompt=True)
+def unmarked(output):
+    """An output that was read, with what vLLM has of it alone, in its order."""
+    from vllm.outputs import CompletionOutput, RequestOutput
 
-    assert_same(unpack_output(wire, prompt_token_ids=[1], prompt="before expansion"), output)
+    for one in output.outputs:
+        assert one.logprobs or not one.logprobs  # read
+        assert type(one) is CompletionOutput
+        # What is read late comes last.
+        names = dict.fromkeys([*(field.name for field in fields(one)), *vars(one)])
+        one.__dict__ = {name: vars(one)[name] for name in names}
+    assert type(output) is RequestOutput
+    for name in MARKS:
+        delattr(output, name)
+    return output
+
+
+def flat_output(seed=0, **shape):
+    """An output as engines make it here, and the one that vLLM makes for those who have not asked.
+
+    The first token of a prompt has no log-probability.
+    """
+    from vllm.logprobs import FlatLogprobs
+
+    output, wanted = (OutputMaker(seed).training_output(**shape) for _ in range(2))
+    for holder in (output, *output.outputs):
+        name = "prompt_logprobs" if holder is output else "logprobs"
+        flat = FlatLogprobs()
+        flat.extend(getattr(holder, name))
+        setattr(holder, name, flat)
+    return output, wanted
+
+
+def unread(output, *, request=None):
+    result = unpacked(across_ray(pack_output(output, include_prompt=False)))
+    request = request or make_request({"prompt_token_ids": output.prompt_token_ids})
+    return result.output.unread(result, request)
+
+
+LOOKS = {
+    "an attribute": lambda output: output.finished,
+    "repr": repr,
+    "vars": vars,
+    "pickle": pickle.dumps,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "equality": lambda output: output == output,
+    "hash": hash,
+    "a missing attribute": lambda output: hasattr(output, "no_such_thing"),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("n", [1, 3])
+def test_whoever_looks_at_an_output_finds_vllms_own(look, n):
+    output, wanted = flat_output(n=n)
+    made = unread(output)
+    LOOKS[look](made)
+    assert type(made) is type(output)
+    for completion in made.outputs:
+        LOOKS[look](completion) if look != "hash" else completion.logprobs
+    for completion, one in zip(made.outputs, wanted.outputs, strict=True):
+        assert completion == one
+        assert type(completion.logprobs) is list
+        assert one == completion
+    assert_same(unmarked(made), wanted)
+
+
+def test_copies_of_an_unread_output_are_read():
+    output, wanted = flat_output()
+    for made in (unread(output) for _ in range(3)):
+        for twin in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+            assert [one.logprobs for one in twin.outputs] == [wanted.outputs[0].logprobs]
+            assert type(twin) is type(output)
+
+
+def test_what_is_set_before_the_first_look_stays():
+    made = unread(flat_output()[0])
+    made.finished = "mine"
+    made.outputs[0].logprobs = "mine, too"
+    assert (made.finished, made.outputs[0].logprobs) == ("mine", "mine, too")
+    assert made.request_id == "request"
+
+
+def test_log_probs_are_made_when_they_are_looked_at():
+    made = unread(flat_output()[0])
+    (completion,) = made.outputs
+    assert list(completion.token_ids)
+    assert hasattr(type(completion), "_kind")  # not read yet
+    assert completion.logprobs
+    assert not hasattr(type(completion), "_kind")
+
+
+def test_who_asked_for_flat_log_probs_gets_them():
+    output, _ = flat_output()
+    request = make_request(
+        {"prompt_token_ids": output.prompt_token_ids}, flat_logprobs=True, logprobs=1
+    )
+    made = unread(output, request=request)
+    assert made.outputs[0].logprobs == output.outputs[0].logprobs
+    assert made.prompt_logprobs == output.prompt_logprobs
+
+
+def test_many_threads_may_look_at_once():
+    output, wanted = flat_output(num_tokens=300)
+    for _ in range(20):
+        made = unread(output)
+        with ThreadPoolExecutor(8) as pool:
+            read = list(pool.map(lambda _, made=made: made.outputs[0].logprobs, range(8)))
+        assert all(one == wanted.outputs[0].logprobs for one in read)
+
+
+def test_results_of_a_batch_come_back_in_their_order_errors_among_them():
+    maker = OutputMaker(3)
+    outputs = [maker.output() for _ in range(9)]
+    results = [
+        EngineResult(
+            request_id=f"{at}",
+            replica_id="0",
+            output=None if at % 4 == 1 else output,
+            error=ValueError(at) if at % 4 == 1 else None,
+        )
+        for at, output in enumerate(outputs)
+    ]
+    back = list(across_ray(PackedResults(results, want_prompt=True)))
+    assert [one.request_id for one in back] == [f"{at}" for at in range(9)]
+    assert [str(one.error) for one in back if one.error] == ["1", "5"]
+    for at, one in enumerate(back):
+        if one.error is None:
+            assert_same(one.output.make(), outputs[at])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_log_probs_of_the_sampled_tokens_are_read_without_unpacking(n):
+    output, wanted = flat_output(n=n)
+    row = unpacked(across_ray(pack_output(output, include_prompt=False))).output
+    for found, one in zip(row.log_probs, wanted.outputs, strict=True):
+        sampled = [
+            entries[token].logprob
+            for token, entries in zip(one.token_ids, one.logprobs, strict=True)
+        ]
+        assert found.tolist() == sampled
+
+
+def test_log_probs_that_some_have_not_asked_for_are_none():
+    outputs = [flat_output(seed)[0] for seed in range(3)]
+    outputs[1].outputs[0].logprobs = None
+    results = [EngineResult(request_id="r", replica_id="0", output=one) for one in outputs]
+    rows = [one.output for one in across_ray(PackedResults(results, want_prompt=False))]
+    assert [len(row.log_probs[0]) for row in rows] == [5, 0, 5]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_answers_are_read_without_unpacking(seed):
     output = OutputMaker(seed).output()
-    answers = across_ray(pack_output(output, include_prompt=False)).answers
+    answers = unpacked(across_ray(pack_output(output, include_prompt=False))).output.answers
     assert [list(answer) for answer in answers] == [list(one.token_ids) for one in output.outputs]
 
 
-def test_one_wire_output_can_be_unpacked_twice_without_sharing():
-    output = OutputMaker(0).training_output()
-    wire = pack_output(output, include_prompt=True)
-    first, second = unpack_output(wire), unpack_output(wire)
+def test_one_row_can_be_made_twice_without_sharing():
+    output, wanted = flat_output()
+    row = unpacked(pack_output(output, include_prompt=True)).output
+    first, second = row.make(), row.make()
     first.outputs[0].token_ids.append(1)
-    first.outputs[0].logprobs[0].clear()
+    first.outputs[0].logprobs.append({})
+    second.outputs[0].logprobs = as_dicts(second.outputs[0].logprobs)
+    second.prompt_logprobs = as_dicts(second.prompt_logprobs)
+    assert_same(second, wanted)
 
-    assert_same(second, output)
 
+def test_a_packed_output_is_less_than_two_thirds_of_the_pickled_object():
+    output, _ = flat_output(num_prompt=600, num_tokens=500)
+    packed = pack_output(output, include_prompt=False)
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_the_wire_is_less_than_two_thirds_of_the_pickled_object(flat):
-    from vllm.logprobs import FlatLogprobs
-
-    output = OutputMaker(0).training_output(num_prompt=600, num_tokens=500)
-    if flat:
-        positions, output.prompt_logprobs = output.outputs[0].logprobs, None
-        output.outputs[0].logprobs = FlatLogprobs()
-        output.outputs[0].logprobs.extend(positions)
-    wire = pack_output(output, include_prompt=False)
-
-    assert 3 * len(pickle.dumps(wire, protocol=5)) < 2 * len(pickle.dumps(output, protocol=5))
+    assert 3 * len(pickle.dumps(packed, protocol=5)) < 2 * len(pickle.dumps(output, protocol=5))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,348 @@
+"""Answers as columns: what many outputs hold under one name travels as one array.
+
+A ``RequestOutput`` is some thirty objects beside a dict and a ``Logprob`` for every token. Making,
+pickling and collecting all these costs about as much as sampling the tokens. So the outputs of a
+batch cross Ray as columns, and each is made again when somebody looks at it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import accumulate, chain, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchrl_vllm_sync.requests.messages import marks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from vllm import RequestOutput
+
+    from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+
+_INTEGERS = [(name, np.iinfo(name)) for name in ("<u1", "<i1", "<u2", "<i4", "<i8")]
+
+
+class Column:
+    """One value for each of many rows; ``column[at]`` makes one again, equal in value and type."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, at: int) -> Any:
+        raise NotImplementedError
+
+    def between(self, begin: int, end: int) -> list[Any]:
+        return [self[at] for at in range(begin, end)]
+
+    def array(self, at: int) -> np.ndarray:
+        """The list of numbers in a row, without a Python object for each."""
+        return np.asarray(self[at])
+
+
+class _Plain(Column):
+    """Values that have no other form."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, at: int) -> Any:
+        value = self.values[at]
+        # Ray's arrays are read-only views that hold their object in the store while they live.
+        is_view = isinstance(value, np.ndarray) and not value.flags.writeable
+        return value.copy() if is_view else value
+
+
+class _Same(Column):
+    def __init__(self, value: Any, num_rows: int) -> None:
+        self.value, self.num_rows = value, num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, at: int) -> Any:
+        return self.value
+
+
+class _Numbers(Column):
+    """Plain integers or floats. Bytes, as Ray would keep an array's store entry alive."""
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self.dtype, self.data = numbers.dtype.str, numbers.tobytes()
+
+    @cached_property
+    def all(self) -> np.ndarray:
+        return np.frombuffer(self.data, self.dtype)
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def __getitem__(self, at: int) -> Any:
+        return self.all[at].item()
+
+    def between(self, begin: int, end: int) -> list[Any]:
+        return self.all[begin:end].tolist()
+
+
+class _Lists(Column):
+    """Lists, or tuples, as one column of all their items."""
+
+    def __init__(self, kind: type, values: Sequence[Any]) -> None:
+        self.kind = kind
+        self.lengths = pack([len(one) for one in values])
+        self.items = pack(list(chain.from_iterable(values)))
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [*accumulate(self.lengths.between(0, len(self)), initial=0)]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def bounds(self, at: int) -> tuple[int, int]:
+        """Where the items of a row begin and end."""
+        return self._ends[at], self._ends[at + 1]
+
+    def __getitem__(self, at: int) -> Any:
+        return self.kind(self.items.between(*self.bounds(at)))
+
+    def array(self, at: int) -> np.ndarray:
+        begin, end = self.bounds(at)
+        items = self.items
+        return items.all[begin:end] if isinstance(items, _Numbers) else super().array(at)
+
+
+class _Records(Column):
+    """Objects of one class, each nothing but its attributes."""
+
+    def __init__(self, kind: type, rows: list[dict[str, Any]]) -> None:
+        self.kind, self.num_rows = kind, len(rows)
+        self.fields = {name: pack([row[name] for row in rows]) for name in rows[0]}
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, at: int) -> Any:
+        # Attributes are set as unpickling sets them: past __init__, which differs by release.
+        made = self.kind.__new__(self.kind)
+        vars(made).update(self.attributes(at))
+        return made
+
+    def attributes(self, at: int, **instead: Any) -> dict[str, Any]:
+        """The attributes of a row; those that are given are not made."""
+        return {
+            name: instead[name] if name in instead else column[at]
+            for name, column in self.fields.items()
+        }
+
+
+def pack(values: list[Any]) -> Column:
+    """Packs a list that nobody changes any more; what has no known form travels as it is."""
+    kinds = set(map(type, values))
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind in (type(None), bool, str) and len(set(map(id, values))) == 1:
+        return _Same(values[0], len(values))
+    if kind is int or kind is float:
+        return _pack_numbers(values, kind)
+    if kind is list or kind is tuple:
+        return _Lists(kind, values)
+    if kind is not None and _is_its_attributes(kind):
+        rows = [vars(one) for one in values]
+        if all(list(row) == list(rows[0]) for row in rows):
+            return _Records(kind, rows)
+    return _Plain(values)
+
+
+@cache
+def _is_its_attributes(kind: type) -> bool:
+    """Whether pickle, too, would take its objects apart into their attributes and nothing else."""
+    inherited = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
+    made_plainly = all(getattr(kind, name) is getattr(object, name) for name in inherited)
+    return made_plainly and bool(kind.__dictoffset__)
+
+
+def _pack_numbers(values: list[Any], kind: type) -> Column:
+    """Packs in the narrowest type that loses nothing."""
+    try:
+        numbers = np.array(values, np.float64 if kind is float else np.int64)
+    except OverflowError:
+        return _Plain(values)
+    if kind is float:
+        with np.errstate(over="ignore", invalid="ignore"):
+            narrow = numbers.astype("<f4")
+            # Bits are compared, for -0.0 and NaN.
+            is_exact = narrow.astype("<f8").tobytes() == numbers.tobytes()
+        return _Numbers(narrow if is_exact else numbers)
+    low, high = numbers.min(), numbers.max()
+    dtype = next(name for name, info in _INTEGERS if info.min <= low and high <= info.max)
+    return _Numbers(numbers.astype(dtype))
+
+
+# ---- The results of an engine, and vLLM's outputs in them
+
+
+class PackedResults:
+    """Results on their way out of an engine: iterating gives them, with outputs as ``OutputRow``.
+
+    Prompts, which the caller holds, stay behind unless they are wanted.
+    """
+
+    def __init__(self, results: Sequence[EngineResult], *, want_prompt: bool) -> None:
+        hidden = {} if want_prompt else dict.fromkeys(("prompt", "prompt_token_ids"))
+        outputs = [one.output for one in results if one.output is not None]
+        # All were made by one engine, and so have the same attributes.
+        rows = [vars(one) | hidden for one in outputs]
+        self._outputs = _Records(type(outputs[0]), rows) if rows else None
+        self._results = [replace(one, output=None) for one in results]
+
+    def __iter__(self) -> Iterator[EngineResult]:
+        at = 0
+        for result in self._results:
+            if self._outputs is not None and result.error is None:
+                result, at = replace(result, output=OutputRow(self._outputs, at)), at + 1
+            yield result
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRow:
+    """One ``RequestOutput`` in its columns."""
+
+    outputs: _Records
+    at: int
+
+    @property
+    def answers(self) -> list[np.ndarray]:
+        """Token ids of each sample, of shape ``(num_tokens,)``."""
+        return [samples.fields["token_ids"].array(at) for samples, at in self._samples()]
+
+    @property
+    def log_probs(self) -> list[np.ndarray]:
+        """Log-probabilities of these tokens, of the same shape; empty if not asked for."""
+        return [_log_probs(samples.fields["logprobs"], at) for samples, at in self._samples()]
+
+    def field(self, name: str) -> Any:
+        """An attribute of the output."""
+        return self.outputs.fields[name][self.at]
+
+    def make(self) -> RequestOutput:
+        """vLLM's output without its prompt; log-probabilities are ``FlatLogprobs``."""
+        return self.outputs[self.at]
+
+    def unread(self, result: EngineResult, request: EngineRequest) -> RequestOutput:
+        """vLLM's output with the caller's prompt, and what only this library knows; made late."""
+        assert result.version is not None, "a replica that answers tells its version"
+        version, prompt = result.version, request.prompt
+        has_dicts = not request.sampling_params.flat_logprobs
+
+        def attributes() -> dict[str, Any]:
+            prompt_logprobs = self.field("prompt_logprobs")
+            made = self.outputs.attributes(
+                self.at,
+                prompt=prompt.get("prompt"),
+                prompt_token_ids=list(prompt["prompt_token_ids"]),
+                prompt_logprobs=as_dicts(prompt_logprobs) if has_dicts else prompt_logprobs,
+                outputs=[_sample(*one, has_dicts=has_dicts) for one in self._samples()],
+            )
+            return made | marks(result.samples, replica_id=result.replica_id, version=version)
+
+        return _unread(self.outputs.kind, {}, attributes)
+
+    def _samples(self) -> Iterator[tuple[_Records, int]]:
+        """The column of each sample, and its row there."""
+        samples: Any = self.outputs.fields["outputs"]
+        return ((samples.items, at) for at in range(*samples.bounds(self.at)))
+
+
+def _sample(samples: _Records, at: int, *, has_dicts: bool) -> Any:
+    """A ``CompletionOutput`` whose log-probabilities are made when they are looked at."""
+
+    def log_probs() -> dict[str, Any]:
+        flat = samples.fields["logprobs"][at]
+        return {"logprobs": as_dicts(flat) if has_dicts else flat}
+
+    known = samples.attributes(at, logprobs=None)
+    del known["logprobs"]
+    return _unread(samples.kind, known, log_probs)
+
+
+def _log_probs(flat: Column, at: int) -> np.ndarray:
+    if not isinstance(flat, _Records):  # some of the requests have not asked for any
+        flat, at = pack([flat[at]]), 0
+    if not isinstance(flat, _Records):
+        return np.empty(0, np.float32)
+    # The sampled token comes first at each position.
+    return flat.fields["logprobs"].array(at)[flat.fields["start_indices"].array(at)]
+
+
+def as_dicts(flat: Any) -> Any:
+    """Makes of ``FlatLogprobs`` what vLLM gives those who have not asked for them."""
+    from vllm.logprobs import FlatLogprobs, Logprob
+
+    if not isinstance(flat, FlatLogprobs):
+        return flat
+    # One iterator over all entries, from which each position takes its share.
+    entries = zip(
+        flat.token_ids,
+        map(Logprob, flat.logprobs, flat.ranks, flat.decoded_tokens),
+        strict=True,
+    )
+    lengths = map(int.__sub__, flat.end_indices, flat.start_indices)
+    # Only the first token of a prompt has none.
+    return [dict(islice(entries, length)) if length else None for length in lengths]
+
+
+# ---- Objects that are made at the first look
+
+
+class _Unread:
+    """Mixed into a class of vLLM: gets the missing attributes, and that very class, when read."""
+
+    _kind: type
+    _rest: Callable[[], dict[str, Any]]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_read(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_read(self), name, value)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:
+        return vars(_read(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _read(self).__reduce_ex__(protocol)
+
+    def __eq__(self, other: object) -> bool:
+        return _read(self) == other
+
+    def __hash__(self) -> int:
+        return hash(_read(self))
+
+
+@cache
+def _unread_kind(kind: type) -> type:
+    return type(kind.__name__, (_Unread, kind), {"_kind": kind})
+
+
+def _unread(kind: type, known: dict[str, Any], rest: Callable[[], dict[str, Any]]) -> Any:
+    made = object.__new__(_unread_kind(kind))
+    for name, value in (*known.items(), ("_rest", rest)):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _read(unread: Any) -> Any:
+    kind = unread._kind
+    # First the attributes, then the class: another thread may be looking, too.
+    for name, value in unread._rest().items():
+        object.__setattr__(unread, name, value)
+    object.__setattr__(unread, "__class__", kind)
+    vars(unread).pop("_rest", None)
+    return unread
