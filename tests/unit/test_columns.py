@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_vllm_sync.requests.columns import PackedResults, as_dicts
+from torchrl_vllm_sync.requests.columns import PackedResults, as_dicts, sampled_log_probs
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 
 if importlib.util.find_spec("vllm") is None:
@@ -439,24 +439,33 @@ def test_results_of_a_batch_come_back_in_their_order_errors_among_them():
             assert_same(one.output.make(), outputs[at])
 
 
+@pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_log_probs_of_the_sampled_tokens_are_read_without_unpacking(n):
+def test_log_probs_of_the_sampled_tokens_are_read_without_unpacking(n, is_read):
     output, wanted = flat_output(n=n)
-    row = unpacked(across_ray(pack_output(output, include_prompt=False))).output
-    for found, one in zip(row.log_probs, wanted.outputs, strict=True):
+    for found, one in zip(unread(output).outputs, wanted.outputs, strict=True):
+        assert not is_read or found.logprobs
         sampled = [
             entries[token].logprob
             for token, entries in zip(one.token_ids, one.logprobs, strict=True)
         ]
-        assert found.tolist() == sampled
+        assert list(sampled_log_probs(found)) == sampled
+        assert hasattr(type(found), "_kind") is not is_read
 
 
 def test_log_probs_that_some_have_not_asked_for_are_none():
     outputs = [flat_output(seed)[0] for seed in range(3)]
     outputs[1].outputs[0].logprobs = None
-    results = [EngineResult(request_id="r", replica_id="0", output=one) for one in outputs]
-    rows = [one.output for one in across_ray(PackedResults(results, want_prompt=False))]
-    assert [len(row.log_probs[0]) for row in rows] == [5, 0, 5]
+    results = [
+        EngineResult(request_id="r", replica_id="0", output=one, version=1) for one in outputs
+    ]
+    request = make_request({"prompt_token_ids": [1]})
+    samples = [
+        one.output.unread(one, request).outputs[0]
+        for one in across_ray(PackedResults(results, want_prompt=False))
+    ]
+    assert [len(sampled_log_probs(one)) for one in samples] == [5, 0, 5]
+    assert [one.logprobs is None for one in samples] == [False, True, False]
 
 
 @pytest.mark.parametrize("seed", range(20))

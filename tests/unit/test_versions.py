@@ -10,7 +10,7 @@ import pytest
 from torchrl_vllm_sync import VersionSpan, expand_spans, max_version, min_version
 from torchrl_vllm_sync.engine.gate import SampleVersions, SpanChecker, versions_of_labels
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
-from torchrl_vllm_sync.requests.messages import SampleReport, mark_output
+from torchrl_vllm_sync.requests.messages import SampleReport, marks
 from torchrl_vllm_sync.versions import check_spans, check_version, slice_spans, spans_from_starts
 
 
@@ -179,8 +179,8 @@ def test_marked_outputs_say_all_of_it():
         SampleReport(spans=spans((2, 0, 4), (4, 4, 5))),
         SampleReport(spans=spans((3, 0, 1))),
     ]
-    mark_output(output, reports, replica_id="1", version=9)
+    vars(output).update(marks(reports, replica_id="1", version=9))
     assert output.version_spans == tuple(one.spans for one in reports)
     assert (output.min_version, output.max_version, output.replica_id) == (2, 4, "1")
-    mark_output(output, [SampleReport()], replica_id="1", version=9)
+    vars(output).update(marks([SampleReport()], replica_id="1", version=9))
     assert (output.version_spans, output.min_version, output.max_version) == (((),), 9, 9)

@@ -171,8 +171,8 @@ class Answers:
         try:
             while (step := await steps.get()) is not None:
                 yield step
-            keep(task.result())
-            yield steps.get_nowait()
+            (last,) = PackedResults([task.result()], want_prompt=False)
+            yield last
         finally:
             task.cancel()
 

@@ -130,7 +130,7 @@ class _Records(Column):
 
     def __getitem__(self, at: int) -> Any:
         # Attributes are set as unpickling sets them: past __init__, which differs by release.
-        made = self.kind.__new__(self.kind)
+        made = object.__new__(self.kind)
         vars(made).update(self.attributes(at))
         return made
 
@@ -221,11 +221,6 @@ class OutputRow:
         """Token ids of each sample, of shape ``(num_tokens,)``."""
         return [samples.fields["token_ids"].array(at) for samples, at in self._samples()]
 
-    @property
-    def log_probs(self) -> list[np.ndarray]:
-        """Log-probabilities of these tokens, of the same shape; empty if not asked for."""
-        return [_log_probs(samples.fields["logprobs"], at) for samples, at in self._samples()]
-
     def field(self, name: str) -> Any:
         """An attribute of the output."""
         return self.outputs.fields[name][self.at]
@@ -261,23 +256,42 @@ class OutputRow:
 
 def _sample(samples: _Records, at: int, *, has_dicts: bool) -> Any:
     """A ``CompletionOutput`` whose log-probabilities are made when they are looked at."""
-
-    def log_probs() -> dict[str, Any]:
-        flat = samples.fields["logprobs"][at]
-        return {"logprobs": as_dicts(flat) if has_dicts else flat}
-
     known = samples.attributes(at, logprobs=None)
     del known["logprobs"]
-    return _unread(samples.kind, known, log_probs)
+    return _unread(samples.kind, known, _LogProbs(samples.fields["logprobs"], at, has_dicts))
 
 
-def _log_probs(flat: Column, at: int) -> np.ndarray:
-    if not isinstance(flat, _Records):  # some of the requests have not asked for any
-        flat, at = pack([flat[at]]), 0
-    if not isinstance(flat, _Records):
-        return np.empty(0, np.float32)
-    # The sampled token comes first at each position.
-    return flat.fields["logprobs"].array(at)[flat.fields["start_indices"].array(at)]
+@dataclass(frozen=True, slots=True)
+class _LogProbs:
+    """The log-probabilities of one sample."""
+
+    column: Column
+    at: int
+    has_dicts: bool
+
+    def __call__(self) -> dict[str, Any]:
+        flat = self.column[self.at]
+        return {"logprobs": as_dicts(flat) if self.has_dicts else flat}
+
+    def sampled(self) -> np.ndarray | None:
+        flat = self.column
+        if not isinstance(flat, _Records):
+            return None  # there are none, or some of the requests have not asked for any
+        # The sampled token comes first at each position.
+        starts = flat.fields["start_indices"].array(self.at)
+        return flat.fields["logprobs"].array(self.at)[starts]
+
+
+def sampled_log_probs(sample: Any) -> Sequence[float] | np.ndarray:
+    """Log-probabilities of the tokens of a ``CompletionOutput``; empty if not asked for.
+
+    Nothing is made of those that were not looked at.
+    """
+    unread = sample._rest.sampled() if isinstance(sample, _Unread) else None
+    if unread is not None:
+        return unread
+    positions = zip(sample.logprobs or (), sample.token_ids, strict=False)
+    return [entries[token].logprob for entries, token in positions]
 
 
 def as_dicts(flat: Any) -> Any:
@@ -304,7 +318,7 @@ class _Unread:
     """Mixed into a class of vLLM: gets the missing attributes, and that very class, when read."""
 
     _kind: type
-    _rest: Callable[[], dict[str, Any]]
+    _rest: Any  # gives the missing attributes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_read(self), name)
@@ -313,7 +327,7 @@ class _Unread:
         setattr(_read(self), name, value)
 
     @property
-    def __dict__(self) -> dict[str, Any]:
+    def __dict__(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return vars(_read(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -7,28 +7,37 @@ import math
 import secrets
 import threading
 from collections import OrderedDict, deque
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
-from tensordict import TensorDict, lazy_stack
+from tensordict import MetaData, TensorDict, lazy_stack
+from torch.nn.utils.rnn import pad_sequence
+from torchrl.data.llm import History
 from torchrl.modules.llm import vLLMWrapper as _TorchRLWrapper
+from torchrl.modules.llm.policies.common import ChatHistory, LogProbs, Masks, Text, Tokens
+from torchrl.modules.llm.policies.vllm_wrapper import (
+    _assemble_generate_full_logprobs,
+    _build_prompt_logprobs,
+    _cat_prompt_response,
+    _has_usable_prompt_logprobs,
+    _warn_missing_vllm_prompt_logprobs,
+)
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.requests.columns import sampled_log_probs
 from torchrl_vllm_sync.rl import keys
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import expand_spans, max_version, min_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tensordict import TensorDictBase
     from tensordict.utils import NestedKey
-
-    from torchrl_vllm_sync.requests.messages import SampleReport
 
 
 # Where TorchRL's collectors and its TrajCounter write the number of a row's trajectory.
@@ -207,13 +216,13 @@ _STAMPS = [
     keys.FINISH_REASON,
     keys.GENERATION,
 ]
-
-# The outputs of the engine call that is being turned into a TensorDict, in this thread.
-_outputs: ContextVar[list[Any]] = ContextVar("torchrl_vllm_sync_outputs")
-# The conversations of the rows that are being generated for, in this thread.
-_conversations: ContextVar[list[Conversation] | None] = ContextVar(
-    "torchrl_vllm_sync_conversations", default=None
-)
+_TIMES = {
+    keys.QUEUE_TIME: "queue_s",
+    keys.PREFILL_TIME: "prefill_s",
+    keys.DECODE_TIME: "decode_s",
+}
+# The values of one entry: a tensor of all rows, or a list with a value for each.
+_Entry: TypeAlias = Any
 
 
 class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
@@ -265,6 +274,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         ValueError: See TorchRL's wrapper.
     """
 
+    tokenizer: Any
+    padding_value: Any
+
     def __init__(
         self,
         model: Any,
@@ -301,119 +313,278 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     def _call_generate(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("use_tqdm", False)  # the loop that collects has its own bar
-        conversations = _conversations.get()
-        if conversations is not None:
-            kwargs["session_id"] = [one.session_id for one in conversations]
-            kwargs["group_id"] = [one.group_id for one in conversations]
-        outputs = super()._call_generate(*args, **kwargs)
-        _outputs.set(outputs if isinstance(outputs, list) else [outputs])
-        return outputs
+        return super()._call_generate(*args, **kwargs)
 
-    def _from_vllm_generate_history(self, *args: Any, **kwargs: Any) -> TensorDictBase:
-        return self._generated(super()._from_vllm_generate_history, *args, **kwargs)
-
-    def _from_vllm_generate_text(self, *args: Any, **kwargs: Any) -> TensorDictBase:
-        return self._generated(super()._from_vllm_generate_text, *args, **kwargs)
-
-    def _from_vllm_generate_tokens(self, *args: Any, **kwargs: Any) -> TensorDictBase:
-        return self._generated(super()._from_vllm_generate_tokens, *args, **kwargs)
-
-    def _generated(
-        self,
-        generate: Callable[..., TensorDictBase],
-        rows: TensorDictBase,
-        *args: Any,
-        **kwargs: Any,
+    def _from_vllm_generate_history(
+        self, tensordict_input: TensorDictBase, sampling_params: Any, out: TensorDictBase
     ) -> TensorDictBase:
-        """Runs one of TorchRL's generations with the rows' sessions, and stamps its result."""
-        conversations = self._find_conversations(rows) if self.find_sessions else None
-        previous = _conversations.set(conversations)
-        try:
-            out = generate(rows, *args, **kwargs)
-        finally:
-            _conversations.reset(previous)
-        if conversations and self.input_mode == "history":
-            said = _messages(out.get((self.history_key, "full")), out.ndim)
-            self._finder.answered(conversations, said)
-        return self._stamped(out)
+        rows, history = tensordict_input, tensordict_input.get(self.input_key, None)
+        if not isinstance(history, History):  # TorchRL says what is wrong
+            return super()._from_vllm_generate_history(rows, sampling_params, out)
+        prompts = list(history.unbind(0))
+        chats = [one.tolist(tolist_first=True) for one in prompts]
+        said = [[f"{one['role']}:{one['content']}" for one in chat] for chat in chats]
+        conversations = self._find_conversations(rows, said)
+        tokens, texts = self._prompt_tokens(rows, history, chats)
+        answers = self._answers(tokens, sampling_params, conversations)
+        prompts, texts, said = map(answers.for_each_row, (prompts, texts, said))
+        replies = self._decoded(answers.tokens)
+        if conversations:
+            wholes = zip(said, replies, strict=True)
+            self._finder.answered(conversations, [[*a, f"assistant:{b}"] for a, b in wholes])
+        messages = [History(role="assistant", content=one) for one in replies]
+        wholes = [
+            prompt.append(message, inplace=False, dim=-1)
+            for prompt, message in zip(prompts, messages, strict=True)
+        ]
+        text = {"prompt": texts, "response": replies, "full": self._decoded(answers.sequences)}
+        chat = {"prompt": prompts, "response": messages, "full": wholes}
+        return self._rows(
+            answers, tokens, {self.text_key: (Text, text), self.history_key: (ChatHistory, chat)}
+        )
 
-    def _find_conversations(self, rows: TensorDictBase) -> list[Conversation] | None:
+    def _from_vllm_generate_text(
+        self, td: TensorDictBase, sampling_params: Any, out: TensorDictBase
+    ) -> TensorDictBase:
+        texts = td.get(self.input_key, None)
+        if texts is None:
+            return super()._from_vllm_generate_text(td, sampling_params, out)
+        texts = texts if isinstance(texts, list) else texts.tolist()
+        conversations = self._find_conversations(td, [[one] for one in texts])
+        answers = self._answers(texts, sampling_params, conversations)
+        texts = answers.for_each_row(texts)
+        replies = None if self.tokenizer is None else self._decoded(answers.tokens)
+        full = self._cat_text(texts, replies)
+        text = {"prompt": texts, "response": replies, "full": full}
+        return self._rows(answers, None, {self.text_key: (Text, text)})
+
+    def _from_vllm_generate_tokens(
+        self, td: TensorDictBase, sampling_params: Any, out: TensorDictBase
+    ) -> TensorDictBase:
+        rows: Any = td
         if self.input_key not in rows:
-            return None  # TorchRL raises for it next
-        said = self.input_mode == "history"
-        if said:
-            prompts = _messages(rows.get(self.input_key), 1)
+            return super()._from_vllm_generate_tokens(td, sampling_params, out)
+        if self.pad_output:
+            tokens = rows.get(self.input_key)
         else:
-            prompts = [[_as_text(row.get(self.input_key))] for row in rows.unbind(0)]
+            tokens = [self._unpadded(one) for one in rows.get(self.input_key, as_list=True)]
+        conversations = self._find_conversations(td, [[repr(one.tolist())] for one in tokens])
+        return self._rows(self._answers(tokens, sampling_params, conversations), tokens, {})
+
+    def _prompt_tokens(
+        self, rows: TensorDictBase, history: Any, chats: list[list[dict[str, Any]]]
+    ) -> tuple[_Entry, list[str]]:
+        """Tokens and text of each prompt; with ``prefer_tokens`` those that the rows have."""
+        tokens: Any = None
+        if self.prefer_tokens:
+            tokens = rows.get((self.tokens_key, "prompt"), None)
+            tokens = rows.get((self.tokens_key, "full"), None) if tokens is None else tokens
+        if tokens is None:
+            texts = self._rendered(history, chats)
+            encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            tokens = [torch.tensor(one, dtype=torch.int64) for one in encoded]
+        else:
+            if isinstance(tokens, torch.Tensor):
+                is_nested = tokens.is_nested
+                tokens = [one if is_nested else self._unpadded(one) for one in tokens.unbind(0)]
+            texts = self._decoded(tokens)
+        if self.pad_output:
+            tokens = self._padded(tokens, self.padding_value, "left")
+        return tokens, texts
+
+    def _rendered(self, history: Any, chats: list[list[dict[str, Any]]]) -> list[str]:
+        """Applies the chat template to all prompts at once; which one TorchRL alone knows."""
+        chosen: dict[str, Any] = {}
+        listener = SimpleNamespace(
+            name_or_path=getattr(self.tokenizer, "name_or_path", ""),
+            chat_template=getattr(self.tokenizer, "chat_template", None),
+            apply_chat_template=lambda **settings: chosen.update(settings) or "",
+        )
+        history[0].apply_chat_template(
+            tokenizer=listener,
+            chat_template=self.chat_template,
+            chat_template_name=self.chat_template_name,
+        )
+        shown = [[one for one in chat if one["role"] != "<none>"] for chat in chats]
+        return self.tokenizer.apply_chat_template(**{**chosen, "conversation": shown})
+
+    def _answers(
+        self, prompts: _Entry, sampling_params: Any, conversations: list[Conversation] | None
+    ) -> _Answers:
+        """Generates for texts or tokens."""
+        options: dict[str, Any] = {"sampling_params": sampling_params}
+        if conversations is not None:
+            options["session_id"] = [one.session_id for one in conversations]
+            options["group_id"] = [one.group_id for one in conversations]
+        if isinstance(prompts[0], str):
+            return _Answers(self._call_generate(prompts, **options), [], self.num_samples or 1)
+        if isinstance(prompts, torch.Tensor):
+            prompts = [self._unpadded(one) for one in prompts]
+        ids = [one.tolist() for one in prompts]
+        outputs = self._call_generate(prompt_token_ids=ids, **options)
+        return _Answers(outputs, prompts, self.num_samples or 1)
+
+    def _rows(self, answers: _Answers, prompts: _Entry, entries: dict[Any, Any]) -> TensorDictBase:
+        """The rows of TorchRL's wrapper, and this library's entries; ``prompts`` are tokens."""
+        response = self._laid_out(answers.tokens, self.padding_value)
+        versions = self._laid_out(answers.versions(), keys.NO_VERSION)
+        tokens, stamps = {"response": response}, {"response": versions}
+        masks: dict[str, _Entry] = {}
+        if prompts is not None:
+            prompt = answers.for_each_row(prompts)
+            is_answer = self._laid_out([one >= 0 for one in answers.tokens], False)
+            is_prompt = (
+                prompt != self.padding_value
+                if isinstance(prompt, torch.Tensor)
+                else [one >= 0 for one in prompt]
+            )
+            tokens |= {"prompt": prompt, "full": _joined(prompt, response)}
+            masks["all_attention_mask"] = _joined(is_prompt, is_answer)
+            masks["all_assistant_mask"] = _joined(_filled(is_prompt, False), is_answer)
+            stamps["full"] = _joined(_filled(prompt, keys.NO_VERSION), versions)
+        entries = {
+            **entries,
+            self.tokens_key: (Tokens, tokens),
+            self.masks_key: (Masks, masks),
+            keys.POLICY_VERSIONS: stamps,
+            **answers.stamps(),
+        }
+        if self.return_log_probs:
+            entries[self.log_probs_key] = LogProbs, self._log_probs(answers, prompts)
+        for name in (self.tokens_key, self.masks_key, self.log_probs_key):
+            if name in entries:
+                entries[name][1]["padded"] = [MetaData(self.pad_output)] * len(answers.samples)
+        rows = [_row(entries, at) for at in range(len(answers.samples))]
+        if self.num_samples:
+            each = self.num_samples
+            rows = [lazy_stack(rows[at : at + each]) for at in range(0, len(rows), each)]
+        return lazy_stack(rows)
+
+    def _log_probs(self, answers: _Answers, prompts: _Entry) -> dict[str, _Entry]:
+        response = self._laid_out(answers.log_probs(), self.padding_value)
+        if prompts is None:
+            return {"response": response, "full": response}
+        if self.num_samples is not None:
+            return {"response": response}
+        entries = {"response": response}
+        prompt: Any = [_build_prompt_logprobs(one) for one in answers.outputs]
+        if self.pad_output:
+            prompt = self._padded(prompt, self.padding_value, "right")
+            missing = prompts.shape[-1] - prompt.shape[-1]
+            prompt = torch.nn.functional.pad(prompt, (missing, 0))  # padded prompts
+        if _has_usable_prompt_logprobs(prompt, pad_output=self.pad_output):
+            entries["prompt"] = prompt
+        else:
+            prompt = None
+            _warn_missing_vllm_prompt_logprobs()
+        entries["full"] = _assemble_generate_full_logprobs(prompt, response, prompts)
+        return entries
+
+    def _unpadded(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens[tokens != self.padding_value]
+
+    def _padded(self, values: list[torch.Tensor], padding: float, side: str) -> torch.Tensor:
+        return pad_sequence(values, batch_first=True, padding_value=padding, padding_side=side)
+
+    def _laid_out(self, responses: list[torch.Tensor], padding: float) -> _Entry:
+        return self._padded(responses, padding, "right") if self.pad_output else responses
+
+    def _decoded(self, tokens: list[torch.Tensor]) -> list[str]:
+        return self.tokenizer.batch_decode(tokens, skip_special_tokens=False)
+
+    def _find_conversations(
+        self, rows: TensorDictBase, said: Sequence[Sequence[str]]
+    ) -> list[Conversation] | None:
+        if not self.find_sessions:
+            return None
         # Batching merges the rows of several callers, so that their positions say nothing.
-        found = self._finder.find(rows, prompts, by_content=said, by_position=not self.batching)
+        has_messages = self.input_mode == "history"
+        found = self._finder.find(
+            rows, said, by_content=has_messages, by_position=not self.batching
+        )
         if over := self._finder.ended():
             self.model.release_sessions(over)
         return found
 
-    def _stamped(self, out: TensorDictBase) -> TensorDictBase:
-        """Adds the entries of this library to what TorchRL made of an engine call's outputs."""
-        width = prompt_width = None
-        if self.pad_output:
-            width = out.get((self.tokens_key, "response")).shape[-1]
-            if self.input_mode != "text":
-                prompt_width = out.get((self.tokens_key, "full")).shape[-1] - width
-        rows: list[TensorDictBase] = []
-        for output in _outputs.get():
-            if not self.pad_output and self.input_mode != "text":
-                prompt_width = len(output.prompt_token_ids)
-            for completion, sample in zip(output.outputs, output.sample_reports, strict=True):
-                row = _row(output, completion, sample)
-                response = _padded(expand_spans(sample.spans), width)
-                row.set(keys.RESPONSE_VERSIONS, response)
-                if prompt_width is not None:  # TorchRL has no ids of prompts that came as text
-                    prompt = torch.full((prompt_width,), keys.NO_VERSION)
-                    row.set(keys.FULL_VERSIONS, torch.cat([prompt, response]))
-                rows.append(row)
-        for size in reversed(out.shape[1:]):
-            rows = [lazy_stack(rows[at : at + size]) for at in range(0, len(rows), size)]
-        return out.update(lazy_stack(rows))
+
+class _Answers:
+    """What an engine has answered: a row for each sample, those of one prompt side by side."""
+
+    def __init__(self, outputs: Any, prompts: list[torch.Tensor], num_samples: int) -> None:
+        self.outputs = outputs if isinstance(outputs, list) else [outputs]
+        self._prompts, self._num_samples = prompts, num_samples
+        self.samples = [one for output in self.outputs for one in output.outputs]
+        self.tokens = [torch.tensor(one.token_ids, dtype=torch.int64) for one in self.samples]
+        self._reports = [one for output in self.outputs for one in output.sample_reports]
+
+    @property
+    def sequences(self) -> list[torch.Tensor]:
+        """Tokens of prompts and answers, without padding."""
+        return _joined(self.for_each_row(self._prompts), self.tokens)
+
+    def for_each_row(self, of_prompts: Any) -> Any:
+        if self._num_samples == 1:
+            return of_prompts
+        if isinstance(of_prompts, torch.Tensor):
+            return of_prompts.repeat_interleave(self._num_samples, 0)
+        return [one for one in of_prompts for _ in range(self._num_samples)]
+
+    def log_probs(self) -> list[torch.Tensor]:
+        return [torch.tensor(sampled_log_probs(one), dtype=torch.float32) for one in self.samples]
+
+    def versions(self) -> list[torch.Tensor]:
+        """The version that sampled each token."""
+        return [torch.tensor(expand_spans(one.spans), dtype=torch.int64) for one in self._reports]
+
+    def stamps(self) -> dict[str, Any]:
+        """Entries of one value a row."""
+        of_rows = [output for output in self.outputs for _ in output.outputs]
+        oldest = [
+            min_version(one.spans, default=output.min_version)
+            for output, one in zip(of_rows, self._reports, strict=True)
+        ]
+        newest = [
+            max_version(one.spans, default=output.max_version)
+            for output, one in zip(of_rows, self._reports, strict=True)
+        ]
+        cached = [one.num_cached_tokens for one in self._reports]
+        figures: dict[NestedKey, _Entry] = {
+            keys.NUM_CACHED_TOKENS: _numbers_or(keys.UNKNOWN_COUNT, cached, torch.int64),
+            keys.REPLICA_ID: [output.replica_id for output in of_rows],
+        }
+        for key, name in _TIMES.items():
+            seconds = [getattr(one, name) for one in self._reports]
+            figures[key] = _numbers_or(math.nan, seconds, torch.float32)
+        return {
+            keys.POLICY_VERSION: [torch.tensor(one) for one in oldest],
+            keys.MAX_POLICY_VERSION: [torch.tensor(one) for one in newest],
+            keys.FINISH_REASON: [one.finish_reason for one in self.samples],
+            keys.GENERATION: {key[-1]: entry for key, entry in figures.items()},
+        }
 
 
-def _messages(history: Any, ndim: int) -> list[list[str]]:
-    """Returns the messages of each conversation in a history of ``ndim`` batch dimensions."""
-    roles, contents = history.role, history.content
-    for _ in range(ndim - 1):
-        roles, contents = itertools.chain(*roles), itertools.chain(*contents)
-    return [
-        [f"{role}:{content}"]
-        if isinstance(role, str)  # a history of one message, without a dimension for it
-        else [f"{one}:{said}" for one, said in zip(role, content, strict=True)]
-        for role, content in zip(roles, contents, strict=True)
-    ]
+def _numbers_or(unknown: float, values: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.tensor(unknown if one is None else one, dtype=dtype) for one in values]
 
 
-def _as_text(prompt: Any) -> str:
-    return repr(prompt.tolist()) if isinstance(prompt, torch.Tensor) else str(prompt)
+def _joined(prompt: _Entry, response: _Entry) -> _Entry:
+    return _cat_prompt_response(prompt, response)
 
 
-def _row(output: Any, completion: Any, sample: SampleReport) -> TensorDictBase:
-    """Returns the entries of one response that do not depend on its layout."""
-    cached = sample.num_cached_tokens
-    counts = {
-        keys.POLICY_VERSION: min_version(sample.spans, default=output.min_version),
-        keys.MAX_POLICY_VERSION: max_version(sample.spans, default=output.max_version),
-        keys.NUM_CACHED_TOKENS: keys.UNKNOWN_COUNT if cached is None else cached,
-    }
-    seconds = {
-        keys.QUEUE_TIME: sample.queue_s,
-        keys.PREFILL_TIME: sample.prefill_s,
-        keys.DECODE_TIME: sample.decode_s,
-    }
-    row = TensorDict({key: torch.tensor(one, dtype=torch.int64) for key, one in counts.items()})
-    for key, one in seconds.items():
-        row.set(key, torch.tensor(math.nan if one is None else one, dtype=torch.float32))
-    row.set_non_tensor(keys.FINISH_REASON, completion.finish_reason)
-    row.set_non_tensor(keys.REPLICA_ID, output.replica_id)
-    return row
+def _filled(entry: _Entry, value: Any) -> _Entry:
+    """An entry of the same layout that holds ``value`` everywhere."""
+    if isinstance(entry, torch.Tensor):
+        return torch.full_like(entry, value)
+    return [torch.full_like(one, value) for one in entry]
 
 
-def _padded(versions: list[int], width: int | None) -> torch.Tensor:
-    """Returns versions as a tensor, padded to ``width`` on the right where there is one."""
-    padding = [] if width is None else [keys.NO_VERSION] * (width - len(versions))
-    return torch.tensor([*versions, *padding], dtype=torch.int64)
+def _row(entries: dict[Any, Any], at: int) -> TensorDict:
+    """One row of columns, which may be nested: in a dict, or in a tensor class and its dict."""
+    made: dict[Any, Any] = {}
+    for name, entry in entries.items():
+        if isinstance(entry, tuple):
+            kind, fields = entry
+            made[name] = kind._from_tensordict(_row(fields, at))
+        else:
+            made[name] = _row(entry, at) if isinstance(entry, dict) else entry[at]
+    return TensorDict(made)
