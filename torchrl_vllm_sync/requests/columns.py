@@ -40,7 +40,8 @@ class Column:
 
     def array(self, at: int) -> np.ndarray:
         """The list of numbers in a row, without a Python object for each."""
-        return np.asarray(self[at])
+        numbers = self[at]
+        return np.asarray(numbers) if numbers else np.empty(0, np.int64)
 
 
 class _Plain(Column):
