@@ -3,7 +3,8 @@
 All systems use one and the same engine, one after the other in every repetition, on prompts that
 it has not seen. The bare engine is called inside its own process, by as many coroutines as there
 are prompts, and nothing of its outputs leaves that process; ``AsyncVLLM`` and the calls for each
-prompt bring every output to this one as vLLM's ``RequestOutput``.
+prompt bring every output to this one as vLLM's ``RequestOutput``, and ``vLLMWrapper`` brings them
+as TorchRL's rows.
 
 ``python -m benchmarks.dispatch`` takes minutes, ``--smoke`` seconds; without ``--model`` the engine
 runs a tiny random checkpoint, so that everything but the model itself weighs most.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import statistics
 import sys
@@ -25,9 +27,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import ray
+import torch
+from tensordict import TensorDict, set_list_to_stack
+from torchrl.modules.llm.policies import Tokens
 
 from benchmarks.record import Recorder
-from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 if TYPE_CHECKING:
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 32
 SYSTEMS = (
     "AsyncVLLM",
+    "vLLMWrapper over AsyncVLLM",
     "bare AsyncLLM, every step",
     "bare AsyncLLM, final output only",
     "one Ray call a prompt",
@@ -70,7 +76,7 @@ class Bench:
     def __init__(self, service: AsyncVLLM, vocab_size: int) -> None:
         self.service, self.actor = service, service.actors[0]
         self.generator = np.random.default_rng(0)
-        self.vocab_size = vocab_size
+        self.vocab_size, self.tokenizer = vocab_size, ray.get(self.actor.get_tokenizer.remote())
         self.round = 0
 
     def prompts(self, num: int) -> list[list[int]]:
@@ -81,6 +87,20 @@ class Bench:
         """One call of the service."""
         outputs = self.service.generate(prompts, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    def wrapper(self, prompts: list[list[int]], params: SamplingParams) -> int:
+        """The same as a TorchRL policy's rows, of unequal length."""
+        policy = vLLMWrapper(
+            self.service,
+            tokenizer=self.tokenizer,
+            input_mode="tokens",
+            pad_output=False,
+            return_log_probs=params.logprobs is not None,
+            generate_kwargs={"max_tokens": params.max_tokens, "ignore_eos": True},
+        )
+        tokens = Tokens(prompt=torch.tensor(prompts), batch_size=len(prompts))
+        rows = policy(TensorDict(tokens=tokens, batch_size=len(prompts)))
+        return sum(len(one) for one in rows.get(("tokens", "response"), as_list=True))
 
     def bare(self, prompts: list[list[int]], params: SamplingParams) -> int:
         """The engine alone; only the number of tokens comes back."""
@@ -107,7 +127,7 @@ class Bench:
         systems: dict[str, Callable[[list[list[int]], SamplingParams], int]] = dict(
             zip(
                 SYSTEMS,
-                (self.async_vllm, self.bare, self.bare_final, self.call_a_prompt),
+                (self.async_vllm, self.wrapper, self.bare, self.bare_final, self.call_a_prompt),
                 strict=True,
             )
         )
@@ -133,20 +153,24 @@ def main(argv: list[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="a few short requests")
     parser.add_argument("--model", help="a checkpoint; a tiny random one if left out")
-    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--max-num-seqs", type=int, help="of the engine; vLLM's if left out")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=9)
     arguments = parser.parse_args(argv)
-    num_prompts, num_tokens = (8, 4) if arguments.smoke else (arguments.prompts, arguments.tokens)
+    sizes, num_tokens = ([8], 4) if arguments.smoke else (arguments.prompts, arguments.tokens)
     recorder = Recorder("dispatch")
+    set_list_to_stack(True).set()
     ray.init(address="local", include_dashboard=False, logging_level="error")
     with tempfile.TemporaryDirectory() as directory:
         model = arguments.model or str(make_tiny_checkpoint(directory))
         engine = {"num_cpus_per_replica": 0, "verbose": False, "max_model_len": 1024}
+        if arguments.max_num_seqs:
+            engine["max_num_seqs"] = arguments.max_num_seqs
         with AsyncVLLM.from_pretrained(model, actor_class=own_actor(), **engine) as service:
             vocab_size = ray.get(service.actors[0].describe.remote()).vocab_size
             bench = Bench(service, vocab_size)
-            for log_probs in (None, 1):
+            for num_prompts, log_probs in itertools.product(sizes, (None, 1)):
                 params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=log_probs)
                 case = f"{num_prompts} prompts x {num_tokens} tokens" + (
                     ", log-probs" if log_probs else ""

@@ -216,11 +216,13 @@ _STAMPS = [
     keys.FINISH_REASON,
     keys.GENERATION,
 ]
-_TIMES = {
-    keys.QUEUE_TIME: "queue_s",
-    keys.PREFILL_TIME: "prefill_s",
-    keys.DECODE_TIME: "decode_s",
-}
+# Where a report of a sample has what is stamped, and what stands for a figure that it lacks.
+_FIGURES = (
+    (keys.NUM_CACHED_TOKENS, "num_cached_tokens", keys.UNKNOWN_COUNT, torch.int64),
+    (keys.QUEUE_TIME, "queue_s", math.nan, torch.float32),
+    (keys.PREFILL_TIME, "prefill_s", math.nan, torch.float32),
+    (keys.DECODE_TIME, "decode_s", math.nan, torch.float32),
+)
 # The values of one entry: a tensor of all rows, or a list with a value for each.
 _Entry: TypeAlias = Any
 
@@ -294,6 +296,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         generate_kwargs = dict(generate_kwargs or {})
         if generate:
             generate_kwargs.setdefault("prompt_logprobs", None)
+            if not {"stop", "stop_sequences"} & generate_kwargs.keys():
+                generate_kwargs.setdefault("detokenize", False)  # all text is decoded here
         super().__init__(model, generate=generate, generate_kwargs=generate_kwargs, **kwargs)
         if generate:
             self.out_keys = [*self.out_keys, *_STAMPS]
@@ -511,8 +515,8 @@ class _Answers:
         self.outputs = outputs if isinstance(outputs, list) else [outputs]
         self._prompts, self._num_samples = prompts, num_samples
         self.samples = [one for output in self.outputs for one in output.outputs]
+        self._reports = [(one, of) for of in self.outputs for one in of.sample_reports]
         self.tokens = [torch.tensor(one.token_ids, dtype=torch.int64) for one in self.samples]
-        self._reports = [one for output in self.outputs for one in output.sample_reports]
 
     @property
     def sequences(self) -> list[torch.Tensor]:
@@ -520,8 +524,6 @@ class _Answers:
         return _joined(self.for_each_row(self._prompts), self.tokens)
 
     def for_each_row(self, of_prompts: Any) -> Any:
-        if self._num_samples == 1:
-            return of_prompts
         if isinstance(of_prompts, torch.Tensor):
             return of_prompts.repeat_interleave(self._num_samples, 0)
         return [one for one in of_prompts for _ in range(self._num_samples)]
@@ -532,37 +534,29 @@ class _Answers:
     def versions(self) -> list[torch.Tensor]:
         """The version that sampled each token."""
         none = torch.empty(0, dtype=torch.int64)
-        return [
-            torch.cat(
-                [none, *(torch.full((end - begin,), one) for one, begin, end in report.spans)]
-            )
-            for report in self._reports
+        parts = [
+            [torch.full((end - begin,), version) for version, begin, end in one.spans]
+            for one, _ in self._reports
         ]
+        return [torch.cat([none, *each]) for each in parts]
 
     def stamps(self) -> dict[str, Any]:
         """Entries of one value a row."""
-        of_rows = [output for output in self.outputs for _ in output.outputs]
-        oldest = [
-            min_version(one.spans, default=output.min_version)
-            for output, one in zip(of_rows, self._reports, strict=True)
-        ]
-        newest = [
-            max_version(one.spans, default=output.max_version)
-            for output, one in zip(of_rows, self._reports, strict=True)
-        ]
-        cached = [one.num_cached_tokens for one in self._reports]
-        figures: dict[NestedKey, _Entry] = {
-            keys.NUM_CACHED_TOKENS: _numbers_or(keys.UNKNOWN_COUNT, cached, torch.int64),
-            keys.REPLICA_ID: [output.replica_id for output in of_rows],
+        oldest = [min_version(one.spans, default=of.min_version) for one, of in self._reports]
+        newest = [max_version(one.spans, default=of.max_version) for one, of in self._reports]
+        generation: dict[str, _Entry] = {
+            key[-1]: [
+                torch.tensor(unknown if value is None else value, dtype=dtype)
+                for value in (getattr(one, name) for one, _ in self._reports)
+            ]
+            for key, name, unknown, dtype in _FIGURES
         }
-        for key, name in _TIMES.items():
-            seconds = [getattr(one, name) for one in self._reports]
-            figures[key] = _numbers_or(math.nan, seconds, torch.float32)
+        generation[keys.REPLICA_ID[-1]] = [of.replica_id for _, of in self._reports]
         return {
             keys.POLICY_VERSION: [torch.tensor(one) for one in oldest],
             keys.MAX_POLICY_VERSION: [torch.tensor(one) for one in newest],
             keys.FINISH_REASON: [one.finish_reason for one in self.samples],
-            keys.GENERATION: {key[-1]: entry for key, entry in figures.items()},
+            keys.GENERATION: generation,
         }
 
 
@@ -581,10 +575,6 @@ def _chats(prompts: list[Any], replies: list[str]) -> dict[str, _Entry]:
 
 def _non_tensor(value: Any) -> NonTensorData:
     return NonTensorData._from_tensordict(TensorDict({}), {"data": value})
-
-
-def _numbers_or(unknown: float, values: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.tensor(unknown if one is None else one, dtype=dtype) for one in values]
 
 
 def _joined(prompt: _Entry, response: _Entry) -> _Entry:
