@@ -1,6 +1,7 @@
 """The wrapper's rows are TorchRL's, entry by entry, and its stamps what the outputs say."""
 
 import itertools
+import pickle
 import warnings
 
 import numpy as np
@@ -13,6 +14,7 @@ from tensordict import (
     lazy_stack,
     set_list_to_stack,
 )
+from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 from torchrl.modules.llm import vLLMWrapper as TorchRLWrapper
 from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
@@ -311,6 +313,39 @@ def test_stamps_say_what_the_outputs_say(mode, pad_output, num_samples):
         assert row[keys.PREFILL_TIME] == 0.25
         assert row[keys.QUEUE_TIME].isnan() == (report.queue_s is None)
         assert row[keys.DECODE_TIME].isnan()
+
+
+def buffered(rows):
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=4)
+    buffer.extend(rows)
+    return buffer[:]
+
+
+USES = {
+    "clone": lambda rows: rows.clone(),
+    "pickle": lambda rows: pickle.loads(pickle.dumps(rows)),
+    "cat": lambda rows: torch.cat([rows, rows]),
+    "apply": lambda rows: rows.select("tokens", "text").apply(lambda one: one + 1),
+    "chat template": lambda rows: rows["history"].full.apply_chat_template(tokenizer=TOKENIZER),
+    "next turn": lambda rows: rows["history"].full.append(
+        History(role="user", content="x", batch_size=(4,)), inplace=False
+    ),
+    "replay buffer": buffered,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_rows_can_be_used_as_torchrls(pad_output, use):
+    theirs, mine = (
+        USES[use](
+            policy_of(kind, mode="history", pad_output=pad_output)(
+                asked("history", (4,), lazy=True)
+            ).exclude(*STAMPS)
+        )
+        for kind in (TorchRLWrapper, vLLMWrapper)
+    )
+    assert_same_rows(mine, theirs)
 
 
 def test_ragged_rows_have_memory_of_their_own():

@@ -222,10 +222,6 @@ class OutputRow:
         """Token ids of each sample, of shape ``(num_tokens,)``."""
         return [samples.fields["token_ids"].array(at) for samples, at in self._samples()]
 
-    def field(self, name: str) -> Any:
-        """An attribute of the output."""
-        return self.outputs.fields[name][self.at]
-
     def make(self) -> RequestOutput:
         """vLLM's output without its prompt; log-probabilities are ``FlatLogprobs``."""
         return self.outputs[self.at]
@@ -237,7 +233,7 @@ class OutputRow:
         has_dicts = not request.sampling_params.flat_logprobs
 
         def attributes() -> dict[str, Any]:
-            prompt_logprobs = self.field("prompt_logprobs")
+            prompt_logprobs = self.outputs.fields["prompt_logprobs"][self.at]
             made = self.outputs.attributes(
                 self.at,
                 prompt=prompt.get("prompt"),
