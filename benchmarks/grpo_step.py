@@ -197,13 +197,10 @@ def main(argv: list[str] | None = None) -> Path:
 
 def report(recorder: Recorder, case: str, samples: dict[str, list[float]], num_rows: int) -> None:
     """Adds the samples of one case to the record, and prints their medians."""
-    former = 0.0
     for system, seconds in samples.items():
         recorder.add(case=case, system=system, metric="time", unit="s", samples=seconds)
         median = statistics.median(seconds)
-        more = 1e3 * (median - former) / num_rows
-        print(f"{case:24} {system:28} {median:8.3f} s; {more:+.3f} ms a row beside the one before")
-        former = median
+        print(f"{case:24} {system:28} {median:8.3f} s, {1e3 * median / num_rows:8.3f} ms a row")
 
 
 if __name__ == "__main__":
