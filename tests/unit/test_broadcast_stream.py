@@ -396,7 +396,7 @@ def test_a_worker_that_leaves_ends_the_senders_wait(groups):
 @contextlib.contextmanager
 def in_the_middle_of_a_message(groups, timeout_s):
     """Has the groups transfer; yields the tensors, and the waits that are under way."""
-    sent = torch.ones(1 << 25)
+    sent = torch.ones(1 << 27)  # takes long enough to be caught at it
     received = [torch.zeros_like(sent) for _ in groups[1:]]
     with ThreadPoolExecutor(len(groups)) as pool:
         waits = [
