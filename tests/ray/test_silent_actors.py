@@ -109,9 +109,9 @@ def test_a_silent_actor_is_marked_and_its_next_report_decides(watched):
     eventually(lambda: state(tracker) is FAILED)
     assert time.monotonic() - begun > LIMIT_S - 2 * INTERVAL_S
     assert "its actor has not answered for" in tracker.snapshots()[0].reason
-    marked_at = tracker._marked_at["0"]
+    marked_at = tracker.snapshots()[0].marked_at
     time.sleep(5 * INTERVAL_S)
-    assert tracker._marked_at["0"] == marked_at  # marked once, whatever others mark later
+    assert tracker.snapshots()[0].marked_at == marked_at  # marked once, whatever others mark later
     process.resume()
     eventually(lambda: state(tracker) is SERVING)
 
@@ -125,7 +125,7 @@ def test_a_report_that_was_asked_for_before_the_mark_is_no_news(watched, monkeyp
 
     def watch(report, *, asked_at, in_flight_then):
         observe(report, asked_at=asked_at, in_flight_then=in_flight_then)
-        taken.append((asked_at > tracker._marked_at["0"], state(tracker)))
+        taken.append((asked_at > tracker.snapshots()[0].marked_at, state(tracker)))
 
     monkeypatch.setattr(tracker, "observe", watch)
     process.resume()
