@@ -24,12 +24,11 @@ class Watch:
         choose = balancer._choose
 
         def watched(*args):
-            candidates, position = choose(*args)
-            chosen = candidates.snapshots[position]
+            candidates, chosen, position = choose(*args)
             now = {one.replica_id: one for one in balancer.load.snapshots()}[chosen.replica_id]
             if not now.state.admits_requests:
                 self.bad_choices.append((time.monotonic(), now))
-            return candidates, position
+            return candidates, chosen, position
 
         balancer._choose = watched
 
