@@ -105,7 +105,8 @@ class LoadBalancer:
         UnknownStrategyError: A strategy's name is not registered.
 
     Attributes:
-        strategies, strategy: Names of the strategies in fallback order, and the first of them.
+        strategies: Names of the strategies in fallback order.
+        strategy: The first of them.
     """
 
     def __init__(
