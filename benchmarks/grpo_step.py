@@ -71,7 +71,7 @@ class Steps:
         self.service, self.actor, self.num_rows = service, service.actors[0], num_rows
         self.tokenizer: Any = ray.get(self.actor.get_tokenizer.remote())
         self.params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=1)
-        self.round = 0
+        self.round, self.asked = 0, list[list[int]]()
         self.env = self.make_env()
         self.policy = vLLMWrapper(
             service,
@@ -103,11 +103,11 @@ class Steps:
 
         params = self.params.clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        ray.get(self.actor.bare.remote(self.prompts(), params, f"bare-{self.round}"))
+        ray.get(self.actor.bare.remote(self.asked, params, f"bare-{self.round}"))
 
     def generate(self) -> None:
         """Requests and outputs."""
-        outputs = self.service.generate(self.prompts(), self.params, use_tqdm=False)
+        outputs = self.service.generate(self.asked, self.params, use_tqdm=False)
         assert all(output.finished for output in outputs)
 
     def wrapper(self) -> None:
@@ -154,6 +154,7 @@ class Steps:
         for repetition in range(repetitions + 1):
             for name, run in systems.items():
                 self.round += 1
+                self.asked = self.prompts()
                 begin = time.perf_counter()
                 run()
                 if repetition:

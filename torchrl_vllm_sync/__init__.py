@@ -107,7 +107,8 @@ def _homes() -> dict[str, str | None]:
     """Returns the module of each name, read from the imports above, as ``lazy_loader`` does."""
     nodes = ast.walk(ast.parse(Path(__file__).read_text()))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {alias.name: node.module for node in imports for alias in node.names}
+    ours = [node for node in imports if f"{node.module}".startswith(__name__)]
+    return {alias.name: node.module for node in ours for alias in node.names}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
+from torchrl_vllm_sync.weights.broadcast import group as group_module
 from torchrl_vllm_sync.weights.broadcast.buckets import (
     BucketLayout,
     StreamingPacker,
@@ -449,6 +451,28 @@ def test_a_transfer_that_is_given_up_writes_no_more(groups):
         before = [tensor.clone() for tensor in received]
         time.sleep(0.2)
         assert all(map(torch.equal, before, received))
+
+
+def test_an_abort_of_nccl_that_hangs_or_fails_is_told_of_and_keeps_nobody(
+    groups, monkeypatch, caplog
+):
+    monkeypatch.setattr(group_module, "ABORT_TIMEOUT_S", 0.2)
+    released = threading.Event()
+
+    def fail():
+        raise RuntimeError("NCCL is out of order")
+
+    for abort, words in (
+        (lambda: released.wait(20), ["NCCL has not left its peers after 0.2 s"]),
+        (fail, ["NCCL could not leave its peers: NCCL is out of order"]),
+        (lambda: None, []),
+    ):
+        caplog.clear()
+        begin = time.monotonic()
+        groups[0]._abort_nccl(SimpleNamespace(abort=abort))
+        assert time.monotonic() - begin < 10
+        assert caplog.messages == words
+    released.set()
 
 
 def test_workers_hear_that_the_trainer_gave_up_or_is_gone(groups):

@@ -254,6 +254,19 @@ def test_a_push_is_listed_once_however_many_replicas_tell_of_it():
     assert [one.version for one in scene.status().pushes] == [2, 1]
 
 
+def test_a_failed_push_that_only_a_lost_replica_still_tells_of_is_not_noted_again_and_again():
+    scene = Scene("0", "1")
+    scene.report("0", last_push=push(0.0, version=1, error="it failed"))
+    for i in range(MAX_PUSHES + 1):
+        scene.report("1", last_push=push(float(i + 1), version=i + 2))
+        scene.status()
+    scene.load.mark("0", FAILED, "it died")
+    for _ in range(3):
+        told = [one.what for one in scene.status().failures]
+    assert told.count("push") <= 1
+    assert "failed" in told
+
+
 def test_a_failed_push_is_a_failure_too():
     scene = Scene("0")
     error = WeightSyncError(4, {"0": "worker 0 could not load"})

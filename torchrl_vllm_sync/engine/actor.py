@@ -225,7 +225,7 @@ class EngineActor:
             raise LaunchError({self.replica_id: why}) from error
         self._health.start()
         # What lives as long as the engine is not looked at again for garbage: with vLLM imported
-        # that takes 0.3 s, during which no token is handed out.
+        # that is much, and meanwhile no token is handed out.
         gc.collect()
         gc.freeze()
         return self.describe()

@@ -7,6 +7,7 @@ deadline, after which the communicator is aborted on this side.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import socket
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     Watch = Callable[[], None] | None
     """Raises when a wait has become pointless; called now and then while it lasts."""
+
+logger = logging.getLogger(__name__)
 
 
 # ---- Waiting: for work on a GPU, for keys in the store, for Gloo
@@ -453,8 +456,7 @@ class BroadcastGroup:
         if self.rank == TRAINER_RANK and self._store is not None:
             self._store.set(GIVEN_UP, "1")
         if self._stream is not None:
-            # NCCL's may hang, or raise after a time of its own: the thread is left behind with it.
-            wait([in_thread("nccl-abort", group.abort)], timeout=ABORT_TIMEOUT_S)
+            self._abort_nccl(group)
             return
         self._close_connections(group)
         works, self._under_way = list(self._under_way), deque()
@@ -468,6 +470,15 @@ class BroadcastGroup:
 
         if not wait_until(have_ended, time.monotonic() + END_TIMEOUT_S, poll_s=1e-3):
             in_thread("gloo-ends", keep)  # the group's destructor would wait for them here
+
+    def _abort_nccl(self, group: Any) -> None:
+        # torch waits for NCCL as long as the group's own timeout, then raises, and its threads stay
+        # behind (ProcessGroupNCCL::abort, in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
+        aborting = in_thread("nccl-abort", group.abort)
+        if not wait([aborting], timeout=ABORT_TIMEOUT_S).done:
+            logger.warning("NCCL has not left its peers after %g s", ABORT_TIMEOUT_S)
+        elif error := aborting.exception():
+            logger.warning("NCCL could not leave its peers: %s", error)
 
     def _close_connections(self, group: Any) -> None:
         """Closes them as Gloo does when a receive is late; it has no ``abort`` (torch 2.13)."""
