@@ -45,6 +45,10 @@ class UnstampedRowsError(SyncError, KeyError):
         )
 
 
+class RewardError(SyncError, ValueError):
+    """A reward function returned other than one finite number for each row; no row was kept."""
+
+
 class UnknownStrategyError(SyncError, ValueError):
     """A routing strategy's name is not registered; the message lists those that are."""
 

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -30,11 +30,12 @@ from torchrl.modules.llm.policies.vllm_wrapper import (
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.requests.columns import sampled_log_probs
 from torchrl_vllm_sync.rl import keys
+from torchrl_vllm_sync.rl.texts import Texts, objects
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import max_version, min_version
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tensordict import TensorDictBase
     from tensordict.utils import NestedKey
@@ -158,8 +159,7 @@ class ConversationFinder:
         return one
 
     def _begin(self, session_id: str, digests: list[int]) -> Conversation:
-        start = digests[-1] if digests else 0  # nothing was said yet
-        one = Conversation(session_id, f"prompt-{start:016x}")
+        one = Conversation(session_id, _group_name(digests))
         self._known[session_id] = one, []
         if len(self._known) > self._capacity:
             self._forget(next(iter(self._known)))
@@ -197,6 +197,15 @@ def _digests(messages: Sequence[str | bytes]) -> Iterator[int]:
         yield digest.intdigest()
 
 
+def _group_name(digests: list[int]) -> str:
+    """Of all that begin with the same prompt; 0 is where nothing was said."""
+    return f"prompt-{digests[-1] if digests else 0:016x}"
+
+
+def _said(chat: Chat) -> list[str]:
+    return [f"{one['role']}:{one['content']}" for one in chat]
+
+
 def _numbers(rows: TensorDictBase, names: Sequence[NestedKey]) -> list[int] | None:
     """The first of ``names`` that holds one number a row, however they are nested."""
     for name in names:
@@ -225,6 +234,8 @@ _FIGURES = (
 )
 # The values of one entry: a tensor of all rows, or a list with a value for each.
 _Entry: TypeAlias = Any
+Chat: TypeAlias = "list[dict[str, Any]]"
+"""Messages, each with its role and content."""
 
 
 class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
@@ -327,9 +338,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             return super()._from_vllm_generate_history(rows, sampling_params, out)
         prompts = list(history.unbind(0))
         chats = [one.tolist(tolist_first=True) for one in prompts]
-        said = [[f"{one['role']}:{one['content']}" for one in chat] for chat in chats]
+        said = [_said(chat) for chat in chats]
         conversations = self._find_conversations(rows, said)
-        tokens, texts = self._prompt_tokens(rows, history, chats)
+        tokens, texts = self._prompt_tokens(rows, prompts[0], chats)
         answers = self._answers(tokens, sampling_params, conversations)
         prompts, texts, said = map(answers.for_each_row, (prompts, texts, said))
         replies = self._decoded(answers.tokens)
@@ -341,6 +352,96 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return self._rows(
             answers, tokens, {self.text_key: (Text, text), self.history_key: (ChatHistory, chat)}
         )
+
+    def answer_chats(self, chats: Sequence[Chat], of_row: Sequence[int]) -> TensorDict:
+        """Answers chats of one turn and gives the entries of all rows dense, in one TensorDict.
+
+        Prompts are padded on the left and answers on the right, with ``padding_value``; there
+        log-probabilities are 0.0 and versions -1. Text and chats are made when they are looked at.
+
+        Args:
+            chats: Distinct ones, of equally many messages each.
+            of_row: The position in ``chats`` of each row's.
+        """
+        texts = self._rendered(cast("History", History.from_chats([chats[0]])[0]), [*chats])
+        encoded = self._encoded(texts)
+        ids = [encoded[one] for one in texts]
+        options: dict[str, Any] = {"sampling_params": self.sampling_params}
+        if self.find_sessions:
+            names = [_group_name([*_digests(_said(one))]) for one in chats]
+            options["group_id"] = [names[at] for at in of_row]
+        outputs = self._call_generate(prompt_token_ids=[ids[at] for at in of_row], **options)
+        return self._dense(_Answers(outputs, [], 1), ids, texts, chats, torch.tensor(of_row))
+
+    def _dense(
+        self,
+        answers: _Answers,
+        ids: list[list[int]],
+        texts: list[str],
+        chats: Sequence[Chat],
+        of_row: torch.Tensor,
+    ) -> TensorDict:
+        num_rows, where = len(of_row), of_row.numpy()
+        shape = torch.Size([num_rows])
+        prompts = [torch.tensor(one, dtype=torch.int64) for one in ids]
+        prompt = self._padded(prompts, self.padding_value, "left")[of_row]
+        is_prompt = self._padded([one >= 0 for one in prompts], False, "left")[of_row]
+        response = self._padded(answers.tokens, self.padding_value, "right")
+        is_answer = self._padded([one >= 0 for one in answers.tokens], False, "right")
+        versions = self._padded(answers.versions(), keys.NO_VERSION, "right")
+
+        def joined(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+            return torch.cat([before, after], -1)
+
+        def whole(kind: Any, **entries: Any) -> Any:
+            return kind._from_tensordict(TensorDict(entries, shape))
+
+        def decoded(of: torch.Tensor, mask: torch.Tensor) -> Texts:
+            def make() -> np.ndarray:
+                rows = zip(of.tolist(), mask.sum(-1).tolist(), strict=True)
+                return objects(self._decoded([one[:length] for one, length in rows]))
+
+            return Texts.late(shape, make)
+
+        def decoded_full() -> np.ndarray:
+            rows = zip(of_row.tolist(), answers.tokens, strict=True)
+            return objects(self._decoded([ids[at] + one.tolist() for at, one in rows]))
+
+        replies = decoded(response, is_answer)
+        told = {
+            "prompt": Texts.late(shape, lambda: objects(texts)[where]),
+            "response": replies,
+            "full": Texts.late(shape, decoded_full),
+        }
+        entries = {
+            self.tokens_key: whole(
+                Tokens, prompt=prompt, response=response, full=joined(prompt, response)
+            ),
+            self.masks_key: whole(
+                Masks,
+                all_attention_mask=joined(is_prompt, is_answer),
+                all_assistant_mask=joined(torch.zeros_like(is_prompt), is_answer),
+            ),
+            self.text_key: whole(Text, **told),
+            self.history_key: whole(ChatHistory, **_dense_chats(chats, where, replies)),
+            keys.POLICY_VERSIONS: TensorDict(
+                {
+                    "response": versions,
+                    "full": joined(torch.full_like(prompt, keys.NO_VERSION), versions),
+                },
+                shape,
+            ),
+            **_stacked(answers.stamps(), shape),
+        }
+        if self.return_log_probs:
+            log_probs = self._padded(answers.log_probs(), 0.0, "right")
+            unknown = torch.full(prompt.shape, math.nan)
+            entries[self.log_probs_key] = whole(
+                LogProbs, response=log_probs, full=joined(unknown, log_probs)
+            )
+        for name in {self.tokens_key, self.masks_key, self.log_probs_key} & entries.keys():
+            entries[name].padded = MetaData(True)
+        return TensorDict(entries, shape)
 
     def _from_vllm_generate_text(
         self, td: TensorDictBase, sampling_params: Any, out: TensorDictBase
@@ -371,7 +472,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return self._rows(self._answers(tokens, sampling_params, conversations), tokens, {})
 
     def _prompt_tokens(
-        self, rows: TensorDictBase, history: Any, chats: list[list[dict[str, Any]]]
+        self, rows: TensorDictBase, first: History, chats: list[list[dict[str, Any]]]
     ) -> tuple[_Entry, list[str]]:
         """Tokens and text of each prompt; with ``prefer_tokens`` those that the rows have."""
         tokens: Any = None
@@ -379,10 +480,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             tokens = rows.get((self.tokens_key, "prompt"), None)
             tokens = rows.get((self.tokens_key, "full"), None) if tokens is None else tokens
         if tokens is None:
-            texts = self._rendered(history, chats)
-            distinct = list(dict.fromkeys(texts))  # the samples of a group have one prompt
-            encoded = self.tokenizer(distinct, add_special_tokens=False)["input_ids"]
-            ids = dict(zip(distinct, encoded, strict=True))
+            texts = self._rendered(first, chats)
+            ids = self._encoded(texts)
             tokens = [torch.tensor(ids[one], dtype=torch.int64) for one in texts]
         else:
             if isinstance(tokens, torch.Tensor):
@@ -393,7 +492,12 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             tokens = self._padded(tokens, self.padding_value, "left")
         return tokens, texts
 
-    def _rendered(self, history: Any, chats: list[list[dict[str, Any]]]) -> list[str]:
+    def _encoded(self, texts: list[str]) -> dict[str, list[int]]:
+        distinct = list(dict.fromkeys(texts))  # the samples of a group have one prompt
+        encoded = self.tokenizer(distinct, add_special_tokens=False)["input_ids"]
+        return dict(zip(distinct, encoded, strict=True))
+
+    def _rendered(self, first: History, chats: list[list[dict[str, Any]]]) -> list[str]:
         """Applies the chat template to all prompts at once; which one TorchRL alone knows."""
         chosen: dict[str, Any] = {}
         listener = SimpleNamespace(
@@ -401,7 +505,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             chat_template=getattr(self.tokenizer, "chat_template", None),
             apply_chat_template=lambda **settings: chosen.update(settings) or "",
         )
-        history[0].apply_chat_template(
+        template: Any = first.apply_chat_template
+        template(
             tokenizer=listener,
             chat_template=self.chat_template,
             chat_template_name=self.chat_template_name,
@@ -570,6 +675,46 @@ def _chats(prompts: list[Any], replies: list[str]) -> dict[str, _Entry]:
         "prompt": prompts,
         "response": [History._from_tensordict(LazyStackedTensorDict(one)) for one in messages],
         "full": [History._from_tensordict(LazyStackedTensorDict(*one)) for one in wholes],
+    }
+
+
+def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> dict[str, History]:
+    """The same, as columns that are made when they are looked at."""
+    num_rows, length = len(of_row), len(chats[0])
+
+    def messages(made: Callable[[str], np.ndarray], turns: int) -> History:
+        shape = (num_rows, turns)
+        entries = {
+            name: Texts.late(shape, lambda name=name: made(name))
+            for name in ("role", "content", "is_complete")
+        }
+        return History._from_tensordict(TensorDict(entries, shape))
+
+    def before(name: str) -> np.ndarray:
+        flat = [one.get(name, True) for chat in chats for one in chat]
+        return objects(flat).reshape(len(chats), length)[of_row]
+
+    def after(name: str) -> np.ndarray:
+        if name == "content":
+            return objects(replies.tolist())[:, None]
+        return objects(["assistant" if name == "role" else True] * num_rows)[:, None]
+
+    return {
+        "prompt": messages(before, length),
+        "response": messages(after, 1),
+        "full": messages(lambda name: np.hstack([before(name), after(name)]), length + 1),
+    }
+
+
+def _stacked(entries: dict[Any, Any], shape: torch.Size) -> dict[Any, Any]:
+    """Columns of one value a row as tensors and texts."""
+    return {
+        name: TensorDict(_stacked(column, shape), shape)
+        if isinstance(column, dict)
+        else Texts.of(column)
+        if isinstance(column[0], str)
+        else torch.stack(column)
+        for name, column in entries.items()
     }
 
 

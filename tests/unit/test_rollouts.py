@@ -1,0 +1,327 @@
+"""``RolloutCollector`` gives the rows of TorchRL's collector, dense; and rewards are checked."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import StepCounter, Transform
+from torchrl.envs.llm import ChatEnv
+
+from tests.unit.test_policy import TOKENIZER, CannedService, lists_are_stacks  # noqa: F401
+from torchrl_vllm_sync import vLLMWrapper
+from torchrl_vllm_sync.errors import InvalidPromptError, RewardError, UnsupportedArgumentError
+from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Response history should have one more batch dim"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
+    pytest.mark.filterwarnings("ignore:frames_per_batch"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
+LAID_OUT = ("tokens", "masks", "log_probs", "policy_versions")
+
+
+def sums():
+    """A question, its answer and a number, for ever."""
+    for at in itertools.count():
+        yield {
+            "query": [f"What is {at} + {'1' * (at % 3)}?"],
+            "answer": [str(at)],
+            "hard": torch.tensor([at % 2]),
+        }
+
+
+def length(prompts, answers, *, answer, hard):
+    """How long an answer is, and what it was to: different for each row."""
+    rows = zip(prompts, answers, answer, hard, strict=True)
+    return [len(said) + len(asked) / 10 + int(right) + one for asked, said, right, one in rows]
+
+
+def make_env(*transforms, num_rows=4, data=None, **settings):
+    settings = {"tokenizer": TOKENIZER, "input_mode": "history", "repeats": 2, **settings}
+    env = ChatEnv.from_dataloader(data or sums(), batch_size=(num_rows,), **settings)
+    for one in transforms or (StepCounter(max_steps=1), TextReward(length)):
+        env = env.append_transform(one)
+    return env
+
+
+def make_policy(service=None, **settings):
+    return vLLMWrapper(
+        service or CannedService(),
+        tokenizer=TOKENIZER,
+        **{
+            "input_mode": "history",
+            "chat_template": TOKENIZER.chat_template,
+            "generate_kwargs": {"max_tokens": 9},
+            "return_log_probs": True,
+            "pad_output": False,
+            **settings,
+        },
+    )
+
+
+def collector(kind=RolloutCollector, env=None, policy=None, **settings):
+    settings = {"dialog_turns_per_batch": 4, "flatten_data": True, **settings}
+    return kind(env or make_env(), policy=policy or make_policy(), **settings)
+
+
+def texts(rows, path=()):
+    """All that is no tensor, by its path."""
+    found = {}
+    plain = getattr(rows, "_tensordict", rows)
+    for name in plain.keys():  # noqa: SIM118  a TensorDict
+        entry = plain.get(name)
+        if isinstance(entry, NonTensorStack | NonTensorData):
+            found[*path, name] = entry.tolist()
+        elif is_tensor_collection(entry):
+            found |= texts(entry, (*path, name))
+    return {name: value for name, value in found.items() if name[-1] != "padded"}
+
+
+def assert_same_row(dense, ragged):
+    """One row of each: the same entries, once padding is taken away."""
+    present = dense["masks", "all_attention_mask"]
+    width = dense["tokens", "prompt"].shape[-1]
+    parts = {"prompt": present[:width], "response": present[width:]}
+    assert set(dense.keys(True, True)) == set(ragged.keys(True, True))
+    for name in ragged.keys(True, True):
+        found, wanted = dense[name], ragged[name]
+        if name[0] in LAID_OUT:
+            found = found[parts.get(name[-1], present)]
+        assert found.dtype == wanted.dtype, name
+        assert found.shape == wanted.shape, name
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=str(name))
+    assert texts(dense) == texts(ragged)
+
+
+CASES = {
+    "groups": {},
+    "versions": {"track_policy_version": True},
+    "a system prompt": {"env": {"system_prompt": "Be brief."}},
+    "one row": {"env": {"num_rows": 1, "repeats": None}, "dialog_turns_per_batch": 1},
+    "no log-probabilities": {"policy": {"return_log_probs": False}},
+    "empty answers": {"service": {"lengths": (0, 2)}},
+    "more rows than asked for": {"dialog_turns_per_batch": 3},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_those_of_torchrls_collector(case):
+    settings = dict(CASES[case])
+    env, policy, service = (settings.pop(one, {}) for one in ("env", "policy", "service"))
+    theirs, ours = (
+        collector(
+            kind,
+            make_env(**env),
+            make_policy(CannedService(**service), **policy),
+            total_dialog_turns=3 * settings.get("dialog_turns_per_batch", 4),
+            **settings,
+        )
+        for kind in (LLMCollector, RolloutCollector)
+    )
+    assert ours.path == "columns"
+    batches = [*zip(theirs, ours, strict=True)]
+    assert len(batches) >= 2
+    for wanted, found in batches:
+        assert type(found) is TensorDict
+        assert found.batch_size == wanted.batch_size
+        for one, other in zip(
+            found.reshape(-1).unbind(0), wanted.reshape(-1).unbind(0), strict=True
+        ):
+            assert_same_row(one, other)
+
+
+def test_several_steps_are_one_batch_in_torchrls_order():
+    theirs, ours = (
+        collector(kind, dialog_turns_per_batch=12, total_dialog_turns=24)
+        for kind in (LLMCollector, RolloutCollector)
+    )
+    for wanted, found in zip(theirs, ours, strict=True):
+        assert found["query"] == wanted["query"]
+        assert found["answer"] == wanted["answer"]
+        assert found["hard"].tolist() == wanted["hard"].tolist()
+
+
+def test_a_changed_row_is_noticed():
+    """The twin of the above."""
+    theirs, ours = (
+        next(iter(collector(kind, total_dialog_turns=4)))
+        for kind in (LLMCollector, RolloutCollector)
+    )
+    at = int(ours["masks", "all_attention_mask"][1].nonzero()[-1])
+    ours["log_probs", "full"][1, at] += 1e-6
+    assert_same_row(ours[0], theirs[0])
+    with pytest.raises(AssertionError, match="log_probs"):
+        assert_same_row(ours[1], theirs[1])
+    ours["query"][0] = "another"
+    with pytest.raises(AssertionError):
+        assert_same_row(ours[0], theirs[0])
+
+
+def test_rows_go_into_a_buffer():
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4)
+    for _ in collector(replay_buffer=buffer, total_dialog_turns=4):
+        assert len(buffer) == 4
+        assert {*buffer[:]["query"]} == {"What is 2 + 11?", "What is 3 + ?"}
+
+
+class Seen(Transform):
+    """Any transform that this library does not know."""
+
+
+OTHER_WAYS = {
+    "Seen looks at rows": {"env": [StepCounter(max_steps=1), TextReward(length), Seen()]},
+    "there may be several turns": {"env": [StepCounter(max_steps=2), TextReward(length)]},
+    "input_mode='text'": {"mode": "text"},
+    "prefer_tokens=True": {"policy": {"prefer_tokens": True}},
+    "log-probabilities of prompts": {"policy": {"generate_kwargs": {"prompt_logprobs": 1}}},
+    "whole trajectories": {"collector": {"yield_completed_trajectories": True}},
+    "rows by step": {"collector": {"flatten_data": False}},
+}
+
+
+@pytest.mark.parametrize("why", OTHER_WAYS)
+def test_what_has_no_fast_way_goes_torchrls(why):
+    case = OTHER_WAYS[why]
+    mode = case.get("mode", "history")
+    one = collector(
+        env=make_env(*[transform.clone() for transform in case.get("env", ())], input_mode=mode),
+        policy=make_policy(**{"input_mode": mode, **case.get("policy", {})}),
+        **case.get("collector", {}),
+    )
+    assert one.path.startswith("torchrl: ")
+    assert why in one.path
+    with pytest.raises(UnsupportedArgumentError, match="max_staleness=1"):
+        collector(
+            env=make_env(Seen(), StepCounter(max_steps=1), TextReward(length)), max_staleness=1
+        )
+
+
+def test_torchrls_way_gives_torchrls_rows():
+    one = collector(env=make_env(StepCounter(max_steps=1), Seen(), TextReward(length)))
+    wanted = collector(LLMCollector)
+    found, wanted = next(iter(one)), next(iter(wanted))
+    assert found["next", "reward"].tolist() == wanted["next", "reward"].tolist()
+    assert found[0]["tokens", "full"].tolist() == wanted[0]["tokens", "full"].tolist()
+
+
+@pytest.mark.parametrize("staleness", [2, -1, "1", None])
+def test_another_staleness_is_refused(staleness):
+    with pytest.raises(UnsupportedArgumentError, match="max_staleness"):
+        collector(max_staleness=staleness)
+
+
+class Gated(CannedService):
+    """Counts calls, and answers when it is let."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.free = threading.Semaphore(0), threading.Semaphore(0)
+        self.calls = 0
+
+    def generate(self, *args, **kwargs):
+        self.calls += 1
+        self.begun.release()
+        assert self.free.acquire(timeout=20)
+        return super().generate(*args, **kwargs)
+
+
+def test_the_next_batch_is_sampled_while_this_one_is_used():
+    service = Gated()
+    service.free.release(2)
+    batches = iter(collector(policy=make_policy(service), max_staleness=1, total_dialog_turns=12))
+    first = next(batches)
+    assert service.begun.acquire(timeout=20)
+    assert service.begun.acquire(timeout=20)  # the second began without being asked for
+    second = next(batches)
+    assert service.begun.acquire(timeout=20)
+    service.free.release()
+    third = next(batches)
+    assert next(batches, None) is None
+    assert service.calls == 3  # none beyond the last one
+    seen = [{*one["query"]} for one in (first, second, third)]
+    assert len(set().union(*seen)) == 6
+
+
+def test_without_staleness_a_batch_is_sampled_when_it_is_asked_for():
+    service = Gated()
+    service.free.release(9)
+    batches = iter(collector(policy=make_policy(service), total_dialog_turns=12))
+    for calls in (1, 2, 3):
+        next(batches)
+        assert service.calls == calls
+
+
+def test_what_fails_ahead_fails_where_it_is_asked_for():
+    def fails_later(prompts, answers, *, hard):
+        if "What is 4 + 1?" in prompts:
+            raise RuntimeError("no more")
+        return [0.0] * len(prompts)
+
+    env = make_env(StepCounter(max_steps=1), TextReward(fails_later))
+    batches = iter(collector(env=env, max_staleness=1))
+    next(batches)
+    with pytest.raises(RuntimeError, match="no more"):
+        next(batches)
+
+
+BAD_REWARDS = {
+    "wrong shape": (lambda prompts, answers: [1.0], "shape \\(1,\\) for 4 rows"),
+    "two a row": (lambda prompts, answers: torch.ones(4, 2), "shape \\(4, 2\\) for 4 rows"),
+    "one number": (lambda prompts, answers: 1.0, "shape \\(\\) for 4 rows"),
+    "nan": (lambda prompts, answers: [0.0, 1.0, float("nan"), 2.0], "nan for row 2"),
+    "infinite": (lambda prompts, answers: [float("inf")] * 4, "inf for row 0"),
+    "no numbers": (lambda prompts, answers: answers, "no numbers"),
+    "nothing": (lambda prompts, answers: None, "no numbers"),
+    "no such column": (lambda prompts, answers, wrong: [0.0] * 4, "the column 'wrong'.*'answer'"),
+}
+
+
+@pytest.mark.parametrize("kind", [LLMCollector, RolloutCollector])
+@pytest.mark.parametrize("bad", BAD_REWARDS)
+def test_bad_rewards_are_refused(bad, kind):
+    function, words = BAD_REWARDS[bad]
+    env = make_env(StepCounter(max_steps=1), TextReward(function))
+    with pytest.raises(RewardError, match=words):
+        next(iter(collector(kind, env)))
+
+
+@pytest.mark.parametrize("kind", [LLMCollector, RolloutCollector])
+def test_rewards_are_given_what_they_name(kind):
+    def given(prompts, answers, note="none", **columns):
+        assert note == "none"
+        assert sorted(columns) == ["answer", "hard"]
+        assert all(isinstance(one, list) and isinstance(one[0], int) for one in answers)
+        return torch.tensor([float(len(one)) for one in answers])
+
+    env = make_env(StepCounter(max_steps=1), TextReward(given, over="ids"))
+    rows = next(iter(collector(kind, env, flatten_data=True)))
+    lengths = rows["next", "reward"].flatten().tolist()
+    assert lengths == [len(one) for one in rows.get(("tokens", "response"), as_list=True)] or (
+        lengths == rows["masks", "all_assistant_mask"].sum(-1).tolist()
+    )
+    assert len({*lengths}) > 1
+
+
+def test_over_something_else_is_refused():
+    with pytest.raises(UnsupportedArgumentError, match="'words'"):
+        TextReward(length, over="words")
+
+
+def test_chats_for_prompts_are_refused_by_name():
+    def chats():
+        while True:
+            yield {"query": [[{"role": "user", "content": "Hi"}]], "answer": ["0"]}
+
+    one = collector(env=make_env(StepCounter(max_steps=1), Seen(), data=sums()))
+    assert "Seen" in one.path
+    rolled = collector()
+    primer = rolled.env.transform[0]
+    primer._queue.clear()
+    primer.endless_dataloader = iter([{"query": [7], "answer": ["0"], "hard": torch.zeros(1)}] * 9)
+    with pytest.raises(InvalidPromptError, match="'query' is 7"):
+        next(iter(rolled))

@@ -1,0 +1,286 @@
+"""Rollouts of one turn as columns: prompts go in and dense rows come out, with their rewards.
+
+TorchRL's collector makes several objects for every row and turn. Where an environment is nothing
+but prompts, answers and a reward, the same rows are made here as tensors of the whole batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import NonTensorData, TensorDict
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import Unbounded
+from torchrl.envs import StepCounter, Transform, TransformedEnv
+from torchrl.envs.llm import ChatEnv, DataLoadingPrimer
+from torchrl.envs.llm.transforms import PolicyVersion
+from torchrl.envs.transforms import Compose
+from torchrl.modules.llm.policies import ChatHistory
+
+from torchrl_vllm_sync.errors import InvalidPromptError, RewardError, UnsupportedArgumentError
+from torchrl_vllm_sync.rl.policy import vLLMWrapper
+from torchrl_vllm_sync.rl.texts import Texts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from tensordict import TensorDictBase
+
+
+class TextReward(Transform):
+    """Reward of an answer: what a function says of a whole batch of prompts and answers.
+
+    Append it to a ``ChatEnv``, of this library's :class:`RolloutCollector` or of any collector.
+
+    Example:
+        >>> def right(prompts, answers, *, answer):
+        ...     return [float(wanted in said) for wanted, said in zip(answer, answers)]
+        >>> env = env.append_transform(TextReward(right))
+
+    Args:
+        fn: Called once a batch as ``fn(prompts, answers, **columns)``. ``prompts`` are the data
+            set's questions (the environment's ``data_key``) and ``answers`` the texts, without
+            special tokens; of the data set's other columns it gets those that it names, or all if
+            it takes ``**columns``, each a list with a value a row. Returns a number for each row,
+            as a sequence or a tensor of shape ``(num_rows,)``.
+        over: ``"text"``, or ``"ids"``: then ``answers`` are lists of token ids, the ended ones with
+            their end.
+        tokenizer: Decodes the answers; the environment's if left out.
+
+    Raises:
+        UnsupportedArgumentError: ``over`` is another word, or there is no tokenizer to decode with.
+        RewardError: When a batch is scored: not one number for each row, a number that is not
+            finite, or a column that the data set lacks.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], *, over: str = "text", tokenizer: Any = None
+    ) -> None:
+        if over not in ("text", "ids"):
+            raise UnsupportedArgumentError(f"over must be 'text' or 'ids', got {over!r}")
+        super().__init__()
+        self._fn, self._over, self._tokenizer = fn, over, tokenizer
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        parameters = inspect.signature(fn).parameters.values()
+        self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        self._columns = {one.name: one.default is one.empty for one in named[2:]}
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        rewards = self._rewards(tensordict if tensordict.ndim == 1 else tensordict.reshape(-1))
+        next_tensordict["reward"] = rewards.view(*next_tensordict.batch_size, 1, 1)
+        return next_tensordict
+
+    def transform_reward_spec(self, reward_spec: Any) -> Any:
+        """Announces the reward's shape, ``(*batch_size, 1, 1)``, and its dtype, float32."""
+        shape = torch.Size((*reward_spec.shape, 1, 1))
+        reward_spec["reward"] = Unbounded(shape=shape, dtype=torch.float32)
+        return reward_spec
+
+    def _rewards(self, rows: Any) -> torch.Tensor:
+        env: Any = self.parent
+        if env is None:
+            raise UnsupportedArgumentError(
+                f"TextReward({self._name}) is not part of an environment"
+            )
+        chat = env.base_env
+        answers: Any = rows.get(("tokens", "response"), as_list=True)
+        if isinstance(rows, TensorDict):  # dense: the end of a row is where its mask says
+            is_answer = rows["masks", "all_assistant_mask"][
+                :, -rows["tokens", "response"].shape[1] :
+            ]
+            answers = [one[mask] for one, mask in zip(answers, is_answer, strict=True)]
+        answers = [one.tolist() for one in answers]
+        if self._over == "text":
+            tokenizer = self._tokenizer or chat.tokenizer
+            if tokenizer is None:
+                raise UnsupportedArgumentError(
+                    f"TextReward({self._name}) needs a tokenizer, as the environment has none"
+                )
+            answers = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        known: list[Any] = [*_primer(env).primers.keys()]
+        missing = [one for one, needed in self._columns.items() if needed and one not in known]
+        if missing:
+            raise RewardError(f"{self._name} wants the column {missing[0]!r}; there are {known}")
+        names: set[str] = (
+            {*known} - {chat.data_key} if self._takes_all else {*known} & {*self._columns}
+        )
+        columns = {one: _listed(rows.get(one)) for one in names}
+        given = self._fn(_listed(rows.get(chat.data_key)), answers, **columns)
+        try:
+            rewards = torch.as_tensor(given, dtype=torch.float32).detach().cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RewardError(f"{self._name} returned no numbers: {error}") from error
+        if rewards.shape != (len(rows),):
+            shape = tuple(rewards.shape)
+            raise RewardError(f"{self._name} returned shape {shape} for {len(rows)} rows")
+        if not (finite := rewards.isfinite()).all():
+            at = int(finite.logical_not().nonzero()[0])
+            raise RewardError(f"{self._name} returned {float(rewards[at])} for row {at}")
+        return rewards
+
+
+def _listed(column: Any) -> list[Any]:
+    return column if isinstance(column, list) else column.tolist()
+
+
+def _transforms(env: TransformedEnv) -> list[Transform]:
+    return [*env.transform] if isinstance(env.transform, Compose) else [env.transform]
+
+
+def _primer(env: TransformedEnv) -> DataLoadingPrimer:
+    return next(one for one in _transforms(env) if isinstance(one, DataLoadingPrimer))
+
+
+class RolloutCollector(LLMCollector):
+    """TorchRL's ``LLMCollector``, which gives rows of one turn dense: as tensors of the batch.
+
+    An environment of prompts, one answer to each and a reward is a ``ChatEnv.from_dataloader``
+    with ``StepCounter(max_steps=1)`` and :class:`TextReward`. Its rows are those that TorchRL's
+    collector gives, key by key, in one ``TensorDict`` of batch size ``(num_rows,)``: prompts are
+    padded on the left, answers on the right, and ``("masks", "all_attention_mask")`` says what is
+    there. Text and histories are made when they are looked at. All other environments and policies
+    are collected as TorchRL does it.
+
+    Attributes:
+        path: ``"columns"``, or ``"torchrl: ..."`` and why.
+
+    Args:
+        env: The environment, or a function that makes it.
+        max_staleness: How many pushes the weights that sample a batch may be behind those that the
+            trainer has when it gets the batch. 0 samples when it is asked for; with 1 the next
+            batch is sampled, by a thread of its own, while the trainer works on this one.
+        **kwargs: ``LLMCollector``'s arguments; ``flatten_data`` is ``True`` unless said otherwise.
+
+    Raises:
+        UnsupportedArgumentError: ``max_staleness`` is neither 0 nor 1, or it is 1 where only
+            TorchRL's way serves.
+        RewardError: While iterating, see :class:`TextReward`.
+    """
+
+    def __init__(self, env: Any, *, max_staleness: int = 0, **kwargs: Any) -> None:
+        if not kwargs.get("yield_only_last_steps"):
+            kwargs.setdefault("flatten_data", True)
+        super().__init__(env, **kwargs)
+        why_not = self._why_not()
+        self.path = "columns" if why_not is None else f"torchrl: {why_not}"
+        if max_staleness not in (0, 1) or (max_staleness and why_not):
+            raise UnsupportedArgumentError(f"max_staleness={max_staleness!r}, path {self.path!r}")
+        self.max_staleness = max_staleness
+        self._sampler = ThreadPoolExecutor(1, "rollouts") if max_staleness else None
+        self._next: Future[TensorDict] | None = None
+
+    @property
+    def rollout(self) -> Callable[[], TensorDictBase]:
+        """What gives the next batch."""
+        return self._rollout_columns if self.path == "columns" else super().rollout
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """Ends the collector; what is being sampled ahead is not waited for."""
+        if self._sampler is not None:
+            self._sampler.shutdown(wait=False, cancel_futures=True)
+        super().shutdown(*args, **kwargs)
+
+    def _maybe_setup_policy_env_transforms(self, env: Any, policy: Any) -> Any:  # noqa: ARG002
+        return env  # as LLMCollector, which warns that a later TorchRL will add an InitTracker
+
+    def _why_not(self) -> str | None:
+        """Why there is no fast way for the environment and the policy."""
+        env, policy = self.env, self.policy
+        if not isinstance(env, TransformedEnv) or type(env.base_env) is not ChatEnv:
+            return (
+                f"the environment is no ChatEnv but {type(getattr(env, 'base_env', env)).__name__}"
+            )
+        if env.base_env.input_mode != "history" or len(env.batch_size) != 1:
+            return f"input_mode={env.base_env.input_mode!r}, batch_size={tuple(env.batch_size)}"
+        first, *others = _transforms(env)
+        if type(first) is not DataLoadingPrimer:
+            return f"prompts come from {type(first).__name__}"
+        for one in others:
+            if not isinstance(one, (StepCounter, TextReward, PolicyVersion)):
+                return f"{type(one).__name__} looks at rows"
+        if not any(isinstance(one, StepCounter) and one.max_steps == 1 for one in others):
+            return "there may be several turns, as there is no StepCounter(max_steps=1)"
+        if not isinstance(policy, vLLMWrapper):
+            return f"the policy is no torchrl_vllm_sync.vLLMWrapper but {type(policy).__name__}"
+        settings = {
+            "generate": True,
+            "input_mode": "history",
+            "num_samples": None,
+            "prefer_tokens": False,
+            "batching": False,
+            "inplace": True,
+        }
+        for name, wanted in settings.items():
+            if getattr(policy, name) != wanted:
+                return f"the policy has {name}={getattr(policy, name)!r}"
+        if policy.sampling_params.prompt_logprobs is not None:
+            return "the policy asks for log-probabilities of prompts"
+        if self.yield_completed_trajectories or not self.flatten_data:
+            return "whole trajectories are asked for, or rows by step"
+        return None
+
+    def _rollout_columns(self) -> TensorDict:
+        if self._sampler is None:
+            return self._sampled()
+        ahead = self._next or self._sampler.submit(self._sampled)
+        self._next = None
+        rows = ahead.result()
+        if self._frames + rows.numel() < self.total_frames:
+            self._next = self._sampler.submit(self._sampled)
+        return rows
+
+    def _sampled(self) -> TensorDict:
+        """One batch; several steps of the environment, which are independent, are one here."""
+        env: Any = self.env
+        policy: Any = self.policy
+        chat = env.base_env
+        num_steps = -(-self.dialog_turns_per_batch // env.batch_size[0])
+        num_rows = num_steps * env.batch_size[0]
+        primer = _primer(env)
+        # TorchRL lays steps out side by side.
+        loaded: list[Any] = [primer._load_from_dataloader() for _ in range(num_rows)]
+        if num_steps > 1:
+            order = torch.arange(num_rows).view(num_steps, -1).t().reshape(-1).tolist()
+            loaded = [loaded[at] for at in order]
+        distinct = list({id(one): one for one in loaded}.values())  # a group's rows are one object
+        at = {id(one): index for index, one in enumerate(distinct)}
+        of_row = [at[id(one)] for one in loaded]
+        asked = _listed(_column([one.get(chat.data_key) for one in distinct]))
+        if strange := [one for one in asked if not isinstance(one, str)]:
+            raise InvalidPromptError(
+                f"RolloutCollector takes texts for prompts, {chat.data_key!r} is {strange[0]!r}; "
+                "LLMCollector takes chats, too"
+            )
+        before = [] if chat.system_prompt is None else [(chat.system_role, chat.system_prompt)]
+        chats = [
+            [{"role": role, "content": said} for role, said in (*before, (chat.user_role, query))]
+            for query in asked
+        ]
+        rows = policy.answer_chats(chats, of_row)
+        step = rows.empty()
+        step["history"] = ChatHistory._from_tensordict(
+            TensorDict({"prompt": rows.get("history").full}, num_rows)
+        )
+        for of in (rows, step):
+            for name in primer.primers.keys():  # noqa: SIM118  a Composite
+                of[name] = _column([one.get(name) for one in distinct])[of_row]
+            for name, spec in env.full_done_spec.items(True, True):
+                of[name] = torch.zeros(num_rows, *spec.shape[1:], dtype=spec.dtype)
+        for transform in _transforms(env)[1:]:
+            for name in transform.step_count_keys if isinstance(transform, StepCounter) else ():
+                rows[name] = torch.zeros(num_rows, 1, dtype=torch.int64)
+            step = transform._step(rows, step)
+        rows["next"] = step
+        return rows
+
+
+def _column(values: list[Any]) -> Any:
+    """One value a row, texts and others that are no tensors as they are."""
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values)
+    return Texts.of([one.data if isinstance(one, NonTensorData) else one for one in values])
