@@ -247,6 +247,22 @@ def test_the_next_batch_is_sampled_while_this_one_is_used():
     assert len(set().union(*seen)) == 6
 
 
+def test_the_next_batch_is_sampled_while_this_one_is_scored():
+    service = Gated()
+    service.free.release(9)
+    waits = []
+
+    def slow(prompts, answers):
+        waits.append(service.begun.acquire(timeout=20) and service.begun.acquire(timeout=20))
+        service.begun.release()
+        return [0.0] * len(prompts)
+
+    env = make_env(StepCounter(max_steps=1), TextReward(slow))
+    batches = iter(collector(env=env, policy=make_policy(service), max_staleness=1))
+    next(batches)
+    assert waits[0]  # scored when the second was under way
+
+
 def test_without_staleness_a_batch_is_sampled_when_it_is_asked_for():
     service = Gated()
     service.free.release(9)

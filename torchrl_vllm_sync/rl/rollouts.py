@@ -153,7 +153,7 @@ class RolloutCollector(LLMCollector):
         env: The environment, or a function that makes it.
         max_staleness: How many pushes the weights that sample a batch may be behind those that the
             trainer has when it gets the batch. 0 samples when it is asked for; with 1 the next
-            batch is sampled, by a thread of its own, while the trainer works on this one.
+            batch is sampled while this one is scored and the trainer works on it, by threads.
         **kwargs: ``LLMCollector``'s arguments; ``flatten_data`` is ``True`` unless said otherwise.
 
     Raises:
@@ -171,8 +171,9 @@ class RolloutCollector(LLMCollector):
         if max_staleness not in (0, 1) or (max_staleness and why_not):
             raise UnsupportedArgumentError(f"max_staleness={max_staleness!r}, path {self.path!r}")
         self.max_staleness = max_staleness
-        self._sampler = ThreadPoolExecutor(1, "rollouts") if max_staleness else None
-        self._next: Future[TensorDict] | None = None
+        names = ("answers", "rewards") if max_staleness else ()
+        self._threads = [ThreadPoolExecutor(1, f"rollouts-{one}") for one in names]
+        self._ahead: tuple[Future[TensorDict], Future[TensorDict]] | None = None
 
     @property
     def rollout(self) -> Callable[[], TensorDictBase]:
@@ -181,8 +182,8 @@ class RolloutCollector(LLMCollector):
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Ends the collector; what is being sampled ahead is not waited for."""
-        if self._sampler is not None:
-            self._sampler.shutdown(wait=False, cancel_futures=True)
+        for one in self._threads:
+            one.shutdown(wait=False, cancel_futures=True)
         super().shutdown(*args, **kwargs)
 
     def _maybe_setup_policy_env_transforms(self, env: Any, policy: Any) -> Any:  # noqa: ARG002
@@ -225,17 +226,22 @@ class RolloutCollector(LLMCollector):
         return None
 
     def _rollout_columns(self) -> TensorDict:
-        if self._sampler is None:
-            return self._sampled()
-        ahead = self._next or self._sampler.submit(self._sampled)
-        self._next = None
-        rows = ahead.result()
-        if self._frames + rows.numel() < self.total_frames:
-            self._next = self._sampler.submit(self._sampled)
-        return rows
+        if not self._threads:
+            return self._scored(self._answered())
+        answered, scored = self._ahead or self._sent()
+        num_rows = answered.result().numel()
+        # The trainer is waiting: the next may begin, and be answered while these are scored.
+        goes_on = self._frames + num_rows < self.total_frames
+        self._ahead = self._sent() if goes_on else None
+        return scored.result()
 
-    def _sampled(self) -> TensorDict:
-        """One batch; several steps of the environment, which are independent, are one here."""
+    def _sent(self) -> tuple[Future[TensorDict], Future[TensorDict]]:
+        answering, scoring = self._threads
+        answered = answering.submit(self._answered)
+        return answered, scoring.submit(lambda: self._scored(answered.result()))
+
+    def _answered(self) -> TensorDict:
+        """Prompts and answers; several steps of the environment, which are independent, are one."""
         env: Any = self.env
         policy: Any = self.policy
         chat = env.base_env
@@ -262,13 +268,19 @@ class RolloutCollector(LLMCollector):
             for query in asked
         ]
         rows = policy.answer_chats(chats, of_row)
-        step = rows.empty()
+        for name in primer.primers.keys():  # noqa: SIM118  a Composite
+            rows[name] = _column([one.get(name) for one in distinct])[of_row]
+        return rows
+
+    def _scored(self, rows: TensorDict) -> TensorDict:
+        """The environment's step, by its own transforms."""
+        env: Any = self.env
+        num_rows = rows.numel()
+        step = rows.select(*_primer(env).primers.keys())
         step["history"] = ChatHistory._from_tensordict(
             TensorDict({"prompt": rows.get("history").full}, num_rows)
         )
         for of in (rows, step):
-            for name in primer.primers.keys():  # noqa: SIM118  a Composite
-                of[name] = _column([one.get(name) for one in distinct])[of_row]
             for name, spec in env.full_done_spec.items(True, True):
                 of[name] = torch.zeros(num_rows, *spec.shape[1:], dtype=spec.dtype)
         for transform in _transforms(env)[1:]:
