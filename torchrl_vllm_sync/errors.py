@@ -47,6 +47,29 @@ class UnstampedRowsError(SyncError, KeyError):
 
 class RewardError(SyncError, ValueError):
     """A reward function returned other than one finite number for each row; no row was kept."""
+class RowLayoutError(SyncError, ValueError):
+    """Rows are not laid out as columns that belong together; nothing was stored or queued.
+
+    Attributes:
+        key: The entry.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, key: object, reason: str) -> None:
+        super().__init__(key, reason)
+        self.key, self.reason = key, reason
+
+    def __str__(self) -> str:
+        return f"{self.key!r}: {self.reason}"
+
+
+class InvalidRewardsError(RowLayoutError):
+    """Rewards are missing, not finite, or not one floating point number a row.
+
+    Attributes:
+        key: The entry.
+        reason: What is wrong with it.
+    """
 
 
 class UnknownStrategyError(SyncError, ValueError):

@@ -1,0 +1,403 @@
+"""Groups of rollouts: advantages of whole groups at once, and a storage for replay buffers.
+
+Both work on dense rows, column by column; see ``torchrl_vllm_sync.rl.rows``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from torchrl._utils import logger
+from torchrl.data import LazyStackStorage
+from torchrl.objectives.llm import MCAdvantage
+
+from torchrl_vllm_sync.errors import InvalidRewardsError, RowLayoutError
+from torchrl_vllm_sync.rl.rows import ATTENTION, TOKENS, Columns, Padding, joined
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tensordict import NestedKey
+
+
+class _Row(NamedTuple):
+    """A row that waits for its group."""
+
+    columns: Columns
+    at: int
+
+
+class GroupAdvantage(MCAdvantage):
+    """TorchRL's ``MCAdvantage`` with its arguments and results, computed on columns.
+
+    Dense rows, each a trajectory of one step, are grouped in one pass, and the advantages of all
+    groups that are complete are computed at once. Rows of groups that are not wait as columns, and
+    are returned as wide as the widest rows. Everything else goes TorchRL's way, row by row: lazy
+    stacks, batches of one row, trajectories of several steps, queues shared between processes.
+
+    Nothing bounds how many groups wait: ``queued_groups`` and ``queued_trajectories`` tell, and
+    ``clear_queues`` drops them.
+
+    Example:
+        >>> advantage = GroupAdvantage(grpo_size=16)
+        >>> buffer = ReplayBuffer(storage=RolloutStorage(4096), transform=advantage, batch_size=64)
+        >>> buffer.extend(rows)
+
+    Args:
+        grpo_size: Rows of a group.
+        *args: See ``MCAdvantage``: ``prompt_key``, ``rewards_key``, ``advantage_key``, ``done_key``
+            and ``verbose``.
+        padding_token: Token that pads rows of different widths; by default what the rows hold
+            where ``("masks", "all_attention_mask")`` is false.
+        **kwargs: The same arguments by name, and ``MCAdvantage``'s keyword arguments.
+
+    Raises:
+        ValueError: See ``MCAdvantage``.
+        InvalidRewardsError: When dense rows pass: rewards are missing, not finite, or not one
+            floating point number a row. Nothing was queued.
+        RowLayoutError: When dense rows pass: rows that waited have other columns, or another width
+            and no padding is known. Nothing was queued.
+    """
+
+    queues: Any  # deques of TensorDicts, and of _Row
+
+    def __init__(
+        self, grpo_size: int, *args: Any, padding_token: int | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(grpo_size, *args, **kwargs)
+        self._padding = Padding(padding_token)
+
+    def share_memory_(self) -> MCAdvantage:
+        """Moves queues and counters to objects that processes share; see ``MCAdvantage``."""
+        if not self.is_shared:
+            for group, queue in self.queues.items():
+                self.queues[group] = deque(self._queue_list(group), queue.maxlen)
+        return super().share_memory_()
+
+    def _queue_list(self, group: Any) -> list[TensorDictBase]:
+        return [_as_row(one) for one in super()._queue_list(group)]
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
+        groups = self._dense_groups(tensordict)
+        if groups is None:
+            return super()._inv_call(tensordict)
+        waiting: dict[Any, Iterable[Any]] = {
+            group: self.queues.get(group, ()) for group in dict.fromkeys(groups)
+        }
+        if any(not isinstance(one, _Row) for queue in waiting.values() for one in queue):
+            return super()._inv_call(tensordict)
+        if self.verbose:
+            logger.info(
+                f"Invoking {type(self).__name__}.\nData size: {tensordict.shape}.\nCurrent queue "
+                f"size: {self.queued_groups}.\nTotal queue content: {self.queued_trajectories}"
+            )
+        columns = Columns.of(tensordict)
+        self._check_rewards(columns)
+        if ATTENTION in columns.leaves and all(columns.widths):
+            columns.check()
+            self._padding.learn(columns)
+        parts, members = _gathered(waiting)
+        num_waiting = sum(one.size for one in parts)
+        columns = joined([*parts, columns], self._padding)
+        with self._state_lock:
+            return self._complete(columns, groups, members, num_waiting)
+
+    def _dense_groups(self, rows: TensorDictBase) -> list[Any] | None:
+        """The group of each row, if these are dense rows of one step a trajectory."""
+        if type(rows) is not TensorDict or rows.ndim != 1 or len(rows) < 2 or self.is_shared:
+            return None
+        done, prompts = rows.get(self.done_key, None), rows.get(self.prompt_key, None)
+        if not isinstance(done, torch.Tensor) or done.numel() != len(rows) or not done.all():
+            return None
+        if isinstance(prompts, torch.Tensor):
+            values = prompts.reshape(len(rows), -1).tolist()
+            return [one[0] if len(one) == 1 else tuple(one) for one in values]
+        groups = prompts if isinstance(prompts, list) else getattr(prompts, "tolist", list)()
+        if isinstance(groups, str):
+            groups = [groups] * len(rows)
+        return groups if groups and all(isinstance(one, str) for one in groups) else None
+
+    def _check_rewards(self, columns: Columns) -> None:
+        key, rewards = self.rewards_key, columns.leaves.get(_path(self.rewards_key))
+        if not isinstance(rewards, torch.Tensor):
+            raise InvalidRewardsError(key, "rows hold no tensor there")
+        if rewards.numel() != columns.size or not rewards.is_floating_point():
+            told = f"{rewards.dtype} of shape {[*rewards.shape]}"
+            raise InvalidRewardsError(key, f"{columns.size} rows need a number each, got {told}")
+        if not rewards.isfinite().all():
+            bad = rewards.reshape(-1).isfinite().logical_not().nonzero().flatten().tolist()
+            values = [rewards.reshape(-1)[at].item() for at in bad[:8]]
+            raise InvalidRewardsError(
+                key, f"{len(bad)} of {columns.size} are not finite: rows {bad[:8]} hold {values}"
+            )
+
+    def _complete(
+        self, columns: Columns, groups: list[Any], members: dict[Any, list[int]], num_waiting: int
+    ) -> TensorDictBase | None:
+        """Returns the rows of all groups that are complete, and lets the others wait."""
+        rewards = columns.leaves[_path(self.rewards_key)]
+        values = rewards.reshape(-1)
+        self._count_arrivals(values[num_waiting:])
+        chosen: list[list[int]] = []
+        smallest = self.grpo_size
+        if self.trajectory_return is not None:
+            smallest = self.candidate_selection_min_size
+        for at, group in enumerate(groups, num_waiting):
+            queue = members[group]
+            queue.append(at)
+            if len(queue) < smallest:
+                continue
+            selected = self._selected(columns, values, queue)
+            if selected is None and len(queue) < self.candidate_group_size:
+                continue
+            members[group] = []
+            self.completed_groups += 1
+            if selected is None:
+                self.dropped_groups += 1
+                continue
+            self.written_groups += 1
+            chosen.append(selected)
+        self._wait(columns, members)
+        if not chosen:
+            return None
+        advantages: list[torch.Tensor] = []
+        for group in chosen:
+            returns = values[group]
+            one = (returns - returns.mean()) / returns.std().clamp_min(1e-6)
+            advantages.append(one)
+            if self.verbose:
+                logger.info(f"Group returns: {returns=} advantage={one}")
+        order = torch.tensor([at for group in chosen for at in group])
+        rows = columns.take(order).rows()
+        return rows.set(self.advantage_key, torch.cat(advantages).reshape(-1, *rewards.shape[1:]))
+
+    def _count_arrivals(self, returns: torch.Tensor) -> None:
+        self.completed_trajectories += len(returns)
+        self.completed_decisions += len(returns)
+        if self.trajectory_return is not None:
+            numbers = returns.tolist()
+            for number in numbers:  # one by one, for the same sum as TorchRL's
+                self.trajectory_return_sum += number
+            self.trajectory_return_max = max(self.trajectory_return_max, *numbers)
+            self.successful_trajectories += sum(number > 0.0 for number in numbers)
+
+    def _selected(
+        self, columns: Columns, values: torch.Tensor, queue: list[int]
+    ) -> list[int] | None:
+        """The rows of a group to train on, in order; ``None`` if there are none."""
+        if self.trajectory_return is None:
+            return queue
+        returns = values[queue]
+        candidates = TensorDict({"return": returns}, [len(queue)])
+        selector = self.candidate_selector
+        if selector.in_keys != ["return"]:
+            singles = [_as_row(_Row(columns, at)) for at in queue]
+            candidates["trajectories"] = lazy_stack(singles, 0)
+        kept = selector.select(
+            candidates.select(*selector.in_keys, strict=True),
+            group_size=self.grpo_size,
+            keep_return_bounds=self.keep_return_bounds,
+        )
+        low, high = self.keep_return_bounds or (-torch.inf, torch.inf)
+        if kept is not None:
+            spare = len(queue) - self.grpo_size
+            if spare > 0:
+                first = selector._as_float_list(returns[: self.grpo_size])
+                accepted = selector._accepted(
+                    first, list(range(self.grpo_size)), self.keep_return_bounds
+                )
+                self.rescued_groups += int(not accepted)
+                self.unselected_trajectories += spare
+            self.selected_trajectories += len(kept)
+            if low < float(returns[kept].mean()) < high:
+                return [queue[at] for at in kept]
+        if self.verbose:
+            logger.info(f"No {self.grpo_size} of {returns=} have a mean within ({low}, {high}).")
+        return None
+
+    def _wait(self, columns: Columns, members: dict[Any, list[int]]) -> None:
+        places = [at for queue in members.values() for at in queue]
+        kept = columns.take(torch.tensor(places, dtype=torch.int64))
+        begin = 0
+        for group, queue in members.items():
+            self.queues.pop(group, None)
+            if queue:
+                rows = (_Row(kept, at) for at in range(begin, begin + len(queue)))
+                self.queues[group] = deque(rows, self.candidate_group_size)
+                begin += len(queue)
+
+
+def _path(key: NestedKey) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)  # pyright: ignore[reportReturnType]
+
+
+def _as_row(one: Any) -> Any:
+    return one.columns.take(torch.tensor([one.at])).rows() if isinstance(one, _Row) else one
+
+
+def _gathered(waiting: dict[Any, Iterable[_Row]]) -> tuple[list[Columns], dict[Any, list[int]]]:
+    """Columns of rows that wait, and where each group's are when these are joined."""
+    batches: dict[int, tuple[Columns, list[int], list[Any]]] = {}
+    for group, queue in waiting.items():
+        for columns, at in queue:
+            _, places, groups = batches.setdefault(id(columns), (columns, [], []))
+            places.append(at)
+            groups.append(group)
+    members: dict[Any, list[int]] = {group: [] for group in waiting}
+    for at, group in enumerate(one for *_, groups in batches.values() for one in groups):
+        members[group].append(at)
+    parts = [columns.take(torch.tensor(places)) for columns, places, _ in batches.values()]
+    return parts, members
+
+
+class RolloutStorage(LazyStackStorage):
+    """A storage of dense rows for TorchRL's replay buffers: columns, copied in and out.
+
+    Batches may differ in the widths of prompts and responses. Stored rows are as wide as the
+    widest; a sample has the columns that some of its rows use. What is padded anew holds what rows
+    hold outside their attention masks: false in masks, -1 in policy versions, NaN in
+    log-probabilities of prompts. Entries that are no tensors, and nested entries with further batch
+    dimensions, are kept row by row; they come back stacked, and are not copied.
+
+    All rows need ``("tokens", "prompt")``, ``("tokens", "response")``, ``("tokens", "full")`` and
+    ``("masks", "all_attention_mask")``, and have the entries of the first ones. When a buffer has
+    refused rows, its writer has moved on all the same, as with TorchRL's storages: ``empty()`` it.
+
+    Example:
+        >>> buffer = ReplayBuffer(storage=RolloutStorage(4096), batch_size=64)
+        >>> buffer.extend(rows)
+        >>> minibatch = buffer.sample()
+
+    Args:
+        max_size: Rows, of which the oldest are overwritten; by default there is no bound.
+        device: Where tensors are kept; by default where they are.
+        padding_token: Token that pads rows of different widths; by default what the rows hold
+            where ``("masks", "all_attention_mask")`` is false.
+
+    Raises:
+        RowLayoutError: When rows are stored: they lack an entry or have one more, it has another
+            shape or type, or another width and no padding is known; stored rows are as before.
+    """
+
+    _storage: Columns
+
+    def __init__(
+        self,
+        max_size: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        padding_token: int | None = None,
+    ) -> None:
+        super().__init__(max_size, device=device)
+        self.device: Any
+        self._padding = Padding(padding_token)
+        self._empty()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} rows of at most {self.max_size})"
+
+    def _empty(self) -> None:
+        self._storage = Columns(0)
+        self._bump_mutation_revision()
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:  # noqa: ARG002
+        """Copies rows in.
+
+        Args:
+            cursor: Where to: an index, or indices.
+            data: A row, or as many rows as indices.
+            set_cursor: Without effect, as in TorchRL's list storages.
+
+        Raises:
+            RowLayoutError: See the class.
+            IndexError: Places before these rows hold none.
+        """
+        if isinstance(data, LazyStackedTensorDict) or not isinstance(data, TensorDictBase):
+            raise RowLayoutError((), f"rows must be a dense TensorDict, got {type(data).__name__}")
+        rows = Columns.of(data if data.ndim else data.unsqueeze(0)).to(self.device)
+        rows.check()
+        index = _places(cursor, self.max_size)[-self.max_size :]
+        rows, stored = rows.take(torch.arange(len(rows))[-self.max_size :]), self._storage
+        if len(index) != len(rows):
+            raise RowLayoutError((), f"{len(rows)} rows for {len(index)} places")
+        end = max(len(stored), int(index.max()) + 1)
+        if end > len(stored) + len(rows):
+            raise IndexError(f"rows at {int(index.min())}, where {len(stored)} are stored")
+        if stored.leaves:
+            rows.check_like(stored)
+        else:
+            stored = rows.first(0)
+        self._padding.learn(rows)
+        widths = [max(each) for each in zip(rows.widths, stored.widths, strict=True)]
+        rows = rows.widened(widths, self._padding)
+        stored = self._reserved(stored, end, widths)
+        places = index.tolist()
+        for key, leaf in rows.leaves.items():
+            column = stored.leaves[key]
+            if isinstance(leaf, torch.Tensor):
+                column[index.to(leaf.device)] = leaf
+            else:
+                for at, item in zip(places, leaf, strict=True):
+                    column[at] = item
+        self._storage = stored
+        self._bump_mutation_revision()
+
+    def _reserved(self, stored: Columns, size: int, widths: list[int]) -> Columns:
+        """The same rows in columns that hold ``size`` of them; room for rows is doubled."""
+        room, leaves = len(stored.leaves[TOKENS]), stored.leaves
+        if room < size or [*stored.widths] != widths:
+            room = room if room >= size else min(max(size, 2 * room), self.max_size)
+            held, leaves = stored.first(len(stored)).widened(widths, self._padding), {}
+            for key, leaf in held.leaves.items():
+                leaves[key] = leaf
+                if isinstance(leaf, torch.Tensor):
+                    leaves[key] = leaf.new_empty(room, *leaf.shape[1:])
+                    leaves[key][: len(stored)] = leaf
+        for leaf in leaves.values():
+            if isinstance(leaf, list):
+                leaf.extend([None] * (size - len(leaf)))
+        return Columns(size, leaves, stored.kinds)
+
+    def get(self, index: Any) -> TensorDict:
+        """Returns copies of rows, without the columns that none of them uses.
+
+        Args:
+            index: An integer for one row; a slice or integers for rows of batch size ``[N]``.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        if not len(self):
+            raise IndexError("the storage is empty")
+        places = torch.arange(len(self))[index if not isinstance(index, range) else list(index)]
+        rows = self._storage.trimmed(places.reshape(-1)).rows()
+        return rows if places.ndim else rows[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of the rows, as one ``TensorDict`` under ``"rows"``; None without any."""
+        return {
+            "rows": self.get(slice(None)) if len(self) else None,
+            "padding_token": self._padding.token,
+            "padding": dict(self._padding.answers),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replaces all rows by copies of those of a :meth:`state_dict`.
+
+        Args:
+            state_dict: The state.
+        """
+        self._empty()
+        self._padding.token = state_dict["padding_token"]
+        self._padding.answers = dict(state_dict["padding"])
+        if (rows := state_dict["rows"]) is not None:
+            self.set(slice(0, len(rows)), rows)
+
+
+def _places(cursor: Any, max_size: int) -> torch.Tensor:
+    if isinstance(cursor, slice):
+        cursor = range(*cursor.indices(max_size))
+    return torch.as_tensor(cursor, dtype=torch.int64).reshape(-1)

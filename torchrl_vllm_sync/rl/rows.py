@@ -1,0 +1,343 @@
+"""Dense rows: rollouts as columns of one ``TensorDict``, and what is done with them as such.
+
+One response is a row of batch size ``[N]``: prompts of width P padded on the left, responses of
+width R on the right. Of such widths are tensors whose names end in ``"prompt"`` (P), ``"response"``
+(R), and ``"full"``, ``"all_attention_mask"`` or ``"all_assistant_mask"`` (P + R). Other tensors
+have one shape in all rows.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+    is_tensorclass,
+    lazy_stack,
+)
+from tensordict.utils import LinkedList
+from torch.nn.functional import pad
+
+from torchrl_vllm_sync.errors import RowLayoutError
+from torchrl_vllm_sync.rl.keys import NO_VERSION, POLICY_VERSIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_Key = tuple[str, ...]
+TOKENS, _PROMPT, _RESPONSE = ("tokens", "full"), ("tokens", "prompt"), ("tokens", "response")
+ATTENTION = ("masks", "all_attention_mask")
+# By the end of a key: whether its columns are those of prompts, and those of responses.
+_SECTIONS = {
+    "prompt": (True, False),
+    "response": (False, True),
+    "full": (True, True),
+    "all_attention_mask": (True, True),
+    "all_assistant_mask": (True, True),
+}
+
+
+_Stack: Any = NonTensorStack  # for what pyright takes to be abstract
+
+
+class ObjectColumn(NonTensorStack):
+    """A ``NonTensorStack`` of one value a row, whose ``NonTensorData`` are made when one is needed.
+
+    Making, cloning and indexing a thousand of them takes longer than to copy a thousand rows of
+    tokens. Until something asks for ``tensordicts`` this is a list, and after that a stack like
+    others.
+
+    Example:
+        >>> rows["query"] = ObjectColumn.of(["2 + 2?", "3 + 3?"])
+
+    Args:
+        *args: See ``NonTensorStack``.
+        **kwargs: The same.
+    """
+
+    _values: list[Any] | None = None  # until one needs their NonTensorData
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> ObjectColumn:
+        """Returns a column of batch size ``[N]``.
+
+        Args:
+            values: The N values.
+        """
+        column = cls()
+        column._batch_size = torch.Size([len(values)])
+        column._values = list(values)
+        return column
+
+    @property
+    def tensordicts(self) -> list[Any]:
+        """The ``NonTensorData`` of the rows."""
+        if self._values is not None:
+            values, self._values = self._values, None
+            self._made = [NonTensorData._from_tensordict(TensorDict(), {"data": x}) for x in values]
+        return self._made
+
+    @tensordicts.setter
+    def tensordicts(self, made: list[Any]) -> None:
+        self._made = made
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the stack; none while it is a list."""
+        return super().device if self._values is None else None
+
+    @device.setter
+    def device(self, value: Any) -> None:
+        _Stack.device.fset(self, value)
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether the stack is locked; a list is not."""
+        return self._values is None and super().is_locked
+
+    @is_locked.setter
+    def is_locked(self, value: bool) -> None:
+        _Stack.is_locked.fset(self, value)
+
+    def tolist(self, **kwargs: Any) -> list[Any]:
+        """Returns the values.
+
+        Args:
+            **kwargs: See ``NonTensorStack.tolist``.
+        """
+        as_linked_list = kwargs.get("as_linked_list", False)
+        if self._values is None or kwargs.keys() - {"as_linked_list"}:
+            return super().tolist(**kwargs)
+        return LinkedList(self._values, td=self) if as_linked_list else list(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        if self._values is None or not isinstance(index, (slice, list, torch.Tensor)):
+            return super().__getitem__(index)
+        places = torch.arange(len(self._values))[index]
+        if places.ndim != 1:
+            return super().__getitem__(index)
+        return type(self).of([self._values[at] for at in places.tolist()])
+
+    def _clone(self, recurse: bool = True) -> Any:
+        if self._values is None:
+            return _Stack._clone(self, recurse)
+        return type(self).of(deepcopy(self._values) if recurse else self._values)
+
+    def _propagate_unlock(self) -> list[Any]:
+        return super()._propagate_unlock() if self._values is None else []
+
+    @property
+    def _lock_parents_weakrefs(self) -> list[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super()._lock_parents_weakrefs if self._values is None else []
+
+    def _has_names(self) -> bool:
+        return self._values is None and _Stack._has_names(self)
+
+
+@dataclass(slots=True)
+class Columns:
+    """Rows as flat columns: a tensor, or a list with an object for each row."""
+
+    size: int
+    leaves: dict[_Key, Any] = field(default_factory=dict)
+    kinds: dict[_Key, Any] = field(default_factory=dict)  # class of each node, parents first
+
+    @classmethod
+    def of(cls, rows: TensorDictBase) -> Columns:
+        """The columns of rows, which share their memory."""
+        columns = cls(len(rows))
+        columns._add((), rows)
+        return columns
+
+    def _add(self, key: _Key, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.leaves[key] = value
+            return
+        inner = value._tensordict if is_tensorclass(value) and not is_non_tensor(value) else value
+        if is_non_tensor(value) and value.batch_dims == 1:
+            is_stack = isinstance(value, NonTensorStack)
+            self.leaves[key] = value.tolist() if is_stack else [value.data] * self.size
+            return
+        if isinstance(inner, LazyStackedTensorDict) or value.batch_dims > 1:
+            self.leaves[key] = list(value.unbind(0))
+            return
+        self.kinds[key] = type(value)
+        for name, entry in inner.items():
+            self._add((*key, name), entry)
+
+    def rows(self) -> TensorDict:
+        """The rows as they were, of the same classes; tensors are shared."""
+        nodes: dict[_Key, dict[str, Any]] = {key: {} for key in self.kinds}
+        for key, leaf in self.leaves.items():
+            nodes[key[:-1]][key[-1]] = leaf if isinstance(leaf, torch.Tensor) else _entry(leaf)
+        for key, kind in reversed(self.kinds.items()):
+            if key:
+                node = TensorDict(nodes[key], [self.size])
+                made = kind._from_tensordict(node) if is_tensorclass(kind) else node
+                nodes[key[:-1]][key[-1]] = made
+        return TensorDict(nodes[()], [self.size])
+
+    def take(self, index: torch.Tensor) -> Columns:
+        """Copies of rows."""
+        places = index.tolist()
+        leaves = {
+            key: leaf.index_select(0, index.to(leaf.device))
+            if isinstance(leaf, torch.Tensor)
+            else [leaf[at] for at in places]
+            for key, leaf in self.leaves.items()
+        }
+        return Columns(len(places), leaves, self.kinds)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def to(self, device: torch.device | str | None) -> Columns:
+        """The same rows on a device; where they are if it is None."""
+        leaves = {
+            key: leaf.to(device) if isinstance(leaf, torch.Tensor) and device else leaf
+            for key, leaf in self.leaves.items()
+        }
+        return Columns(self.size, leaves, self.kinds)
+
+    def first(self, size: int) -> Columns:
+        """Views of the first rows."""
+        return Columns(size, {key: leaf[:size] for key, leaf in self.leaves.items()}, self.kinds)
+
+    def check(self) -> None:
+        """Raises unless these are dense rows."""
+        for key in (TOKENS, _PROMPT, _RESPONSE, ATTENTION):
+            if not isinstance(self.leaves.get(key), torch.Tensor):
+                raise RowLayoutError(key, "dense rows hold a tensor there")
+        if self.leaves[ATTENTION].dtype is not torch.bool:
+            raise RowLayoutError(ATTENTION, "the mask must hold truth values")
+        for key, leaf in self.leaves.items():
+            if any(parts := _sections(key, leaf)):
+                width = sum(one for one, has in zip(self.widths, parts, strict=True) if has)
+                if leaf.shape[1] != width:
+                    raise RowLayoutError(key, f"it has {leaf.shape[1]} columns instead of {width}")
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of prompts and of responses; rows of another kind have none."""
+        if any(not isinstance(self.leaves.get(key), torch.Tensor) for key in (_PROMPT, _RESPONSE)):
+            return 0, 0
+        return self.leaves[_PROMPT].shape[1], self.leaves[_RESPONSE].shape[1]
+
+    def check_like(self, other: Columns) -> None:
+        """Raises unless both have the same columns, whatever their widths."""
+        for key in [*other.leaves, *self.leaves]:
+            mine, its = self.leaves.get(key), other.leaves.get(key)
+            if mine is None or its is None:
+                raise RowLayoutError(key, f"{'these' if mine is None else 'earlier'} rows lack it")
+            if isinstance(mine, torch.Tensor) != isinstance(its, torch.Tensor):
+                raise RowLayoutError(key, "it is a tensor in some rows and in others not")
+            if isinstance(mine, torch.Tensor):
+                fixed = 2 if any(_sections(key, mine)) else 1
+                if mine.shape[fixed:] != its.shape[fixed:] or mine.dtype != its.dtype:
+                    told = [f"{one.dtype} {[*one.shape[1:]]}" for one in (mine, its)]
+                    raise RowLayoutError(key, f"it is {told[0]} a row, in earlier rows {told[1]}")
+
+    def widened(self, widths: Sequence[int], padding: Padding) -> Columns:
+        """The same rows with more columns; needs those of :meth:`check`."""
+        more = [new - old for new, old in zip(widths, self.widths, strict=True)]
+        if not any(more):
+            return self
+        leaves = dict(self.leaves)
+        for key, leaf in self.leaves.items():
+            for is_right, has in enumerate(_sections(key, leaf)):
+                if has and (missing := more[is_right]):
+                    sides = (0, missing) if is_right else (missing, 0)
+                    value = padding.value(key, leaf.dtype, is_right=bool(is_right))
+                    leaves[key] = pad(leaves[key], (0, 0) * (leaf.ndim - 2) + sides, value=value)
+        return Columns(self.size, leaves, self.kinds)
+
+    def trimmed(self, index: torch.Tensor) -> Columns:
+        """Copies of rows, without the columns that none of them attends to."""
+        middle = self.widths[0]
+        attended = self.leaves[ATTENTION].index_select(0, index.to(self.leaves[ATTENTION].device))
+        used = attended.any(0).nonzero().flatten().tolist() or [middle]
+        begin, end = min(used[0], middle), max(used[-1] + 1, middle)
+        leaves = dict(self.leaves)
+        for key, leaf in self.leaves.items():
+            match _sections(key, leaf):
+                case True, False:
+                    leaves[key] = leaf[:, begin:]
+                case False, True:
+                    leaves[key] = leaf[:, : end - middle]
+                case True, True:
+                    leaves[key] = leaf[:, begin:end]
+        return Columns(self.size, leaves, self.kinds).take(index)
+
+
+def _sections(key: _Key, leaf: Any) -> tuple[bool, bool]:
+    has_columns = isinstance(leaf, torch.Tensor) and leaf.ndim > 1
+    return _SECTIONS.get(key[-1], (False, False)) if has_columns else (False, False)
+
+
+def _entry(items: list[Any]) -> Any:
+    return lazy_stack(items) if is_tensor_collection(items[0]) else ObjectColumn.of(items)
+
+
+def joined(parts: list[Columns], padding: Padding) -> Columns:
+    """Rows of several batches one after the other, as wide as the widest."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    for other in parts[1:]:
+        other.check_like(first)
+    widths = [max(each) for each in zip(*(one.widths for one in parts), strict=True)]
+    if any([*one.widths] != widths for one in parts):
+        for one in parts:
+            one.check()
+        parts = [one.widened(widths, padding) for one in parts]
+    leaves: dict[_Key, Any] = {}
+    for key, leaf in first.leaves.items():
+        each = [one.leaves[key] for one in parts]
+        is_tensor = isinstance(leaf, torch.Tensor)
+        leaves[key] = torch.cat(each) if is_tensor else [item for one in each for item in one]
+    return Columns(sum(one.size for one in parts), leaves, first.kinds)
+
+
+class Padding:
+    """What rows hold outside their attention masks."""
+
+    def __init__(self, token: int | None) -> None:
+        self.token = token
+        self.answers: dict[_Key, float] = {}  # floating point columns, behind responses
+
+    def learn(self, columns: Columns) -> None:
+        """Notes what padding rows show that was not known."""
+        is_padding, begin = ~columns.leaves[ATTENTION], columns.widths[0]
+        if self.token is None:
+            self.token = next(iter(columns.leaves[TOKENS][is_padding][:1].tolist()), None)
+        for key, leaf in columns.leaves.items():
+            parts = _sections(key, leaf)
+            if parts[1] and leaf.is_floating_point() and key not in self.answers:
+                values = leaf[:, begin if parts[0] else 0 :][is_padding[:, begin:]]
+                if values.numel():
+                    self.answers[key] = values.flatten()[0].item()
+
+    def value(self, key: _Key, dtype: torch.dtype, *, is_right: bool) -> float:
+        """What to pad a column with; raises where no row has shown a padding token."""
+        if dtype is torch.bool:
+            return False
+        if dtype.is_floating_point:
+            return self.answers.get(key, torch.nan) if is_right else torch.nan
+        if key[0] == POLICY_VERSIONS:
+            return NO_VERSION
+        if self.token is None:
+            raise RowLayoutError(
+                key, "rows of other widths need padding, which no row has shown: pass padding_token"
+            )
+        return self.token
