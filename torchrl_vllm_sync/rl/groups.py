@@ -42,9 +42,16 @@ class GroupAdvantage(MCAdvantage):
     ``clear_queues`` drops them.
 
     Example:
-        >>> advantage = GroupAdvantage(grpo_size=16)
-        >>> buffer = ReplayBuffer(storage=RolloutStorage(4096), transform=advantage, batch_size=64)
-        >>> buffer.extend(rows)
+        >>> rows = TensorDict(
+        ...     query=["2 + 2?", "3 + 3?", "2 + 2?"],
+        ...     next=TensorDict(reward=[1.0, 1.0, 0.0], done=[True] * 3, batch_size=[3]),
+        ...     batch_size=[3],
+        ... )
+        >>> advantage = GroupAdvantage(grpo_size=2)
+        >>> advantage.inv(rows)["advantage"]
+        tensor([ 0.7071, -0.7071])
+        >>> advantage.queued_trajectories
+        1
 
     Args:
         grpo_size: Rows of a group.
@@ -267,9 +274,12 @@ class RolloutStorage(LazyStackStorage):
     refused rows, its writer has moved on all the same, as with TorchRL's storages: ``empty()`` it.
 
     Example:
-        >>> buffer = ReplayBuffer(storage=RolloutStorage(4096), batch_size=64)
-        >>> buffer.extend(rows)
-        >>> minibatch = buffer.sample()
+        >>> from torchrl.data import ReplayBuffer
+        >>> buffer = ReplayBuffer(
+        ...     storage=RolloutStorage(4096), transform=GroupAdvantage(16), batch_size=64
+        ... )
+        >>> len(buffer)
+        0
 
     Args:
         max_size: Rows, of which the oldest are overwritten; by default there is no bound.
@@ -320,7 +330,9 @@ class RolloutStorage(LazyStackStorage):
         rows = Columns.of(data if data.ndim else data.unsqueeze(0)).to(self.device)
         rows.check()
         index = _places(cursor, self.max_size)[-self.max_size :]
-        rows, stored = rows.take(torch.arange(len(rows))[-self.max_size :]), self._storage
+        if len(rows) > self.max_size:  # the last ones stay
+            rows = rows.take(torch.arange(len(rows))[-self.max_size :])
+        stored = self._storage
         if len(index) != len(rows):
             raise RowLayoutError((), f"{len(rows)} rows for {len(index)} places")
         end = max(len(stored), int(index.max()) + 1)

@@ -45,7 +45,6 @@ _SECTIONS = {
     "all_assistant_mask": (True, True),
 }
 
-
 _Stack: Any = NonTensorStack  # for what pyright takes to be abstract
 
 
@@ -57,7 +56,9 @@ class ObjectColumn(NonTensorStack):
     others.
 
     Example:
-        >>> rows["query"] = ObjectColumn.of(["2 + 2?", "3 + 3?"])
+        >>> rows = TensorDict({"query": ObjectColumn.of(["2 + 2?", "3 + 3?"])}, [2])
+        >>> print(rows["query"][0])
+        2 + 2?
 
     Args:
         *args: See ``NonTensorStack``.
@@ -133,6 +134,13 @@ class ObjectColumn(NonTensorStack):
         if self._values is None:
             return _Stack._clone(self, recurse)
         return type(self).of(deepcopy(self._values) if recurse else self._values)
+
+    def _apply_nest(self, fn: Any, *others: Any, **options: Any) -> Any:
+        # Functions of tensors, such as moves between devices, have nothing to do here.
+        own = ("batch_size", "out", "call_on_nested")
+        if self._values is None or any(options.get(name) for name in own):
+            return _Stack._apply_nest(self, fn, *others, **options)
+        return self if options.get("inplace") else self._clone(recurse=False)
 
     def _propagate_unlock(self) -> list[Any]:
         return super()._propagate_unlock() if self._values is None else []
