@@ -324,8 +324,14 @@ def test_a_column_of_objects_is_a_stack_like_others():
     for at in (slice(1, 3), torch.tensor([3, 0]), [2, 1], torch.tensor([True, False, True, False])):
         assert column[at].tolist() == other[at].tolist()
         assert column[at].batch_size == other[at].batch_size
-    assert column._values is not None  # nothing was made for these
     rows = TensorDict({"one": column, "number": torch.arange(4)}, [4])
+    moved = rows.to(torch.float64).to("meta")
+    assert moved["one"] == values
+    assert moved["number"].device.type == "meta"
+    assert [part["one"] for part in rows.split([1, 3])] == [values[:1], values[1:]]
+    assert [part["one"] for part in rows.split(3)] == [values[:3], values[3:]]
+    assert rows.apply(lambda number: number + 1)["one"] == values
+    assert column._values is not None  # nothing was made for these
     assert rows.clone(recurse=False)["one"] == rows[:]["one"] == values
     assert rows.clone()["one"] == values
     assert rows["one"] is not column._values

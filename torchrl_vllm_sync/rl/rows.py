@@ -142,6 +142,26 @@ class ObjectColumn(NonTensorStack):
             return _Stack._apply_nest(self, fn, *others, **options)
         return self if options.get("inplace") else self._clone(recurse=False)
 
+    def items(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the tensors; a list has none.
+
+        Args:
+            *args: See ``NonTensorStack.items``.
+            **kwargs: The same.
+        """
+        return super().items(*args, **kwargs) if self._values is None else iter(())
+
+    def split(self, split_size: int | list[int], dim: int = 0) -> Any:
+        """Returns columns of some rows each.
+
+        Args:
+            split_size: Rows of each column, or of all of them.
+            dim: Zero.
+        """
+        if self._values is None or dim:
+            return _Stack.split(self, split_size, dim)
+        return tuple(self[places] for places in torch.arange(len(self._values)).split(split_size))
+
     def _propagate_unlock(self) -> list[Any]:
         return super()._propagate_unlock() if self._values is None else []
 
