@@ -46,7 +46,9 @@ class UnstampedRowsError(SyncError, KeyError):
 
 
 class RewardError(SyncError, ValueError):
-    """A reward function returned other than one finite number for each row; no row was kept."""
+    """Rewards are missing, not finite, or not one number a row; nothing was stored or queued."""
+
+
 class RowLayoutError(SyncError, ValueError):
     """Rows are not laid out as columns that belong together; nothing was stored or queued.
 
@@ -61,15 +63,6 @@ class RowLayoutError(SyncError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.key!r}: {self.reason}"
-
-
-class InvalidRewardsError(RowLayoutError):
-    """Rewards are missing, not finite, or not one floating point number a row.
-
-    Attributes:
-        key: The entry.
-        reason: What is wrong with it.
-    """
 
 
 class UnknownStrategyError(SyncError, ValueError):

@@ -6,14 +6,14 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torchrl.modules.llm.policies.common import LogProbs, Masks, Text, Tokens
 
-from torchrl_vllm_sync.rl.rows import ObjectColumn
+from torchrl_vllm_sync.rl.texts import Texts
 
 PAD = 7
 _names = itertools.count()
 
 
 def dense_rows(
-    prompts, answers, *, queries=None, rewards=None, pad=PAD, classes=True, column=ObjectColumn.of
+    prompts, answers, *, queries=None, rewards=None, pad=PAD, classes=True, column=Texts.of
 ):
     """Rows with prompts and answers of the given lengths; tokens say of which row they are."""
     num = len(prompts)

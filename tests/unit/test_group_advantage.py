@@ -11,7 +11,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.objectives.llm import MCAdvantage, MCAdvantageSelector
 
 from tests.fakes.dense import contents, dense_rows, stack_of
-from torchrl_vllm_sync.errors import InvalidRewardsError, RowLayoutError
+from torchrl_vllm_sync.errors import RewardError, RowLayoutError
 from torchrl_vllm_sync.rl.groups import GroupAdvantage, RolloutStorage
 
 
@@ -244,15 +244,14 @@ def test_wrong_rewards_are_named_and_leave_queues_as_they_were(reward, message, 
     transform = GroupAdvantage(4, **options)
     transform._inv_call(batch("aaab"))
     before = transform.get_stats()
-    with pytest.raises(InvalidRewardsError, match=message) as refused:
+    with pytest.raises(RewardError, match=message):
         transform._inv_call(broken(batch("abb", seed=1), reward))
-    assert refused.value.key == ("next", "reward")
     assert transform.get_stats() == before
     assert len(transform._inv_call(batch("abb", seed=1))) == 4
 
 
 def test_missing_rewards_are_named():
-    with pytest.raises(InvalidRewardsError, match="reward"):
+    with pytest.raises(RewardError, match="reward"):
         GroupAdvantage(2)._inv_call(batch("aa").exclude(("next", "reward")))
 
 
@@ -268,15 +267,16 @@ def test_rows_that_do_not_fit_those_that_wait_leave_queues_as_they_were():
     assert len(transform._inv_call(other.exclude("extra"))) == 4
 
 
-def test_rows_that_never_showed_padding_need_to_be_told_it():
+def test_rows_that_never_showed_padding_get_another_token():
     def split(**options):
         transform = GroupAdvantage(4, **options)
         transform._inv_call(dense_rows([3, 3], [2, 2], queries=["a", "a"]))
         return transform._inv_call(dense_rows([4, 4], [2, 2], queries=["a", "a"]))
 
-    with pytest.raises(RowLayoutError, match="padding_token"):
-        split()
-    assert split(padding_token=9)["tokens", "prompt"][:, 0].tolist()[:2] == [9, 9]
+    for options, token in (({}, 0), ({"padding_token": 9}, 9)):
+        rows = split(**options)
+        assert rows["tokens", "prompt"][:, 0].tolist()[:2] == [token, token]
+        assert rows["masks", "all_attention_mask"][:, 0].tolist() == [False, False, True, True]
 
 
 # ---------------------------------------------------------------- in a buffer

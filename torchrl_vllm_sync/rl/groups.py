@@ -14,7 +14,7 @@ from torchrl._utils import logger
 from torchrl.data import LazyStackStorage
 from torchrl.objectives.llm import MCAdvantage
 
-from torchrl_vllm_sync.errors import InvalidRewardsError, RowLayoutError
+from torchrl_vllm_sync.errors import RewardError, RowLayoutError
 from torchrl_vllm_sync.rl.rows import ATTENTION, TOKENS, Columns, Padding, joined
 
 if TYPE_CHECKING:
@@ -58,15 +58,15 @@ class GroupAdvantage(MCAdvantage):
         *args: See ``MCAdvantage``: ``prompt_key``, ``rewards_key``, ``advantage_key``, ``done_key``
             and ``verbose``.
         padding_token: Token that pads rows of different widths; by default what the rows hold
-            where ``("masks", "all_attention_mask")`` is false.
+            where ``("masks", "all_attention_mask")`` is false, or 0.
         **kwargs: The same arguments by name, and ``MCAdvantage``'s keyword arguments.
 
     Raises:
         ValueError: See ``MCAdvantage``.
-        InvalidRewardsError: When dense rows pass: rewards are missing, not finite, or not one
+        RewardError: When dense rows pass: rewards are missing, not finite, or not one
             floating point number a row. Nothing was queued.
-        RowLayoutError: When dense rows pass: rows that waited have other columns, or another width
-            and no padding is known. Nothing was queued.
+        RowLayoutError: When dense rows pass: rows that waited have other columns. Nothing was
+            queued.
     """
 
     queues: Any  # deques of TensorDicts, and of _Row
@@ -130,16 +130,15 @@ class GroupAdvantage(MCAdvantage):
     def _check_rewards(self, columns: Columns) -> None:
         key, rewards = self.rewards_key, columns.leaves.get(_path(self.rewards_key))
         if not isinstance(rewards, torch.Tensor):
-            raise InvalidRewardsError(key, "rows hold no tensor there")
+            raise RewardError(f"{key!r}: rows hold no tensor there")
         if rewards.numel() != columns.size or not rewards.is_floating_point():
             told = f"{rewards.dtype} of shape {[*rewards.shape]}"
-            raise InvalidRewardsError(key, f"{columns.size} rows need a number each, got {told}")
+            raise RewardError(f"{key!r}: {columns.size} rows need a number each, got {told}")
         if not rewards.isfinite().all():
             bad = rewards.reshape(-1).isfinite().logical_not().nonzero().flatten().tolist()
             values = [rewards.reshape(-1)[at].item() for at in bad[:8]]
-            raise InvalidRewardsError(
-                key, f"{len(bad)} of {columns.size} are not finite: rows {bad[:8]} hold {values}"
-            )
+            told = f"{len(bad)} of {columns.size} are not finite: rows {bad[:8]} hold {values}"
+            raise RewardError(f"{key!r}: {told}")
 
     def _complete(
         self, columns: Columns, groups: list[Any], members: dict[Any, list[int]], num_waiting: int
@@ -285,11 +284,11 @@ class RolloutStorage(LazyStackStorage):
         max_size: Rows, of which the oldest are overwritten; by default there is no bound.
         device: Where tensors are kept; by default where they are.
         padding_token: Token that pads rows of different widths; by default what the rows hold
-            where ``("masks", "all_attention_mask")`` is false.
+            where ``("masks", "all_attention_mask")`` is false, or 0.
 
     Raises:
-        RowLayoutError: When rows are stored: they lack an entry or have one more, it has another
-            shape or type, or another width and no padding is known; stored rows are as before.
+        RowLayoutError: When rows are stored: they lack an entry or have one more, or it has another
+            shape or type; stored rows are as before.
     """
 
     _storage: Columns

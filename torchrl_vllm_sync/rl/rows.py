@@ -8,27 +8,23 @@ have one shape in all rows.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import (
     LazyStackedTensorDict,
-    NonTensorData,
-    NonTensorStack,
     TensorDict,
     TensorDictBase,
     is_non_tensor,
-    is_tensor_collection,
     is_tensorclass,
     lazy_stack,
 )
-from tensordict.utils import LinkedList
 from torch.nn.functional import pad
 
 from torchrl_vllm_sync.errors import RowLayoutError
 from torchrl_vllm_sync.rl.keys import NO_VERSION, POLICY_VERSIONS
+from torchrl_vllm_sync.rl.texts import TextCell, Texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,141 +41,15 @@ _SECTIONS = {
     "all_assistant_mask": (True, True),
 }
 
-_Stack: Any = NonTensorStack  # for what pyright takes to be abstract
-
-
-class ObjectColumn(NonTensorStack):
-    """A ``NonTensorStack`` of one value a row, whose ``NonTensorData`` are made when one is needed.
-
-    Making, cloning and indexing a thousand of them takes longer than to copy a thousand rows of
-    tokens. Until something asks for ``tensordicts`` this is a list, and after that a stack like
-    others.
-
-    Example:
-        >>> rows = TensorDict({"query": ObjectColumn.of(["2 + 2?", "3 + 3?"])}, [2])
-        >>> print(rows["query"][0])
-        2 + 2?
-
-    Args:
-        *args: See ``NonTensorStack``.
-        **kwargs: The same.
-    """
-
-    _values: list[Any] | None = None  # until one needs their NonTensorData
-
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> ObjectColumn:
-        """Returns a column of batch size ``[N]``.
-
-        Args:
-            values: The N values.
-        """
-        column = cls()
-        column._batch_size = torch.Size([len(values)])
-        column._values = list(values)
-        return column
-
-    @property
-    def tensordicts(self) -> list[Any]:
-        """The ``NonTensorData`` of the rows."""
-        if self._values is not None:
-            values, self._values = self._values, None
-            self._made = [NonTensorData._from_tensordict(TensorDict(), {"data": x}) for x in values]
-        return self._made
-
-    @tensordicts.setter
-    def tensordicts(self, made: list[Any]) -> None:
-        self._made = made
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of the stack; none while it is a list."""
-        return super().device if self._values is None else None
-
-    @device.setter
-    def device(self, value: Any) -> None:
-        _Stack.device.fset(self, value)
-
-    @property
-    def is_locked(self) -> bool:
-        """Whether the stack is locked; a list is not."""
-        return self._values is None and super().is_locked
-
-    @is_locked.setter
-    def is_locked(self, value: bool) -> None:
-        _Stack.is_locked.fset(self, value)
-
-    def tolist(self, **kwargs: Any) -> list[Any]:
-        """Returns the values.
-
-        Args:
-            **kwargs: See ``NonTensorStack.tolist``.
-        """
-        as_linked_list = kwargs.get("as_linked_list", False)
-        if self._values is None or kwargs.keys() - {"as_linked_list"}:
-            return super().tolist(**kwargs)
-        return LinkedList(self._values, td=self) if as_linked_list else list(self._values)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, tuple) and len(index) == 1:
-            index = index[0]
-        if self._values is None or not isinstance(index, (slice, list, torch.Tensor)):
-            return super().__getitem__(index)
-        places = torch.arange(len(self._values))[index]
-        if places.ndim != 1:
-            return super().__getitem__(index)
-        return type(self).of([self._values[at] for at in places.tolist()])
-
-    def _clone(self, recurse: bool = True) -> Any:
-        if self._values is None:
-            return _Stack._clone(self, recurse)
-        return type(self).of(deepcopy(self._values) if recurse else self._values)
-
-    def _apply_nest(self, fn: Any, *others: Any, **options: Any) -> Any:
-        # Functions of tensors, such as moves between devices, have nothing to do here.
-        own = ("batch_size", "out", "call_on_nested")
-        if self._values is None or any(options.get(name) for name in own):
-            return _Stack._apply_nest(self, fn, *others, **options)
-        return self if options.get("inplace") else self._clone(recurse=False)
-
-    def items(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the tensors; a list has none.
-
-        Args:
-            *args: See ``NonTensorStack.items``.
-            **kwargs: The same.
-        """
-        return super().items(*args, **kwargs) if self._values is None else iter(())
-
-    def split(self, split_size: int | list[int], dim: int = 0) -> Any:
-        """Returns columns of some rows each.
-
-        Args:
-            split_size: Rows of each column, or of all of them.
-            dim: Zero.
-        """
-        if self._values is None or dim:
-            return _Stack.split(self, split_size, dim)
-        return tuple(self[places] for places in torch.arange(len(self._values)).split(split_size))
-
-    def _propagate_unlock(self) -> list[Any]:
-        return super()._propagate_unlock() if self._values is None else []
-
-    @property
-    def _lock_parents_weakrefs(self) -> list[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super()._lock_parents_weakrefs if self._values is None else []
-
-    def _has_names(self) -> bool:
-        return self._values is None and _Stack._has_names(self)
-
 
 @dataclass(slots=True)
 class Columns:
-    """Rows as flat columns: a tensor, or a list with an object for each row."""
+    """Rows as flat columns: a tensor, or a list with an object or a ``TextCell`` for each row."""
 
     size: int
     leaves: dict[_Key, Any] = field(default_factory=dict)
-    kinds: dict[_Key, Any] = field(default_factory=dict)  # class of each node, parents first
+    # Class of each node, and its batch dimensions beside the rows'; parents first.
+    kinds: dict[_Key, tuple[Any, torch.Size]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: TensorDictBase) -> Columns:
@@ -191,27 +61,23 @@ class Columns:
     def _add(self, key: _Key, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             self.leaves[key] = value
-            return
-        inner = value._tensordict if is_tensorclass(value) and not is_non_tensor(value) else value
-        if is_non_tensor(value) and value.batch_dims == 1:
-            is_stack = isinstance(value, NonTensorStack)
-            self.leaves[key] = value.tolist() if is_stack else [value.data] * self.size
-            return
-        if isinstance(inner, LazyStackedTensorDict) or value.batch_dims > 1:
+        elif is_non_tensor(value):
+            self.leaves[key] = Texts.cells(value)
+        elif isinstance(inner := getattr(value, "_tensordict", value), LazyStackedTensorDict):
             self.leaves[key] = list(value.unbind(0))
-            return
-        self.kinds[key] = type(value)
-        for name, entry in inner.items():
-            self._add((*key, name), entry)
+        else:
+            self.kinds[key] = type(value), value.batch_size[1:]
+            for name, entry in inner.items():
+                self._add((*key, name), entry)
 
     def rows(self) -> TensorDict:
         """The rows as they were, of the same classes; tensors are shared."""
         nodes: dict[_Key, dict[str, Any]] = {key: {} for key in self.kinds}
         for key, leaf in self.leaves.items():
             nodes[key[:-1]][key[-1]] = leaf if isinstance(leaf, torch.Tensor) else _entry(leaf)
-        for key, kind in reversed(self.kinds.items()):
+        for key, (kind, inner) in reversed(self.kinds.items()):
             if key:
-                node = TensorDict(nodes[key], [self.size])
+                node = TensorDict(nodes[key], [self.size, *inner])
                 made = kind._from_tensordict(node) if is_tensorclass(kind) else node
                 nodes[key[:-1]][key[-1]] = made
         return TensorDict(nodes[()], [self.size])
@@ -264,6 +130,10 @@ class Columns:
 
     def check_like(self, other: Columns) -> None:
         """Raises unless both have the same columns, whatever their widths."""
+        for key, (_, inner) in self.kinds.items():
+            if inner != other.kinds.get(key, (None, inner))[1]:
+                told = [[*inner], [*other.kinds[key][1]]]
+                raise RowLayoutError(key, f"it is of {told[0]} a row, in earlier rows {told[1]}")
         for key in [*other.leaves, *self.leaves]:
             mine, its = self.leaves.get(key), other.leaves.get(key)
             if mine is None or its is None:
@@ -314,7 +184,7 @@ def _sections(key: _Key, leaf: Any) -> tuple[bool, bool]:
 
 
 def _entry(items: list[Any]) -> Any:
-    return lazy_stack(items) if is_tensor_collection(items[0]) else ObjectColumn.of(items)
+    return Texts.gathered(items) if isinstance(items[0], TextCell) else lazy_stack(items)
 
 
 def joined(parts: list[Columns], padding: Padding) -> Columns:
@@ -338,7 +208,7 @@ def joined(parts: list[Columns], padding: Padding) -> Columns:
 
 
 class Padding:
-    """What rows hold outside their attention masks."""
+    """What rows hold outside their attention masks; there tokens nobody has shown are 0."""
 
     def __init__(self, token: int | None) -> None:
         self.token = token
@@ -357,15 +227,11 @@ class Padding:
                     self.answers[key] = values.flatten()[0].item()
 
     def value(self, key: _Key, dtype: torch.dtype, *, is_right: bool) -> float:
-        """What to pad a column with; raises where no row has shown a padding token."""
+        """What to pad a column with."""
         if dtype is torch.bool:
             return False
         if dtype.is_floating_point:
             return self.answers.get(key, torch.nan) if is_right else torch.nan
         if key[0] == POLICY_VERSIONS:
             return NO_VERSION
-        if self.token is None:
-            raise RowLayoutError(
-                key, "rows of other widths need padding, which no row has shown: pass padding_token"
-            )
-        return self.token
+        return self.token or 0

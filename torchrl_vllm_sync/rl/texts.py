@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,14 @@ from tensordict.utils import LinkedList
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+
+class TextCell(NamedTuple):
+    """The values of a row, in the array of a column."""
+
+    array: Callable[[], np.ndarray]
+    shape: torch.Size  # of the values; of one it is ()
+    at: int
 
 
 class Texts(NonTensorStack):
@@ -31,7 +39,7 @@ class Texts(NonTensorStack):
     def __init__(self, shape: Sequence[int], make: Callable[[], np.ndarray]) -> None:
         shape = torch.Size(shape)
         made = cache(lambda: make().reshape(shape))
-        self.__dict__.update(_is_locked=None, _batch_size=shape, _array=made)
+        self.__dict__.update(_is_locked=False, _batch_size=shape, _array=made)
 
     @classmethod
     def of(cls, values: Sequence[Any], shape: Sequence[int] | None = None) -> Texts:
@@ -41,6 +49,33 @@ class Texts(NonTensorStack):
     @classmethod
     def late(cls, shape: Sequence[int], make: Callable[[], np.ndarray]) -> Texts:
         """Of values that are made when they are looked at."""
+        return cls(shape, make)
+
+    @classmethod
+    def cells(cls, column: Any) -> list[TextCell]:
+        """The values of any column without tensors, row by row."""
+        texts = column
+        if not isinstance(column, Texts):
+            shape = column.batch_size
+            values = np.empty(shape, object)
+            if isinstance(column, NonTensorData):
+                values[...] = column.data
+            else:
+                values[...] = objects(column.tolist()) if len(shape) == 1 else column.tolist()
+            texts = cls(shape, lambda: values)
+        return [TextCell(texts._array, texts.batch_size[1:], at) for at in range(len(texts))]
+
+    @classmethod
+    def gathered(cls, cells: Sequence[TextCell]) -> Texts:
+        """Of the values of cells, which are looked at when these are."""
+        shape = (len(cells), *cells[0].shape)
+
+        def make() -> np.ndarray:
+            values = np.empty(shape, object)
+            for at, cell in enumerate(cells):
+                values[at] = cell.array()[cell.at]
+            return values
+
         return cls(shape, make)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -68,6 +103,12 @@ class Texts(NonTensorStack):
             array = self._array
             return type(self)(shape, lambda: array()[where])
         return NonTensorData._from_tensordict(TensorDict({}), {"data": self._array()[where]})
+
+    def split(self, split_size: int | list[int], dim: int = 0) -> Any:
+        """Texts of some rows each."""
+        if dim:
+            return super().split(split_size, dim)
+        return tuple(self[at] for at in torch.arange(len(self)).split(split_size))
 
     def _clone(self, recurse: bool = True) -> Texts:  # noqa: ARG002  nothing is nested
         return type(self)(self._batch_size, self._array)
