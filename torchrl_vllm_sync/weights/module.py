@@ -482,11 +482,11 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Returns the language model inside wrappers of TorchRL and torch, or ``module`` itself."""
     from torch._dynamo.eval_frame import OptimizedModule
     from torch.nn.parallel import DistributedDataParallel
-    from torchrl.modules.llm import TransformersWrapper
+    from torchrl.modules.llm.policies.common import LLMWrapperBase
 
     inner: Any = None
-    if isinstance(module, TransformersWrapper):
-        inner = module.model
+    if isinstance(module, LLMWrapperBase):
+        inner = getattr(module, "model", None)
     elif isinstance(module, OptimizedModule):
         inner = module._orig_mod
     elif isinstance(module, TensorDictModuleBase | DistributedDataParallel):

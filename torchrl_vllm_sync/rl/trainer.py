@@ -1,0 +1,461 @@
+"""The trainer's policy: log-probabilities of the answers, and of them alone, chunk by chunk."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from tensordict import LazyStackedTensorDict, MetaData, TensorDict, lazy_stack
+from torch.utils.checkpoint import checkpoint
+from torchrl.modules.llm.policies.common import LLMWrapperBase, LogProbs
+from transformers import PreTrainedModel
+
+from torchrl_vllm_sync.checks import check_integer, check_number
+from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
+from torchrl_vllm_sync.weights.module import base_model, unwrap
+from torchrl_vllm_sync.weights.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tensordict import TensorDictBase
+    from tensordict.utils import NestedKey
+    from torch import Tensor
+
+_TOKENS: NestedKey = ("tokens", "full")
+_PROMPTS: NestedKey = ("tokens", "prompt")
+_ATTENTION: NestedKey = ("masks", "all_attention_mask")
+_ASSISTANT: NestedKey = ("masks", "all_assistant_mask")
+
+# Of N token ids [N]: their log-probabilities and the entropies of their positions, float32 [N].
+_Scorer: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
+
+
+class TrainerPolicy(LLMWrapperBase):
+    """The actor network of TorchRL's LLM losses at the speed and in the memory of the bare model.
+
+    It takes the place of ``TransformersWrapper(model, input_mode="tokens", generate=False)`` in
+    ``GRPOLoss`` and its kin, and as the reference model of ``RetrieveLogProb``. Losses, gradients
+    and log-probabilities are the same; what differs is the work:
+
+    * Only positions that the loss asks for get logits, ``chunk_tokens`` at a time, in float32
+      whatever the model's dtype; backward computes a chunk's logits again instead of keeping them.
+    * Rows are moved to start at column 0 and cut behind the last position that is asked for, so no
+      padding on the left is computed and a causal model needs no attention mask. Results are laid
+      out as the rows were. Padding may stand anywhere; positions count a row's own tokens.
+
+    Rows are a ``TensorDict`` of batch size ``[B]`` with int64 ``("tokens", "full")`` ``[B, T]`` and
+    boolean ``("masks", "all_attention_mask")`` and ``("masks", "all_assistant_mask")`` of the same
+    shape, or TorchRL's lazy stacks of ragged rows, which are padded on the left as its losses do.
+    A row's first token follows nothing: its log-probability is 0.
+
+    A called policy writes ``(log_probs_key, "full")`` as the wrapper does, float32 and 0 on
+    padding, in the rows themselves, and leaves tokens and masks as they are.
+
+    Args:
+        model: A causal language model of transformers, also inside PEFT, DDP or FSDP2. Its mode,
+            ``eval`` as ``GRPOLoss`` advises or ``train``, is left alone.
+        chunk_tokens: Positions whose logits exist at a time; for a vocabulary of 150,000 a chunk of
+            1,024 takes about 2 GiB.
+        micro_batch: Rows a forward pass, all by default. With several passes each is computed again
+            in backward, so activations of one pass exist at a time.
+        gradient_checkpointing: Turns on the model's own, layer by layer. transformers does it in
+            train mode only.
+        temperature: Of sampling, above 0: logits are divided by it, as vLLM does for
+            ``logprobs_mode="processed_logprobs"``.
+        log_probs_key: Where a call writes; not where losses read.
+
+    Raises:
+        UnsupportedArgumentError: An argument is out of range; or gradients are wanted with
+            ``gradient_checkpointing`` of a model in evaluation mode.
+        InvalidPromptError: Of a call or a loss: an entry is missing or of a wrong shape, a token is
+            outside the vocabulary, a row is longer than the model's positions, or has no token that
+            the loss asks for.
+
+    Example:
+        >>> policy = TrainerPolicy(model, micro_batch=16)
+        >>> loss = GRPOLoss(policy, clip_epsilon=0.2, kl_to_ref_coeff=None)
+        >>> loss(rows).loss_objective.backward()
+    """
+
+    # What TorchRL's transforms ask of a wrapper.
+    generate = False
+    pad_output = False
+    inplace = True
+    input_mode = "tokens"
+    return_log_probs = True
+    layout = torch.strided
+    num_samples = None
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        chunk_tokens: int = 1024,
+        micro_batch: int | None = None,
+        gradient_checkpointing: bool = False,
+        temperature: float = 1.0,
+        log_probs_key: NestedKey = "log_probs",
+    ) -> None:
+        super().__init__(model)
+        check_integer("chunk_tokens", chunk_tokens, 1)
+        if micro_batch is not None:
+            check_integer("micro_batch", micro_batch, 1)
+        check_number("temperature", temperature, 0)
+        if not 0 < temperature < math.inf:
+            raise UnsupportedArgumentError(f"temperature must be above 0, got {temperature}")
+        self.model = model
+        self.chunk_tokens, self.micro_batch = chunk_tokens, micro_batch
+        self.gradient_checkpointing, self.temperature = gradient_checkpointing, temperature
+        self.log_probs_key = log_probs_key
+        self.in_keys = [_TOKENS, _ATTENTION]
+        self.out_keys = [log_probs_key]
+        if gradient_checkpointing:
+            inner: Any = unwrap(model)
+            inner.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @cached_property
+    def path(self) -> Literal["head", "logits"]:
+        """How logits are computed.
+
+        ``"head"``: the model without its head once, then the head on chunks of the positions asked
+        for. ``"logits"``, where the model does more to logits than its head (a soft cap, a scale)
+        or must be called as a whole (FSDP2, DDP): as many rows at a time as have ``chunk_tokens``
+        columns. Found by a call of the model on two tokens, whose states are replaced by large
+        ones, when the path is first needed.
+        """
+        core: Any = base_model(self.model)
+        if not isinstance(core, PreTrainedModel) or is_sharded(core):
+            return "logits"
+        head, inner = core.get_output_embeddings(), core.base_model
+        if head is None or inner is core:
+            return "logits"
+        ids = torch.zeros(1, 2, dtype=torch.long, device=core.device)
+        probes: list[Tensor] = []
+
+        def replace(_module: object, _args: object, output: Any) -> None:
+            if "last_hidden_state" in output:
+                states = output["last_hidden_state"]
+                probe = torch.arange(states.numel(), device=states.device).sin().mul(100)
+                probes.append(probe.reshape(states.shape).to(states.dtype))
+                output["last_hidden_state"] = probes[-1]
+
+        hook = inner.register_forward_hook(replace)
+        try:
+            with torch.no_grad():
+                logits = core(input_ids=ids, use_cache=False).logits
+                alone = bool(probes) and torch.allclose(
+                    head(probes[-1]).float(), logits.float(), rtol=1e-3, equal_nan=True
+                )
+        finally:
+            hook.remove()
+        return "head" if alone else "logits"
+
+    def forward(self, tensordict: TensorDictBase, **kwargs: Any) -> TensorDictBase:
+        """Writes the log-probability of every token.
+
+        Args:
+            tensordict: The rows; also one row, or several batch dimensions.
+            **kwargs: Refused: what the wrapper's call takes beyond rows has no use here.
+
+        Returns:
+            The rows, with ``(log_probs_key, "full")``: float32 ``[B, T]``, or ``[t]`` of each
+            ragged row's own length.
+
+        Raises:
+            InvalidPromptError: An entry is missing, or does not fit the model.
+            UnsupportedArgumentError: There are ``kwargs``.
+        """
+        if kwargs:
+            raise UnsupportedArgumentError(f"TrainerPolicy takes rows only, got {sorted(kwargs)}")
+        if tensordict.ndim != 1:
+            flat = tensordict.reshape(-1) if tensordict.ndim else lazy_stack([tensordict])
+            flat = self(flat)
+            return flat.view(tensordict.shape) if tensordict.ndim else flat[0]
+        dist = self._get_generic_dist(tensordict)
+        log_probs = dist.log_prob(_padded(tensordict, _TOKENS))
+        if isinstance(tensordict, LazyStackedTensorDict):
+            for row, values, length in zip(
+                tensordict.unbind(0), log_probs, _lengths(tensordict), strict=True
+            ):
+                row.set(self.log_probs_key, _entry(values[len(values) - length :]))
+        else:
+            tensordict.set(self.log_probs_key, _entry(log_probs))
+        return tensordict
+
+    def get_dist(
+        self, tensordict: TensorDictBase, *_: Any, mask_key: NestedKey | None = None, **__: Any
+    ) -> TokenDistribution:
+        """Returns the distribution of the tokens that a mask picks.
+
+        Args:
+            tensordict: The rows.
+            mask_key: A boolean entry of the tokens' shape; the attention mask by default. TorchRL's
+                other arguments, for where logits are and how they are padded, have no effect.
+
+        Raises:
+            InvalidPromptError: An entry is missing, or does not fit the model.
+        """
+        mask = _padded(tensordict, mask_key or _ATTENTION)
+        return self._distribution(tensordict, mask)
+
+    def _get_sft_dist(self, tensordict: TensorDictBase, **_: Any) -> TokenDistribution:
+        """Of the answers: of ragged rows what follows the prompt, as TorchRL has it."""
+        prompts = None
+        if isinstance(tensordict, LazyStackedTensorDict) or _ASSISTANT not in tensordict:
+            prompts = _get(tensordict, _PROMPTS, as_list=True)
+        if prompts is None:
+            return self.get_dist(tensordict, mask_key=_ASSISTANT)
+        mask = _padded(tensordict, _ATTENTION)
+        lengths = zip(prompts, _lengths(tensordict), strict=True)
+        starts = [mask.shape[1] - length + prompt.shape[-1] for prompt, length in lengths]
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        answers = columns >= torch.tensor(starts, device=mask.device)[:, None]
+        return self._distribution(tensordict, mask.bool() & answers)
+
+    def _get_rlhf_dist(self, tensordict: TensorDictBase, **_: Any) -> TokenDistribution:
+        return self.get_dist(tensordict, mask_key=_ASSISTANT)
+
+    def _get_generic_dist(self, tensordict: TensorDictBase, **_: Any) -> TokenDistribution:
+        return self.get_dist(tensordict, mask_key=_ATTENTION)
+
+    def _distribution(self, tensordict: TensorDictBase, mask: Tensor) -> TokenDistribution:
+        if self.gradient_checkpointing and torch.is_grad_enabled() and not self.model.training:
+            raise UnsupportedArgumentError(
+                "gradient_checkpointing needs a model in train mode, where transformers does it: "
+                "call policy.train()"
+            )
+        tokens = _padded(tensordict, _TOKENS)
+        attention = _padded(tensordict, _ATTENTION)
+        for name, one in {_ATTENTION: attention, "the mask": mask}.items():
+            if one.shape != tokens.shape:
+                raise InvalidPromptError(
+                    f"{name} has shape {_shape(one)}, {_TOKENS} {_shape(tokens)}"
+                )
+        mask = mask.bool() & attention.bool()
+        inner: Any = unwrap(self.model)
+        num_tokens = inner.get_input_embeddings().weight.shape[0]
+        longest = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+        rows = _Rows.of(tokens, attention.bool(), mask, num_tokens, longest)
+        if self.path == "head":
+            scorer = partial(self._scores_by_head, self._states(rows))
+        else:
+            scorer = partial(self._scores_by_model, rows)
+        return TokenDistribution(mask, tokens, rows.positions, scorer)
+
+    def _states(self, rows: _Rows) -> Tensor:
+        """The hidden states [N, H] that predict the scored tokens."""
+        inner: Any = base_model(self.model)
+
+        def one(ids: Tensor, predicts: Tensor) -> Tensor:
+            return inner.base_model(input_ids=ids, use_cache=False).last_hidden_state[predicts]
+
+        step = self.micro_batch or len(rows.ids)
+        return torch.cat(_each(one, [rows.part(at, step)[:2] for at in rows.starts(step)]))
+
+    def _scores_by_head(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        inner: Any = base_model(self.model)
+        head = inner.get_output_embeddings()
+
+        def one(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return _Scores.apply(head(states), targets, self.temperature)
+
+        chunks = zip(states.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
+        return _joined(_each(one, list(chunks)))
+
+    def _scores_by_model(self, rows: _Rows, targets: Tensor) -> tuple[Tensor, Tensor]:
+        step = min(self.micro_batch or len(rows.ids), self.chunk_tokens // max(rows.ends) or 1)
+        keeps = "logits_to_keep" in inspect.signature(unwrap(self.model).forward).parameters
+
+        def one(ids: Tensor, predicts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            columns = predicts.any(0).nonzero()[:, 0]
+            chosen: Any = {"logits_to_keep": columns} if keeps else {}
+            logits = self.model(input_ids=ids, use_cache=False, **chosen).logits
+            logits = logits if keeps else logits[:, columns]
+            return _Scores.apply(logits[predicts[:, columns]], targets, self.temperature)
+
+        parts = [rows.part(at, step) for at in rows.starts(step)]
+        splits = targets.split([num for *_, num in parts])
+        runs = [(ids, predicts, own) for (ids, predicts, _), own in zip(parts, splits, strict=True)]
+        return _joined(_each(one, runs))
+
+
+class TokenDistribution(torch.distributions.Distribution):
+    """The distribution of each token that a mask picks, given the tokens before it in its row.
+
+    As TorchRL's ``LLMMaskedCategorical`` of the same mask, without the logits of all positions.
+
+    Attributes:
+        mask: Boolean ``[B, T]``.
+    """
+
+    def __init__(
+        self,
+        mask: Tensor,
+        tokens: Tensor,
+        positions: tuple[Tensor, ...],
+        scorer: _Scorer,
+    ) -> None:
+        super().__init__(mask.shape, validate_args=False)
+        self.mask = mask
+        self._tokens, self._positions, self._scorer = tokens, positions, scorer
+        self._entropies: dict[bool, Tensor] = {}  # by whether gradients were wanted
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Returns the log-probability of each token, 0 outside the mask and of a first token.
+
+        Args:
+            value: Token ids, int64 ``[B, T]``; each in place of the row's own at its position.
+
+        Returns:
+            Float32 ``[B, T]``.
+
+        Raises:
+            InvalidPromptError: ``value`` has another shape.
+        """
+        if value.shape != self.mask.shape:
+            raise InvalidPromptError(
+                f"log_prob of tokens of shape {_shape(value)}, rows are {_shape(self.mask)}"
+            )
+        log_probs, self._entropies[torch.is_grad_enabled()] = self._scorer(value[self._positions])
+        return self._laid_out(log_probs)
+
+    def entropy(self) -> Tensor:
+        """Returns float32 ``[B, T]`` in nats, 0 where :meth:`log_prob` is by definition."""
+        if torch.is_grad_enabled() not in self._entropies:
+            self.log_prob(self._tokens)
+        return self._laid_out(self._entropies[torch.is_grad_enabled()])
+
+    def _laid_out(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self.mask.shape).index_put(self._positions, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows whose tokens start at column 0, and which of them are scored."""
+
+    ids: Tensor  # int64 [B, T], 0 behind the last token of a row
+    predicts: Tensor  # bool [B, T]: what is known up to here scores the next token
+    positions: tuple[Tensor, ...]  # rows and columns of the N scored tokens, before the move
+    ends: list[int]  # of each row, the columns that its scored tokens need
+    counts: list[int]  # of each row, scored tokens
+
+    @classmethod
+    def of(
+        cls, tokens: Tensor, attention: Tensor, mask: Tensor, num_tokens: int, longest: int | None
+    ) -> _Rows:
+        if not tokens.numel():
+            raise InvalidPromptError(f"there are no tokens: {_TOKENS!r} has shape {_shape(tokens)}")
+        attended, order = attention.byte().sort(stable=True, dim=1, descending=True)
+        ids = tokens.long().gather(1, order) * attended
+        predicts = (mask.gather(1, order) & attended.bool()).roll(-1, 1)
+        predicts[:, -1] = False  # which is column 0's: a first token follows nothing
+        ends = (predicts * torch.arange(1, ids.shape[1] + 1, device=ids.device)).amax(1)
+        asked, lengths, counts = mask.sum(1), attention.sum(1), predicts.sum(1)
+        extremes = torch.stack([ids.amin(), ids.amax(), lengths.amax(), asked.amin()])
+        # The only wait for the device.
+        low, high, length, fewest, *each = torch.cat([extremes, ends, counts]).tolist()
+        if low < 0 or high >= num_tokens:
+            row, column = ((ids < 0) | (ids >= num_tokens)).nonzero()[0].tolist()
+            raise InvalidPromptError(
+                f"row {row}: token {int(ids[row, column])} is outside the model's vocabulary of "
+                f"{num_tokens}"
+            )
+        if longest is not None and length > longest:
+            raise InvalidPromptError(
+                f"row {int(lengths.argmax())} has {length} tokens, the model {longest} positions"
+            )
+        if not fewest:
+            none = (asked == 0).nonzero()[:, 0].tolist()
+            raise InvalidPromptError(f"rows without a token to score: {none}")
+        positions = (mask & (attention.cumsum(1) > 1)).nonzero(as_tuple=True)
+        return cls(ids, predicts, positions, each[: len(ids)], each[len(ids) :])
+
+    def starts(self, step: int) -> range:
+        return range(0, len(self.ids), step)
+
+    def part(self, at: int, step: int) -> tuple[Tensor, Tensor, int]:
+        """Token ids and what they predict of some rows, without columns that none needs."""
+        some = slice(at, at + step)
+        width = max(*self.ends[some], 1)
+        return self.ids[some, :width], self.predicts[some, :width], sum(self.counts[some])
+
+
+class _Scores(torch.autograd.Function):
+    """Log-probabilities of tokens and entropies from logits [N, V], in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        scaled = logits if temperature == 1 else logits.float() / temperature
+        log_p = scaled.log_softmax(-1, dtype=torch.float32)
+        entropies = -torch.linalg.vecdot(log_p.exp(), log_p)
+        ctx.save_for_backward(log_p, targets, entropies)
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        return log_p.gather(1, targets[:, None])[:, 0], entropies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  once_differentiable hides it
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> Any:
+        log_p, targets, entropies = ctx.saved_tensors
+        of_log_probs, of_entropies = grad_outputs
+        # d log p[y] = onehot(y) - p and d H = -p (log p + H), by the logits.
+        grad = log_p.exp()
+        if of_entropies is None:
+            assert of_log_probs is not None
+            grad *= -of_log_probs[:, None]
+        else:
+            weights = (log_p + entropies[:, None]).mul_(-of_entropies[:, None])
+            grad *= weights if of_log_probs is None else weights.sub_(of_log_probs[:, None])
+        if of_log_probs is not None:
+            grad.scatter_add_(1, targets[:, None], of_log_probs[:, None])
+        return grad.div_(ctx.temperature).to(ctx.dtype), None, None
+
+
+def _each(run: Callable[..., Any], parts: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Runs the parts one by one; of several, backward computes each again instead of keeping it."""
+    if len(parts) > 1 and torch.is_grad_enabled():
+        run = partial(checkpoint, run, use_reentrant=False)
+    return [run(*part) for part in parts]
+
+
+def _joined(scores: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    log_probs, entropies = zip(*scores, strict=True)
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def _get(tensordict: Any, key: NestedKey, **layout: Any) -> Any:
+    return tensordict.get(key, None, **layout)
+
+
+def _padded(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
+    """An entry of the rows as [B, T], ragged rows padded on the left."""
+    value = _get(tensordict, key, as_padded_tensor=True, padding_side="left", padding_value=0)
+    if value is None:
+        there = ", ".join(sorted(map(str, tensordict.keys(True, True))))
+        raise InvalidPromptError(f"rows have no {key!r}; they have {there}")
+    if value.ndim != 2:
+        raise InvalidPromptError(f"{key!r} must be of shape [B, T], got {_shape(value)}")
+    return value
+
+
+def _lengths(tensordict: TensorDictBase) -> list[int]:
+    return [row.shape[-1] for row in _get(tensordict, _TOKENS, as_list=True)]
+
+
+def _entry(log_probs: Tensor) -> LogProbs:
+    """What TorchRL's wrapper writes, of one row or of all."""
+    values = TensorDict({"full": log_probs, "padded": MetaData(log_probs.ndim > 1)})
+    return LogProbs._from_tensordict(values.auto_batch_size_(log_probs.ndim - 1))
+
+
+def _shape(value: Tensor) -> list[int]:
+    return list(value.shape)
