@@ -43,7 +43,7 @@ class TrainerPolicy(LLMWrapperBase):
     and log-probabilities are the same; what differs is the work:
 
     * Only positions that the loss asks for get logits, ``chunk_tokens`` at a time, in float32
-      whatever the model's dtype; backward computes a chunk's logits again instead of keeping them.
+      whatever the model's dtype; backward computes logits of earlier chunks again.
     * Rows are moved to start at column 0 and cut behind the last position that is asked for, so no
       padding on the left is computed and a causal model needs no attention mask. Results are laid
       out as the rows were. Padding may stand anywhere; positions count a row's own tokens.
@@ -61,8 +61,8 @@ class TrainerPolicy(LLMWrapperBase):
             ``eval`` as ``GRPOLoss`` advises or ``train``, is left alone.
         chunk_tokens: Positions whose logits exist at a time; for a vocabulary of 150,000 a chunk of
             1,024 takes about 2 GiB.
-        micro_batch: Rows a forward pass, all by default. With several passes each is computed again
-            in backward, so activations of one pass exist at a time.
+        micro_batch: Rows a forward pass, all by default. Activations of one pass exist at a time:
+            backward computes those before the last again.
         gradient_checkpointing: Turns on the model's own, layer by layer. transformers does it in
             train mode only.
         temperature: Of sampling, above 0: logits are divided by it, as vLLM does for
@@ -85,11 +85,9 @@ class TrainerPolicy(LLMWrapperBase):
     # What TorchRL's transforms ask of a wrapper.
     generate = False
     pad_output = False
-    inplace = True
     input_mode = "tokens"
     return_log_probs = True
     layout = torch.strided
-    num_samples = None
 
     def __init__(
         self,
@@ -268,8 +266,11 @@ class TrainerPolicy(LLMWrapperBase):
         return _joined(_each(one, list(chunks)))
 
     def _scores_by_model(self, rows: _Rows, targets: Tensor) -> tuple[Tensor, Tensor]:
-        step = min(self.micro_batch or len(rows.ids), self.chunk_tokens // max(rows.ends) or 1)
-        keeps = "logits_to_keep" in inspect.signature(unwrap(self.model).forward).parameters
+        step = min(self.micro_batch or len(rows.ids), self.chunk_tokens // rows.width or 1)
+        # A PEFT model hands on what its base takes.
+        keeps = (
+            "logits_to_keep" in inspect.signature(base_model(unwrap(self.model)).forward).parameters
+        )
 
         def one(ids: Tensor, predicts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             columns = predicts.any(0).nonzero()[:, 0]
@@ -375,6 +376,10 @@ class _Rows:
         positions = (mask & (attention.cumsum(1) > 1)).nonzero(as_tuple=True)
         return cls(ids, predicts, positions, each[: len(ids)], each[len(ids) :])
 
+    @property
+    def width(self) -> int:
+        return max(*self.ends, 1)
+
     def starts(self, step: int) -> range:
         return range(0, len(self.ids), step)
 
@@ -421,10 +426,9 @@ class _Scores(torch.autograd.Function):
 
 
 def _each(run: Callable[..., Any], parts: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Runs the parts one by one; of several, backward computes each again instead of keeping it."""
-    if len(parts) > 1 and torch.is_grad_enabled():
-        run = partial(checkpoint, run, use_reentrant=False)
-    return [run(*part) for part in parts]
+    """Runs the parts one by one; only the last, with which backward begins, is kept for it."""
+    again = partial(checkpoint, run, use_reentrant=False) if torch.is_grad_enabled() else run
+    return [*(again(*part) for part in parts[:-1]), run(*parts[-1])]
 
 
 def _joined(scores: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
