@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchrl.envs.llm.transforms import RetrieveLogProb
@@ -213,6 +214,26 @@ def test_adapters_are_trained_and_nothing_else(model, rows):
     assert policy.path == "head"
     assert len(mine[1]) == 2 * 2 * 2
     assert_same(mine, outcome(wrapper(adapted), rows))
+
+
+def test_a_sharded_model_is_called_as_a_whole(model, checkpoint, rows, tmp_path):
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        sharded = load_tiny_model(checkpoint)
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for part in [*sharded.model.layers, sharded]:
+            fully_shard(part, mesh=mesh)
+        policy = TrainerPolicy(sharded, chunk_tokens=30)
+        losses, theirs = GRPOLoss(policy)(rows), GRPOLoss(wrapper(model))(rows)
+        assert policy.path == "logits"
+        for one in losses, theirs:
+            (one.loss_objective + one.loss_entropy).backward()
+        torch.testing.assert_close(losses.ESS, theirs.ESS)
+        for mine, other in zip(sharded.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-5)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])

@@ -57,8 +57,9 @@ class TrainerPolicy(LLMWrapperBase):
     padding, in the rows themselves, and leaves tokens and masks as they are.
 
     Args:
-        model: A causal language model of transformers, also inside PEFT, DDP or FSDP2. Its mode,
-            ``eval`` as ``GRPOLoss`` advises or ``train``, is left alone.
+        model: A causal language model of transformers, also inside PEFT or sharded by FSDP2, where
+            every rank must make as many passes: as many rows, ``chunk_tokens`` of ``micro_batch``
+            times their longest. Its mode, ``eval`` as ``GRPOLoss`` advises, is left alone.
         chunk_tokens: Positions whose logits exist at a time; for a vocabulary of 150,000 a chunk of
             1,024 takes about 2 GiB.
         micro_batch: Rows a forward pass, all by default. Activations of one pass exist at a time:
@@ -122,7 +123,7 @@ class TrainerPolicy(LLMWrapperBase):
 
         ``"head"``: the model without its head once, then the head on chunks of the positions asked
         for. ``"logits"``, where the model does more to logits than its head (a soft cap, a scale)
-        or must be called as a whole (FSDP2, DDP): as many rows at a time as have ``chunk_tokens``
+        or must be called as a whole (FSDP2): as many rows at a time as have ``chunk_tokens``
         columns. Found by a call of the model on two tokens, whose states are replaced by large
         ones, when the path is first needed.
         """
@@ -266,7 +267,7 @@ class TrainerPolicy(LLMWrapperBase):
         return _joined(_each(one, list(chunks)))
 
     def _scores_by_model(self, rows: _Rows, targets: Tensor) -> tuple[Tensor, Tensor]:
-        step = min(self.micro_batch or len(rows.ids), self.chunk_tokens // rows.width or 1)
+        step = min(self.micro_batch or len(rows.ids), self.chunk_tokens // max(*rows.ends, 1) or 1)
         # A PEFT model hands on what its base takes.
         keeps = (
             "logits_to_keep" in inspect.signature(base_model(unwrap(self.model)).forward).parameters
@@ -358,7 +359,7 @@ class _Rows:
         ends = (predicts * torch.arange(1, ids.shape[1] + 1, device=ids.device)).amax(1)
         asked, lengths, counts = mask.sum(1), attention.sum(1), predicts.sum(1)
         extremes = torch.stack([ids.amin(), ids.amax(), lengths.amax(), asked.amin()])
-        # The only wait for the device.
+        # One wait for the device, whatever is asked.
         low, high, length, fewest, *each = torch.cat([extremes, ends, counts]).tolist()
         if low < 0 or high >= num_tokens:
             row, column = ((ids < 0) | (ids >= num_tokens)).nonzero()[0].tolist()
@@ -375,10 +376,6 @@ class _Rows:
             raise InvalidPromptError(f"rows without a token to score: {none}")
         positions = (mask & (attention.cumsum(1) > 1)).nonzero(as_tuple=True)
         return cls(ids, predicts, positions, each[: len(ids)], each[len(ids) :])
-
-    @property
-    def width(self) -> int:
-        return max(*self.ends, 1)
 
     def starts(self, step: int) -> range:
         return range(0, len(self.ids), step)
