@@ -17,10 +17,10 @@ from torchrl.data import (
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies.common import ChatHistory, LogProbs, Masks, Text, Tokens
 
-from tests.fakes.dense import PAD, contents, dense_rows, stack_of
+from tests.fakes.dense import PAD, contents, dense_rows
 from torchrl_vllm_sync.errors import RowLayoutError
-from torchrl_vllm_sync.rl.groups import RolloutStorage
-from torchrl_vllm_sync.rl.rows import ObjectColumn
+from torchrl_vllm_sync.rl.groups import GroupAdvantage, RolloutStorage
+from torchrl_vllm_sync.rl.texts import Texts, objects
 
 
 def batches(*sizes, seed=0, **options):
@@ -240,6 +240,29 @@ def test_conversations_of_different_lengths_come_back():
     ]
 
 
+def test_texts_are_not_made_before_somebody_looks():
+    looked = []
+
+    def late(values):
+        return Texts.late((3,), lambda: looked.append(1) or objects(values))
+
+    first, second = batches(3, 3)
+    first["query"], second["query"] = late("aab"), late("bba")
+    buffer = ReplayBuffer(storage=RolloutStorage(16), transform=GroupAdvantage(3), batch_size=3)
+    buffer.extend(first)
+    assert looked == [1]  # groups have to be known
+    first, second = batches(3, 3)
+    first["said"], second["said"] = late("def"), late("ghi")
+    buffer = ReplayBuffer(storage=RolloutStorage(16), batch_size=3)
+    buffer.extend(first)
+    buffer.extend(second)
+    rows, other = buffer[torch.tensor([4, 0])], buffer.sample().split(2)[0]
+    assert looked == [1]
+    assert rows["said"] == ["h", "d"]
+    assert looked == [1, 1, 1]
+    assert len(other["said"]) == 2
+
+
 def test_a_value_of_all_rows_is_one_of_each():
     (rows,) = batches(3)
     rows["source"] = "everywhere"
@@ -261,7 +284,7 @@ def test_a_value_of_all_rows_is_one_of_each():
         (lambda rows: rows.set("other", torch.zeros(len(rows))), "other"),
         (lambda rows: rows.set("policy_version", torch.zeros(len(rows), 2).long()), "version"),
         (lambda rows: rows.set("policy_version", torch.zeros(len(rows))), "torch.float32"),
-        (lambda rows: rows.set("policy_version", ObjectColumn.of("abc")), "policy_version"),
+        (lambda rows: rows.set("policy_version", Texts.of("abc")), "policy_version"),
         (lambda rows: rows.set(("log_probs", "full"), torch.zeros(len(rows), 3)), "log_probs"),
         (
             lambda rows: rows.set(
@@ -304,54 +327,9 @@ def test_padding_is_learned_or_told():
 
     storage = RolloutStorage(8)
     storage.set(range(2), rows(2))
-    with pytest.raises(RowLayoutError, match="padding_token"):
-        storage.set(range(2, 4), rows(3))
-    assert storage[:]["tokens", "full"].shape == (2, 4)
     storage.set(range(2, 4), dense_rows([1, 3], [2, 2], pad=8))
     assert storage[:]["tokens", "prompt"][:2, 0].tolist() == [8, 8]
     storage = RolloutStorage(8, padding_token=9)
     storage.set(range(2), rows(2))
     storage.set(range(2, 4), dense_rows([1, 3], [2, 1], pad=8))
     assert storage[:]["tokens", "prompt"][:, 0].tolist()[:2] == [9, 9]
-
-
-# ---------------------------------------------------------------- columns of objects
-
-
-def test_a_column_of_objects_is_a_stack_like_others():
-    values = ["a", {"b": 1}, None, 4.5]
-    column, other = ObjectColumn.of(values), stack_of(values)
-    for at in (slice(1, 3), torch.tensor([3, 0]), [2, 1], torch.tensor([True, False, True, False])):
-        assert column[at].tolist() == other[at].tolist()
-        assert column[at].batch_size == other[at].batch_size
-    rows = TensorDict({"one": column, "number": torch.arange(4)}, [4])
-    moved = rows.to(torch.float64).to("meta")
-    assert moved["one"] == values
-    assert moved["number"].device.type == "meta"
-    assert [part["one"] for part in rows.split([1, 3])] == [values[:1], values[1:]]
-    assert [part["one"] for part in rows.split(3)] == [values[:3], values[3:]]
-    assert rows.apply(lambda number: number + 1)["one"] == values
-    assert column._values is not None  # nothing was made for these
-    assert rows.clone(recurse=False)["one"] == rows[:]["one"] == values
-    assert rows.clone()["one"] == values
-    assert rows["one"] is not column._values
-    assert pickle.loads(pickle.dumps(rows))["one"] == values
-    rows.lock_()
-    assert rows.is_locked
-    rows.unlock_()
-    assert [one["one"] for one in rows.unbind(0)] == values
-    assert torch.cat([rows, rows])["one"] == values * 2
-    assert torch.stack([rows[0], rows[2]])["one"] == ["a", None]
-    assert rows.to("cpu")["one"] == values
-    assert rows.reshape(2, 2)["one"] == [values[:2], values[2:]]
-    assert rows.view(-1)["one"] == values
-    assert column[0].data == "a"
-    assert column[1:, None].batch_size == (3, 1)
-
-
-def test_changes_of_a_column_are_seen():
-    rows = TensorDict({"one": ObjectColumn.of(["a", "b"])}, [2])
-    copied = rows.clone()
-    rows[0] = TensorDict({"one": "c"})
-    assert rows["one"] == ["c", "b"]
-    assert copied["one"] == ["a", "b"]

@@ -28,6 +28,12 @@ def torchrls():
     return rows_of(NonTensorStack(*FLAT), NonTensorStack.from_list(NESTED))
 
 
+def gathered(rows, name, order):
+    """Texts of the cells of texts, or of a stack."""
+    cells = Texts.cells(rows.get(name))
+    return Texts.gathered([cells[at] for at in order])
+
+
 USES = {
     "slice": lambda rows: rows[1:3],
     "tensor": lambda rows: rows[torch.tensor([3, 0, 0])],
@@ -51,8 +57,32 @@ USES = {
     "lock": lambda rows: rows.lock_().unlock_(),
     "contiguous": lambda rows: rows.contiguous(),
     "expand": lambda rows: rows.expand(2, 4),
-    "gathered": lambda rows: rows[[1, 2]],
+    "list": lambda rows: rows[[1, 2]],
+    "new dimension": lambda rows: rows[1:, None],
+    "split": lambda rows: rows.split([1, 3])[1],
+    "chunks": lambda rows: rows.split(3)[0],
+    "another device": lambda rows: (
+        rows.exclude("at").to("meta").to("cpu").update({"at": rows["at"]})
+    ),
+    "set": lambda rows: rows.clone().__setitem__(0, rows[1]) or rows,
+    "gathered": lambda rows: rows.clone().update({"flat": gathered(rows, "flat", [2, 0, 1, 3])}),
+    "gathered twice": lambda rows: rows.clone().update(
+        {"deep": {"nested": gathered(rows[[3, 1, 1, 0]], ("deep", "nested"), [2, 0, 1, 3])}}
+    ),
 }
+
+
+USES_OF_AN_ARRAY = [
+    "slice",
+    "tensor",
+    "mask",
+    "clone",
+    "copy",
+    "to",
+    "split",
+    "apply",
+    "to a dtype",
+]
 
 
 @pytest.mark.parametrize("use", USES)
@@ -76,7 +106,7 @@ def test_nothing_is_made_before_somebody_looks():
         return objects(FLAT)
 
     rows = rows_of(Texts.late((4,), make), Texts.of(list("01234567"), (4, 2)))
-    copies = [USES[use](rows) for use in ("slice", "tensor", "mask", "clone", "copy", "to")]
+    copies = [USES[use](rows) for use in USES_OF_AN_ARRAY]
     assert looked == []
     assert copies[1]["flat"] == ["d", "a", "a"]
     assert copies[3]["flat"] == rows["flat"] == FLAT

@@ -22,6 +22,9 @@ class TextCell(NamedTuple):
     shape: torch.Size  # of the values; of one it is ()
     at: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _cell, (self.array()[self.at], self.shape)
+
 
 class Texts(NonTensorStack):
     """A ``NonTensorStack`` that is an array, which may itself be made late.
@@ -104,10 +107,15 @@ class Texts(NonTensorStack):
             return type(self)(shape, lambda: array()[where])
         return NonTensorData._from_tensordict(TensorDict({}), {"data": self._array()[where]})
 
+    def maybe_to_stack(self) -> Texts:
+        """Itself."""
+        return self
+
     def split(self, split_size: int | list[int], dim: int = 0) -> Any:
         """Texts of some rows each."""
         if dim:
-            return super().split(split_size, dim)
+            stack: Any = super()
+            return stack.split(split_size, dim)
         return tuple(self[at] for at in torch.arange(len(self)).split(split_size))
 
     def _clone(self, recurse: bool = True) -> Texts:  # noqa: ARG002  nothing is nested
@@ -131,6 +139,12 @@ class Texts(NonTensorStack):
             return self  # there is no tensor to apply anything to
         stack: Any = super()
         return stack._apply_nest(*args, **kwargs)
+
+
+def _cell(values: Any, shape: torch.Size) -> TextCell:
+    array = np.empty((1, *shape), object)
+    array[0] = values
+    return TextCell(lambda: array, shape, 0)
 
 
 def _for_numpy(index: Any) -> Any:
