@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.observe.timeline import save_timeline
     from torchrl_vllm_sync.replica import PushStatus, ReplicaState
     from torchrl_vllm_sync.rl.collectors import RayReplayBuffer
+    from torchrl_vllm_sync.rl.groups import GroupAdvantage, RolloutStorage
     from torchrl_vllm_sync.rl.policy import vLLMWrapper
+    from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
     from torchrl_vllm_sync.rl.schemes import (
         VLLMDoubleBufferSyncScheme,
         VLLMWeightSyncScheme,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     )
     from torchrl_vllm_sync.rl.staleness import StalenessFilter, StalenessWeight, VersionStamp
     from torchrl_vllm_sync.rl.statistics import GenerationStatistics, log_pushes, log_rollouts
+    from torchrl_vllm_sync.rl.trainer import TrainerPolicy
     from torchrl_vllm_sync.rl.updater import WeightUpdater
     from torchrl_vllm_sync.routing.balancer import LoadBalancer
     from torchrl_vllm_sync.routing.strategies import (
@@ -58,6 +61,7 @@ __all__ = [
     "BroadcastTransport",
     "Dashboard",
     "GenerationStatistics",
+    "GroupAdvantage",
     "IPCTransport",
     "LoadBalancer",
     "LoadReport",
@@ -70,6 +74,8 @@ __all__ = [
     "RayReplayBuffer",
     "ReplicaState",
     "ReplicaStatus",
+    "RolloutCollector",
+    "RolloutStorage",
     "RoutingRequest",
     "RoutingStrategy",
     "ServiceStatus",
@@ -78,6 +84,8 @@ __all__ = [
     "StalenessFilter",
     "StalenessWeight",
     "StrategySettings",
+    "TextReward",
+    "TrainerPolicy",
     "VLLMDoubleBufferSyncScheme",
     "VLLMWeightSyncScheme",
     "VersionSpan",
