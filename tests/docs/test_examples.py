@@ -31,6 +31,8 @@ SPOKEN_OF = {
     "SnapshotWriter",
     "StalenessFilter",
     "StalenessWeight",
+    "TextReward",
+    "TrainerPolicy",
     "VersionStamp",
     "VLLMDoubleBufferSyncScheme",
     "VLLMWeightSyncScheme",

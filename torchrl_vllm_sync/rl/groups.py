@@ -78,7 +78,11 @@ class GroupAdvantage(MCAdvantage):
         self._padding = Padding(padding_token)
 
     def share_memory_(self) -> MCAdvantage:
-        """Moves queues and counters to objects that processes share; see ``MCAdvantage``."""
+        """Moves queues and counters to objects that processes share; see ``MCAdvantage``.
+
+        Returns:
+            Itself.
+        """
         if not self.is_shared:
             for group, queue in self.queues.items():
                 self.queues[group] = deque(self._queue_list(group), queue.maxlen)

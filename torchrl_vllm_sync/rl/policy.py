@@ -354,14 +354,21 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         )
 
     def answer_chats(self, chats: Sequence[Chat], of_row: Sequence[int]) -> TensorDict:
-        """Answers chats of one turn and gives the entries of all rows dense, in one TensorDict.
-
-        Prompts are padded on the left and answers on the right, with ``padding_value``; there
-        log-probabilities are 0.0 and versions -1. Text and chats are made when they are looked at.
+        """Answers chats with dense rows, as :class:`RolloutCollector` gives them.
 
         Args:
-            chats: Distinct ones, of equally many messages each.
-            of_row: The position in ``chats`` of each row's.
+            chats: Distinct ones, of equally many messages each, with a ``"role"`` and a
+                ``"content"``.
+            of_row: The position in ``chats`` of each row's; the rows of a group share one.
+
+        Returns:
+            All entries of the rows in one ``TensorDict`` of batch size ``(num_rows,)``. Prompts are
+            padded on the left and answers on the right, with the tokenizer's padding token; there
+            log-probabilities are 0.0 and versions -1. Text and histories are made when they are
+            looked at.
+
+        Raises:
+            InvalidPromptError: As :meth:`AsyncVLLM.generate`, whose other errors pass, too.
         """
         texts = self._rendered(cast("History", History.from_chats([chats[0]])[0]), [*chats])
         encoded = self._encoded(texts)

@@ -76,7 +76,14 @@ class TextReward(Transform):
         return next_tensordict
 
     def transform_reward_spec(self, reward_spec: Any) -> Any:
-        """Announces the reward's shape, ``(*batch_size, 1, 1)``, and its dtype, float32."""
+        """Announces the reward's shape, ``(*batch_size, 1, 1)``, and its dtype, float32.
+
+        Args:
+            reward_spec: The environment's.
+
+        Returns:
+            The same, with the reward.
+        """
         shape = torch.Size((*reward_spec.shape, 1, 1))
         reward_spec["reward"] = Unbounded(shape=shape, dtype=torch.float32)
         return reward_spec
@@ -181,7 +188,12 @@ class RolloutCollector(LLMCollector):
         return self._rollout_columns if self.path == "columns" else super().rollout
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """Ends the collector; what is being sampled ahead is not waited for."""
+        """Ends the collector; what is being sampled ahead is not waited for.
+
+        Args:
+            *args: ``LLMCollector``'s.
+            **kwargs: The same.
+        """
         for one in self._threads:
             one.shutdown(wait=False, cancel_futures=True)
         super().shutdown(*args, **kwargs)

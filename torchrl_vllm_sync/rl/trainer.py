@@ -187,14 +187,22 @@ class TrainerPolicy(LLMWrapperBase):
         return tensordict
 
     def get_dist(
-        self, tensordict: TensorDictBase, *_: Any, mask_key: NestedKey | None = None, **__: Any
+        self,
+        tensordict: TensorDictBase,
+        *args: Any,  # noqa: ARG002
+        mask_key: NestedKey | None = None,
+        **kwargs: Any,  # noqa: ARG002
     ) -> TokenDistribution:
-        """Returns the distribution of the tokens that a mask picks.
+        """Gives the distribution of the tokens that a mask picks.
 
         Args:
             tensordict: The rows.
-            mask_key: A boolean entry of the tokens' shape; the attention mask by default. TorchRL's
-                other arguments, for where logits are and how they are padded, have no effect.
+            *args: TorchRL's others, for where logits are and how they are padded: no effect.
+            mask_key: A boolean entry of the tokens' shape; the attention mask by default.
+            **kwargs: As ``args``.
+
+        Returns:
+            The distribution, with a mask and log-probabilities of shape ``[B, T]``.
 
         Raises:
             InvalidPromptError: An entry is missing, or does not fit the model.
