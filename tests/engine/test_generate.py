@@ -16,8 +16,9 @@ from torchrl_vllm_sync.errors import (
     InvalidPromptError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.requests import generation
+from torchrl_vllm_sync.requests import background
 from torchrl_vllm_sync.requests.messages import EngineRequest
+from torchrl_vllm_sync.service import requests
 from torchrl_vllm_sync.testing import (
     assert_diverse,
     greedy_tokens,
@@ -319,7 +320,7 @@ def test_an_interrupt_ends_the_engines_work(service, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(
-        generation.asyncio,
+        background.asyncio,
         "run_coroutine_threadsafe",
         lambda coroutine, loop: Interrupted(schedule(coroutine, loop)),
     )
@@ -366,7 +367,7 @@ def test_one_call_a_replica_and_batch(service, monkeypatch):
             calls.append((name, self._index))
             return getattr(self._actor, name)
 
-    dispatcher = service.requests.generation._dispatcher
+    dispatcher = service.requests._dispatcher
     replicas = dispatcher._replicas()
     counted = [
         type(one)(one.replica_id, Counting(one.actor, index)) for index, one in enumerate(replicas)
@@ -380,7 +381,7 @@ def test_one_call_a_replica_and_batch(service, monkeypatch):
     ("num", "use_tqdm", "shown"), [(32, True, 1), (31, True, 0), (32, False, 0)]
 )
 def test_a_progress_bar_for_large_batches(service, monkeypatch, capfd, num, use_tqdm, shown):
-    monkeypatch.setattr(generation, "PROGRESS_DELAY_S", 0.0)
+    monkeypatch.setattr(requests, "PROGRESS_DELAY_S", 0.0)
     service.generate([IDS] * num, sampling(max_tokens=1), use_tqdm=use_tqdm)
     error = capfd.readouterr().err
     assert ("Processed prompts" in error) == bool(shown)
@@ -389,15 +390,15 @@ def test_a_progress_bar_for_large_batches(service, monkeypatch, capfd, num, use_
 
 def test_the_first_text_does_not_block_the_event_loop(service, monkeypatch):
     """The tokenizer comes from a replica; meanwhile other coroutines go on."""
-    generation_side = service.requests.generation
-    fetch, gate = generation_side._fetch_tokenizer, threading.Event()
+    ours = service.requests
+    fetch, gate = ours._fetch_tokenizer, threading.Event()
 
     def slow_fetch():
         gate.wait(20)
         return fetch()
 
-    monkeypatch.setattr(generation_side, "_tokenizer", None)
-    monkeypatch.setattr(generation_side, "_fetch_tokenizer", slow_fetch)
+    monkeypatch.setattr(ours, "_tokenizer", None)
+    monkeypatch.setattr(ours, "_fetch_tokenizer", slow_fetch)
 
     async def run():
         task = asyncio.create_task(service.agenerate("Hello", sampling()))

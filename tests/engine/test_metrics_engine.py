@@ -21,12 +21,12 @@ PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 
 def ended(service, before):
     """How many requests have ended since, by how they did."""
-    now = service.requests.request_totals()
+    now = service.requests.counts.totals()
     return {end: now[end] - before[end] for end in now if now[end] != before[end]}
 
 
 def test_requests_are_counted_by_how_they_end(service):
-    before = service.requests.request_totals()
+    before = service.requests.counts.totals()
     service.generate(["Hello", "Bonjour"], PARAMS)
     for _ in service.generate("Hello", PARAMS, stream=True):
         pass

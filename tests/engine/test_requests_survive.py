@@ -146,7 +146,7 @@ def test_requests_of_a_killed_replica_go_to_the_others(doomed, monkeypatch, inde
     params[6::12] = [drawn(seed) for seed in range(10)]
     wanted = [all_token_ids(one) for one in doomed.generate(prompts, params, actor_index=2)]
     doomed.create_load_balancer("round-robin")
-    dispatcher = doomed.requests.generation._dispatcher
+    dispatcher = doomed.requests._dispatcher
     run, arrived, killers = dispatcher.run, [], []
 
     async def run_and_kill(requests, reserve, *, on_result):

@@ -16,7 +16,7 @@ from tests.engine.faults import engine_core_pid
 from tests.engine.requests import eventually, is_idle, sampling, token_ids
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import RequestLostError
-from torchrl_vllm_sync.requests.generation import _reserver
+from torchrl_vllm_sync.service.requests import _reserver
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
@@ -146,15 +146,12 @@ def test_what_a_stopped_replica_holds_is_run_elsewhere_and_its_late_answers_are_
     prompts, params = [[5, i] for i in range(30, 90)], sampling(max_tokens=60, ignore_eos=True)
     wanted = [token_ids(output) for output in doomed.generate(prompts, params)]
     arrived, stopped = [], []
-    dispatcher = doomed.requests.generation._dispatcher
+    dispatcher = doomed.requests._dispatcher
 
     def watch(result):
         arrived.append(result.request_id)
 
-    generation = doomed.requests.generation
-    batch = generation.prepare(
-        prompts, None, params, lora_request=None, timeout_s=200.0, stream=False
-    )
+    batch = doomed.requests.prepare(prompts, params, None, timeout_s=200.0)
 
     async def run():
         task = asyncio.create_task(

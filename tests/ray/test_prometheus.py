@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,7 +80,8 @@ class Service:
     def __init__(self, name):
         self.name, self.replicas, self.listeners, self.is_closed = name, [], [], False
         self.totals = {"answered": 0, "lost": 0}
-        self.requests = self.weights = self
+        self.weights = self
+        self.requests = SimpleNamespace(counts=SimpleNamespace(totals=lambda: self.totals))
 
     def serve(self, *replicas):
         self.replicas = replicas
@@ -90,9 +92,6 @@ class Service:
         return ServiceStatus(
             name=self.name, time=0.0, weight_version=3, in_flight=2, replicas=tuple(self.replicas)
         )
-
-    def request_totals(self):
-        return self.totals
 
     def listen_to_pushes(self, listener):
         self.listeners.append(listener)

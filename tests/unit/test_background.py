@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from torchrl_vllm_sync.requests import generation
-from torchrl_vllm_sync.requests.generation import iterate_blocking, run_blocking
+from torchrl_vllm_sync.requests import background
+from torchrl_vllm_sync.requests.background import iterate_blocking, run_blocking
 
 
 async def double(number):
@@ -116,7 +116,7 @@ def test_dropping_it_on_the_loops_own_thread_does_not_lock_up():
 
 def test_an_iterator_left_over_at_exit_does_not_hang_the_process():
     code = (
-        "from torchrl_vllm_sync.requests.generation import iterate_blocking\n"
+        "from torchrl_vllm_sync.requests.background import iterate_blocking\n"
         "async def items():\n"
         "    yield 1\n"
         "    yield 2\n"
@@ -135,4 +135,4 @@ def test_a_stream_that_was_never_begun_needs_no_end():
     iterator = iterate_blocking(source.items())
     del iterator
     assert not source.closed.is_set()
-    assert generation._closing == set()
+    assert background._closing == set()

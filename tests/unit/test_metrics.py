@@ -17,7 +17,7 @@ from torchrl_vllm_sync.observe.metrics import (
 )
 from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
 from torchrl_vllm_sync.replica import EngineCounters, PushStatus
-from torchrl_vllm_sync.requests.generation import REQUEST_ENDS, RequestCounts
+from torchrl_vllm_sync.service.requests import REQUEST_ENDS, RequestCounts
 
 GUIDE = Path(__file__).resolve().parents[2] / "tutorials" / "guides" / "metrics.md"
 KNOWN = ReplicaStatus(

@@ -4,6 +4,7 @@ import contextlib
 import pickle
 import signal
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -19,9 +20,9 @@ from torchrl_vllm_sync.engine.processes import end_replica
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, ReplicaUnavailableError, SyncError
 from torchrl_vllm_sync.ray_errors import is_away, is_gone, loss
 from torchrl_vllm_sync.replica import EngineReport, ProcessId, Replica, ReplicaProcesses
-from torchrl_vllm_sync.requests import generation
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import LoadMonitor, _Ask
+from torchrl_vllm_sync.service import requests
 from torchrl_vllm_sync.service.replicas import ReplicaCalls
 
 FAILED, SERVING = ReplicaState.FAILED, ReplicaState.SERVING
@@ -192,9 +193,10 @@ def test_the_tokenizer_is_fetched_from_a_replica_that_lives(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr(generation.ray, "get", get)
+    monkeypatch.setattr(requests.ray, "get", get)
     replicas = [Replica(name, Actor(error)) for name, error in LOST.items()]
-    made = generation.Generation(lambda: replicas, LoadTracker([]), None)
+    found = SimpleNamespace(current=lambda: replicas, load=LoadTracker([]))
+    made = requests.Requests(found, None, lambda: False)
     with pytest.raises(NoReplicaAvailableError, match=r"OutOfMemoryError.*NodeDiedError"):
         made._fetch_tokenizer()
     replicas.append(Replica("alive", Actor("tokenizer")))

@@ -12,15 +12,15 @@ import pytest
 from torchrl_vllm_sync import ReplicaState, known_strategies, register_strategy
 from torchrl_vllm_sync.errors import InvalidPromptError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineReport, Replica
-from torchrl_vllm_sync.requests import generation
+from torchrl_vllm_sync.requests.background import iterate_blocking
 from torchrl_vllm_sync.requests.dispatch import Dispatcher
-from torchrl_vllm_sync.requests.generation import iterate_blocking
 from torchrl_vllm_sync.requests.messages import EngineRequest
 from torchrl_vllm_sync.routing import strategies
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import BareActorReader
 from torchrl_vllm_sync.routing.prefix_index import PrefixIndex
+from torchrl_vllm_sync.service import requests
 
 SERVING = ReplicaState.SERVING
 STRATEGIES = ["prefix-aware", "requests", "kv-cache", "round-robin"]
@@ -196,7 +196,7 @@ def test_a_loop_that_is_closed_under_a_waiting_request_stops_no_reports(service)
 
 
 def test_a_stream_collected_while_its_ledger_is_locked_does_not_lock_up(monkeypatch, service):
-    monkeypatch.setattr("torchrl_vllm_sync.requests.generation.CLEAN_UP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("torchrl_vllm_sync.requests.background.CLEAN_UP_TIMEOUT_S", 0.1)
     balancer, closed = LoadBalancer(service), threading.Event()
 
     async def items():
@@ -304,7 +304,7 @@ def test_a_prompt_of_another_lora_adapter_is_another_prompt(service):
     from vllm.lora.request import LoRARequest
 
     balancer, prompt = LoadBalancer(service), {"prompt_token_ids": list(range(1000))}
-    reserve = generation._reserver(balancer)
+    reserve = requests._reserver(balancer)
 
     def held(prompt, lora):
         """Tokens that the request newly holds where it goes."""

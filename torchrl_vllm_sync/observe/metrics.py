@@ -198,7 +198,7 @@ class MetricsExporter:
         self._interval_s = interval_s
         self._service = weakref.ref(service)
         self._name = service.name
-        self._requests = service.requests.request_totals()
+        self._requests = service.requests.counts.totals()
         self._pushes: deque[PushStatus] = deque()
         self._unsubscribe = service.weights.listen_to_pushes(self._pushes.append)
         self._instruments: dict[str, Any] = {}
@@ -249,7 +249,7 @@ class MetricsExporter:
         if service is None:
             return False
         try:
-            status, requests = service.status(), service.requests.request_totals()
+            status, requests = service.status(), service.requests.counts.totals()
         except ServiceClosedError:
             return False
         before, self._requests = self._requests, requests

@@ -15,7 +15,7 @@ from torchrl_vllm_sync.engine.reload import check_can_be_filled
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, Member, Replica, ReplicaState
-from torchrl_vllm_sync.requests.generation import run_blocking
+from torchrl_vllm_sync.requests.background import run_blocking
 from torchrl_vllm_sync.requests.messages import marks
 from torchrl_vllm_sync.service.replicas import (
     Membership,

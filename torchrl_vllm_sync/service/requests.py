@@ -1,38 +1,111 @@
-"""The requests of a service: prompts in, ``RequestOutput`` objects out."""
+"""The requests of a service: from what a caller passes to ``RequestOutput`` objects."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
+import threading
+import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.requests.generation import REQUEST_ENDS, Generation
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from tqdm.auto import tqdm
+
+from torchrl_vllm_sync.errors import (
+    InvalidPromptError,
+    NoReplicaAvailableError,
+    RequestLostError,
+    UnsupportedArgumentError,
+)
+from torchrl_vllm_sync.ray_errors import loss
+from torchrl_vllm_sync.requests.dispatch import Dispatcher
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
+from torchrl_vllm_sync.routing.placer import key_per_prompt
+from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 
     from vllm import RequestOutput
 
-    from torchrl_vllm_sync.requests.generation import PreparedBatch
-    from torchrl_vllm_sync.routing.balancer import LoadBalancer
+    from torchrl_vllm_sync.routing.balancer import LoadBalancer, Reservation
     from torchrl_vllm_sync.service.replicas import Replicas
 
 
+REQUEST_ENDS: tuple[str, ...] = ("answered", "lost", "failed", "cancelled")
+"""Each request ends in one of these ways; ``lost`` is by a ``RequestLostError``."""
+
+
+class RequestCounts:
+    """Counts requests by their end. Safe for threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(REQUEST_ENDS, 0)
+
+    def totals(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
+
+    @contextlib.contextmanager
+    def following(self, num_requests: int) -> Iterator[Callable[[Exception | None], None]]:
+        """Gives a function to call with the error, or ``None``, of each request as it ends.
+
+        The others have failed if the block raises, and were cancelled if it is cancelled or closed.
+        """
+        left = num_requests
+
+        def end(error: Exception | None) -> None:
+            nonlocal left
+            left -= 1
+            lost = isinstance(error, RequestLostError)
+            self._add("answered" if error is None else "lost" if lost else "failed", 1)
+
+        try:
+            yield end
+        except Exception:
+            self._add("failed", left)
+            raise
+        except BaseException:  # asyncio.CancelledError, or the end of a stream that is not read on
+            self._add("cancelled", left)
+            raise
+
+    def _add(self, end: str, number: int) -> None:
+        with self._lock:
+            self._counts[end] += number
+
+
+# A bar appears for batches of at least this many prompts that take longer than this many seconds.
+PROGRESS_MIN_PROMPTS = 32
+PROGRESS_DELAY_S = 1.0
+TOKENIZER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A checked call to ``generate``, of which nothing has been sent yet."""
+
+    requests: list[EngineRequest]  # one for each prompt, in the caller's order
+    is_batch: bool  # whether the caller passed a batch, and so gets a list
+    only: str | None  # the replica that the caller chose: there is no second choice
+
+
 class Requests:
-    """Runs calls to ``generate`` over the replicas."""
+    """Checks calls to ``generate``, runs them over the replicas and rebuilds vLLM's outputs."""
 
     def __init__(
         self, replicas: Replicas, balancer: LoadBalancer | None, recovers: Callable[[], bool]
     ) -> None:
         self._replicas, self._balancer = replicas, balancer
-        self._generation: Generation | None = None
-        if members := replicas.members:
-            description = members[0].description
-            self._generation = Generation(replicas.current, replicas.load, description, recovers)
-
-    @property
-    def generation(self) -> Generation:
-        self._replicas.require()
-        assert self._generation is not None, "there are replicas"
-        return self._generation
+        self._dispatcher = Dispatcher(replicas.current, replicas.load, recovers)
+        self.counts = RequestCounts()  # of this process
+        self._tokenizer: Any = None
+        self._prefix = uuid.uuid4().hex[:12]
+        self._counter = itertools.count()
 
     @property
     def balancer(self) -> LoadBalancer:
@@ -42,7 +115,6 @@ class Requests:
 
     @balancer.setter
     def balancer(self, balancer: LoadBalancer) -> None:
-        self._replicas.require()
         self._balancer = balancer
 
     def prepare(
@@ -51,38 +123,158 @@ class Requests:
         sampling_params: Any,
         prompt_token_ids: Any,
         *,
-        timeout_s: float | None,
-        actor_index: int | None,
+        lora_request: Any = None,
+        timeout_s: float | None = None,
+        actor_index: int | None = None,
         stream: bool = False,
-        **options: Any,
+        min_version: int | None = None,
+        session_id: Any = None,
+        group_id: Any = None,
     ) -> PreparedBatch:
-        """Checks everything about a call; ``options`` are those of ``Generation.prepare``."""
-        default_s = self._replicas.settings.request_timeout_s
-        return self.generation.prepare(
+        """Checks everything about a call before any of it is sent."""
+        engine = self._replicas.require().members[0].description
+        if timeout_s is None:
+            timeout_s = self._replicas.settings.request_timeout_s
+        elif not (isinstance(timeout_s, int | float) and timeout_s > 0):
+            raise UnsupportedArgumentError(
+                f"timeout_seconds must be a number greater than 0, got {timeout_s!r}"
+            )
+        if min_version is not None:
+            check_version("min_version", min_version)
+        only = None if actor_index is None else self._replicas.at(actor_index).replica_id
+        checked, is_batch = as_requests(
             prompts,
             prompt_token_ids,
-            sampling_params,
-            timeout_s=default_s if timeout_s is None else timeout_s,
-            stream=stream,
-            only=None if actor_index is None else self._replicas.at(actor_index).replica_id,
-            **options,
+            encode=self._encode,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
         )
-
-    def stream(self, batch: PreparedBatch) -> AsyncGenerator[RequestOutput]:
-        """Yields the growing outputs of a call with one prompt."""
-        return self.generation.stream(batch, self.balancer)
+        num = len(checked)
+        if stream and num > 1:
+            raise InvalidPromptError(f"a stream must have exactly 1 prompt, got {num}")
+        sessions = key_per_prompt("session_id", session_id, num)
+        groups = key_per_prompt("group_id", group_id, num)
+        params = _prepared_sampling_params(
+            check_sampling_params(sampling_params, num), stream=stream
+        )
+        requests = [
+            EngineRequest(
+                request_id=f"{self._prefix}-{next(self._counter)}",
+                prompt=record.as_tokens_prompt(),
+                sampling_params=params[at],
+                lora_request=lora_request,
+                timeout_s=timeout_s,
+                min_version=min_version or 0,
+                session_id=sessions[at],
+                group_id=groups[at],
+            )
+            for at, record in enumerate(checked)
+        ]
+        return PreparedBatch(requests, is_batch, only)
 
     async def run(self, batch: PreparedBatch, *, use_tqdm: bool, return_exceptions: bool) -> Any:
         """Returns a list for a batch and one output otherwise; raises the first error."""
-        outputs = await self.generation.run(batch, self.balancer, use_tqdm=use_tqdm)
+        total = len(batch.requests)
+
+        def on_result(result: EngineResult) -> None:
+            end(result.error)
+            progress.update()
+
+        with (
+            self.counts.following(total) as end,
+            tqdm(
+                total=total,
+                desc="Processed prompts",
+                unit="prompt",
+                delay=PROGRESS_DELAY_S,
+                disable=not use_tqdm or total < PROGRESS_MIN_PROMPTS,
+                dynamic_ncols=True,
+            ) as progress,
+        ):
+            results = await self._dispatcher.run(
+                batch.requests, _reserver(self.balancer, batch.only), on_result=on_result
+            )
+        outputs = [_as_output(*one) for one in zip(results, batch.requests, strict=True)]
         if not return_exceptions or not batch.is_batch:
             for output in outputs:
                 if isinstance(output, Exception):
                     raise output
         return outputs if batch.is_batch else outputs[0]
 
-    def request_totals(self) -> dict[str, int]:
-        """Returns how many requests of this process have ended, by ``REQUEST_ENDS``."""
-        if self._generation is None:
-            return dict.fromkeys(REQUEST_ENDS, 0)
-        return self._generation.counts.totals()
+    async def stream(self, batch: PreparedBatch) -> AsyncGenerator[RequestOutput]:
+        """Yields the outputs of a prepared call with one prompt as they grow."""
+        (request,) = batch.requests
+        results = self._dispatcher.stream(request, _reserver(self.balancer, batch.only))
+        with self.counts.following(1) as end:
+            async with contextlib.aclosing(results):
+                async for result in results:
+                    if result.error is not None or result.finished:
+                        end(result.error)
+                    output = _as_output(result, request)
+                    if isinstance(output, Exception):
+                        raise output
+                    yield output
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokenises as the engines would, with their tokenizer, fetched once in each process."""
+        if self._tokenizer is None:
+            self._tokenizer = self._fetch_tokenizer()
+        return self._tokenizer.encode(text)
+
+    def _fetch_tokenizer(self) -> Any:
+        reasons: list[str] = []
+        for one in self._replicas.current():
+            try:
+                return ray.get(one.actor.get_tokenizer.remote(), timeout=TOKENIZER_TIMEOUT_S)
+            except RayError as error:
+                if not isinstance(error, GetTimeoutError) and loss(one.replica_id, error) is None:
+                    raise
+                reasons.append(f"replica {one.replica_id}: {type(error).__name__}")
+        raise NoReplicaAvailableError(f"no replica could send its tokenizer: {', '.join(reasons)}")
+
+
+def _reserver(
+    balancer: LoadBalancer, only: str | None = None
+) -> Callable[[Sequence[EngineRequest], Collection[str]], list[Reservation]]:
+    """What reserves places for requests: on one replica, or on any but some."""
+
+    def reserve(requests: Sequence[EngineRequest], avoid: Collection[str]) -> list[Reservation]:
+        others = [one for one in balancer.load.replica_ids if one != only] if only else ()
+        return balancer.reserve_batch(
+            [_routed(request) for request in requests],
+            exclude={*others, *avoid},
+            min_version=requests[0].min_version,
+            session_id=[request.session_id for request in requests],
+            group_id=[request.group_id for request in requests],
+            sampling_params=[request.sampling_params for request in requests],
+        )
+
+    return reserve
+
+
+def _routed(request: EngineRequest) -> dict[str, Any]:
+    """A request's prompt, salted by its LoRA adapter as vLLM's prefix cache is."""
+    lora = request.lora_request
+    if lora is None:
+        return request.prompt
+    salt = repr((lora.lora_name, lora.lora_path, request.prompt.get("cache_salt")))
+    return {**request.prompt, "cache_salt": salt}
+
+
+def _prepared_sampling_params(given: Sequence[Any], *, stream: bool) -> list[Any]:
+    """Copies each distinct object once; only streams want anything before the end."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    copies: dict[int, Any] = {}
+    for one in given:
+        if id(one) not in copies:
+            params = SamplingParams() if one is None else copy.copy(one)
+            if not stream:
+                params.output_kind = RequestOutputKind.FINAL_ONLY
+            copies[id(one)] = params
+    return [copies[id(one)] for one in given]
+
+
+def _as_output(result: EngineResult, request: EngineRequest) -> RequestOutput | Exception:
+    return result.output.unread(result, request) if result.error is None else result.error

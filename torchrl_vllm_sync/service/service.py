@@ -32,7 +32,7 @@ from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError
 from torchrl_vllm_sync.observe.status import collect_status
 from torchrl_vllm_sync.observe.views import absent_html, status_html
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
-from torchrl_vllm_sync.requests.generation import iterate_blocking, run_blocking
+from torchrl_vllm_sync.requests.background import iterate_blocking, run_blocking
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import describe_replicas
 from torchrl_vllm_sync.routing.monitor import LoadMonitor

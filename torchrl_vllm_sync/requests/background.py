@@ -1,0 +1,100 @@
+"""One event loop in a background thread, on which blocking calls run asynchronous code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from concurrent.futures import wait
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine, Iterator
+
+
+_Result = TypeVar("_Result")
+# An interrupted caller waits this long for its coroutine to clean up, and a dropped iterator for
+# its stream to close: the garbage collector may drop it in a thread that holds a lock which closing
+# needs, such as the ledger's.
+CLEAN_UP_TIMEOUT_S = 10.0
+
+_lock = threading.Lock()
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+_closing: set[asyncio.Task[None]] = set()
+# Streams that are iterated over. The garbage collector must not find one with its iterator:
+# it would finalize the stream while the loop closes it.
+_streams: set[AsyncIterator[object]] = set()
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """This process's background loop; a forked child gets one of its own."""
+    with _lock:
+        loop = _loops.get(os.getpid())
+        if loop is None:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="torchrl_vllm_sync", daemon=True).start()
+            _loops[os.getpid()] = loop
+        return loop
+
+
+def run_blocking(coroutine: Coroutine[object, object, _Result]) -> _Result:
+    """Runs ``coroutine`` on the background loop, from any other thread, a notebook's too."""
+    ended = threading.Event()
+
+    async def run() -> _Result:
+        try:
+            return await coroutine
+        finally:
+            ended.set()
+
+    future = asyncio.run_coroutine_threadsafe(run(), _loop())
+    try:
+        return future.result()
+    except BaseException:
+        if future.cancel():  # this thread was interrupted: the coroutine cleans up
+            ended.wait(CLEAN_UP_TIMEOUT_S)
+        raise
+
+
+def iterate_blocking(stream: AsyncIterator[_Result]) -> Iterator[_Result]:
+    """Iterates over ``stream`` from synchronous code; dropping the iterator closes it."""
+    _streams.add(stream)
+    try:
+        while True:
+            try:
+                item = run_blocking(_next(stream))
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        _close_blocking(stream)
+
+
+def _close_blocking(stream: AsyncIterator[object]) -> None:
+    """Closes ``stream``, and waits for that, but not for ever."""
+    # Iterators are also dropped by the garbage collector, in whatever thread it runs, and at the
+    # end of the process, when the background loop no longer runs.
+    if sys.is_finalizing():
+        return
+    loop = _loop()
+    if asyncio._get_running_loop() is loop:
+        task = loop.create_task(_close(stream))
+        _closing.add(task)
+        task.add_done_callback(_closing.discard)
+    else:
+        closing = asyncio.run_coroutine_threadsafe(_close(stream), loop)
+        wait([closing], timeout=CLEAN_UP_TIMEOUT_S)
+        if closing.done():
+            closing.result()
+
+
+async def _next(stream: AsyncIterator[_Result]) -> _Result:
+    return await anext(stream)
+
+
+async def _close(stream: AsyncIterator[object]) -> None:
+    try:
+        await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]  an async generator
+    finally:
+        _streams.discard(stream)
