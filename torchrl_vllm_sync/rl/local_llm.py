@@ -23,18 +23,17 @@ from torchrl_vllm_sync.service.replicas import (
     Replicas,
     ServiceSettings,
 )
+from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.service.weights import Weights
 from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
-    import torch
     from vllm import LLM, RequestOutput
 
     from torchrl_vllm_sync.engine.internals import SampleState
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot
-    from torchrl_vllm_sync.weights.transport import PushReport, WeightTransport
 
 
 EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
@@ -73,40 +72,14 @@ class LocalLLM:
         self.replicas = LocalReplicas(replica)
         self.weights = Weights(self.replicas)
 
-    @property
-    def name(self) -> str:
-        """Tells this ``LLM`` from those of other processes."""
-        return self.replicas.service_name
-
-    @property
-    def weight_version(self) -> int:
-        """Policy version of the weights; 0 before any push."""
-        return self.weights.version
-
-    @property
-    def weight_versions(self) -> dict[str, int | None]:
-        """The same by replica id, of which there is one."""
-        return {REPLICA_ID: self.weight_version}
-
-    def register_version_hook(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
-        """As ``AsyncVLLM.register_version_hook``."""
-        return self.weights.hooks.register(hook)
-
-    def push_weights(self, weights: Any, **options: Any) -> PushReport:
-        """As ``AsyncVLLM.push_weights``."""
-        return self.weights.push(weights, **options)
-
-    def use_transport(self, transport: WeightTransport) -> None:
-        """Makes ``transport`` the one that pushes use, and closes the one before."""
-        self.weights.pusher.use(transport)
-
-    def init_weight_update_group(self) -> None:
-        """Opens the transport, once it is known."""
-        self.weights.pusher.open()
-
-    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Returns name to dtype and full shape of each tensor that a push must hold."""
-        return self.weights.model_metadata()
+    # All of this a service does by its ``replicas`` and ``weights`` alone.
+    name = AsyncVLLM.name
+    weight_version, weight_versions = AsyncVLLM.weight_version, AsyncVLLM.weight_versions
+    register_version_hook = AsyncVLLM.register_version_hook
+    push_weights = AsyncVLLM.push_weights
+    use_transport = AsyncVLLM.use_transport
+    init_weight_update_group = AsyncVLLM.init_weight_update_group
+    get_model_metadata = AsyncVLLM.get_model_metadata
 
     def close(self) -> None:
         """Closes the transport; the ``LLM`` lives on. Idempotent."""
