@@ -36,6 +36,13 @@ def check_number(name: str, value: object, least: float) -> None:
         raise UnsupportedArgumentError(f"{name} must be at least {least}, got {value}")
 
 
+def check_positive(name: str, value: object) -> None:
+    """Refuses what is no number greater than 0; infinity is one."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating))
+    if isinstance(value, bool) or not (is_number and value > 0):
+        raise UnsupportedArgumentError(f"{name} must be greater than 0, got {value!r}")
+
+
 def check_seconds(name: str, value: object) -> None:
     """Refuses what is no finite number greater than 0."""
     if not (isinstance(value, int | float) and 0 < value < math.inf):

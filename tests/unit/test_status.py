@@ -172,7 +172,7 @@ def test_few_counters_are_kept_however_many_reports_come():
     counted = scene.load.snapshot("0").counted
     assert len(counted) <= 22
     assert counted[-1].at - counted[0].at >= 2.0
-    assert token_rates(counted).generated_tokens_per_s == pytest.approx(10.0)
+    assert token_rates(counted)["generated_tokens_per_s"] == pytest.approx(10.0)
 
 
 def test_hit_rate_needs_something_that_was_looked_up():

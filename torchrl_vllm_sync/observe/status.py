@@ -264,7 +264,7 @@ def _of_replica(known: LoadSnapshot, member: Member | None, now: float) -> Repli
         figures["num_restarts"] = member.num_restarts
     if known.is_fresh(now, MAX_AGE_S):
         figures |= {name: getattr(known, name) for name in _REPORTED}
-        figures |= token_rates(known.counted)._asdict()
+        figures |= token_rates(known.counted)
         figures["elsewhere"] = known.num_elsewhere
         if known.counters is not None:
             figures["prefix_cache_hit_rate"] = known.counters.prefix_cache_hit_rate

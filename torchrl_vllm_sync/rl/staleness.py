@@ -14,7 +14,7 @@ from torch import nn
 from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.envs.transforms import PolicyAgeFilter, Transform
 
-from torchrl_vllm_sync.checks import check_integer
+from torchrl_vllm_sync.checks import check_integer, check_positive
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl.keys import MAX_POLICY_VERSION, NO_VERSION, POLICY_VERSION
 from torchrl_vllm_sync.rl.updater import WeightUpdater
@@ -242,10 +242,8 @@ class StalenessWeight(Transform):
     ) -> None:
         if half_life is None and max_staleness is None:
             raise UnsupportedArgumentError("half_life or max_staleness must be given")
-        if half_life is not None and not (
-            isinstance(half_life, int | float) and 0 < half_life < math.inf
-        ):
-            raise UnsupportedArgumentError(f"half_life must be greater than 0, got {half_life!r}")
+        if half_life is not None:
+            check_positive("half_life", half_life)
         if max_staleness is not None:
             _check_bound(max_staleness)
         super().__init__()

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, Exit
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.checks import check_integer, check_number
+from torchrl_vllm_sync.checks import check_integer, check_number, check_positive
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import Replica, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadTracker
@@ -128,12 +128,8 @@ class LoadBalancer:
             raise UnsupportedArgumentError(f"strategy must name at least one, got {strategy!r}")
         check_integer("prefix_length", prefix_length, 1)
         check_number("overload_threshold", overload_threshold, 1)
-        check_number("monitor_interval_s", monitor_interval_s, 0)
+        check_positive("monitor_interval_s", monitor_interval_s)
         check_integer("seed", seed, 0)
-        if monitor_interval_s == 0:
-            raise UnsupportedArgumentError(
-                f"monitor_interval_s must be greater than 0, got {monitor_interval_s}"
-            )
         self.strategies = list(names)
         self.strategy = self.strategies[0]
         self._factories = {name: strategy_factory(name) for name in self.strategies}

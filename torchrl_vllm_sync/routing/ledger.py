@@ -52,22 +52,15 @@ def _count(
     return (*before, Counted(now, counters))
 
 
-class TokenRates(NamedTuple):
-    """Token rates of an engine; None where unknown."""
-
-    prompt_tokens_per_s: float | None = None  # of prompts whose prefill ended, cached ones included
-    generated_tokens_per_s: float | None = None
-
-
-def token_rates(counted: Sequence[Counted]) -> TokenRates:
-    """Rates between the first and the last of ``counted``."""
+def token_rates(counted: Sequence[Counted]) -> dict[str, float]:
+    """Rates between the first and the last of ``counted``; none where they are unknown."""
     if not counted or (passed_s := counted[-1].at - counted[0].at) < _SHORTEST_S:
-        return TokenRates()
+        return {}
     first, last = counted[0].counters, counted[-1].counters
-    return TokenRates(
-        prompt_tokens_per_s=(last.num_prompt_tokens - first.num_prompt_tokens) / passed_s,
-        generated_tokens_per_s=(last.num_generated_tokens - first.num_generated_tokens) / passed_s,
-    )
+    generated = last.num_generated_tokens - first.num_generated_tokens
+    prompt = last.num_prompt_tokens - first.num_prompt_tokens  # cached ones included
+    rates = {"prompt_tokens_per_s": prompt, "generated_tokens_per_s": generated}
+    return {name: num_tokens / passed_s for name, num_tokens in rates.items()}
 
 
 # Replicas whose KV cache would be fuller than this get nothing while others would not be.
@@ -248,8 +241,8 @@ _Result = TypeVar("_Result")
 class LoadTracker:
     """Ledger of requests in flight and of the engines' last reports, for one process.
 
-    Every method is safe to call from any thread; to choose and reserve in one step, hold ``lock``.
-    A pickled copy has the same replicas in their last states and nothing in flight.
+    Safe for threads; to choose and reserve in one step, hold ``lock``. A pickled copy has nothing
+    in flight.
     """
 
     def __init__(
@@ -491,10 +484,7 @@ class LoadTracker:
             known.state, known.reason = state, reason
 
     def set_floor(self, replica_id: str, version: int) -> None:
-        """Excludes a replica, whatever state it reports, until it holds ``version`` or a later one.
-
-        One that was silent during a push does not know that it is behind.
-        """
+        """Excludes a replica, which may not know that it is behind, until it holds ``version``."""
         with self._changing(replica_id) as known:
             known.floor = max(version, known.floor)
             self._fence(known)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from inspect import ismethod
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.checks import check_positive
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState, Silence
 
 if TYPE_CHECKING:
@@ -73,10 +73,7 @@ class ReportReader:
 
 
 class BareActorReader(ReportReader):
-    """Asks actors with TorchRL's methods, which know no state: one that answers is serving.
-
-    A figure whose call fails stays unknown.
-    """
+    """Asks actors with TorchRL's methods, which know no state: one that answers is serving."""
 
     def ask(self, replica: Replica) -> list[Any]:
         actor = replica.actor
@@ -94,14 +91,14 @@ class BareActorReader(ReportReader):
 
 @dataclass(slots=True)
 class _Ask:
-    """Calls under way to one actor, and whether it was marked failed meanwhile."""
+    """Calls under way to one actor."""
 
     replica: Replica
     futures: list[Future[Any]]
     asked_at: float
     in_flight: int
     silence: Silence = field(default_factory=Silence)
-    given_up: bool = False
+    given_up: bool = False  # whether it was marked failed for its silence
 
 
 # Seconds between rounds of questions while a caller waits for a replica to change.
@@ -112,13 +109,10 @@ class LoadMonitor:
     """Asks every replica for its load once an interval, for a ledger to record.
 
     The interval is at most 0.1 s while the ledger is watched. One daemon thread per process, which
-    ends when Ray is shut down, or when the object whose bound method ``replicas`` is has gone; it
-    keeps neither alive. Calls are asynchronous, so an actor that hangs delays no other's report.
+    ends when Ray is shut down, or when the object whose bound method ``replicas`` is has gone.
 
-    Marked ``FAILED`` is an actor that Ray calls dead or unavailable, within ``interval_s`` of Ray's
-    noticing; and one that has not answered for ``unresponsive_after_s``, within that and twice
-    ``interval_s``. An actor that is ``STARTING`` may be silent: it builds its engine, which has a
-    limit of its own.
+    Marked ``FAILED`` is an actor that Ray calls dead or unavailable, and one that has not answered
+    for ``unresponsive_after_s``; not while it is ``STARTING``, for which there is another limit.
     """
 
     def __init__(
@@ -131,13 +125,10 @@ class LoadMonitor:
         unresponsive_after_s: float | None = None,
         read: ReportReader | None = None,
     ) -> None:
-        for name, value in (
-            ("interval_s", interval_s),
-            ("timeout_s", timeout_s),
-            ("unresponsive_after_s", unresponsive_after_s),
-        ):
-            if value is not None and not value > 0:
-                raise UnsupportedArgumentError(f"{name} must be greater than 0, got {value}")
+        check_positive("interval_s", interval_s)
+        check_positive("timeout_s", timeout_s)
+        if unresponsive_after_s is not None:
+            check_positive("unresponsive_after_s", unresponsive_after_s)
         self._tracker = tracker
         self._replicas = weakref.WeakMethod(replicas) if ismethod(replicas) else lambda: replicas
         self._interval_s, self._timeout_s = interval_s, timeout_s

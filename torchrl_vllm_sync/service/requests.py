@@ -14,11 +14,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from tqdm.auto import tqdm
 
+from torchrl_vllm_sync.checks import check_positive
 from torchrl_vllm_sync.errors import (
     InvalidPromptError,
     NoReplicaAvailableError,
     RequestLostError,
-    UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.requests.dispatch import Dispatcher
@@ -135,10 +135,7 @@ class Requests:
         engine = self._replicas.require().members[0].description
         if timeout_s is None:
             timeout_s = self._replicas.settings.request_timeout_s
-        elif not (isinstance(timeout_s, int | float) and timeout_s > 0):
-            raise UnsupportedArgumentError(
-                f"timeout_seconds must be a number greater than 0, got {timeout_s!r}"
-            )
+        check_positive("timeout_seconds", timeout_s)
         if min_version is not None:
             check_version("min_version", min_version)
         only = None if actor_index is None else self._replicas.at(actor_index).replica_id

@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 import ray
 from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
 
-from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_integer, check_number
+from torchrl_vllm_sync.checks import (
+    DEFAULT_TIMEOUT_S,
+    check_integer,
+    check_number,
+    check_positive,
+)
 from torchrl_vllm_sync.engine.args import (
     engine_environment,
     make_engine_args,
@@ -168,10 +173,7 @@ class AsyncVLLM(RLvLLMEngine):
         check_integer("max_restarts", max_restarts, 0)
         check_number("num_replicas", num_replicas, 1)
         check_number("num_cpus_per_replica", num_cpus_per_replica, 0)
-        if not request_timeout_s > 0:
-            raise UnsupportedArgumentError(
-                f"request_timeout_s must be greater than 0, got {request_timeout_s}"
-            )
+        check_positive("request_timeout_s", request_timeout_s)
         if not 1 <= unresponsive_after_s < math.inf:
             raise UnsupportedArgumentError(
                 f"unresponsive_after_s must be finite and at least 1, got {unresponsive_after_s}"
@@ -672,8 +674,7 @@ class AsyncVLLM(RLvLLMEngine):
         Raises:
             UnsupportedArgumentError: ``interval_s`` is not greater than 0.
         """
-        if not interval_s > 0:
-            raise UnsupportedArgumentError(f"interval_s must be greater than 0, got {interval_s}")
+        check_positive("interval_s", interval_s)
         options = {"interval_s": interval_s, "timeout_s": timeout_s, "verify": verify}
         answers = self.replicas.call_replicas("follow_snapshots", str(directory), run_id, **options)
         answers.raise_failures()
