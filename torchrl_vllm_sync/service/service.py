@@ -94,8 +94,7 @@ def of_part(
 class AsyncVLLM(RLvLLMEngine):
     """Replicas of one vLLM engine behind one object, with TorchRL's names and more.
 
-    Every public name, argument and result of TorchRL's ``AsyncVLLM`` is kept, and TorchRL's own
-    ``vLLMWrapper``, ``vLLMUpdaterV2``, ``LLMCollector`` and ``RayLLMCollector`` take it for theirs.
+    TorchRL's own ``vLLMWrapper``, ``vLLMUpdaterV2`` and collectors take it for theirs.
 
     Lifecycle: :meth:`from_pretrained`, :meth:`launch` or :func:`attach` give a service that serves;
     :meth:`shutdown`, or leaving ``with``, ends it. The replicas also end with the process that
@@ -114,11 +113,10 @@ class AsyncVLLM(RLvLLMEngine):
         ...     service.push_weights(trained_model)
 
     Args:
-        engine_args: vLLM engine arguments; a copy is used. Replica ``i`` samples with
-            ``seed + i``, so that replicas do not give equal prompts equal answers.
+        engine_args: vLLM engine arguments; replica ``i`` samples with ``seed + i``, so that
+            replicas do not give equal prompts equal answers.
         num_replicas: Engines to start, at least 1.
-        actor_class: ``EngineActor``, the default, or a subclass of it, decorated by ``ray.remote``
-            or not.
+        actor_class: ``EngineActor`` by default, or a subclass, decorated by ``ray.remote`` or not.
         enable_prefix_caching: Overrides ``engine_args``; when both are ``None`` prefix caching is
             off, as in TorchRL. ``from_pretrained`` turns it on.
         num_cpus_per_replica: CPUs that each replica claims in Ray; 0 claims none.
@@ -276,11 +274,9 @@ class AsyncVLLM(RLvLLMEngine):
         Args:
             model_name: Name or path of the checkpoint.
             num_devices: Devices of one replica, as tensor-parallel size.
-            num_replicas: Engines to start.
-            verbose: Leave vLLM's logging as it is; ``False`` shows errors only.
             compile: Let vLLM compile the model; on a CPU models run eagerly.
-            enable_fp32_output: Compute output layers in float32.
-            **kwargs: Keyword arguments of the constructor, and fields of ``AsyncEngineArgs``.
+            num_replicas, verbose, enable_fp32_output: As for the class.
+            **kwargs: Other arguments of the class, and fields of ``AsyncEngineArgs``.
 
         Raises:
             PlacementError: The cluster cannot hold the replicas; said at once.
@@ -394,8 +390,8 @@ class AsyncVLLM(RLvLLMEngine):
         """Generates on the replicas and waits for the result; callable from any thread.
 
         Each output carries, beside vLLM's attributes, ``replica_id``; ``version_spans``, for each
-        of its samples a tuple of ``VersionSpan(version, start, end)`` that covers its tokens; and
-        ``min_version`` and ``max_version``, the oldest and newest policy version among them.
+        sample the ``VersionSpan`` tuples that cover its tokens; and the oldest and newest policy
+        version among them, ``min_version`` and ``max_version``.
 
         Args:
             prompts: Text, token ids (a list of ``int``, a 1-D integer tensor or array), vLLM's
@@ -405,8 +401,7 @@ class AsyncVLLM(RLvLLMEngine):
             prompt_token_ids: Token ids instead of ``prompts``, flat or nested.
             use_tqdm: Show a progress bar for batches of 32 prompts or more.
             lora_request: vLLM ``LoRARequest`` for all prompts.
-            prompt_adapter_request: Must be ``None``: vLLM no longer has it.
-            guided_options_request: Must be ``None``: vLLM no longer has it.
+            prompt_adapter_request, guided_options_request: Must be ``None``: vLLM has none.
             timeout_seconds: Time limit of each request; ``None`` means ``request_timeout_s``.
             actor_index: Use this replica instead of the balancer's choice.
             stream: Yield partial outputs of a single prompt instead; asyncio: :meth:`astream`. When
@@ -639,10 +634,10 @@ class AsyncVLLM(RLvLLMEngine):
     def register_version_hook(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
         """Returns what unregisters ``hook``, which is called after each push with a new version.
 
-        In the thread that pushes, before :meth:`push_weights` returns, once for each version that
-        is committed. Pushes of other processes, and updates through vLLM's own calls, are not
-        announced; see :meth:`wait_for_version`. If hooks raise, the others are called all the same,
-        and the first exception leaves :meth:`push_weights`. Copies have no hooks.
+        In the thread that pushes, before :meth:`push_weights` returns, once a committed version.
+        Pushes of other processes, and updates through vLLM's own calls, are not announced; see
+        :meth:`wait_for_version`. If hooks raise, all are called and the first exception leaves
+        :meth:`push_weights`.
 
         Args:
             hook: Called with the ``PushReport``; may be registered once.

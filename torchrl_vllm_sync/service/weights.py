@@ -332,12 +332,9 @@ class NativeClient:
         answers.raise_failures()
 
     def resume_generation(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Ends :meth:`pause_generation`; does nothing to engines that are not paused.
+        """Ends :meth:`pause_generation`; engines that are asleep must be woken first.
 
-        Engines that are asleep must be woken first.
-
-        Args:
-            timeout_s: Seconds for it.
+        Arguments are those of :meth:`pause_generation`.
 
         Raises:
             ReplicaUnavailableError: A replica's weights are not whole; it stays paused.
@@ -369,9 +366,10 @@ class NativeClient:
     ) -> bool:
         """Wakes every engine; weights that level 2 dropped must be replaced first.
 
+        Arguments not listed are those of :meth:`sleep`.
+
         Args:
             tags: Memory to wake: ``"weights"``, ``"kv_cache"``; ``None`` wakes all.
-            timeout_s: Seconds for it.
 
         Returns:
             Whether all are fully awake and take requests.
