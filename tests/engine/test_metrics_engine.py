@@ -42,7 +42,7 @@ def test_one_push_is_logged_drawn_and_counted(service, model, tmp_path):
     stops = [
         log_pushes(service, logger),
         service.register_version_hook(reports.append),
-        service.weights.listen_to_pushes(ends.append),
+        service.weights.log.listen(ends.append),
     ]
     report = service.push_weights(perturbed(model, seed=5))
     for stop in stops:

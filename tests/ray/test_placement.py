@@ -16,7 +16,7 @@ from ray.util import placement_group_table  # noqa: E402
 from torchrl_vllm_sync import AsyncVLLM  # noqa: E402
 from torchrl_vllm_sync.errors import LaunchError, PlacementError  # noqa: E402
 from torchrl_vllm_sync.service import launch, service  # noqa: E402
-from torchrl_vllm_sync.service.launch import ReplicaResources, actor_options, place, remove  # noqa: E402
+from torchrl_vllm_sync.service.launch import actor_options, place, remove  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -48,12 +48,12 @@ def refused(resources, num_replicas):
 
 
 def test_replicas_that_claim_nothing_need_no_group(cluster):
-    assert place(ReplicaResources(num_gpus=0, num_cpus=0), 100, detached=False) == []
-    assert actor_options(ReplicaResources(0, 0), None) == {"num_gpus": 0, "num_cpus": 0}
+    assert place({}, 100, detached=False) == []
+    assert actor_options({}, None) == {"num_gpus": 0, "num_cpus": 0}
 
 
 def test_each_replica_gets_a_group_on_one_node(cluster):
-    resources = ReplicaResources(num_gpus=2, num_cpus=0.5)
+    resources = {"GPU": 2, "CPU": 0.5}
     groups = place(resources, 2, detached=False)
 
     @ray.remote
@@ -70,24 +70,24 @@ def test_each_replica_gets_a_group_on_one_node(cluster):
 
 def test_more_than_there_is_is_refused_with_what_was_asked_and_what_is_free(cluster):
     all_is_free()
-    message = refused(ReplicaResources(num_gpus=2, num_cpus=1), 3)
+    message = refused({"GPU": 2, "CPU": 1}, 3)
     assert "3 replica(s) of 2 GPU, 1 CPU each do not fit: GPU: 6 needed, 4 free" in message
     assert "free in the cluster: 4 of 4 GPU, 4 of 4 CPU; num_cpus_per_replica=0" in message
-    assert "CPU: 9 needed, 4 free" in refused(ReplicaResources(num_gpus=0, num_cpus=9), 1)
+    assert "CPU: 9 needed, 4 free" in refused({"CPU": 9}, 1)
 
 
 def test_a_replica_that_no_single_node_holds_is_refused(cluster):
-    assert "no single node" in refused(ReplicaResources(num_gpus=3, num_cpus=0), 1)
+    assert "no single node" in refused({"GPU": 3}, 1)
 
 
 def test_what_is_free_but_scattered_is_refused_soon(cluster):
     """One GPU is taken on each node: two are free, on no node both."""
     all_is_free()
-    taken = [place(ReplicaResources(1, cpus), 1, detached=False) for cpus in (1, 2)]
+    taken = [place({"GPU": 1, "CPU": cpus}, 1, detached=False) for cpus in (1, 2)]
     try:
         begin = time.monotonic()
         with pytest.raises(PlacementError, match="no single node"):
-            place(ReplicaResources(num_gpus=2, num_cpus=0), 1, detached=False)
+            place({"GPU": 2}, 1, detached=False)
         assert time.monotonic() - begin < launch.SETTLE_S + launch.PLACE_TIMEOUT_S + 3
         assert len(groups_alive()) == 2
     finally:
@@ -96,9 +96,9 @@ def test_what_is_free_but_scattered_is_refused_soon(cluster):
 
 
 def test_what_others_hold_is_awaited_for_a_moment(cluster):
-    groups = place(ReplicaResources(2, 0), 2, detached=False)
+    groups = place({"GPU": 2}, 2, detached=False)
     remove(groups)
-    again = place(ReplicaResources(2, 0), 2, detached=False)
+    again = place({"GPU": 2}, 2, detached=False)
     assert len(again) == 2
     remove(again)
 

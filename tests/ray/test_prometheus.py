@@ -80,7 +80,7 @@ class Service:
     def __init__(self, name):
         self.name, self.replicas, self.listeners, self.is_closed = name, [], [], False
         self.totals = {"answered": 0, "lost": 0}
-        self.weights = self
+        self.weights = SimpleNamespace(log=self)
         self.requests = SimpleNamespace(counts=SimpleNamespace(totals=lambda: self.totals))
 
     def serve(self, *replicas):
@@ -93,7 +93,7 @@ class Service:
             name=self.name, time=0.0, weight_version=3, in_flight=2, replicas=tuple(self.replicas)
         )
 
-    def listen_to_pushes(self, listener):
+    def listen(self, listener):
         self.listeners.append(listener)
         return self.listeners.clear
 

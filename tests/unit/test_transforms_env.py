@@ -198,9 +198,9 @@ class Announced(Service):
 
     @property
     def weights(self):
-        return self
+        return SimpleNamespace(hooks=self)
 
-    def listen_to_versions(self, listener):
+    def listen(self, listener):
         self.announce = listener
         return lambda: None
 

@@ -3,6 +3,7 @@
 import gc
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 from torchrl.collectors import BaseCollector
@@ -39,9 +40,9 @@ class Service:
 
     @property
     def weights(self):
-        return self
+        return SimpleNamespace(hooks=self)
 
-    def listen_to_versions(self, listener):
+    def listen(self, listener):
         self.listeners.append(listener)
         return lambda: self.listeners.remove(listener)
 

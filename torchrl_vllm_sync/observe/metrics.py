@@ -200,7 +200,7 @@ class MetricsExporter:
         self._name = service.name
         self._requests = service.requests.counts.totals()
         self._pushes: deque[PushStatus] = deque()
-        self._unsubscribe = service.weights.listen_to_pushes(self._pushes.append)
+        self._unsubscribe = service.weights.log.listen(self._pushes.append)
         self._instruments: dict[str, Any] = {}
         self._shown: set[tuple[str, Tags]] = set()
         self._stop = threading.Event()

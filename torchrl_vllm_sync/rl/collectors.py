@@ -119,7 +119,7 @@ class CollectorVersions:
     def follow(self, service: AsyncVLLM | LocalLLM) -> None:
         """Announces each version that this process brings ``service`` to."""
         if self._end is None:
-            self._end = service.weights.listen_to_versions(self.announce)
+            self._end = service.weights.hooks.listen(self.announce)
 
     def stop(self) -> None:
         """Ends :meth:`follow` and forgets the collectors."""

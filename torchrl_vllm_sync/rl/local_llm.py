@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.gate import AdmissionGate, SampleVersions
 from torchrl_vllm_sync.engine.reload import check_can_be_filled
@@ -118,14 +119,12 @@ class LocalReplicas(Replicas):
         **kwargs: Any,
     ) -> _LocalCalls:
         """Calls the replica's method and does not wait."""
-        pool = ThreadPoolExecutor(1, "local-llm")
-        futures = {
-            one.replica_id: pool.submit(
-                _settle, getattr(one.actor, method), calls[one.replica_id], kwargs
-            )
-            for one in replicas
-        }
-        pool.shutdown(wait=False)
+
+        def call(one: Replica) -> Any:
+            answer = getattr(one.actor, method)(*calls[one.replica_id], **kwargs)
+            return run_blocking(answer) if asyncio.iscoroutine(answer) else answer
+
+        futures = {one.replica_id: in_thread("local-llm", partial(call, one)) for one in replicas}
         return _LocalCalls(futures, lambda _: None)
 
     def standings(self) -> dict[str, Standing]:
@@ -136,11 +135,6 @@ class LocalReplicas(Replicas):
         """What it is now: another updater may have pushed."""
         self.load.observe(self._replica.report())
         return self.load.snapshots()
-
-
-def _settle(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    answer = target(*args, **kwargs)
-    return run_blocking(answer) if asyncio.iscoroutine(answer) else answer
 
 
 class _LocalCalls(ReplicaCalls):

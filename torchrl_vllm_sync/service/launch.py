@@ -25,7 +25,6 @@ from torchrl_vllm_sync.errors import LaunchError, PlacementError, UnsupportedArg
 from torchrl_vllm_sync.replica import Member, Replica
 from torchrl_vllm_sync.service.replicas import (
     NAMESPACE,
-    ReplicaResources,
     ServiceSettings,
     actor_name,
     as_they_end,
@@ -58,17 +57,16 @@ MAX_CONCURRENT_CALLS = 65536
 
 
 def spread(
-    resources: ReplicaResources, num_replicas: int, taken: Mapping[str, int]
+    claims: Mapping[str, float], num_replicas: int, taken: Mapping[str, int]
 ) -> list[str | None]:
     """Chooses a node for each replica, so that as few as can be are on one; ``None`` if none fits.
 
     A group of Ray's own strategy ``SPREAD`` could not give the bundle of one replica back alone.
     """
-    bundle = resources.bundle()
     counts = {
         node["NodeID"]: taken.get(node["NodeID"], 0)
         for node in ray.nodes()
-        if node["Alive"] and not _missing(bundle, 1, node["Resources"])
+        if node["Alive"] and not _missing(claims, 1, node["Resources"])
     }
     chosen: list[str | None] = []
     for _ in range(num_replicas):
@@ -79,37 +77,36 @@ def spread(
 
 
 def place(
-    resources: ReplicaResources,
+    claims: Mapping[str, float],
     num_replicas: int,
     *,
     detached: bool,
     preferred_nodes: Sequence[str | None] = (),
 ) -> list[Any]:
     """Reserves one placement group for each replica, each on a single node."""
-    bundle = resources.bundle()
-    if not bundle:
+    if not claims:
         return []
     deadline = Deadline(SETTLE_S)
-    while why := _missing(bundle, num_replicas, ray.available_resources()):
-        if deadline.passed or _missing(bundle, num_replicas, ray.cluster_resources()):
-            raise _refusal(bundle, num_replicas, why)
+    while why := _missing(claims, num_replicas, ray.available_resources()):
+        if deadline.passed or _missing(claims, num_replicas, ray.cluster_resources()):
+            raise _refusal(claims, num_replicas, why)
         time.sleep(0.1)
     scattered = "no single node holds one replica's share"
-    nodes = preferred_nodes or spread(resources, num_replicas, {})
+    nodes = preferred_nodes or spread(claims, num_replicas, {})
     if None in nodes:
-        raise _refusal(bundle, num_replicas, scattered)
+        raise _refusal(claims, num_replicas, scattered)
     groups: list[Any] = []
     lifetime = "detached" if detached else None
     with contextlib.ExitStack() as undo:
         undo.callback(remove, groups)
         for node in nodes:  # a wish; bundle_label_selector would insist
             group = placement_group(
-                [bundle], strategy="STRICT_PACK", lifetime=lifetime, _soft_target_node_id=node
+                [dict(claims)], strategy="STRICT_PACK", lifetime=lifetime, _soft_target_node_id=node
             )
             groups.append(group)
         deadline = Deadline(PLACE_TIMEOUT_S)
         if not all(group.wait(deadline.left_s) for group in groups):
-            raise _refusal(bundle, num_replicas, scattered)
+            raise _refusal(claims, num_replicas, scattered)
         undo.pop_all()
     return groups
 
@@ -122,10 +119,10 @@ def remove(groups: Sequence[Any]) -> None:
 
 
 def actor_options(
-    resources: ReplicaResources, group: Any | None, preferred_node: str | None = None
+    claims: Mapping[str, float], group: Any | None, preferred_node: str | None = None
 ) -> dict[str, Any]:
     """Returns the Ray options that put an actor into its replica's placement group."""
-    options: dict[str, Any] = {"num_gpus": resources.num_gpus, "num_cpus": resources.num_cpus}
+    options: dict[str, Any] = {"num_gpus": claims.get("GPU", 0), "num_cpus": claims.get("CPU", 0)}
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             placement_group=group,
@@ -137,22 +134,22 @@ def actor_options(
     return options
 
 
-def _missing(bundle: dict[str, float], num_replicas: int, free: Mapping[str, float]) -> str:
+def _missing(claims: Mapping[str, float], num_replicas: int, free: Mapping[str, float]) -> str:
     lacking = [
         f"{name}: {amount * num_replicas:g} needed, {free.get(name, 0.0):g} free"
-        for name, amount in bundle.items()
+        for name, amount in claims.items()
         if amount * num_replicas > free.get(name, 0.0) + 1e-9
     ]
     return ", ".join(lacking)
 
 
-def _refusal(bundle: dict[str, float], num_replicas: int, why: str) -> PlacementError:
-    asked = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+def _refusal(claims: Mapping[str, float], num_replicas: int, why: str) -> PlacementError:
+    asked = ", ".join(f"{amount:g} {name}" for name, amount in claims.items())
     free, total = ray.available_resources(), ray.cluster_resources()
     state = ", ".join(
         f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in ("GPU", "CPU")
     )
-    remedy = "; num_cpus_per_replica=0 asks for no CPU" if "CPU" in bundle else ""
+    remedy = "; num_cpus_per_replica=0 asks for no CPU" if "CPU" in claims else ""
     return PlacementError(
         f"{num_replicas} replica(s) of {asked} each do not fit: {why}; free in the cluster: "
         f"{state}{remedy}"
@@ -189,9 +186,9 @@ def launch_replicas(
         for one in beside
         if one.joined and one.description.processes is not None
     )
-    resources, detached = settings.resources, settings.detached
-    nodes = spread(resources, len(replica_ids), taken)
-    groups = place(resources, len(replica_ids), detached=detached, preferred_nodes=nodes)
+    claims, detached = settings.claims, settings.detached
+    nodes = spread(claims, len(replica_ids), taken)
+    groups = place(claims, len(replica_ids), detached=detached, preferred_nodes=nodes)
     groups = groups or [None] * len(replica_ids)
     replicas: list[Replica] = []
     with contextlib.ExitStack() as undo:
@@ -203,7 +200,7 @@ def launch_replicas(
                 namespace=NAMESPACE,
                 lifetime="detached" if detached else None,
                 max_concurrency=MAX_CONCURRENT_CALLS,
-                **actor_options(resources, group, preferred_node=node),
+                **actor_options(claims, group, preferred_node=node),
             ).remote(
                 replica_id=replica_id,
                 engine_args=for_replica(settings.engine_args, int(replica_id), num_restarts),

@@ -44,26 +44,13 @@ logger = logging.getLogger(__name__)
 DEFAULT_REQUEST_TIMEOUT_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaResources:
-    """What one replica claims of its node."""
-
-    num_gpus: int  # one for each worker: tensor x pipeline x data parallel size
-    num_cpus: float  # 0 claims none, which leaves them to collectors on a small machine
-
-    def bundle(self) -> dict[str, float]:
-        """Returns the placement-group bundle of one replica, without zero entries."""
-        claims = {"GPU": float(self.num_gpus), "CPU": float(self.num_cpus)}
-        return {name: amount for name, amount in claims.items() if amount}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
     """What a service is launched with; beside the members this is all that copies of it need."""
 
     name: str  # unique on the cluster
     engine_args: AsyncEngineArgs  # prepared
-    resources: ReplicaResources = ReplicaResources(0, 0)  # of each replica
+    claims: Mapping[str, float] = field(default_factory=dict)  # of a replica: "GPU", "CPU", or less
     environment: Mapping[str, str] = field(default_factory=dict)  # of its processes
     actor_class: Any = None  # decorated by ``ray.remote`` or not; ``None`` for ``EngineActor``
     detached: bool = False  # whether replicas outlive the process that starts them

@@ -46,7 +46,6 @@ from torchrl_vllm_sync.service.launch import CLOSE_LINGER_S, close_members, laun
 from torchrl_vllm_sync.service.replicas import (
     DEFAULT_REQUEST_TIMEOUT_S,
     Membership,
-    ReplicaResources,
     Replicas,
     ServiceSettings,
     find_service,
@@ -187,12 +186,13 @@ class AsyncVLLM(RLvLLMEngine):
             enable_prefix_caching = bool(engine_args.enable_prefix_caching)
         engine_args.enable_prefix_caching = enable_prefix_caching
         num_gpus = 0 if on_cpu() else num_workers(engine_args)
+        claims = {"GPU": float(num_gpus), "CPU": float(num_cpus_per_replica)}
         self._num_wanted, self.scaling = num_replicas, scaling
         self._set_up(
             ServiceSettings(
                 name=name or uuid.uuid4().hex[:8],
                 engine_args=engine_args,
-                resources=ReplicaResources(num_gpus, num_cpus_per_replica),
+                claims={name: amount for name, amount in claims.items() if amount},
                 environment=engine_environment(
                     engine_args, verbose=verbose, enable_fp32_output=enable_fp32_output
                 ),

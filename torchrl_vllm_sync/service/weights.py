@@ -16,7 +16,7 @@ from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
 from torchrl_vllm_sync.weights.transport import GRACE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torchrl_vllm_sync.replica import PushStatus
     from torchrl_vllm_sync.service.replicas import Answers, Replicas
@@ -77,14 +77,6 @@ class Weights:
             held = {one.replica_id: one.describe() for one in load.snapshots()}
             raise VersionNotReachedError(version, held, timeout_s)
         return found
-
-    def listen_to_versions(self, listener: Callable[[int], object]) -> Callable[[], None]:
-        """Calls ``listener`` with each version that this process brings about, in whatever way."""
-        return self.hooks.listen(listener)
-
-    def listen_to_pushes(self, listener: Callable[[PushStatus], object]) -> Callable[[], None]:
-        """Calls ``listener``, which must not raise, as each push ends, in the pushing thread."""
-        return self.log.listen(listener)
 
     def expected(self) -> list[ParamMeta]:
         """Returns the tensors that a push must hold."""
