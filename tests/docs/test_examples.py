@@ -24,7 +24,6 @@ SPOKEN_OF = {
     "QueueLengthScaling",
     "RayReplayBuffer",
     "register_strategy",
-    "ReplicaWatch",
     "save_timeline",
     "ServiceStatus",
     "SnapshotReader",

@@ -31,15 +31,12 @@ _WHOLE_PAUSE = "whole_pause_s"
 def save_timeline(path: str | os.PathLike[str], reports: PushReport | Iterable[PushReport]) -> None:
     """Writes pushes into a file that ``chrome://tracing`` and ``ui.perfetto.dev`` open.
 
-    One track is the trainer's, one is each replica's. The trainer's phases stand where they were
-    measured. A replica says when its first phase began, by its host's clock, and each of its phases
-    begins where the one before ends. Phases that have no start of their own, such as a snapshot's
-    ``copy_s`` and ``hash_s``, which take turns, are among the arguments of their push.
+    One track is the trainer's, one is each replica's, by its host's clock, with each phase where
+    the one before ends. Phases without a start of their own, such as a snapshot's ``copy_s`` and
+    ``hash_s``, which take turns, are among the arguments of their push.
 
     Example:
-        >>> reports = []
-        >>> stop = service.register_version_hook(reports.append)
-        >>> ...
+        >>> service.register_version_hook(reports.append)
         >>> save_timeline("pushes.json", reports)
 
     Args:

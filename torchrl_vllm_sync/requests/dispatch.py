@@ -145,11 +145,6 @@ class ReplicaWatch:
     """Gives up waiting for a replica that fails, leaves the service or gets another actor.
 
     A draining or stale one is still waited for: it answers what it has, or ends it by itself.
-
-    Example:
-        >>> watch = ReplicaWatch(lambda: replicas, load, replica)
-        >>> with watch.active():
-        ...     answer = await watch.wait(replica.actor.report.remote(), 60.0)
     """
 
     def __init__(

@@ -438,15 +438,13 @@ class ServiceScheme(_TorchRLScheme):
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:
         """Pushes to every replica; ``update_policy_weights_`` of a collector calls it.
 
+        Arguments and errors beside these are those of :meth:`WeightUpdater.push_weights`.
+
         Args:
-            weights: What ``AsyncVLLM.push_weights`` takes; ``None`` sends the registered model.
-            worker_ids: Must be ``None``: replicas on different versions would mix in one batch.
+            weights: What to send; ``None`` sends the registered model.
 
         Raises:
             TransferNotReadyError: The scheme is not connected, or there is nothing to send.
-            UnsupportedArgumentError: ``worker_ids`` is given.
-            WeightMismatchError: The weights do not fit the engines' model; nothing was sent.
-            WeightSyncError: Some replicas did not reach the version.
         """
         if worker_ids is not None:
             raise UnsupportedArgumentError(f"worker_ids must be None, got {worker_ids!r}")
@@ -458,15 +456,11 @@ class ServiceScheme(_TorchRLScheme):
         super().send(weights)
 
     def prepare_weights(self, weights: Any, *args: Any, **kwargs: Any) -> Any:
-        """Leaves ``weights`` as they are: the push reads them, merged, gathered and named.
+        """Returns ``weights`` as they are: the push reads them, merged, gathered and named.
 
         Args:
             weights: What a push takes, or the name of one of the collector's models.
-            *args: TorchRL's, for a name.
-            **kwargs: TorchRL's, for a name.
-
-        Returns:
-            What to push.
+            *args, **kwargs: TorchRL's, for a name.
         """
         named = isinstance(weights, str)
         return super().prepare_weights(weights, *args, **kwargs) if named else weights

@@ -119,12 +119,11 @@ def _check_bound(max_staleness: object) -> None:
 class StalenessFilter(PolicyAgeFilter):
     """Drops rows whose oldest token is more than ``max_staleness`` versions old.
 
-    TorchRL's ``PolicyAgeFilter``: it works on a batch, and in a replay buffer on ``extend`` and on
-    ``sample``, which may then return fewer rows than asked for; not in an environment. Beyond that
-    it counts what it drops, raises on rows that carry no stamp, reads ragged rows and rows of
-    several steps (the oldest stamp is the row's), and lets all of an ``extend`` be stale.
-
-    In a buffer put it before ``MCAdvantage``, whose groups are then complete when rows are dropped.
+    TorchRL's ``PolicyAgeFilter``, for a batch and for a buffer's ``extend`` and ``sample``, which
+    may then return fewer rows than asked for. Beyond that it counts what it drops, raises on rows
+    without a stamp, reads ragged rows and rows of several steps (the oldest stamp is the row's),
+    and lets all of an ``extend`` be stale. In a buffer put it before ``MCAdvantage``, whose groups
+    are then complete when rows are dropped.
 
     Example:
         >>> transform = Compose(StalenessFilter(2, service), MCAdvantage(grpo_size=8))
@@ -206,13 +205,10 @@ class StalenessFilter(PolicyAgeFilter):
 class StalenessWeight(Transform):
     """Writes how many versions old each row is, and a weight that falls with it.
 
-    Both entries have the batch's shape. ``"staleness"``, int64, is the newest version minus the
-    oldest that sampled a token of the row, at least 0. ``"staleness_weight"``, float32, is
-    ``0.5 ** (staleness / half_life)``, and 0 for rows more than ``max_staleness`` versions old. It
-    does not correct for the policy having changed: that is the importance ratio of the loss.
-
-    It works on a shallow copy of a batch, and of what a replay buffer samples; not in an
-    environment.
+    For a batch, or what a replay buffer samples, in a shallow copy. ``"staleness"``, int64, is the
+    newest version minus the oldest that sampled a token of the row, at least 0.
+    ``"staleness_weight"``, float32, is ``0.5 ** (staleness / half_life)``, and 0 for rows more than
+    ``max_staleness`` versions old; that the policy has changed is for the loss's ratio to correct.
 
     Example:
         >>> weigh = StalenessWeight(updater, half_life=2, multiply="advantage")
@@ -305,11 +301,9 @@ class VersionStamp(PolicyVersion):
 
     TorchRL's writes its counter when the environment steps, which is too new after a push between
     the sampling and the step. This one writes ``("next", "policy_version")``, int64 of the batch's
-    shape, from the row's own stamp of ``vLLMWrapper``: the oldest version that sampled a token of
-    the response; and as TorchRL's does on rows without one, and at a reset.
-
-    It stands wherever ``PolicyVersion`` does. An ``AsyncEnvPool`` steps its environments elsewhere:
-    give each of them a stamp, and one to the collector. It pickles.
+    shape, from the row's own stamp of ``vLLMWrapper``, the oldest version that sampled a token; and
+    on rows without one, and at a reset, as TorchRL's does. An ``AsyncEnvPool`` steps environments
+    elsewhere: give each of them a stamp, and one to the collector.
 
     Example:
         >>> collector = LLMCollector(env, policy=policy, track_policy_version=VersionStamp(service))

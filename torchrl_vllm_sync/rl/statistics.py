@@ -74,9 +74,9 @@ class GenerationStatistics(Transform):
                                    how many pushes the row lived through
     ===================== ======== ==============================================================
 
-    A float is NaN where vLLM did not say, or where there is nothing to divide by; so are all at an
-    environment's reset, with integers -1. An environment has them below ``"next"``, a replay buffer
-    from ``extend`` on, and a batch in a shallow copy. One that has them is not counted again.
+    A float is NaN where it is unknown; so are all at an environment's reset, with integers -1. An
+    environment has them below ``"next"``, a replay buffer from ``extend`` on, and a batch in a
+    shallow copy. One that has them is not counted again.
 
     Example:
         >>> statistics = GenerationStatistics()
@@ -233,13 +233,10 @@ def log_pushes(
     """Logs each push that commits a new version, at the step of that version's number.
 
     These are ``seconds`` of the whole push, ``bytes`` of all tensors, how many replicas were
-    ``left_behind``, and what the trainer's ``phases`` hold: seconds as ``<phase>_s``, and counts.
-    Of replicas there are ``replica/<phase>_s`` of the slowest one, and over all of them
-    ``replica/num_kept`` samples that went on with their tokens and ``replica/num_restarted`` that
-    began again. What no replica has said is missing.
-
-    Only pushes of this process are heard of. What the logger raises leaves ``push_weights``; the
-    version is committed by then.
+    ``left_behind``, and the trainer's ``phases``: seconds as ``<phase>_s``, and counts. Of replicas
+    there are ``replica/<phase>_s`` of the slowest one, and over all ``replica/num_kept`` samples
+    that went on with their tokens and ``replica/num_restarted`` that began again. Pushes of other
+    processes are not heard of. What the logger raises leaves ``push_weights``, after the commit.
 
     Example:
         >>> stop = log_pushes(service, CSVLogger("run"))
@@ -288,10 +285,9 @@ def log_rollouts(
     """Logs how the rows of a batch were generated, how old they are and what they earned.
 
     That is how many ``rows`` and sampled ``tokens`` there are, the mean ``reward``, mean and
-    greatest age of the rows in versions, each by its oldest token (``staleness``,
-    ``staleness_max``), and means of what ``GenerationStatistics`` finds, by its names. What cannot
-    be known is not logged: without stamps of ``vLLMWrapper`` no lengths, times and ages, without
-    ``version`` no ages, without rewards no reward.
+    greatest age in versions of the rows' oldest tokens (``staleness``, ``staleness_max``), and
+    means of what ``GenerationStatistics`` finds, by its names. What cannot be known is not logged:
+    lengths, times and ages without stamps of ``vLLMWrapper``, ages without ``version``.
 
     Example:
         >>> log_rollouts(logger, replay_buffer[:], step, version=service)
@@ -308,8 +304,7 @@ def log_rollouts(
         What was logged, without the prefix.
 
     Raises:
-        UnsupportedArgumentError: ``batch`` is no TensorDict, or ``version`` is nothing that a
-            version can be read from.
+        UnsupportedArgumentError: ``batch`` is no TensorDict, or ``version`` tells no version.
         UnstampedRowsError: Rows carry some of the wrapper's stamps and lack others.
     """
     if not isinstance(batch, TensorDictBase):

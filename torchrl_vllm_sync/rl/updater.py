@@ -41,9 +41,8 @@ class WeightUpdater:
     """Pushes a trainer's weights into every replica of a service.
 
     Give it to ``LLMCollector(weight_updater=...)``, or call :meth:`push_weights` yourself. Either
-    way the version of every registered collector is the service's after each push; increments that
-    hooks or collectors add of themselves do nothing to it. A pickled copy has no collectors and no
-    source.
+    way the version of every registered collector is the service's after each push, whatever they
+    add of themselves. A pickled copy has no collectors and no source.
 
     Example:
         >>> updater = WeightUpdater(service, source=trained_model)
@@ -91,10 +90,12 @@ class WeightUpdater:
     ) -> PushReport:
         """Brings every replica to new weights, and every registered collector to their version.
 
+        Arguments and errors beside these are those of :meth:`AsyncVLLM.push_weights`; after an
+        error collectors keep their versions.
+
         Args:
             policy_or_weights: What to send; ``None`` sends ``source``.
             worker_ids: Must be ``None``: replicas on different versions would mix in one batch.
-            version: Policy version; by default one more than the newest.
 
         Returns:
             What the push did, with the time of each phase; also kept as ``last_report``.
@@ -102,10 +103,6 @@ class WeightUpdater:
         Raises:
             UnsupportedArgumentError: There is nothing to send, ``worker_ids`` is given, or
                 :meth:`disconnect` was called.
-            WeightMismatchError: The weights do not fit the model; nothing was sent.
-            StaleVersionError: ``version`` is older than the newest; nothing was sent.
-            WeightSyncError: No replica reached the version, or with ``strict`` some did not.
-                Collectors keep theirs.
             TrainerRankError: The weights are sharded, and another rank failed.
         """
         if worker_ids is not None:

@@ -76,8 +76,8 @@ class LoadBalancer:
     ``get_num_unfinished_requests`` and ``get_cache_usage`` the balancer keeps one, with the ids
     ``"0"``, ``"1"``, ..., and asks them in the background until ``close``.
 
-    Every method may be called from any thread and on an event loop. A pickled copy has an empty
-    ledger, forgets what went where, and draws another seed, so that copies do not move in step.
+    Safe for threads and event loops. A pickled copy has an empty ledger, forgets what went where,
+    and draws another seed, so that copies do not move in step.
 
     Example:
         >>> balancer = LoadBalancer(actors, ["prefix-aware", "requests"])

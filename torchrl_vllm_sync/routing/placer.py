@@ -104,17 +104,12 @@ _LATEST = 1 / 64
 
 
 class RequestPlacer:
-    """Places requests, and records what is known from them for later ones.
+    """Places requests, and records what is known from them for later ones; the ledger is locked.
 
-    A session stays with the replica that served it last, whose cache has it, while that one is a
-    candidate and has the weights that it had then. It moves when that one's KV cache is more than
-    90 % full and others' would not be with all of it: to compute it anew costs less than to wait.
-
-    A session's first request, or one without a session, goes where its group is while that replica
-    is not overloaded. Everything else is for the strategies: also a session whose replica died,
-    drains, went stale or got other weights, for then it is cached nowhere.
-
-    Used with the ledger locked.
+    A session stays with the replica that served it last while that is a candidate and has the
+    weights that it had then: otherwise it is cached nowhere. It moves when that one's KV cache is
+    more than 90 % full and others' would not be with all of it: that costs less than to wait. A
+    first request goes where its group is, unless that is overloaded. All else is for strategies.
     """
 
     def __init__(

@@ -165,10 +165,7 @@ class LeastRequests(_Lowest):
 
 
 class KVCache(_Lowest):
-    """Strategy ``"kv-cache"``: the replica with the lowest ``LoadSnapshot.predicted_usage``.
-
-    Overloaded ones are passed over. Cannot choose while some candidate's usage is unknown.
-    """
+    """Strategy ``"kv-cache"``: the lowest ``predicted_usage`` of those not overloaded, if known."""
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int | None:
         now, max_age_s = self._settings.clock(), self._settings.max_report_age_s
@@ -284,17 +281,14 @@ def register_strategy(name: str, factory: StrategyFactory) -> None:
     """Makes a strategy known by name to every balancer built in this process from now on.
 
     Example:
-        One that goes by the tokens that requests hold, unless these are even.
-
         >>> class FewestTokens:
         ...     def __init__(self, settings):
         ...         self.threshold = settings.overload_threshold
         ...
         ...     def choose(self, request, snapshots):
         ...         held = [one.held_tokens for one in snapshots]
-        ...         if max(held) <= self.threshold * min(held):
-        ...             return None
-        ...         return held.index(min(held))
+        ...         even = max(held) <= self.threshold * min(held)
+        ...         return None if even else held.index(min(held))
         >>> register_strategy("fewest-tokens", FewestTokens)
         >>> balancer = LoadBalancer(service, ["fewest-tokens", "requests"])
 
