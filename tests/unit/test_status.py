@@ -13,7 +13,6 @@ from torchrl_vllm_sync.observe.status import (
     MAX_FAILURES,
     MAX_PUSHES,
     StatusLog,
-    collect_status,
 )
 from torchrl_vllm_sync.replica import EngineCounters, EngineReport, PushStatus
 from torchrl_vllm_sync.routing.ledger import LoadTracker, token_rates
@@ -59,11 +58,7 @@ class Scene:
         self.report(counters=counters, **figures)
 
     def status(self):
-        snapshots = self.load.snapshots()
-        in_flight = self.load.total_in_flight
-        return collect_status(
-            "rollouts", 3, in_flight, snapshots, self.members, self.log, self.clock()
-        )
+        return self.log.status("rollouts", 3, self.members)
 
     def replica(self, at=0):
         return self.status().replicas[at]

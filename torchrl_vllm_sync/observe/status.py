@@ -92,6 +92,21 @@ class StatusLog:
         for listener in listeners:
             listener(push)
 
+    def status(self, name: str, weight_version: int, members: Sequence[Member]) -> ServiceStatus:
+        """Puts together what is known of a service, without actor calls."""
+        snapshots, now = self._load.snapshots(), self._load.clock()
+        self.add_pushes(one.last_push for one in snapshots if one.last_push is not None)
+        known = {one.replica_id: one for one in members}
+        return ServiceStatus(
+            name=name,
+            time=time.time(),
+            weight_version=weight_version,
+            in_flight=self._load.total_in_flight,
+            replicas=tuple(_of_replica(one, known.get(one.replica_id), now) for one in snapshots),
+            pushes=self.pushes,
+            failures=self.failures,
+        )
+
     def _note_failures(self) -> None:
         """Notes replicas that have newly failed or gone stale; the ledger is locked meanwhile."""
         snapshots = self._load.snapshots()
@@ -224,29 +239,6 @@ class ServiceStatus:
 def finite(value: Any) -> Any:
     """Returns what JSON makes of it, with None for figures that are not finite."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
-
-
-def collect_status(
-    name: str,
-    weight_version: int,
-    in_flight: int,
-    snapshots: Sequence[LoadSnapshot],
-    members: Sequence[Member],
-    log: StatusLog,
-    now: float,
-) -> ServiceStatus:
-    """Puts together what is known of a service, without actor calls."""
-    log.add_pushes(one.last_push for one in snapshots if one.last_push is not None)
-    known = {one.replica_id: one for one in members}
-    return ServiceStatus(
-        name=name,
-        time=time.time(),
-        weight_version=weight_version,
-        in_flight=in_flight,
-        replicas=tuple(_of_replica(one, known.get(one.replica_id), now) for one in snapshots),
-        pushes=log.pushes,
-        failures=log.failures,
-    )
 
 
 # What a status has by the names of the ledger's record: always, and while its report is fresh.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.engine.actor import EngineActor
+from torchrl_vllm_sync.engine.args import WORKER_EXTENSION
 from torchrl_vllm_sync.engine.gate import AdmissionGate, SampleVersions
 from torchrl_vllm_sync.engine.reload import check_can_be_filled
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 
 
-EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
 REPLICA_ID = "0"
 LOCAL_ADDRESS = "127.0.0.1"
 # Where an LLM's engine keeps what follows it, so that a second updater counts versions on.
@@ -94,7 +94,8 @@ def _require_extension(llm: LLM) -> None:
     extension = llm.llm_engine.vllm_config.parallel_config.worker_extension_cls
     if not extension or not issubclass(resolve_obj_by_qualname(extension), SyncWorkerExtension):
         raise UnsupportedArgumentError(
-            f"the LLM must be created with worker_extension_cls={EXTENSION!r}, got {extension!r}"
+            f"the LLM must be created with worker_extension_cls={WORKER_EXTENSION!r}, "
+            f"got {extension!r}"
         )
 
 

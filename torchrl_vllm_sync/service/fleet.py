@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -355,6 +356,7 @@ class ScalingPolicy(Protocol):
         ...
 
 
+@dataclass
 class QueueLengthScaling:
     """Adds a replica while requests queue in the engines, removes one while engines are idle.
 
@@ -376,25 +378,19 @@ class QueueLengthScaling:
         UnsupportedArgumentError: A number is out of range.
     """
 
-    def __init__(
-        self,
-        min_replicas: int,
-        max_replicas: int,
-        *,
-        long_queue: float = 4.0,
-        idle_load: float = 1.0,
-        patience_s: float = 30.0,
-        drain_timeout_s: float = 300.0,
-    ) -> None:
-        check_integer("min_replicas", min_replicas, 1)
-        check_integer("max_replicas", max_replicas, min_replicas)
-        check_number("long_queue", long_queue, 0)
-        check_number("idle_load", idle_load, 0)
-        check_number("patience_s", patience_s, 0)
-        check_number("drain_timeout_s", drain_timeout_s, 0)
-        self.min_replicas, self.max_replicas = min_replicas, max_replicas
-        self.long_queue, self.idle_load = long_queue, idle_load
-        self.patience_s, self.drain_timeout_s = patience_s, drain_timeout_s
+    min_replicas: int
+    max_replicas: int
+    _: KW_ONLY
+    long_queue: float = 4.0
+    idle_load: float = 1.0
+    patience_s: float = 30.0
+    drain_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_integer("min_replicas", self.min_replicas, 1)
+        check_integer("max_replicas", self.max_replicas, self.min_replicas)
+        for name in ("long_queue", "idle_load", "patience_s", "drain_timeout_s"):
+            check_number(name, getattr(self, name), 0)
         self._long_since = self._idle_since = math.inf
 
     def __call__(self, snapshots: Sequence[LoadSnapshot], now: float) -> int:

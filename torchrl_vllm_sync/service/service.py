@@ -34,7 +34,6 @@ from torchrl_vllm_sync.engine.args import (
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe.metrics import MetricsExporter, metrics_port
 from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError
-from torchrl_vllm_sync.observe.status import collect_status
 from torchrl_vllm_sync.observe.views import absent_html, status_html
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
 from torchrl_vllm_sync.requests.background import iterate_blocking, run_blocking
@@ -433,14 +432,11 @@ class AsyncVLLM(RLvLLMEngine):
             RequestLostError: Three replicas lost a request, or there was no other to take it up.
             GenerationError: A request failed in the engine.
         """
-        for name, value in (
-            ("prompt_adapter_request", prompt_adapter_request),
-            ("guided_options_request", guided_options_request),
-        ):
-            if value is not None:
-                raise UnsupportedArgumentError(
-                    f"{name} must be None: vLLM no longer has it, got {type(value).__name__}"
-                )
+        if prompt_adapter_request is not None or guided_options_request is not None:
+            raise UnsupportedArgumentError(
+                "prompt_adapter_request must be None, and guided_options_request must be None: "
+                "vLLM no longer has them"
+            )
         batch = self.requests.prepare(
             prompts,
             sampling_params,
@@ -786,16 +782,7 @@ class AsyncVLLM(RLvLLMEngine):
         Asks nobody, but for the first time in a pickled or attached copy.
         """
         self.replicas.require()
-        snapshots = self.replicas.known()
-        return collect_status(
-            self.name,
-            self.weight_version,
-            self.load.total_in_flight,
-            snapshots,
-            self.replicas.members,
-            self.weights.log,
-            self.load.clock(),
-        )
+        return self.weights.log.status(self.name, self.weight_version, self.replicas.members)
 
     def dashboard(self, port: int = 0, host: str = "127.0.0.1") -> Dashboard:
         """Returns the server of a page that shows the service, until this process lets it go.
