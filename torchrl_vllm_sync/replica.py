@@ -52,10 +52,9 @@ UNRESPONSIVE_AFTER_S = 60.0
 
 
 class Silence:
-    """Seconds for which an answer has been owed, by the time that the waiting process was awake.
+    """Seconds for which an answer has been owed, not counting those of our own absence.
 
-    No more than ``MAX_STEP_S`` counts between two looks: a process that was itself stopped, or
-    starved, does not take its own absence for silence.
+    At most ``MAX_STEP_S`` counts between two looks: this process may have been stopped itself.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

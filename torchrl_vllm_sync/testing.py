@@ -83,9 +83,8 @@ def make_tiny_checkpoint(
         architecture: A dense or a mixture-of-experts model.
         tied: Whether the output head shares the embedding's weights.
         seed: Of the weights. The tokenizer does not depend on it.
-        diverse: 4 layers and a wide initial spread, for tests of weight transfer: greedy outputs
-            differ between prompts and between seeds, so that a wrong weight shows. Otherwise 2
-            layers close to the uniform distribution, which learn within seconds on a laptop.
+        diverse: 4 layers and a wide spread, so that greedy outputs differ and a wrong weight shows.
+            Otherwise 2 layers near the uniform distribution, which learn within seconds.
         **config_overrides: Fields of the transformers config, such as ``num_hidden_layers=1``.
 
     Returns:

@@ -180,8 +180,8 @@ class MetricsExporter:
 
     The service's end, or that of the connection to Ray, ends it too. A gauge whose figure has
     become unknown, or whose replica has left, disappears, and so do all at the end. Counters of
-    replicas begin at what these have done since they started, those of this process's requests and
-    pushes at 0. Let one process export: figures of engines are the same in each.
+    replicas begin at what these have done since they started, those of this process at 0. Let one
+    process export: figures of engines are the same in each.
 
     Example:
         >>> exporter = service.export_metrics(interval_s=5.0)

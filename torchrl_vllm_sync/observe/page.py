@@ -47,12 +47,10 @@ _HEADERS = {
 class Dashboard:
     """Serves a page about a service, over HTTP, until it is closed or the service ends.
 
-    ``/`` is the page, ``/status.json`` the service's status as ``ServiceStatus.as_dict`` gives it,
-    and ``/history.json`` what the plots show. No request changes anything. It asks for no password,
-    so whoever can reach the address can read it; on the loopback address those are the users of
-    this machine, and not pages of other sites that a browser here has open.
-
-    Lifecycle: it serves from the beginning; :meth:`close`, or leaving ``with``, ends it.
+    ``/`` is the page, ``/status.json`` the status as ``ServiceStatus.as_dict`` gives it, and
+    ``/history.json`` what the plots show. Whoever can reach the address can read it, and change
+    nothing; on the loopback address those are the users of this machine, and not pages of other
+    sites in a browser here. :meth:`close`, or leaving ``with``, ends it.
 
     Example:
         >>> with service.dashboard() as board:

@@ -240,9 +240,8 @@ class Dispatcher:
     ) -> AsyncGenerator[EngineResult]:
         """Yields the partial outputs of one request, the last one finished.
 
-        After a lost replica another goes on behind the tokens received where sampling allows that
-        (``continuation``), or begins again: outputs of all tokens so far start over, and a stream
-        of only new tokens ends with a ``RequestLostError``.
+        After a lost replica another goes on where sampling allows that (``continuation``), or
+        begins again; a stream of only new tokens then ends with a ``RequestLostError``.
         """
         pending = PendingRequest(request, time.monotonic(), AnswerSoFar(request))
         while not pending.has_ended:

@@ -403,18 +403,17 @@ class AsyncVLLM(RLvLLMEngine):
             prompt_adapter_request, guided_options_request: Must be ``None``: vLLM has none.
             timeout_seconds: Time limit of each request; ``None`` means ``request_timeout_s``.
             actor_index: Use this replica instead of the balancer's choice.
-            stream: Yield partial outputs of a single prompt instead; asyncio: :meth:`astream`. When
-                its replica is lost another goes on behind the tokens received, or begins again
-                where that is unsound: with a ``seed``, penalties that count the answer alone,
-                ``n > 1``, structured outputs. Those of kind ``DELTA`` then end with an error.
+            stream: Yield partial outputs of a single prompt instead. When its replica is lost
+                another goes on behind the tokens received, or begins again where that is unsound:
+                with a ``seed``, penalties that count the answer alone, ``n > 1``, structured
+                outputs. Those of kind ``DELTA`` then end with an error.
             return_exceptions: Put errors into a batch's list instead of raising the first one.
             min_version: Begin only under this policy version or a later one; a replica that holds
                 it, pushed or not yet, is waited for within the time limit.
             session_id: Names the conversation of a prompt: an integer or text, one for all prompts
-                or a list with one, or ``None``, for each. A session stays with the replica that
-                served it last, whose prefix cache holds it, until that dies, drains, goes stale or
-                gets new weights, or its KV cache is about to overflow and moving costs less. Each
-                process remembers its own; see :meth:`release_sessions`.
+                or a list with one, or ``None``, for each. A session stays with the replica whose
+                prefix cache holds it, while it does and moving does not cost less. Each process
+                remembers its own; see :meth:`release_sessions`.
             group_id: Names prompts that are alike, such as the samples of one GRPO group, in the
                 same forms. What begins goes where its group is, unless that replica is overloaded.
 
@@ -651,12 +650,12 @@ class AsyncVLLM(RLvLLMEngine):
     ) -> None:
         """Has every replica load new versions of a snapshot directory on its own, as they appear.
 
-        For a trainer that only writes, with ``SnapshotWriter``. Each replica applies each version
-        at most once and skips those it was too late for, so that replicas may differ for a moment.
+        For a trainer that only writes, with ``SnapshotWriter``. Each replica applies a version at
+        most once and skips those it was too late for, so that replicas may differ for a moment.
 
         Args:
-            directory: Visible to every replica's node; it need not exist yet. It takes the place of
-                the one that was followed before.
+            directory: Visible to every replica's node, instead of the one followed before; it need
+                not exist yet.
             run_id: Load snapshots of this training run only; ``None`` loads those of any.
             interval_s: Seconds between looks, greater than 0.
             timeout_s: Seconds for each load.
@@ -675,7 +674,7 @@ class AsyncVLLM(RLvLLMEngine):
         self.replicas.call_replicas("stop_following").raise_failures()
 
     def use_transport(self, transport: WeightTransport) -> None:
-        """Makes ``transport`` the one that pushes use, and closes the one before.
+        """Makes another transport the one that pushes use, and closes the one before.
 
         Args:
             transport: What to send through.
