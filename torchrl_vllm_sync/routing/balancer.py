@@ -203,8 +203,7 @@ class LoadBalancer:
             context: Passed on to the strategies.
             exclude: Ids of replicas not to use, such as one that has just lost this request.
             min_version: Use only replicas known to hold this policy version or a later one.
-            session_id: The conversation that it belongs to.
-            group_id: The group of requests with the same prompt that it belongs to.
+            session_id, group_id: Its conversation, and its group of requests with the same prompt.
 
         Returns:
             The reservation, which counts until it is released; use it in ``with``.
@@ -239,8 +238,7 @@ class LoadBalancer:
 
         Args:
             prompts: At least one.
-            session_id: One for all prompts, or a list with one, or None, for each.
-            group_id: Likewise.
+            session_id, group_id: One for all prompts, or a list with one, or None, for each.
             sampling_params: For each prompt how many samples it asks for, and their length at most;
                 None means one of unknown length.
         """
