@@ -87,14 +87,14 @@ class Rig:
         self.fleet = Fleet(self.replicas, self.pusher)
         self.fleet.supervises = True
         self.calls, self.during, self.closed, self.ended = [], {}, [], []
-        monkeypatch.setattr(self.replicas, "start", self.start)
+        monkeypatch.setattr(self.replicas, "start_calls", self.start)
         monkeypatch.setattr(fleet_module, "close_members", self.close)
         monkeypatch.setattr(self.fleet, "_end", lambda one: self.ended.append(one.replica.actor))
         monkeypatch.setattr(fleet_module, "launch_replicas", self.launch)
 
-    def start(self, replicas, method, calls):
-        del calls
-        replicas = list(replicas)
+    def start(self, method, calls, *, among=None):
+        current = self.replicas.current() if among is None else among
+        replicas = [one for one in current if one.replica_id in calls]
         self.calls.append((method, *(one.actor for one in replicas)))
         self.during.pop(method, lambda: None)()
         reports = {
@@ -231,7 +231,7 @@ def test_before_a_push_it_follows_whoever_knows_more(rig, monkeypatch, told, exp
     if told is not None:
         answer = EngineReport(replica_id="1", state=SERVING, membership_epoch=epoch + told)
     calls = SimpleNamespace(first_answer=lambda deadline_s: answer)
-    monkeypatch.setattr(rig.replicas, "start", lambda *_: calls)
+    monkeypatch.setattr(rig.replicas, "start_calls", lambda *_: calls)
     monkeypatch.setattr(replicas_module, "find_service", lambda *_, **__: (None, newer))
     rig.replicas.refresh_members()
     assert rig.load.replica_ids == expected

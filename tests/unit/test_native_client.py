@@ -32,13 +32,13 @@ class Rig:
             pusher=SimpleNamespace(step_aside=lambda: self.aside.append(1)),
             learn_versions=lambda *, notify: self.learned.append(notify),
         )
-        monkeypatch.setattr(self.replicas, "start", self.start)
+        monkeypatch.setattr(self.replicas, "start_calls", self.start)
         monkeypatch.setattr(self.replicas, "learn", lambda: self.learned.append(True))
         self.client = NativeClient(self.replicas, weights)
 
-    def start(self, replicas, method, calls, **options):
+    def start(self, method, calls, **options):
         self.calls.append((method, calls, options))
-        answers = Answers({one.replica_id: self.answers.get(one.replica_id) for one in replicas})
+        answers = Answers({name: self.answers.get(name) for name in calls})
         return SimpleNamespace(answers=lambda deadline_s: answers)
 
 

@@ -30,7 +30,7 @@ from torchrl_vllm_sync.service.weights import Weights
 from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from vllm import LLM, RequestOutput
 
@@ -112,20 +112,16 @@ class LocalReplicas(Replicas):
         super().__init__(settings, Membership([member]))
         self._replica = replica
 
-    def start(
-        self,
-        replicas: Iterable[Replica],
-        method: str,
-        calls: Mapping[str, tuple[Any, ...]],
-        **kwargs: Any,
+    def start_calls(
+        self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any
     ) -> _LocalCalls:
         """Calls the replica's method and does not wait."""
 
-        def call(one: Replica) -> Any:
-            answer = getattr(one.actor, method)(*calls[one.replica_id], **kwargs)
+        def call(args: tuple[Any, ...]) -> Any:
+            answer = getattr(self._replica, method)(*args, **kwargs)
             return run_blocking(answer) if asyncio.iscoroutine(answer) else answer
 
-        futures = {one.replica_id: in_thread("local-llm", partial(call, one)) for one in replicas}
+        futures = {name: in_thread("local-llm", partial(call, calls[name])) for name in calls}
         return _LocalCalls(futures, lambda _: None)
 
     def standings(self) -> dict[str, Standing]:

@@ -322,8 +322,8 @@ class Fleet:
     def _call(self, members: Sequence[Member], method: str, *args: Any) -> Answers:
         """Calls the actors that these members had, even if they have been replaced since."""
         calls = dict.fromkeys([one.replica_id for one in members], args)
-        replicas = [one.replica for one in members]
-        return self._replicas.start(replicas, method, calls).answers(CALL_TIMEOUT_S)
+        former = [one.replica for one in members]
+        return self._replicas.start_calls(method, calls, among=former).answers(CALL_TIMEOUT_S)
 
     def _require_open(self) -> Membership:
         """Returns the membership; raises once the fleet was closed."""

@@ -385,10 +385,16 @@ class Replicas(Sequence[Replica]):
         return self.settings.name
 
     def call_replicas(
-        self, method: str, *args: Any, deadline_s: float = RPC_TIMEOUT_S, **kwargs: Any
+        self,
+        method: str,
+        *args: Any,
+        calls: Mapping[str, tuple[Any, ...]] | None = None,
+        deadline_s: float = RPC_TIMEOUT_S,
+        **kwargs: Any,
     ) -> Answers:
-        """Calls an engine actor's method on every replica at once, and waits for all of them."""
-        return self.start_calls(method, self.everyone(*args), **kwargs).answers(deadline_s)
+        """Calls an engine actor's method on all, with ``args`` or what each has in ``calls``."""
+        calls = self.everyone(*args) if calls is None else calls
+        return self.start_calls(method, calls, **kwargs).answers(deadline_s)
 
     def everyone(self, *args: Any) -> dict[str, tuple[Any, ...]]:
         """The same arguments for each replica that may be called."""
@@ -396,22 +402,18 @@ class Replicas(Sequence[Replica]):
         return {one.replica_id: args for one in self.current()}
 
     def start_calls(
-        self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any
-    ) -> ReplicaCalls:
-        """Calls a method on some replicas, each with arguments of its own, and does not wait."""
-        self.require()
-        called = [one for one in self.current() if one.replica_id in calls]
-        return self.start(called, method, calls, **kwargs)
-
-    def start(
         self,
-        replicas: Iterable[Replica],
         method: str,
         calls: Mapping[str, tuple[Any, ...]],
+        *,
+        among: Iterable[Replica] | None = None,  # the current ones; or these, current or not
         **kwargs: Any,
     ) -> ReplicaCalls:
-        """The same for these actors, current or not."""
-        actors = {one.replica_id: one.actor for one in replicas}
+        """Calls a method on some replicas, each with arguments of its own, and does not wait."""
+        if among is None:
+            self.require()
+            among = self.current()
+        actors = {one.replica_id: one.actor for one in among if one.replica_id in calls}
         refs: dict[str, Any] = {}
         for name, actor in actors.items():
             refs[name] = getattr(actor, method).remote(*calls[name], **kwargs)

@@ -16,12 +16,14 @@ from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
 from torchrl_vllm_sync.weights.transport import GRACE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torchrl_vllm_sync.replica import PushStatus
     from torchrl_vllm_sync.service.replicas import Answers, Replicas
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
+
+
+# Seconds for vLLM's calls that have no limit of their own.
+CALL_TIMEOUT_S = DEFAULT_TIMEOUT_S + GRACE_S
 
 
 class Weights:
@@ -219,7 +221,8 @@ class NativeClient:
         :meth:`init_weight_transfer_engine` sets it up again. A replica that had received part of
         an update is stale until a later update succeeds.
         """
-        self._call("shutdown_weight_transfer_engine").raise_failures()
+        call = self._replicas.call_replicas
+        call("shutdown_weight_transfer_engine", deadline_s=CALL_TIMEOUT_S).raise_failures()
         self._replicas.learn()
 
     def use_transfer_engine(self, backend: str | None = None) -> None:
@@ -230,7 +233,8 @@ class NativeClient:
                 as ``"nccl"``; ``None`` goes back to that of the launch, which ``broadcast`` needs.
         """
         self._weights.pusher.step_aside()
-        self._call("use_transfer_engine", backend).raise_failures()
+        call = self._replicas.call_replicas
+        call("use_transfer_engine", backend, deadline_s=CALL_TIMEOUT_S).raise_failures()
 
     def start_weight_update(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Begins an update on every replica, or on none; pushes wait until it has ended.
@@ -248,8 +252,9 @@ class NativeClient:
         failures = answers.failures
         if failures and (begun := answers.keys() - failures.keys()):
             calls = dict.fromkeys(begun, ())
-            pending = self._replicas.start_calls("shutdown_weight_transfer_engine", calls)
-            pending.answers(timeout_s + GRACE_S)
+            self._replicas.call_replicas(
+                "shutdown_weight_transfer_engine", calls=calls, deadline_s=timeout_s + GRACE_S
+            )
         answers.raise_failures()
 
     def update_weights(self, weights: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -376,20 +381,10 @@ class NativeClient:
         names = enumerate(self._replicas.everyone())
         return {name: range(at * num, (at + 1) * num) for at, name in names}
 
-    def _call(
-        self,
-        method: str,
-        *args: Any,
-        calls: Mapping[str, tuple[Any, ...]] | None = None,
-        timeout_s: float | None = None,
-        **options: Any,
-    ) -> Answers:
-        """Calls all replicas with the same arguments, or each with its own."""
-        calls = self._replicas.everyone(*args) if calls is None else calls
-        if timeout_s is not None:
-            options["timeout_s"] = timeout_s
-        pending = self._replicas.start_calls(method, calls, **options)
-        return pending.answers((timeout_s or DEFAULT_TIMEOUT_S) + GRACE_S)
+    def _call(self, method: str, *args: Any, timeout_s: float, **options: Any) -> Answers:
+        """Calls all replicas, which keep the time limit themselves."""
+        options |= {"timeout_s": timeout_s, "deadline_s": timeout_s + GRACE_S}
+        return self._replicas.call_replicas(method, *args, **options)
 
 
 def is_payload(weights: Any) -> bool:
