@@ -29,7 +29,8 @@ class UnstampedRowsError(SyncError, KeyError):
     Attributes:
         transform: Name of the transform's class.
         key: The entry.
-        num_missing, num_rows: Rows without it, and rows of the batch.
+        num_missing: Rows without it.
+        num_rows: Rows of the batch.
     """
 
     def __init__(self, transform: str, key: object, num_missing: int, num_rows: int) -> None:
@@ -101,7 +102,8 @@ class ReplicaUnavailableError(SyncError, RuntimeError):
 
     Attributes:
         replica_id: Stable id of the replica.
-        state, reason: Its state, and what is wrong with it.
+        state: Its state.
+        reason: What is wrong with it.
         may_return: Whether its actor could only not be reached for the moment.
     """
 
@@ -136,7 +138,7 @@ class GenerationError(SyncError, RuntimeError):
 class RequestLostError(GenerationError, ReplicaUnavailableError):
     """Every replica that was given a request lost it, and no other took it up in time.
 
-    It has the id and the state of the replica that had it last.
+    It has the id of the request, and the id and the state of the replica that had it last.
 
     Attributes:
         request_id: Id of the request.
@@ -175,7 +177,8 @@ class PushUnderWayError(SyncError, RuntimeError):
     """Another trainer is pushing to the service; this push touched nothing and may be repeated.
 
     Attributes:
-        host, pid: Name of the other trainer's host, and its process id there.
+        host: Name of the host that the other trainer runs on.
+        pid: Its process id there.
     """
 
     def __init__(self, host: str, pid: int) -> None:

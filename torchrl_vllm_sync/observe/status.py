@@ -129,12 +129,14 @@ class ReplicaStatus:
 
     Attributes:
         replica_id: Stable id of the replica.
-        state, reason: Its state, and why it is ``STALE`` or ``FAILED``.
+        state: Its state.
+        reason: Why it is ``STALE`` or ``FAILED``; empty otherwise.
         weight_version: Policy version that it last said it holds.
         in_flight: Samples that this process has there, exact.
         elsewhere: Samples that other processes have there, estimated at the last report.
         num_unfinished: Requests inside its engine.
-        num_running, num_waiting: Those in the engine's running batch, and in its queue.
+        num_running: Requests in the engine's running batch.
+        num_waiting: Requests queued in the engine.
         kv_cache_usage: Share of KV-cache blocks in use, 0 to 1.
         prefix_cache_hit_rate: Share, 0 to 1, of the prompt tokens looked up in its prefix cache
             since the engine's start that were found there.
@@ -143,7 +145,8 @@ class ReplicaStatus:
         counters: What the engine has done since it started.
         report_age_s: Seconds since its last report.
         num_restarts: How often its actor was replaced.
-        node, pid: Address of its node, and process id of its actor there.
+        node: Address of its node.
+        pid: Process id of its actor on that node.
         device_type: Where its weights are: ``"cpu"`` or ``"cuda"``.
     """
 

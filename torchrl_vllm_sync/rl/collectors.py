@@ -208,7 +208,8 @@ class RayReplayBuffer(_TorchRLBuffer):
         >>> collector = RayLLMCollector(env, policy=policy, replay_buffer=buffer, ...)
 
     Args:
-        *args, **kwargs: See TorchRL's ``RayReplayBuffer``.
+        *args: See TorchRL's ``RayReplayBuffer``.
+        **kwargs: See there.
     """
 
     _is_copy = False

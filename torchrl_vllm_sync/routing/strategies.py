@@ -64,7 +64,8 @@ class RoutingRequest:
     Attributes:
         prompt: Text, or token ids, not empty.
         context: What else the caller said; this library's strategies do not read it.
-        session_id, group_id: Its conversation, and its group of requests with the same prompt.
+        session_id: The conversation it belongs to.
+        group_id: The group of requests with the same prompt it belongs to.
         salt: Requests with different salts share no cache; vLLM's ``cache_salt``.
         num_samples: Samples that it asks for; each counts as one request in flight.
         max_tokens: Most tokens that each sample can have.
