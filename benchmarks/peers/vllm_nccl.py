@@ -239,15 +239,11 @@ class VLLMNCCLTransport:
         if isinstance(source, StableSource):
             for name, tensor in source.views() or ():
                 check_device(name, tensor, self._device)
-        everyone = dict.fromkeys(members.incarnations, (push.version, self.run_id))
-        answers = members.client.start_calls("expect_native", everyone).answers(SHORT_TIMEOUT_S)
-        if failed(answers):
-            return answers
         info = update_info(self._vllm_version, self._packing, source.metadata())
         torch.cuda.current_stream(self._device).synchronize()  # the sender has other streams
         ready = time.perf_counter()
         calls = members.start(
-            "receive_native",
+            "update_weights_native",
             info,
             version=push.version,
             run_id=self.run_id,

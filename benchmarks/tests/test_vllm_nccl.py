@@ -53,7 +53,7 @@ class Client:
         if method == "describe":
             return Answered({name: self.described[name] for name in calls})
         report = {"version": options.get("version")}
-        failing = self.failing if method == "receive_native" else {}
+        failing = self.failing if method == "update_weights_native" else {}
         return Answered({name: failing.get(name, report) for name in calls})
 
     def calls_of(self, method):
@@ -160,7 +160,7 @@ def test_the_trainers_kernels_have_ended_before_anybody_receives(nccl):
     client = nccl.client = Client(description())
     push(VLLMNCCLTransport(), client, 1)
     order = [method for method, _ in client.log]
-    assert order.index("synchronize") < order.index("receive_native")
+    assert order.index("synchronize") < order.index("update_weights_native")
 
 
 def test_a_group_is_formed_once_and_left_after_a_failure(nccl):

@@ -60,6 +60,10 @@ def call(service, method, *args, **kwargs):
     return answers["0"]
 
 
+def as_push(version, run_id):
+    return {"version": version, "run_id": run_id, "mode": "keep", "clear_cache": False}
+
+
 def test_an_update_in_parts(layerwise, model):
     layerwise.start_weight_update()
     for part in parts(perturbed(model, seed=300)):
@@ -80,11 +84,11 @@ def test_a_push_in_parts_reports_as_others_do(layerwise, model):
     while layerwise.get_num_unfinished_requests(0) < 1:
         assert not ray.wait([running], timeout=0.01)[0]
     time.sleep(0.1)
-    call(layerwise, "begin_chunks", version, "run", "keep", False, 60.0)
+    call(layerwise, "start_weight_update", timeout_s=60.0, **as_push(version, "run"))
     assert state(layerwise) == "updating"
     for part in parts(perturbed(model, seed=310)):
-        call(layerwise, "receive_chunk", part, 30.0)
-    answer = call(layerwise, "finish_chunks")
+        call(layerwise, "update_weights", part, timeout_s=30.0)
+    answer = call(layerwise, "finish_weight_update")
     outcome = LoadReport(**answer)
     assert (outcome.version, outcome.path, outcome.phases["num_tensors"]) == (
         version,
@@ -96,24 +100,15 @@ def test_a_push_in_parts_reports_as_others_do(layerwise, model):
     assert len(output.outputs[0].token_ids) == 220
     assert_holds(layerwise, model)
     with pytest.raises(StaleVersionError):
-        call(layerwise, "begin_chunks", version, "another run", "keep", False, 60.0)
+        call(layerwise, "start_weight_update", timeout_s=60.0, **as_push(version, "another run"))
     assert state(layerwise) == "serving"
 
 
 def test_a_whole_push_in_one_call(layerwise, model):
     version = next_version(layerwise)
     (update,) = parts(perturbed(model, seed=320), size=1000)
-    call(layerwise, "expect_native", version, "run 2")
-    answer = call(
-        layerwise,
-        "receive_native",
-        update,
-        version=version,
-        run_id="run 2",
-        mode="keep",
-        clear_cache=False,
-        timeout_s=30.0,
-    )
+    push = as_push(version, "run 2")
+    answer = call(layerwise, "update_weights_native", update, timeout_s=30.0, **push)
     assert (answer["version"], answer["path"]) == (version, "layerwise")
     assert_holds(layerwise, model)
 
@@ -149,14 +144,14 @@ def test_an_update_that_breaks_off_does_not_poison_the_next(layerwise, model, me
 
 def test_a_sender_that_falls_silent_loses_its_turn(layerwise, model):
     version = next_version(layerwise)
-    call(layerwise, "begin_chunks", version, "silent", "keep", False, 1.0)
-    call(layerwise, "receive_chunk", next(parts(model)), 1.0)
+    call(layerwise, "start_weight_update", timeout_s=1.0, **as_push(version, "silent"))
+    call(layerwise, "update_weights", next(parts(model)), timeout_s=1.0)
     deadline = time.monotonic() + 20
     while state(layerwise) != "stale":
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    with pytest.raises(TransferNotReadyError, match="no version was begun, or its time was up"):
-        call(layerwise, "finish_chunks")
+    with pytest.raises(TransferNotReadyError, match="no weight update is open"):
+        call(layerwise, "finish_weight_update")
     layerwise.push_weights(perturbed(model, seed=350))
     assert state(layerwise) == "serving"
     assert_holds(layerwise, model)

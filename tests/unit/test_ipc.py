@@ -146,7 +146,7 @@ class Engines:
         if method == "describe":
             own = self.devices.get(name, "GPU-own")
             return description(device_type="cuda", device_uuids=(own,))
-        return {"version": 7} if method == "finish_chunks" else None
+        return {"version": 7} if method == "finish_weight_update" else None
 
     def count(self, method):
         return [one for one, _ in self.called].count(method)
@@ -173,7 +173,11 @@ def test_every_part_is_taken_by_all_before_the_next_is_filled_in(here):
     order = [method for method, _ in engines.called]
     num_chunks = outcome.phases["num_chunks"]
     assert num_chunks > 1
-    assert order[3:] == ["begin_chunks", *["receive_chunk"] * num_chunks, "finish_chunks"]
+    assert order[3:] == [
+        "start_weight_update",
+        *["update_weights"] * num_chunks,
+        "finish_weight_update",
+    ]
 
 
 def test_an_engine_on_another_gpu_than_the_trainers_is_refused(here):
@@ -186,15 +190,15 @@ def test_an_engine_on_another_gpu_than_the_trainers_is_refused(here):
 
 @pytest.mark.parametrize(
     ("method", "number", "num_parts"),
-    [("begin_chunks", 0, 0), ("receive_chunk", 0, 1), ("receive_chunk", 1, 2)],
+    [("start_weight_update", 0, 0), ("update_weights", 0, 1), ("update_weights", 1, 2)],
 )
 def test_a_replica_that_fails_ends_the_push_for_all(here, method, number, num_parts):
     engines = Engines(replica_1=(method, number, OSError("no room")))
     outcome = push_parts(engines)
     assert outcome.failures == {"0": "the push was given up half-way", "1": "no room"}
-    assert engines.count("receive_chunk") == num_parts
-    assert engines.called[-1] == ("give_up_chunks", ["0", "1"])
-    assert engines.count("finish_chunks") == 0
+    assert engines.count("update_weights") == num_parts
+    assert engines.called[-1] == ("give_up_update", ["0", "1"])
+    assert engines.count("finish_weight_update") == 0
 
 
 def test_half_a_push_is_given_up_by_all(here):
@@ -209,12 +213,12 @@ def test_half_a_push_is_given_up_by_all(here):
     engines = Engines()
     with pytest.raises(RuntimeError, match="broke off"):
         push_parts(engines, Breaking(TENSORS))
-    assert engines.count("receive_chunk") >= 1
-    assert engines.called[-1] == ("give_up_chunks", ["0", "1"])
+    assert engines.count("update_weights") >= 1
+    assert engines.called[-1] == ("give_up_update", ["0", "1"])
 
 
 def test_a_replica_that_is_lost_is_done_without(here):
-    engines = Engines(replica_1=("receive_chunk", 0, TimeoutError("no answer")))
+    engines = Engines(replica_1=("update_weights", 0, TimeoutError("no answer")))
     outcome = push_parts(engines)
     assert outcome.failures == {"1": "no answer"}
-    assert engines.called[-1] == ("finish_chunks", ["0"])
+    assert engines.called[-1] == ("finish_weight_update", ["0"])

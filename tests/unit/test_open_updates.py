@@ -169,36 +169,39 @@ async def test_a_call_under_way_does_not_count_as_silence(native):
     assert native.state is SERVING
 
 
-async def test_a_version_in_chunks_has_its_time_for_all_of_them(native):
-    await native.begin_chunks(4, "run", "keep", False, 60.0)
+PUSH = {"run_id": "run", "mode": "keep", "clear_cache": False}
+
+
+async def test_a_push_in_parts_has_its_time_for_all_of_them(native):
+    await native.start_weight_update(version=4, timeout_s=60.0, **PUSH)
     for _ in range(2):
-        await native.receive_chunk(PART, 5.0)
-    report = await native.finish_chunks()
+        await native.update_weights(PART, timeout_s=5.0)
+    report = await native.finish_weight_update()
     assert (report.version, report.num_tensors, report.path) == (4, 4, "layerwise")
     assert (native._updates.version, native._updates.run_id) == (4, "run")
     assert report.whole_pause_s >= report.load_s >= 0
     with pytest.raises(StaleVersionError, match="got 3"):
-        await native.begin_chunks(3, "run", "keep", False, 60.0)
-    await native.begin_chunks(5, "run", "keep", False, 0.1)
+        await native.start_weight_update(version=3, timeout_s=60.0, **PUSH)
+    await native.start_weight_update(version=5, timeout_s=0.1, **PUSH)
 
     async def send_on():
         while True:
-            await native.receive_chunk(PART, 5.0)
+            await native.update_weights(PART, timeout_s=5.0)
             await asyncio.sleep(0.01)
 
     with pytest.raises(TransferNotReadyError):
         await send_on()
     await until(lambda: native._open is None and not native._updates.is_busy)
     assert native.state is STALE
-    with pytest.raises(TransferNotReadyError, match="no version was begun, or its time was up"):
-        await native.finish_chunks()
+    with pytest.raises(TransferNotReadyError, match="no weight update is open"):
+        await native.finish_weight_update()
 
 
-async def test_who_gives_chunks_up_must_have_begun_them(native):
-    await native.begin_chunks(4, "run", "keep", False, 60.0)
-    await native.give_up_chunks("another run")
+async def test_who_gives_a_push_up_must_have_begun_it(native):
+    await native.start_weight_update(version=4, timeout_s=60.0, **PUSH)
+    await native.give_up_update("another run")
     assert native._open is not None
-    await native.give_up_chunks("run")
+    await native.give_up_update("run")
     assert (native._open, native.state) == (None, SERVING)
 
 

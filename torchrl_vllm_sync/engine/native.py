@@ -54,8 +54,8 @@ WORKERS_ANSWERED = (TransferError, TransferNotReadyError, WeightMismatchError)
 
 @dataclass(slots=True)
 class _OpenUpdate:
-    limit_s: float  # between calls; if it comes in chunks, for the whole update
-    version: int | None = None  # known from the start of one that comes in chunks
+    limit_s: float  # between calls; of a push, for all of it
+    version: int | None = None  # of a push
     run_id: str = "vLLM's own calls"
     mode: PauseMode = "keep"
     clear_cache: bool = False
@@ -200,29 +200,42 @@ class NativeCalls:
     # ---------------------------------------------------------------- an open update
 
     async def start_weight_update(
-        self, *, timeout_s: float = TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S
+        self, *, timeout_s: float = TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S, **push: Any
     ) -> None:
-        """Keeps other updates out, and pauses the engine if it is not, until the update ends."""
+        """Keeps other updates out, and pauses the engine if it is not, until the update ends.
+
+        A ``push`` has its ``version``, ``run_id``, ``mode`` and ``clear_cache`` from the start, and
+        ``timeout_s`` for all of it.
+        """
         check_seconds("idle_timeout_s", idle_timeout_s)
-        await self._begin(_OpenUpdate(idle_timeout_s), timeout_s)
+        self._refuse_open("start_weight_update")
+        update = _OpenUpdate(timeout_s if push else idle_timeout_s, **push)
+        if update.version is not None:
+            self._updates.refuse_stale(update.version, update.run_id)
+        update.steps = self._run(update, timeout_s)
+        self._open = update
+        await self._step("start_weight_update")
 
     async def update_weights(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
-        updates, info = self._updates, payload_of(request, "update_info")
+        update, updates = self._require_idle("update_weights"), self._updates
+        info = payload_of(request, "update_info")
 
         async def receive() -> None:
             was_whole, updates.whole = updates.whole, False
             answers = await updates.call_workers("native_update", info, timeout_s=timeout_s)
             updates.whole = was_whole and all(one["untouched"] for one in answers)
             raise_failures(updates.replica_id, answers)
+            update.num_tensors += len(info["names"]) if "names" in info else 0
 
         await self._step("update_weights", receive)
 
     async def finish_weight_update(
         self, weight_version: str | None = None, *, timeout_s: float = TIMEOUT_S
-    ) -> None:
-        """Ends the update: the engine goes on, unless its user had paused it before."""
+    ) -> LoadReport | None:
+        """Ends the update: the engine goes on, unless its user had paused it; reports on a push."""
         update, updates = self._require_idle("finish_weight_update"), self._updates
-        label = None if weight_version is None else str(weight_version)
+        given = weight_version if update.version is None else update.version
+        label = None if given is None else str(given)
         version = self._version_of(label)  # one that is refused leaves the update open
 
         async def finish() -> None:
@@ -232,12 +245,23 @@ class NativeCalls:
             await updates.commit(update.pause, version, label, update.run_id)
 
         await self._step("finish_weight_update", finish)
+        if update.version is None:
+            return None
+        path = {"path": "layerwise", "path_reason": "vLLM's own transfer engines always take it"}
+        return update.pause.report(version, num_tensors=update.num_tensors, attempts=1, **path)
 
-    async def update_weights_native(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
+    async def update_weights_native(
+        self, request: Any, *, timeout_s: float = TIMEOUT_S, **push: Any
+    ) -> LoadReport | None:
         """TorchRL's name for start, update and finish in one call."""
-        await self.start_weight_update(timeout_s=timeout_s)
+        await self.start_weight_update(timeout_s=timeout_s, **push)
         await self.update_weights(request, timeout_s=timeout_s)
-        await self.finish_weight_update(timeout_s=timeout_s)
+        return await self.finish_weight_update(timeout_s=timeout_s)
+
+    async def give_up_update(self, run_id: str) -> None:
+        """Ends what run ``run_id`` has begun; the replica is stale if a part of it had come."""
+        if self._open is not None and self._open.run_id == run_id:
+            await self._abandon()
 
     async def update_weight_version(self, new_version: str) -> None:
         """Labels weights that are in place; requests in flight freeze, so each token has one."""
@@ -261,56 +285,6 @@ class NativeCalls:
                 f"weight_version must be at most {MAX_VERSION}, or no integer, got {label}"
             )
         return version
-
-    async def expect_native(self, version: int, run_id: str) -> None:
-        """Checks that :meth:`receive_native` could begin, so that no collective waits in vain."""
-        async with self._turn("a push"):
-            self._updates.require_weights()
-            self._updates.refuse_stale(version, run_id)
-            await self._updates.ask_workers("native_check", what="checking")
-
-    async def receive_native(
-        self, update_info: dict[str, Any], *, timeout_s: float, **options: Any
-    ) -> LoadReport:
-        """Receives a whole version in one go; ``options`` are those of :meth:`begin_chunks`."""
-        await self.begin_chunks(timeout_s=timeout_s, **options)
-        await self.receive_chunk(update_info, timeout_s)
-        return await self.finish_chunks()
-
-    async def begin_chunks(
-        self, version: int, run_id: str, mode: PauseMode, clear_cache: bool, timeout_s: float
-    ) -> None:
-        """Begins a version that comes in parts; the sender has ``timeout_s`` for all of them."""
-        self._updates.refuse_stale(version, run_id)
-        update = _OpenUpdate(timeout_s, version, run_id, mode, clear_cache)
-        await self._begin(update, timeout_s)
-
-    async def receive_chunk(self, update_info: dict[str, Any], timeout_s: float) -> None:
-        update, _ = self._require_chunks()
-        await self.update_weights(update_info, timeout_s=timeout_s)
-        update.num_tensors += len(update_info["names"])
-
-    async def finish_chunks(self) -> LoadReport:
-        update, version = self._require_chunks()
-        await self.finish_weight_update(str(version), timeout_s=SHORT_TIMEOUT_S)
-        path = {"path": "layerwise", "path_reason": "vLLM's own transfer engines always take it"}
-        return update.pause.report(version, num_tensors=update.num_tensors, attempts=1, **path)
-
-    async def give_up_chunks(self, run_id: str) -> None:
-        """Ends what run ``run_id`` has begun; the replica is stale if a part of it had come."""
-        if self._open is not None and self._open.run_id == run_id:
-            await self._abandon()
-
-    def _require_chunks(self) -> tuple[_OpenUpdate, int]:
-        if self._open is None or self._open.version is None:
-            raise TransferNotReadyError("no version was begun, or its time was up")
-        return self._open, self._open.version
-
-    async def _begin(self, update: _OpenUpdate, timeout_s: float) -> None:
-        self._refuse_open("start_weight_update")
-        update.steps = self._run(update, timeout_s)
-        self._open = update
-        await self._step("start_weight_update")
 
     async def _run(
         self, update: _OpenUpdate, timeout_s: float

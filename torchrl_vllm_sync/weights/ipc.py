@@ -106,8 +106,14 @@ class IPCTransport:
                 for name, tensor in push.source.views() or ():
                     check_device(name, tensor, self._device)
             self._make_buffer(push.source.metadata())
-            options = push.version, self.run_id, push.mode, push.clear_cache, push.timeout_s
-            calls = members.start("begin_chunks", *options)
+            calls = members.start(
+                "start_weight_update",
+                version=push.version,
+                run_id=self.run_id,
+                mode=push.mode,
+                clear_cache=push.clear_cache,
+                timeout_s=push.timeout_s,
+            )
             answers = calls.answers(deadline.left_s + GRACE_S)
         with push.times.measure("send_s"):
             try:
@@ -119,11 +125,12 @@ class IPCTransport:
                 is_whole = not failed(answers)
             finally:
                 if not is_whole:
-                    given_up = members.start("give_up_chunks", self.run_id)
+                    given_up = members.start("give_up_update", self.run_id)
                     given_up.answers(SHORT_TIMEOUT_S + GRACE_S)
         with push.times.measure("acknowledge_s"):
             if is_whole:
-                answers = members.start("finish_chunks").answers(deadline.left_s + GRACE_S)
+                calls = members.start("finish_weight_update", timeout_s=SHORT_TIMEOUT_S)
+                answers = calls.answers(deadline.left_s + GRACE_S)
             torch.cuda.ipc_collect()
         push.times.seconds["num_chunks"] = num_chunks
         given_up = SyncError("the push was given up half-way")
@@ -147,8 +154,9 @@ class IPCTransport:
             # An export is counted once, and released by the process that opens it.
             handles = {device_uuid(self._device): reduce_tensor(self._buffer)[1]}
             own = {**info, **self._fields[name], "ipc_handles_bytes": pickle.dumps(handles)}
-            calls[name] = (own, left)
-        return members.client.start_calls("receive_chunk", calls).answers(left + GRACE_S)
+            calls[name] = (own,)
+        shown = members.client.start_calls("update_weights", calls, timeout_s=left)
+        return shown.answers(left + GRACE_S)
 
     def _make_buffer(self, metadata: list[ParamMeta]) -> None:
         size = max([self._buffer_bytes, *(one.num_bytes for one in metadata)])
