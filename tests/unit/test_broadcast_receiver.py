@@ -50,16 +50,18 @@ class Replica:
         )
 
     def join_broadcast(self, info, *, timeout_s):
-        asyncio.run(self.loads.join(info, timeout_s=timeout_s))
+        asyncio.run(self.loads.join_broadcast(info, timeout_s=timeout_s))
 
     def prepare_broadcast(self, metadata, bucket_bytes, *, timeout_s):
-        return asyncio.run(self.loads.prepare(metadata, bucket_bytes, timeout_s=timeout_s))
+        return asyncio.run(
+            self.loads.prepare_broadcast(metadata, bucket_bytes, timeout_s=timeout_s)
+        )
 
     def receive_broadcast(self, push_id, digest, **options):
-        return asdict(asyncio.run(self.loads.receive(push_id, digest, **options)))
+        return asdict(asyncio.run(self.loads.receive_broadcast(push_id, digest, **options)))
 
     def leave_broadcast(self):
-        asyncio.run(self.loads.leave())
+        asyncio.run(self.loads.leave_broadcast())
 
 
 class Calls:

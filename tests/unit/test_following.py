@@ -21,7 +21,7 @@ def test_a_version_that_is_too_old_is_told_of_once(tmp_path, caplog):
 
     async def follow():
         loads = SnapshotLoads(updates, list)
-        loads.follow(str(directory), None, interval_s=0.01, timeout_s=5.0)
+        loads.follow_snapshots(str(directory), None, interval_s=0.01, timeout_s=5.0)
         try:
             await asyncio.sleep(0.5)  # fifty looks
         finally:

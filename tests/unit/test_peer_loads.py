@@ -26,7 +26,7 @@ def updates_at(version, run_id="run", whole=True):
 
 async def test_what_an_engine_came_to_hold_meanwhile_is_not_taken_again():
     updates = updates_at(5)
-    report = await PeerLoads(updates).take(OFFER, timeout_s=1.0)
+    report = await PeerLoads(updates).take_weights(OFFER, timeout_s=1.0)
     assert (report.version, report.loaded) == (5, False)
     assert not updates.asked
 
@@ -34,7 +34,7 @@ async def test_what_an_engine_came_to_hold_meanwhile_is_not_taken_again():
 async def test_an_older_version_never_replaces_a_newer_one():
     updates = updates_at(6)
     with pytest.raises(StaleVersionError, match="at least 6, which replica 0 holds, got 5"):
-        await PeerLoads(updates).take(OFFER, timeout_s=1.0)
+        await PeerLoads(updates).take_weights(OFFER, timeout_s=1.0)
     assert not updates.asked
 
 
@@ -42,7 +42,7 @@ async def test_an_older_version_never_replaces_a_newer_one():
 async def test_everything_else_is_taken(held):
     updates = updates_at(*held)
     with pytest.raises(SyncError, match="failed"):
-        await PeerLoads(updates).take(OFFER, timeout_s=1.0)
+        await PeerLoads(updates).take_weights(OFFER, timeout_s=1.0)
     assert "sync_peer_open" in updates.asked
 
 

@@ -219,7 +219,7 @@ class Stored:
         ]
 
     async def load(self):
-        return await self.loads.load(str(self.directory), None, at_least=1, timeout_s=5.0)
+        return await self.loads.load_snapshot(str(self.directory), None, at_least=1, timeout_s=5.0)
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ async def test_what_was_torn_while_it_was_read_is_not_served(stored, fault, monk
         await stored.load()
     assert stored.done == []
     assert (stored.updates._gate.state, stored.updates.whole) == (STALE, False)
-    assert (stored.updates.version, stored.loads.source()) == (0, None)
+    assert (stored.updates.version, stored.loads.snapshot_source()) == (0, None)
 
 
 async def test_a_load_that_failed_is_told_of_and_not_what_became_of_the_snapshot(stored):

@@ -342,24 +342,6 @@ class EngineActor:
     def _model_metadata(self) -> list[ParamMeta]:
         return checkpoint_metadata(self.engine.vllm_config.model_config)
 
-    # ---------------------------------------------------------------- calls of its parts
-
-    load_snapshot = of_part("_snapshots", SnapshotLoads.load)
-    snapshot_source = of_part("_snapshots", SnapshotLoads.source)
-    follow_snapshots = of_part("_snapshots", SnapshotLoads.follow)
-    stop_following = of_part("_snapshots", SnapshotLoads.stop_following)
-
-    join_broadcast = of_part("_broadcasts", BroadcastLoads.join)
-    prepare_broadcast = of_part("_broadcasts", BroadcastLoads.prepare)
-    receive_broadcast = of_part("_broadcasts", BroadcastLoads.receive)
-    leave_broadcast = of_part("_broadcasts", BroadcastLoads.leave)
-
-    offer_weights = of_part("_peers", PeerLoads.offer)
-    give_weights = of_part("_peers", PeerLoads.give)
-    weight_checksums = of_part("_peers", PeerLoads.checksums)
-    withdraw_weights = of_part("_peers", PeerLoads.withdraw)
-    take_weights = of_part("_peers", PeerLoads.take)
-
     # ---------------------------------------------------------------- the engine
 
     def get_num_unfinished_requests(self) -> int:
@@ -394,10 +376,15 @@ class EngineActor:
 
 # Calls that its parts have under the same names; of vLLM's own, all there are.
 for _part, _kind, _names in (
-    ("_answers", Answers, ("run_batch", "stream", "generate", "abort")),
-    ("_updates", Updates, ("begin_push", "keep_push", "end_push", "probe_workers")),
-    ("_updates", Updates, ("hold_back", "admit", "drain", "undrain")),
-    ("_native", NativeCalls, [one for one in vars(NativeCalls) if not one.startswith("_")]),
+    ("_answers", Answers, "run_batch stream generate abort"),
+    ("_updates", Updates, "begin_push keep_push end_push probe_workers"),
+    ("_updates", Updates, "hold_back admit drain undrain"),
+    ("_native", NativeCalls, " ".join(one for one in vars(NativeCalls) if not one.startswith("_"))),
+    ("_broadcasts", BroadcastLoads, "join_broadcast prepare_broadcast receive_broadcast"),
+    ("_broadcasts", BroadcastLoads, "leave_broadcast"),
+    ("_snapshots", SnapshotLoads, "load_snapshot snapshot_source follow_snapshots stop_following"),
+    ("_peers", PeerLoads, "offer_weights give_weights weight_checksums withdraw_weights"),
+    ("_peers", PeerLoads, "take_weights"),
 ):
-    for _name in _names:
+    for _name in _names.split():
         setattr(EngineActor, _name, of_part(_part, getattr(_kind, _name)))

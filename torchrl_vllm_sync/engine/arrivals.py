@@ -50,14 +50,14 @@ class BroadcastLoads:
     def __init__(self, updates: Updates) -> None:
         self._updates = updates
 
-    async def join(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
+    async def join_broadcast(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
         """Has every worker join the trainer's group."""
         async with self._updates.exclusive(timeout_s) as deadline:
             info = init_info | {"timeout_s": timeout_s, "deadline": deadline.at}
             limit_s = deadline.left_s + LAST_WORDS_S
             await self._updates.ask_workers("sync_join", info, timeout_s=limit_s, what="joining")
 
-    async def prepare(
+    async def prepare_broadcast(
         self, metadata: list[list[Any]], bucket_bytes: int, *, timeout_s: float
     ) -> dict[str, Any]:
         """Announces to every worker what all coming pushes consist of."""
@@ -67,7 +67,7 @@ class BroadcastLoads:
             )
         return {**path_of(answers), "direct": all(one["direct"] for one in answers)}
 
-    async def receive(
+    async def receive_broadcast(
         self,
         push_id: int,
         digest: str,
@@ -95,7 +95,7 @@ class BroadcastLoads:
             limit_s = deadline.left_s
             return await updates.apply(load, version, run_id, limit_s, phases=phases, **options)
 
-    async def leave(self) -> None:
+    async def leave_broadcast(self) -> None:
         """Has every worker leave the group; workers whose engine is dead have left it."""
         if not self._updates.is_over:
             await self._updates.call_workers("sync_leave", timeout_s=LEAVE_TIMEOUT_S)
@@ -125,9 +125,9 @@ class PeerLoads:
         self._updates = updates
         self._token = ""
         self._offered = contextlib.AsyncExitStack()
-        self._watchdog = Watchdog(lambda: self.withdraw(self._token))
+        self._watchdog = Watchdog(lambda: self.withdraw_weights(self._token))
 
-    async def offer(self, *, timeout_s: float) -> dict[str, Any]:
+    async def offer_weights(self, *, timeout_s: float) -> dict[str, Any]:
         """Keeps updates out and returns what there is to take."""
         updates = self._updates
         async with contextlib.AsyncExitStack() as stack:
@@ -147,20 +147,20 @@ class PeerLoads:
             "workers": [{"layout": a["layout"], "num_chunks": a["num_chunks"]} for a in answers],
         }
 
-    async def give(self, token: str, index: int, by_value: bool) -> list[Any]:
+    async def give_weights(self, token: str, index: int, by_value: bool) -> list[Any]:
         """Returns chunk ``index`` of each worker: its bytes, or the file that holds it now."""
         self._require(token)
         if self._updates.num_waiting:
-            await self.withdraw(token)
+            await self.withdraw_weights(token)
             raise TransferError("an update came in between, which brings newer weights")
         self._watchdog.start(OFFER_TIMEOUT_S)
         return [one["source"] for one in await self._ask("sync_peer_give", index, by_value)]
 
-    async def checksums(self, token: str) -> list[dict[str, int]]:
+    async def weight_checksums(self, token: str) -> list[dict[str, int]]:
         self._require(token)
         return [one["checksums"] for one in await self._ask("sync_peer_checksums")]
 
-    async def withdraw(self, token: str) -> None:
+    async def withdraw_weights(self, token: str) -> None:
         """Ends an offer; does nothing if it has ended."""
         if token != self._token:
             return
@@ -173,7 +173,7 @@ class PeerLoads:
         if token != self._token:
             raise TransferError("the offer does not stand any more")
 
-    async def take(self, offer: dict[str, Any], *, timeout_s: float) -> LoadReport:
+    async def take_weights(self, offer: dict[str, Any], *, timeout_s: float) -> LoadReport:
         """Takes the offered weights, unless this replica holds them by now."""
         updates, version, run_id = self._updates, offer["version"], offer["run_id"]
         async with updates.exclusive(timeout_s) as deadline:
@@ -228,12 +228,12 @@ class SnapshotLoads:
         self._reader = functools.cache(SnapshotReader)
         self._source: dict[str, Any] | None = None
 
-    def source(self) -> dict[str, Any] | None:
+    def snapshot_source(self) -> dict[str, Any] | None:
         """Where the weights were loaded from; ``None`` if they came another way since."""
         source = self._source
         return source if source and source["version"] == self._updates.version else None
 
-    async def load(
+    async def load_snapshot(
         self,
         directory: str,
         run_id: str | None,
@@ -312,7 +312,7 @@ class SnapshotLoads:
                 f"{self._updates.replica_id}: {'; '.join(problems[:5])}{more}"
             )
 
-    def follow(
+    def follow_snapshots(
         self,
         directory: str,
         run_id: str | None,
@@ -336,7 +336,9 @@ class SnapshotLoads:
             try:
                 manifest = await asyncio.to_thread(reader.current)
                 if manifest and (manifest.version > updates.version or not updates.whole):
-                    load = self.load(directory, run_id, at_least=0, verify=verify, **options)
+                    load = self.load_snapshot(
+                        directory, run_id, at_least=0, verify=verify, **options
+                    )
                     self._load = asyncio.create_task(load)
                     await asyncio.shield(self._load)  # :meth:`stop` leaves no load half done
                 elif manifest and manifest.version < updates.version:
@@ -352,12 +354,12 @@ class SnapshotLoads:
             await asyncio.sleep(interval_s)
 
     def stop(self) -> None:
-        """Ends :meth:`follow`; a load under way goes on."""
+        """Ends :meth:`follow_snapshots`; a load under way goes on."""
         if self._follower is not None:
             self._follower.cancel()
 
     async def stop_following(self) -> None:
-        """Ends :meth:`follow`; a load under way is finished first."""
+        """Ends :meth:`follow_snapshots`; a load under way is finished first."""
         self.stop()
         if self._load is not None:
             await asyncio.wait({self._load})
