@@ -189,7 +189,9 @@ class IPCTransport:
         """Frees the buffer, and has the workers use the engine of their launch. Idempotent."""
         if self._client is not None:
             with contextlib.suppress(ServiceClosedError):  # engines that are gone need nothing
-                self._client.call_replicas("use_transfer_engine", deadline_s=SHORT_TIMEOUT_S)
+                joined = dict.fromkeys(self._joined, ())
+                uses = self._client.start_calls("use_transfer_engine", joined)
+                uses.answers(SHORT_TIMEOUT_S)
         self._forget()
 
 

@@ -285,11 +285,6 @@ class ReplicaClient(Protocol):
         self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any
     ) -> PendingCalls: ...
 
-    # Calls it on every replica and waits for them.
-    def call_replicas(
-        self, method: str, *args: Any, deadline_s: float, **kwargs: Any
-    ) -> dict[str, Any]: ...
-
 
 class _Silence(NamedTuple):
     reason: str  # what the replica was silent about

@@ -206,6 +206,11 @@ def _require_interface(name: str | None) -> None:
         )
 
 
+def _store_at(address: str, port: int, world_size: int, timeout_s: float, **own: Any) -> TCPStore:
+    limit = timedelta(seconds=timeout_s)
+    return TCPStore(address, port, world_size, timeout=limit, wait_for_workers=False, **own)
+
+
 def _await_listener(address: str, port: int, deadline: float) -> None:
     while True:
         try:
@@ -270,15 +275,9 @@ class BroadcastGroup:
         try:
             with _listening(address, port or 0) as listener:
                 port = int(listener.getsockname()[1])
-                store = TCPStore(
-                    address,
-                    port,
-                    world_size,
-                    is_master=True,
-                    timeout=timedelta(seconds=timeout_s),
-                    wait_for_workers=False,
-                    master_listen_fd=listener.detach(),  # torch closes it
-                )
+                handle = listener.detach()  # torch closes it
+                own = {"is_master": True, "master_listen_fd": handle}
+                store = _store_at(address, port, world_size, timeout_s, **own)
         except (DistError, OSError, RuntimeError) as error:
             raise TransferError(f"cannot listen at {address}:{port}: {error}") from error
         rendezvous = Rendezvous(address, port, world_size, interface)
@@ -299,14 +298,7 @@ class BroadcastGroup:
         try:
             # The store itself tries twice, each time for as long as it is given.
             _await_listener(address, port, deadline)
-            store = TCPStore(
-                address,
-                port,
-                world_size,
-                is_master=False,
-                timeout=timedelta(seconds=left_s(deadline, 1.0)),
-                wait_for_workers=False,
-            )
+            store = _store_at(address, port, world_size, left_s(deadline, 1.0))
         except (DistError, OSError, RuntimeError) as error:
             raise TransferError(
                 f"cannot reach the trainer at {address}:{port} within {timeout_s:g} s: {error}"
