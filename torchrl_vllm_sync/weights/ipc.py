@@ -13,8 +13,8 @@ from packaging.version import Version
 
 from torchrl_vllm_sync.checks import Deadline, check_integer
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
-from torchrl_vllm_sync.weights.broadcast.buckets import check_device, checked
-from torchrl_vllm_sync.weights.metadata import dtype_name
+from torchrl_vllm_sync.weights.broadcast.buckets import check_device
+from torchrl_vllm_sync.weights.metadata import checked, dtype_name
 from torchrl_vllm_sync.weights.places import current_device, device_uuid, home_device
 from torchrl_vllm_sync.weights.source import StableSource
 from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
@@ -168,7 +168,8 @@ class IPCTransport:
         """Fills the buffer with as many tensors as it takes, again and again; yields which."""
         chunk: list[ParamMeta] = []
         offset = 0
-        for meta, tensor in checked(source, source.metadata(), self._device):
+        for meta, tensor in checked(source, source.metadata()):
+            check_device(meta.name, tensor, self._device)
             full = offset + meta.num_bytes > self._buffer.numel()
             # The receiver splits without gaps, so a wider dtype must happen to be aligned.
             if chunk and (full or offset % meta.dtype.itemsize):

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import torch
 
+from torchrl_vllm_sync.errors import WeightMismatchError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -56,6 +58,23 @@ class ParamMeta:
             tensor: Any tensor; of a sharded one the shape is that of the whole.
         """
         return cls(name, tensor.dtype, tuple(tensor.shape))
+
+
+def checked(
+    source: Iterable[tuple[str, torch.Tensor]], metadata: Iterable[ParamMeta]
+) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
+    """Yields a source's tensors; refuses those that are not as announced, and surplus ones."""
+    items = iter(source)
+    for meta in metadata:
+        name, tensor = next(items, ("nothing", torch.empty(0)))
+        if name != meta.name or tuple(tensor.shape) != meta.shape:
+            raise WeightMismatchError(
+                f"the source announced {meta.name} {list(meta.shape)} and yielded {name} "
+                f"{list(tensor.shape)}"
+            )
+        yield meta, tensor
+    for name, _ in items:
+        raise WeightMismatchError(f"the source yielded {name}, which it had not announced")
 
 
 def to_json(metadata: Iterable[ParamMeta]) -> list[list[Any]]:

@@ -26,7 +26,7 @@ from torchrl_vllm_sync.weights.module import (
     whole,
 )
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
-from torchrl_vllm_sync.weights.snapshots.data_file import checksum
+from torchrl_vllm_sync.weights.snapshots.data_file import bytes_of, checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -380,16 +380,10 @@ def _glance(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         sample = None
         if index % step == 0:  # since fused optimizers do not count their writes
             flat = one.reshape(-1)
-            sample = _raw(flat[:: max(flat.numel() // 16, 1)]).numpy().tobytes()
+            sample = bytes_of(flat[:: max(flat.numel() // 16, 1)]).tobytes()
         found[name] = storage, one.storage_offset(), one.shape, one.stride(), writes, sample
     return found
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor's values, on the CPU."""
-    values = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    return values.reshape(-1).view(torch.uint8)
-
-
 def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return {name: checksum(_raw(local(one))) for name, one in tensors.items()}
+    return {name: checksum(local(one)) for name, one in tensors.items()}

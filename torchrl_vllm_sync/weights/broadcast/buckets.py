@@ -15,6 +15,7 @@ import torch
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.group import left_s
+from torchrl_vllm_sync.weights.metadata import checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -240,7 +241,7 @@ class StreamingPacker:
 
     def __init__(self, layout: BucketLayout, source: WeightSource, device: torch.device) -> None:
         self._layout = layout
-        self._items = checked(source, layout.metadata, device)
+        self._items, self._device = checked(source, layout.metadata), device
         self._index, self._tensor = -1, torch.empty(0)
 
     @torch.no_grad()
@@ -248,7 +249,8 @@ class StreamingPacker:
         """Fills ``buffer`` with bucket ``index``; buckets must be asked for in order."""
         for piece in self._layout.buckets[index].pieces:
             while self._index < piece.index:
-                self._tensor = next(self._items)[1]
+                meta, self._tensor = next(self._items)
+                check_device(meta.name, self._tensor, self._device)
                 self._index += 1
             rows = _rows(piece, self._tensor)
             _part(buffer, piece, rows.numel()).view(rows.shape).copy_(rows, non_blocking=True)
@@ -258,24 +260,6 @@ class StreamingPacker:
         for _ in self._items:
             pass
         self._tensor = torch.empty(0)
-
-
-def checked(
-    source: WeightSource, metadata: Sequence[ParamMeta], device: torch.device
-) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
-    """Yields a source's tensors; refuses those not as announced or on another device."""
-    items = iter(source)
-    for meta in metadata:
-        name, tensor = next(items, ("nothing", torch.empty(0)))
-        if name != meta.name or tuple(tensor.shape) != meta.shape:
-            raise WeightMismatchError(
-                f"the source announced {meta.name} {list(meta.shape)} and yielded {name} "
-                f"{list(tensor.shape)}"
-            )
-        check_device(name, tensor, device)
-        yield meta, tensor
-    for name, _ in items:
-        raise WeightMismatchError(f"the source yielded {name}, which it had not announced")
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

@@ -243,9 +243,14 @@ def map_tensordict(handle: int, path: Path, layout: DataLayout) -> TensorDict:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """xxh3-64 of a tensor's bytes, as ``TensorWriter.finish`` returns it."""
-    content = tensor.reshape(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_64_intdigest(cast("bytes", content))
+    """xxh3-64 of the bytes of a tensor's values, as ``TensorWriter.finish`` returns it."""
+    return xxhash.xxh3_64_intdigest(cast("bytes", bytes_of(tensor)))
+
+
+def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The bytes of a tensor's values, on the host."""
+    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return values.reshape(-1).view(torch.uint8).numpy()
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:

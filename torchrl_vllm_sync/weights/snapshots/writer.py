@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.checks import Deadline, check_integer
-from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, WeightMismatchError
+from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError
+from torchrl_vllm_sync.weights.metadata import checked
 from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import (
     DATA_FILE,
@@ -381,8 +382,7 @@ class SnapshotWriter:
             if meta != known:
                 return (known or meta).name
         for (name, tensor), meta, expected in zip(tensors, metadata, stored.checksums, strict=True):
-            value = tensor.detach().resolve_conj().resolve_neg().to(meta.dtype)
-            if checksum(value.cpu().contiguous()) != expected:
+            if checksum(tensor.detach().to(meta.dtype)) != expected:
                 return name
         return None
 
@@ -414,23 +414,15 @@ class SnapshotWriter:
     ) -> tuple[int, ...]:
         """Writes all tensors, which must be as announced, and returns their checksums."""
         layout, stays = file.layout, isinstance(tensors, Sequence)
-        source_s, iterator = 0.0, iter(tensors)
+        source_s, items = 0.0, checked(tensors, layout.metadata)
         with TensorWriter(file, self._buffers) as writer:
-            for meta, offset in zip(layout.metadata, layout.offsets, strict=True):
+            for offset in layout.offsets:
                 asked = time.perf_counter()
-                name, tensor = next(iterator, (None, None))
+                meta, tensor = next(items)
                 source_s += time.perf_counter() - asked
-                if tensor is None:
-                    raise WeightMismatchError(f"{doing}: tensors end early; {meta.name} is missing")
-                if name != meta.name or tuple(tensor.shape) != meta.shape:
-                    raise WeightMismatchError(
-                        f"{doing}: the next tensor must be {meta.name} of shape {meta.shape}, got "
-                        f"{name} of shape {tuple(tensor.shape)}"
-                    )
                 with self._storage(doing):
                     writer.add(tensor, meta, offset, stays=stays)
-            for name, _ in iterator:
-                raise WeightMismatchError(f"{doing}: {name} is not in the metadata")
+            next(items, None)  # refuses what is left over
             with self._storage(doing):
                 checksums, seconds = writer.finish()
         phases |= {"source": source_s, **seconds}
