@@ -1,0 +1,104 @@
+"""GRPO on dense rows over real engines: what the engines sampled is what the trainer scores."""
+
+import itertools
+
+import pytest
+from tensordict import set_list_to_stack
+from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs import StepCounter
+from torchrl.envs.llm.chat import ChatEnv
+from torchrl.objectives.llm.grpo import GRPOLoss
+
+from tests.engine.checks import perturbed
+from tests.engine.rollouts import QUIET, TEXTS, TOKENIZER
+from torchrl_vllm_sync import (
+    GroupAdvantage,
+    RolloutCollector,
+    RolloutStorage,
+    TextReward,
+    TrainerPolicy,
+    WeightUpdater,
+    vLLMWrapper,
+)
+from torchrl_vllm_sync.testing import load_tiny_model
+
+pytestmark = QUIET
+ROWS, GROUP = 8, 4
+
+
+@pytest.fixture(autouse=True)
+def lists_are_stacks():
+    with set_list_to_stack(True):
+        yield
+
+
+def make_collector(service, reward, **settings):
+    questions = ({"query": [f"{text} {at}"]} for at in itertools.count() for text in TEXTS)
+    env = ChatEnv.from_dataloader(
+        questions, batch_size=(ROWS,), repeats=GROUP, tokenizer=TOKENIZER, input_mode="history"
+    )
+    policy = vLLMWrapper(
+        service,
+        tokenizer=TOKENIZER,
+        input_mode="history",
+        chat_template=TOKENIZER.chat_template,
+        generate_kwargs={"max_tokens": 12, "temperature": 1.0},
+        return_log_probs=True,
+        pad_output=False,
+    )
+    made = RolloutCollector(
+        env.append_transform(StepCounter(max_steps=1)).append_transform(TextReward(reward)),
+        policy=policy,
+        dialog_turns_per_batch=ROWS,
+        **settings,
+    )
+    assert made.path == "columns"
+    return made
+
+
+def length(prompts, answers):
+    return [float(len(one)) for one in answers]
+
+
+def test_a_step_scores_what_the_engines_sampled(service, checkpoint):
+    model = perturbed(load_tiny_model(checkpoint), seed=3)
+    trained = TrainerPolicy(model)
+    loss_fn = GRPOLoss(trained, entropy_coeff=0.0, masking_strategy="sft")
+    buffer = ReplayBuffer(
+        storage=RolloutStorage(ROWS),
+        sampler=SamplerWithoutReplacement(),
+        transform=GroupAdvantage(GROUP),
+        batch_size=ROWS,
+    )
+    updater = WeightUpdater(service, source=model)
+    updater.push_weights()
+    for _ in make_collector(service, length, replay_buffer=buffer, total_dialog_turns=ROWS):
+        rows = buffer[:]
+        assert {*rows["policy_version"].tolist()} == {service.weight_version}
+        groups = rows["advantage"].flatten().view(-1, GROUP)
+        assert groups.sum(-1).abs().max() < 1e-4 < groups.abs().max()
+        assert float(loss_fn(rows).ESS) > 0.9999
+        mask = rows["masks", "all_assistant_mask"]
+        sampled = rows["log_probs", "full"].clone()
+        scored = trained(rows.clone())["log_probs", "full"]
+        assert (scored - sampled)[mask].abs().max() < 1e-3
+        # The twin: the weights of before are not these.
+        before = TrainerPolicy(load_tiny_model(checkpoint))(rows.clone())["log_probs", "full"]
+        assert (before - sampled)[mask].abs().mean() > 0.05
+        texts = TOKENIZER.batch_decode(rows["tokens", "response"], skip_special_tokens=True)
+        assert rows["next", "reward"].flatten().tolist() == length(None, texts)
+
+
+def test_a_batch_sampled_ahead_is_one_push_behind_at_most(service, checkpoint):
+    model = load_tiny_model(checkpoint)
+    updater = WeightUpdater(service, source=model)
+    pushed, behind = service.weight_version, []
+    batches = make_collector(service, length, total_dialog_turns=6 * ROWS, max_staleness=1)
+    for rows in batches:
+        behind.append(pushed - rows["policy_version"].min())
+        updater.push_weights()
+        pushed += 1
+        assert service.weight_version == pushed
+    assert len(behind) == 6
+    assert {int(one) for one in behind} <= {0, 1}
+    assert any(behind)  # sampled ahead, indeed
