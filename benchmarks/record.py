@@ -77,6 +77,8 @@ class Recorder:
         self.benchmark = benchmark
         self.command = _command(sys.orig_argv[1:] if argv is None else argv)
         self.records: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        """What a reader of the numbers must know, such as why a system is missing."""
 
     def add(
         self,
@@ -155,6 +157,7 @@ class Recorder:
             "command": self.command,
             "finished_at": now.isoformat(timespec="seconds"),
             "smoke": smoke,
+            "notes": self.notes,
             "records": self.records,
         }
         text = _as_text(run)
