@@ -1,0 +1,94 @@
+"""Phases add up, belong to the innermost, and NVML's polls are averaged within their window."""
+
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import phases
+from benchmarks.phases import Clock, GPUUse
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock whose time passes by ``clock.now.append(...)`` alone."""
+    now = [0.0]
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: sum(now))
+    clock = Clock()
+    clock.now = now
+    return clock
+
+
+def test_a_moment_belongs_to_the_innermost_phase_and_all_add_up(clock):
+    with clock.phase("step"):
+        clock.now.append(1)
+        with clock.phase("policy"):
+            clock.now.append(2)
+            with clock.phase("generate"):
+                clock.now.append(4)
+            clock.now.append(8)
+        clock.now.append(16)
+    clock.now.append(32)  # nobody's
+    assert clock.take() == {"step": 17, "policy": 10, "generate": 4}
+    assert clock.take() == {}
+
+
+def test_what_a_caller_does_after_a_wrapped_call_has_a_name_of_its_own(clock):
+    def pass_time(seconds):
+        clock.now.append(seconds)
+        return seconds
+
+    service = SimpleNamespace(generate=pass_time)
+    clock.wrap(service, "generate", "generate", then="rows")
+    assert service.generate(1) == 1  # called by nobody who is timed
+    with clock.phase("encode"):
+        clock.now.append(2)
+        service.generate(4)
+        clock.now.append(8)
+    assert clock.take() == {"encode": 2, "generate": 5, "rows": 8}
+
+
+def test_a_phase_ends_where_its_call_fails(clock):
+    def fail():
+        clock.now.append(1)
+        raise ValueError
+
+    run = clock.timed(fail, "failing")
+    with clock.phase("step"):
+        with pytest.raises(ValueError):  # noqa: PT011
+            run()
+        clock.now.append(2)
+    assert clock.take() == {"step": 2, "failing": 1}
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """Two GPUs, of which the second is busy for 3/4 of the time."""
+    fake = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUtilizationRates=lambda index: SimpleNamespace(gpu=75 * index),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("nvml")
+def test_every_gpu_has_the_mean_of_its_polls_within_the_window():
+    with GPUUse() as use:
+        begin, deadline = time.perf_counter(), time.monotonic() + 10
+        while (shares := use.between(begin, time.perf_counter())) is None:
+            assert time.monotonic() < deadline, "NVML was not polled"
+            time.sleep(0.01)
+        assert shares == [0.0, 0.75]
+        assert use.between(begin - 2, begin - 1) is None
+
+
+def test_without_nvml_or_gpus_nothing_is_known(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with GPUUse() as use:
+        assert use.between(0.0, time.perf_counter()) is None
