@@ -12,8 +12,27 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 _QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151_936, "rms_norm_eps": 1e-6}
 SHAPES = {
+    # huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, config.json
+    "smollm2": {
+        "model_type": "llama",
+        "head_dim": 64,
+        "vocab_size": 49_152,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100_000.0,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "tie_word_embeddings": True,
+    },
     # huggingface.co/Qwen/Qwen3-1.7B, -8B and -30B-A3B, config.json
     "1.7b": {
         **_QWEN3,
@@ -82,9 +101,7 @@ def save_shape(
         "pad_token_id": 0,
     }
     config: PretrainedConfig = AutoConfig.for_model(**SHAPES[name], **fields, dtype=dtype)
-    config.architectures = {"qwen3": ["Qwen3ForCausalLM"], "qwen3_moe": ["Qwen3MoeForCausalLM"]}[
-        config.model_type
-    ]
+    config.architectures = [_ARCHITECTURES[config.model_type]]
     target = directory / name
     config.save_pretrained(target)
     make_tiny_tokenizer().save_pretrained(target)

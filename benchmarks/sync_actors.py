@@ -63,10 +63,10 @@ class RawRank:
         return samples[2:]
 
 
-def spawn(kind: type, *args: Any, num_gpus: int) -> Any:
+def spawn(kind: type, *args: Any, num_gpus: int, **options: Any) -> Any:
     """Starts an actor of ``kind``."""
     actor: Any = ray.remote(num_gpus=num_gpus, num_cpus=0)(kind)
-    return actor.remote(*args)
+    return actor.remote(*args, **options)
 
 
 def synchronize(device: torch.device) -> None:
