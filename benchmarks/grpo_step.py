@@ -1,207 +1,211 @@
-"""Where the seconds of a GRPO step go: engine, service, policy, collector, advantage, push.
+"""Where the seconds of a GRPO step go: this library, TorchRL's classes, TRL, and the bound of all.
 
-Each system does what the one before does and something more, on the same engine: the engine by
-itself, in its own process; ``AsyncVLLM.generate``; ``vLLMWrapper``, histories in and TorchRL's rows
-out; ``LLMCollector`` into a replay buffer; the same with ``MCAdvantage``. The push comes after.
+A step asks prompts in groups of 16, rewards the answers, compares them within their groups, and
+takes one optimizer step in minibatches; then the engine gets the weights. The systems take turns:
 
-``python -m benchmarks.grpo_step`` takes minutes, ``--smoke`` half a minute; without ``--model``
-the engine runs a tiny random checkpoint, so that everything but the model itself weighs most.
+- ``bound``: what the two models take. The bare engine in its own process, of which nothing but a
+  number of tokens comes back, without log-probabilities; then the plain padded model's forward
+  pass, log-softmax and backward pass on rows of the same lengths. Nothing is rewarded or pushed.
+- ``ours``: ``RolloutCollector``, ``TextReward``, ``GroupAdvantage``, ``RolloutStorage`` and
+  ``TrainerPolicy``, and TorchRL's ``GRPOLoss``.
+- ``torchrl-classes``: the same by ``LLMCollector``, a transform, ``MCAdvantage``,
+  ``LazyStackStorage`` and ``TransformersWrapper``. Policy, service and push are this library's.
+- ``trl``: ``GRPOTrainer`` with its vLLM in the trainer's process, see ``peers/trl_grpo.py``. What
+  stopped it stands in the record's notes.
+
+Phases are timed from outside and add up to ``step``; ``collect`` and ``loss`` are sums of them.
+The calls that a step is built of are timed by themselves, too: ``bare``, ``service``, ``wrapper``.
+On GPUs the engine has the first, and the trainer, in bfloat16 autocast, the last.
+
+``python -m benchmarks.grpo_step`` takes minutes, ``--smoke`` half a minute. A record for each case.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import logging
 import os
 import statistics
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+import traceback
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import ray
+import torch
 from tensordict import set_list_to_stack
-from torchrl.collectors.llm import LLMCollector
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.envs import StepCounter
-from torchrl.envs.llm.chat import ChatEnv
-from torchrl.envs.transforms import Transform
-from torchrl.objectives.llm.grpo import MCAdvantage
 
 from benchmarks.dispatch import own_actor
+from benchmarks.grpo_systems import (
+    GROUP,
+    SYSTEMS,
+    Bench,
+    Case,
+    Learner,
+    TorchRLClasses,
+    has_weights,
+    options_of,
+)
+from benchmarks.live_engines import record_name
+from benchmarks.phases import Clock, GPUUse
 from benchmarks.record import Recorder
-from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
-from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
+from benchmarks.shapes import save_shape
+from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tensordict import TensorDictBase
-
-GROUP = 16
+COLLECT = ("encode", "generate", "rows", "environment", "reward", "advantage", "buffer")
+LOSS = ("sample", "log-probabilities", "backward", "optimizer")
 
 
-class Length(Transform):
-    """Rewards each answer by its number, so that the rows of a group differ."""
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        rewards = [float(row["tokens", "response"][0]) for row in tensordict.unbind(0)]
-        shape = (*next_tensordict.batch_size, 1, 1)
-        next_tensordict["reward"] = next_tensordict["done"].new_tensor(rewards).float().view(shape)
-        return next_tensordict
-
-
-def questions() -> Iterator[dict[str, list[str]]]:
-    """Endless, each another."""
-    number = 0
-    while True:
-        number += 1
-        yield {"query": [f"What is {number} + {number % 89}?"]}
+CASES = {
+    "smollm2-256": Case("smollm2", 256, 64),
+    "smollm2-1024": Case("smollm2", 1024, 64),
+    # The plain model keeps the logits of a minibatch: 152k of them a token.
+    "1.7b-256": Case("1.7b", 256, 256, minibatch=8),
+    "tiny-256": Case("tiny", 256, 64),
+    "tiny-1024": Case("tiny", 1024, 64),
+    "smoke": Case("tiny", 2 * GROUP, 4, minibatch=GROUP),
+}
 
 
-class Steps:
-    """The systems over one service of one replica."""
-
-    def __init__(self, service: AsyncVLLM, num_rows: int, num_tokens: int) -> None:
-        from vllm import SamplingParams
-
-        self.service, self.actor, self.num_rows = service, service.actors[0], num_rows
-        self.tokenizer: Any = ray.get(self.actor.get_tokenizer.remote())
-        self.params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=1)
-        self.round, self.asked = 0, list[list[int]]()
-        self.env = self.make_env()
-        self.policy = vLLMWrapper(
-            service,
-            tokenizer=self.tokenizer,
-            input_mode="history",
-            chat_template=self.tokenizer.chat_template,
-            generate_kwargs={"max_tokens": num_tokens, "ignore_eos": True},
-            pad_output=False,
-            return_log_probs=True,
-        )
-
-    def make_env(self) -> ChatEnv:
-        """Chats of one turn, in groups."""
-        return ChatEnv.from_dataloader(
-            dataloader=questions(),
-            batch_size=(self.num_rows,),
-            repeats=GROUP,
-            tokenizer=self.tokenizer,
-            input_mode="history",
-        )
-
-    def prompts(self) -> list[list[int]]:
-        texts = [f"What is {self.round} + {at // GROUP}?" for at in range(self.num_rows)]
-        return [self.tokenizer.encode(one) for one in texts]
-
-    def bare(self) -> None:
-        """The engine by itself."""
-        from vllm.sampling_params import RequestOutputKind
-
-        params = self.params.clone()
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        ray.get(self.actor.bare.remote(self.asked, params, f"bare-{self.round}"))
-
-    def generate(self) -> None:
-        """Requests and outputs."""
-        outputs = self.service.generate(self.asked, self.params, use_tqdm=False)
-        assert all(output.finished for output in outputs)
-
-    def wrapper(self) -> None:
-        """Histories in, rows out."""
-        assert len(self.policy(self.env.reset())) == self.num_rows
-
-    def collect(self, transform: Transform | None = None) -> Callable[[], None]:
-        """A collector into a buffer."""
-        buffer = ReplayBuffer(
-            storage=LazyStackStorage(self.num_rows),
-            sampler=SamplerWithoutReplacement(),
-            transform=transform,
-            batch_size=self.num_rows,
-        )
-        env = self.make_env().append_transform(Length()).append_transform(StepCounter(max_steps=1))
-        rows = iter(
-            LLMCollector(
-                env,
-                policy=self.policy,
-                replay_buffer=buffer,
-                dialog_turns_per_batch=self.num_rows,
-                total_dialog_turns=-1,
-            )
-        )
-
-        def step() -> None:
-            next(rows)
-            assert len(buffer) == self.num_rows
-            buffer.empty()
-
-        return step
-
-    def seconds(self, repetitions: int, push: Callable[[], object]) -> dict[str, list[float]]:
-        """Seconds of each system in each repetition, after one that does not count."""
-        systems: dict[str, Callable[[], object]] = {
-            "bare AsyncLLM": self.bare,
-            "AsyncVLLM.generate": self.generate,
-            "vLLMWrapper": self.wrapper,
-            "LLMCollector": self.collect(),
-            "LLMCollector, MCAdvantage": self.collect(MCAdvantage(grpo_size=GROUP)),
-            "push_weights": push,
-        }
-        samples: dict[str, list[float]] = {name: [] for name in systems}
+def take_turns(
+    bench: Bench, systems: list[Any], repetitions: int, limit_s: float
+) -> dict[str, dict[tuple[str, str], list[float]]]:
+    """Samples of each system by metric and unit, after a first round that does not count."""
+    samples: dict[str, Any] = {one.name: defaultdict(list) for one in systems}
+    begin, round_s = time.monotonic(), 0.0
+    with GPUUse() as use:
         for repetition in range(repetitions + 1):
-            for name, run in systems.items():
-                self.round += 1
-                self.asked = self.prompts()
-                begin = time.perf_counter()
-                run()
+            begin_round = time.monotonic()
+            if repetition > 1 and begin_round + round_s > begin + limit_s:
+                print(f"no time is left for round {repetition + 1}", flush=True)
+                break
+            systems = systems[1:] + systems[:1]  # nobody always follows the same one
+            for system in systems:
+                found = one_turn(bench, system, use)
                 if repetition:
-                    samples[name].append(time.perf_counter() - begin)
-        return samples
+                    for key, value in found.items():
+                        samples[system.name][key].append(value)
+            round_s = time.monotonic() - begin_round
+    return samples
 
 
-def main(argv: list[str] | None = None) -> Path:
-    """Runs the benchmark and returns the path of its record."""
+def one_turn(bench: Bench, system: Any, use: GPUUse) -> dict[tuple[str, str], float]:
+    """A system's parts by themselves, then its step."""
+    found: dict[tuple[str, str], float] = {}
+    for name, run in system.parts().items():
+        asked = bench.asked()
+        begin = time.perf_counter()
+        run(asked)
+        found[name, "s"] = time.perf_counter() - begin
+    bench.clock.take()
+    begin = time.perf_counter()
+    phases = system.step()
+    shares = use.between(begin, time.perf_counter())
+    step_s = sum(phases.values())
+    found |= {(name, "s"): seconds for name, seconds in phases.items()}
+    for name, of in (("collect", COLLECT), ("loss", LOSS)):
+        found[name, "s"] = sum(phases.get(one, 0.0) for one in of)
+    found["step", "s"] = step_s
+    found["throughput", "tokens/s"] = bench.case.rows * bench.case.tokens / step_s
+    if isinstance(system, TorchRLClasses):
+        found["ESS", "share"] = float(torch.stack(system.ess).mean())
+    for at, share in enumerate(shares or ()):
+        found[f"GPU {at} busy", "share"] = share
+    return found
+
+
+def report(recorder: Recorder, name: str, samples: dict[str, Any]) -> None:
+    """Adds the samples of one case to the record, and prints their medians side by side."""
+    medians: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for system, found in samples.items():
+        for (metric, unit), values in found.items():
+            recorder.add(case=name, system=system, metric=metric, unit=unit, samples=values)
+            medians[metric, unit][system] = statistics.median(values)
+    print(f"{name:44}" + "".join(f"{one:>18}" for one in samples))
+    for (metric, unit), of in medians.items():
+        cells = (f"{of[one]:18.4g}" if one in of else " " * 18 for one in samples)
+        print(f"{metric:32} {unit:11}{''.join(cells)}", flush=True)
+    print(*recorder.notes, sep="\n")
+
+
+def run(
+    name: str, service: AsyncVLLM, learner: Learner, arguments: argparse.Namespace
+) -> tuple[Recorder, dict[str, Any]]:
+    """Makes a case's systems, and lets them take turns."""
+    recorder = Recorder(record_name("grpo_step", name))
+    bench, systems = Bench(service, learner, CASES[name]), []
+    for system in arguments.systems:
+        try:
+            systems.append(SYSTEMS[system](bench))
+        except Exception as error:
+            if system != "trl":
+                raise
+            traceback.print_exc()
+            recorder.notes.append(f"trl did not run: {type(error).__name__}: {error}")
+    repetitions = 1 if arguments.smoke else arguments.repetitions
+    samples = take_turns(bench, systems, repetitions, arguments.limit_s)
+    for system in systems:
+        system.close()
+    return recorder, samples
+
+
+def main(argv: list[str] | None = None) -> list[Path]:
+    """Runs the benchmark and returns the paths of its records."""
+    cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="one group of short answers")
-    parser.add_argument("--model", help="a checkpoint; a tiny random one if left out")
-    parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--max-num-seqs", type=int, default=1024)
+    parser.add_argument("--smoke", action="store_true", help="two groups of short answers")
+    parser.add_argument("--model", type=Path, help="a checkpoint of SmolLM2's shape; else random")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), help="those of the hardware")
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--limit-s", type=float, default=3600, help="of a case's rounds")
+    parser.add_argument("--out", type=Path, help="directory of the records")
     arguments = parser.parse_args(argv)
-    sizes, num_tokens = ([GROUP], 4) if arguments.smoke else (arguments.rows, arguments.tokens)
-    recorder = Recorder("grpo_step")
+    cases = arguments.cases or (
+        ["smollm2-256", "smollm2-1024", "1.7b-256"] if cuda else ["tiny-256"]
+    )
+    if arguments.smoke:
+        cases = ["smoke"]
+    Recorder("grpo_step").check(smoke=arguments.smoke)
     set_list_to_stack(True).set()
-    ray.init(address="local", include_dashboard=False, logging_level="error")
-    with tempfile.TemporaryDirectory() as directory:
-        model = arguments.model or str(make_tiny_checkpoint(directory))
-        engine = {"max_model_len": 1024, "max_num_seqs": arguments.max_num_seqs, "verbose": False}
-        with AsyncVLLM.from_pretrained(
-            model, actor_class=own_actor(), num_cpus_per_replica=0, **engine
-        ) as service:
-            trained = load_tiny_model(model)
-            for num_rows in sizes:
-                steps = Steps(service, num_rows, num_tokens)
-                samples = steps.seconds(
-                    1 if arguments.smoke else arguments.repetitions,
-                    lambda: service.push_weights(trained),
-                )
-                report(recorder, f"{num_rows} rows x {num_tokens} tokens", samples, num_rows)
+    ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
+    clock, paths = Clock(), []
+    for model, names in itertools.groupby(cases, lambda name: CASES[name].model):
+        of_model = list(names)
+        with tempfile.TemporaryDirectory() as directory:
+            if model == "tiny":
+                checkpoint = make_tiny_checkpoint(directory)
+            elif model == "smollm2" and arguments.model:
+                checkpoint = arguments.model
+            else:
+                checkpoint = save_shape(model, Path(directory), dtype="bfloat16")
+            options = options_of(has_weights(checkpoint), max(CASES[one].rows for one in of_model))
+            begin = time.perf_counter()
+            with AsyncVLLM.from_pretrained(
+                str(checkpoint),
+                actor_class=own_actor(),
+                num_cpus_per_replica=0,
+                verbose=False,
+                **options,
+            ) as service:
+                print(f"launched {model} in {time.perf_counter() - begin:.1f} s", flush=True)
+                clock.wrap(service, "generate", "generate", then="rows")
+                learner = Learner(checkpoint, clock)
+                for name in of_model:
+                    recorder, samples = run(name, service, learner, arguments)
+                    report(recorder, name, samples)
+                    paths.append(recorder.write(smoke=arguments.smoke, directory=arguments.out))
+                    print(paths[-1], flush=True)
     ray.shutdown()
-    path = recorder.write(smoke=arguments.smoke)
-    print(path)
-    return path
-
-
-def report(recorder: Recorder, case: str, samples: dict[str, list[float]], num_rows: int) -> None:
-    """Adds the samples of one case to the record, and prints their medians."""
-    for system, seconds in samples.items():
-        recorder.add(case=case, system=system, metric="time", unit="s", samples=seconds)
-        median = statistics.median(seconds)
-        print(f"{case:24} {system:28} {median:8.3f} s, {1e3 * median / num_rows:8.3f} ms a row")
+    return paths
 
 
 if __name__ == "__main__":

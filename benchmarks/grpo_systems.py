@@ -1,0 +1,381 @@
+"""The systems of ``benchmarks/grpo_step.py``, and what they share; a class for each."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import ray
+import torch
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement, Unbounded
+from torchrl.envs import StepCounter
+from torchrl.envs.llm.chat import ChatEnv
+from torchrl.envs.transforms import Transform
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm.grpo import GRPOLoss, MCAdvantage
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.live_engines import engine_options
+from benchmarks.peers.trl_grpo import TRL
+from benchmarks.sums import questions, score
+from torchrl_vllm_sync import (
+    AsyncVLLM,
+    GroupAdvantage,
+    RolloutCollector,
+    RolloutStorage,
+    TextReward,
+    TrainerPolicy,
+    WeightUpdater,
+    vLLMWrapper,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from tensordict import TensorDictBase
+
+    from benchmarks.phases import Clock
+
+GROUP = 16
+LEARNING_RATE = 1e-6
+MAX_MODEL_LEN = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step's size."""
+
+    model: str  # a shape, or tiny
+    rows: int
+    tokens: int  # of each answer
+    minibatch: int = 64
+
+
+def has_weights(checkpoint: Path) -> bool:
+    return any(checkpoint.glob("*.safetensors"))
+
+
+def options_of(weights: bool, num_rows: int) -> dict[str, Any]:
+    """The engine's arguments."""
+    options = engine_options(
+        execution="graphs", max_model_len=MAX_MODEL_LEN, max_num_seqs=max(num_rows, 64)
+    )
+    if torch.cuda.device_count() == 1:
+        options["gpu_memory_utilization"] = 0.3  # the trainer has the rest
+    return options | {"load_format": "auto" if weights else "dummy"}
+
+
+class Learner:
+    """The trainer's model: float32, one optimizer step for all minibatches."""
+
+    def __init__(self, checkpoint: Path, clock: Clock) -> None:
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cpu")
+        if cuda:
+            self.device = torch.device("cuda", torch.cuda.device_count() - 1)
+            torch.cuda.set_device(self.device)
+        self.checkpoint, self.clock = checkpoint, clock
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+        with torch.device(self.device):
+            self.model: Any = (
+                AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+                if has_weights(checkpoint)
+                else AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+            )
+        self.model = self.model.to(self.device, torch.float32).eval()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, fused=cuda)
+        self.autocast = partial(torch.autocast, "cuda", torch.bfloat16, enabled=cuda)
+
+    def step(self, batches: Iterable[Any], loss_of: Callable[[Any], torch.Tensor]) -> None:
+        """Takes one optimizer step on the mean of the minibatches' losses."""
+        num_batches = 0
+        for batch in batches:
+            num_batches += 1
+            with self.clock.phase("log-probabilities", settle=True), self.autocast():
+                loss = loss_of(batch)
+            with self.clock.phase("backward", settle=True):
+                loss.backward()
+        with self.clock.phase("optimizer", settle=True):
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= num_batches
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class Bench:
+    """What the systems of one case share: service, learner, prompts."""
+
+    def __init__(self, service: AsyncVLLM, learner: Learner, case: Case) -> None:
+        self.service, self.actor, self.case = service, service.actors[0], case
+        self.learner, self.clock, self.tokenizer = learner, learner.clock, learner.tokenizer
+        self.questions = questions()
+
+    def asked(self) -> list[list[int]]:
+        """Token ids of prompts that the engine has not seen."""
+        texts = [next(self.questions)["query"][0] for _ in range(self.case.rows // GROUP)]
+        chats = [[{"role": "user", "content": one}] for one in texts for _ in range(GROUP)]
+        rendered = self.tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, tokenize=False
+        )
+        return self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+    def params(self, logprobs: int | None) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(max_tokens=self.case.tokens, ignore_eos=True, logprobs=logprobs)
+
+
+class System:
+    """One of those that take turns."""
+
+    name: str
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+
+    def parts(self) -> dict[str, Callable[[list[list[int]]], object]]:
+        """Calls to be timed by themselves, given prompts."""
+        return {}
+
+    def step(self) -> dict[str, float]:
+        """Takes a step; returns its seconds by phase."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends what it started."""
+
+
+class Bound(System):
+    """What the models take."""
+
+    name = "bound"
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench)
+        self.names = itertools.count()
+
+    def parts(self) -> dict[str, Callable[[list[list[int]]], object]]:
+        return {
+            "bare": partial(self.generate, logprobs=0),
+            "bare, no log-probabilities": partial(self.generate, logprobs=None),
+        }
+
+    def generate(self, asked: list[list[int]], *, logprobs: int | None) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        params = self.bench.params(logprobs)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        name = f"bare-{id(self)}-{next(self.names)}"
+        count = ray.get(self.bench.actor.bare.remote(asked, params, name), timeout=600)
+        assert count == len(asked) * self.bench.case.tokens
+
+    def step(self) -> dict[str, float]:
+        clock, case, asked = self.bench.clock, self.bench.case, self.bench.asked()
+        clock.take()
+        with clock.phase("other"):
+            with clock.phase("generate"):
+                self.generate(asked, logprobs=None)
+            batches = (self.batch(some) for some in chunks(asked, case.minibatch))
+            self.bench.learner.step(batches, self.loss)
+        return clock.take()
+
+    def batch(self, asked: list[list[int]]) -> dict[str, torch.Tensor]:
+        """Padded prompts, and any answers."""
+        learner = self.bench.learner
+        padded = learner.tokenizer.pad(
+            {"input_ids": asked}, padding_side="left", return_tensors="pt"
+        )
+        ids, mask = padded["input_ids"], padded["attention_mask"]
+        size = (len(asked), self.bench.case.tokens)
+        answers = torch.randint(5, len(learner.tokenizer), size)
+        return {
+            "input_ids": torch.cat([ids, answers], 1).to(learner.device),
+            "attention_mask": torch.cat([mask, torch.ones_like(answers)], 1).to(learner.device),
+        }
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = self.bench.learner.model(**batch, use_cache=False).logits[:, :-1]
+        log_probs = logits.float().log_softmax(-1)
+        tokens = batch["input_ids"][:, 1:, None]
+        return -log_probs.gather(-1, tokens)[:, -self.bench.case.tokens :].mean()
+
+
+def chunks(values: list[Any], size: int) -> Iterator[list[Any]]:
+    return (values[at : at + size] for at in range(0, len(values), size))
+
+
+class Reward(Transform):
+    """The rewards, as a transform of TorchRL's writes them."""
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        rows = tensordict.unbind(0)
+        scores = score([row["query"] for row in rows], [row["text", "response"] for row in rows])
+        shape = (*next_tensordict.batch_size, 1, 1)
+        next_tensordict["reward"] = torch.tensor(scores).view(shape)
+        return next_tensordict
+
+    def transform_reward_spec(self, reward_spec: Any) -> Any:
+        reward_spec["reward"] = Unbounded(
+            shape=torch.Size((*reward_spec.shape, 1, 1)), dtype=torch.float32
+        )
+        return reward_spec
+
+
+class TorchRLClasses(System):
+    """TorchRL's classes over this library's service, policy and push."""
+
+    name = "torchrl-classes"
+    collector: ClassVar[Any] = LLMCollector
+    advantage: ClassVar[Any] = MCAdvantage
+    storage: ClassVar[Any] = LazyStackStorage
+    reward: ClassVar[Any] = Reward
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench)
+        case, clock = bench.case, bench.clock
+        self.policy = vLLMWrapper(
+            bench.service,
+            tokenizer=bench.tokenizer,
+            input_mode="history",
+            chat_template=bench.tokenizer.chat_template,
+            generate_kwargs={"max_tokens": case.tokens, "ignore_eos": True},
+            pad_output=False,
+            return_log_probs=True,
+        )
+        clock.wrap(self.policy, "forward", "encode")  # which generate turns into rows
+        advantage, reward = self.advantage(grpo_size=GROUP), self.reward()
+        self.buffer = ReplayBuffer(
+            storage=self.storage(case.rows),
+            sampler=SamplerWithoutReplacement(),
+            transform=advantage,
+            batch_size=case.minibatch,
+        )
+        clock.wrap(self.buffer, "extend", "buffer")
+        clock.wrap(advantage, "_inv_call", "advantage")
+        clock.wrap(reward, "_step", "reward")
+        self.updater = WeightUpdater(bench.service, source=bench.learner.model)
+        self.collecting = self.collector(
+            self.make_env().append_transform(reward).append_transform(StepCounter(max_steps=1)),
+            policy=self.policy,
+            replay_buffer=self.buffer,
+            weight_updater=self.updater,
+            dialog_turns_per_batch=case.rows,
+            total_dialog_turns=-1,
+        )
+        self.rollouts = iter(self.collecting)
+        self.loss_fn = GRPOLoss(
+            self.actor(), entropy_bonus=False, masking_strategy="sft", device=bench.learner.device
+        )
+        self.ess: list[torch.Tensor] = []
+
+    def make_env(self) -> ChatEnv:
+        """Chats of one turn, in groups."""
+        return ChatEnv.from_dataloader(
+            dataloader=cast("Any", self.bench.questions),
+            batch_size=(self.bench.case.rows,),
+            repeats=GROUP,
+            tokenizer=self.bench.tokenizer,
+            input_mode="history",
+        )
+
+    def actor(self) -> Any:
+        return TransformersWrapper(
+            self.bench.learner.model,
+            tokenizer=self.bench.tokenizer,
+            input_mode="tokens",
+            generate=False,
+            return_log_probs=True,
+            pad_output=False,
+            pad_model_input=True,
+            device=self.bench.learner.device,
+        )
+
+    def step(self) -> dict[str, float]:
+        clock, case = self.bench.clock, self.bench.case
+        self.ess.clear()
+        clock.take()
+        with clock.phase("other"):
+            with clock.phase("environment"):
+                next(self.rollouts)
+            assert len(self.buffer) == case.rows
+            self.bench.learner.step(self.minibatches(), self.loss)
+            with clock.phase("push", settle=True):
+                self.updater.push_weights()
+        self.buffer.empty()
+        return clock.take()
+
+    def close(self) -> None:
+        self.collecting.shutdown()
+
+    def minibatches(self) -> Iterator[Any]:
+        for _ in range(self.bench.case.rows // self.bench.case.minibatch):
+            with self.bench.clock.phase("sample", settle=True):
+                batch = self.buffer.sample().to(self.bench.learner.device)
+            yield batch
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        found = self.loss_fn(batch)
+        self.ess.append(found.ESS.detach())
+        return found.mean(reduce=True)
+
+
+class Ours(TorchRLClasses):
+    """This library's classes in the places of TorchRL's."""
+
+    name = "ours"
+    collector: ClassVar[Any] = RolloutCollector
+    advantage: ClassVar[Any] = GroupAdvantage
+    storage: ClassVar[Any] = RolloutStorage
+    reward: ClassVar[Any] = partial(TextReward, score)
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench)
+        assert self.collecting.path == "columns", self.collecting.path
+        bench.clock.wrap(self.policy, "answer_chats", "encode")
+        self.env = self.make_env()
+
+    def actor(self) -> Any:
+        return TrainerPolicy(self.bench.learner.model)
+
+    def parts(self) -> dict[str, Callable[[list[list[int]]], object]]:
+        return {
+            "service": partial(self.generate, logprobs=0),
+            "service, no log-probabilities": partial(self.generate, logprobs=None),
+            "wrapper": self.wrapper,
+        }
+
+    def generate(self, asked: list[list[int]], *, logprobs: int | None) -> None:
+        params = self.bench.params(logprobs)
+        outputs = self.bench.service.generate(asked, params, use_tqdm=False)
+        assert all(output.finished for output in outputs)
+
+    def wrapper(self, _: list[list[int]]) -> None:
+        assert len(self.policy(self.env.reset())) == self.bench.case.rows
+
+
+def trl(bench: Bench) -> TRL:
+    """TRL's trainer, on the same sizes."""
+    case = bench.case
+    return TRL(
+        str(bench.learner.checkpoint),
+        [next(bench.questions)["query"][0] for _ in range(4096)],
+        rows=case.rows,
+        tokens=case.tokens,
+        minibatch=case.minibatch,
+        group=GROUP,
+        learning_rate=LEARNING_RATE,
+        engine=options_of(has_weights(bench.learner.checkpoint), case.rows),
+    )
+
+
+SYSTEMS: dict[str, Callable[[Bench], Any]] = {
+    "bound": Bound,
+    "ours": Ours,
+    "torchrl-classes": TorchRLClasses,
+    "trl": trl,
+}

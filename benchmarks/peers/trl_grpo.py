@@ -1,0 +1,182 @@
+"""TRL's ``GRPOTrainer`` with vLLM in its own process, one step at a time: a peer of the whole step.
+
+Read in TRL 1.16 (``trl/trainer/grpo_trainer.py``, ``trl/generation/vllm_generation.py``). It gets
+the model, prompts, reward and sizes of the others, and their engine's options. What it does by
+default beyond their work is switched off: gradient checkpointing, clipping, and a second forward
+pass of all rows, which corrects for the engine's probabilities.
+"""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import threading
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayTaskError
+
+from benchmarks.phases import Clock
+from benchmarks.sums import score
+from benchmarks.sync_actors import spawn
+
+LAUNCH_TIMEOUT_S = 240
+STEP_TIMEOUT_S = 240
+
+
+class TRL:
+    """The trainer in a process with a GPU of its own."""
+
+    name = "trl"
+
+    def __init__(self, checkpoint: str, questions: list[str], **sizes: Any) -> None:
+        self.version = metadata.version("trl")  # raises where there is none
+        num_gpus = torch.cuda.device_count()
+        if num_gpus == 1:
+            raise RuntimeError("the trainer needs another GPU than the engine's")
+        self.trainer: Any = spawn(Trainer, num_gpus=int(num_gpus > 1))
+        try:
+            beginning = self.trainer.begin.remote(checkpoint, questions, **sizes)
+            ray.get(beginning, timeout=LAUNCH_TIMEOUT_S)
+            self.step()  # if it fails, then now, rather than among measurements of others
+        except RayTaskError as error:
+            self.close()
+            raise error.cause from error
+        except BaseException:
+            self.close()
+            raise
+
+    def parts(self) -> dict[str, Any]:
+        return {}
+
+    def step(self) -> dict[str, float]:
+        return ray.get(self.trainer.step.remote(), timeout=STEP_TIMEOUT_S)
+
+    def close(self) -> None:
+        ray.kill(self.trainer)
+
+
+class Trainer:
+    """Its process: ``train`` runs in a thread, and waits before each optimizer step to be asked."""
+
+    def __init__(self) -> None:
+        self.clock, self.asked, self.found = Clock(), queue.Queue(), queue.Queue()
+
+    def begin(
+        self,
+        checkpoint: str,
+        questions: list[str],
+        *,
+        rows: int,
+        tokens: int,
+        minibatch: int,
+        group: int,
+        learning_rate: float,
+        engine: dict[str, Any],
+    ) -> None:
+        """Makes the trainer, and has it wait for the first step."""
+        import pyarrow as pa  # pyright: ignore[reportMissingImports]
+        from datasets import Dataset  # pyright: ignore[reportMissingImports]
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+        from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+        from trl.generation import vllm_generation  # pyright: ignore[reportMissingImports]
+
+        cuda = torch.cuda.is_available()
+        # GRPOConfig has no way to say how the engine runs the model.
+        shared = ("load_format", "compilation_config", "block_size", "dtype")
+        ours = {name: engine[name] for name in shared if name in engine}
+        ours["kv_cache_memory_bytes"] = engine.get("kv_cache_memory_bytes", 12 * 2**30)
+        vllm_generation.LLM = partial(vllm_generation.LLM, **ours)
+
+        clock, asked, found = self.clock, self.asked, self.found
+
+        class OneByOne(TrainerCallback):
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                asked.get()
+                clock.take()
+                clock.enter("other")
+
+            def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+                clock.enter("optimizer")
+
+            def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+                clock.leave(settle=True)
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                clock.leave(settle=True)
+                found.put(clock.take())
+
+        def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+            said = [[chat[-1]["content"] for chat in chats] for chats in (prompts, completions)]
+            return score(*said)
+
+        if engine["load_format"] == "dummy":
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+            model = model.float()
+        else:
+            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        config = GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            max_steps=100_000,
+            learning_rate=learning_rate,
+            lr_scheduler_type="constant",
+            per_device_train_batch_size=minibatch,
+            gradient_accumulation_steps=rows // minibatch,
+            num_generations=group,
+            max_completion_length=tokens,
+            generation_kwargs={"ignore_eos": True},
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_max_model_length=engine["max_model_len"],
+            vllm_gpu_memory_utilization=0.1,  # the cache's size is given
+            vllm_importance_sampling_correction=False,
+            gradient_checkpointing=False,
+            max_grad_norm=0.0,
+            bf16=cuda,
+            use_cpu=not cuda,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1_000_000,
+            disable_tqdm=True,
+        )
+        self.trainer: Any = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=config,
+            # Without a name of ours it pickles the table's type, which not every pyarrow allows.
+            train_dataset=Dataset(
+                pa.Table.from_pylist(
+                    [{"prompt": [{"role": "user", "content": one}]} for one in questions]
+                ),
+                fingerprint="sums",
+            ),
+            processing_class=AutoTokenizer.from_pretrained(checkpoint, padding_side="left"),
+            callbacks=[OneByOne()],
+        )
+        trainer = self.trainer
+        clock.wrap(trainer, "_tokenize_prompts", "encode")
+        clock.wrap(trainer.vllm_generation, "generate", "generate")
+        clock.wrap(trainer.vllm_generation, "sync_weights", "push", settle=True)
+        clock.wrap(trainer, "_generate", "rows")
+        clock.wrap(trainer, "_calculate_rewards", "reward")
+        clock.wrap(trainer, "_generate_and_score_completions", "advantage", settle=True)
+        clock.wrap(trainer, "compute_loss", "log-probabilities", settle=True)
+        clock.wrap(trainer.accelerator, "backward", "backward", settle=True)
+        threading.Thread(target=self.train, daemon=True).start()
+
+    def train(self) -> None:
+        try:
+            self.trainer.train()
+        except BaseException as error:  # noqa: BLE001  whoever waits for the step gets it
+            self.found.put(error)
+
+    def step(self) -> dict[str, float]:
+        """Takes one step; returns its seconds by phase."""
+        self.asked.put(None)
+        found = self.found.get(timeout=STEP_TIMEOUT_S)
+        if isinstance(found, BaseException):
+            raise found
+        return found
