@@ -258,6 +258,7 @@ def test_texts_are_not_made_before_somebody_looks():
     buffer.extend(second)
     rows, other = buffer[torch.tensor([4, 0])], buffer.sample().split(2)[0]
     assert looked == [1]
+    assert type(rows.get("said")) is type(other.get("said")) is Texts
     assert rows["said"] == ["h", "d"]
     assert looked == [1, 1, 1]
     assert len(other["said"]) == 2

@@ -108,6 +108,7 @@ def test_nothing_is_made_before_somebody_looks():
     rows = rows_of(Texts.late((4,), make), Texts.of(list("01234567"), (4, 2)))
     copies = [USES[use](rows) for use in USES_OF_AN_ARRAY]
     assert looked == []
+    assert {type(one.get("flat")) for one in copies} == {Texts}
     assert copies[1]["flat"] == ["d", "a", "a"]
     assert copies[3]["flat"] == rows["flat"] == FLAT
     assert looked == [1]

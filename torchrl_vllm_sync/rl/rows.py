@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import (
     LazyStackedTensorDict,
+    MetaData,
     TensorDict,
     TensorDictBase,
     is_non_tensor,
@@ -48,7 +49,8 @@ class Columns:
 
     size: int
     leaves: dict[_Key, Any] = field(default_factory=dict)
-    # Class of each node, and its batch dimensions beside the rows'; parents first.
+    # Class of each node, and its batch dimensions beside the rows'; parents first. Metadata, which
+    # is of all rows, is a node, too.
     kinds: dict[_Key, tuple[Any, torch.Size]] = field(default_factory=dict)
 
     @classmethod
@@ -61,6 +63,8 @@ class Columns:
     def _add(self, key: _Key, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             self.leaves[key] = value
+        elif isinstance(value, MetaData):
+            self.kinds[key] = MetaData(value.data), torch.Size([])
         elif is_non_tensor(value):
             self.leaves[key] = Texts.cells(value)
         elif isinstance(inner := getattr(value, "_tensordict", value), LazyStackedTensorDict):
@@ -76,7 +80,9 @@ class Columns:
         for key, leaf in self.leaves.items():
             nodes[key[:-1]][key[-1]] = leaf if isinstance(leaf, torch.Tensor) else _entry(leaf)
         for key, (kind, inner) in reversed(self.kinds.items()):
-            if key:
+            if isinstance(kind, MetaData):
+                nodes[key[:-1]][key[-1]] = kind
+            elif key:
                 node = TensorDict(nodes[key], [self.size, *inner])
                 made = kind._from_tensordict(node) if is_tensorclass(kind) else node
                 nodes[key[:-1]][key[-1]] = made

@@ -34,6 +34,7 @@ class Texts(NonTensorStack):
 
     _array: Callable[[], np.ndarray]
     _is_shared = _is_memmap = False
+    _lock_parents_weakrefs: Any = ()
     device: Any = None
     # What is made of parts is a stack, whoever makes it.
     _new_lazy_unsafe = NonTensorStack._new_lazy_unsafe
@@ -106,6 +107,13 @@ class Texts(NonTensorStack):
             array = self._array
             return type(self)(shape, lambda: array()[where])
         return NonTensorData._from_tensordict(TensorDict({}), {"data": self._array()[where]})
+
+    def _propagate_lock(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._is_locked = True
+
+    def _propagate_unlock(self) -> list[Any]:
+        self._is_locked = False
+        return []
 
     def maybe_to_stack(self) -> Texts:
         """Itself."""
