@@ -8,7 +8,8 @@ takes one optimizer step in minibatches; then the engine gets the weights. The s
   pass, log-softmax and backward pass on rows of the same lengths. Nothing is rewarded or pushed.
 - ``ours``: ``RolloutCollector``, ``TextReward``, ``GroupAdvantage``, ``RolloutStorage`` and
   ``TrainerPolicy``, and TorchRL's ``GRPOLoss``.
-- ``torchrl-classes``: the same by ``LLMCollector``, a transform, ``MCAdvantage``,
+- ``one-off``: the same with ``max_staleness=1``; a step is the mean of three in a row.
+- ``torchrl-classes``: as ``ours`` by ``LLMCollector``, a transform, ``MCAdvantage``,
   ``LazyStackStorage`` and ``TransformersWrapper``. Policy, service and push are this library's.
 - ``trl``: ``GRPOTrainer`` with its vLLM in the trainer's process, see ``peers/trl_grpo.py``. What
   stopped it stands in the record's notes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -358,6 +359,28 @@ class Ours(TorchRLClasses):
         assert len(self.policy(self.env.reset())) == self.bench.case.rows
 
 
+class OneOff(Ours):
+    """The same, where the next rows are sampled while the trainer works on these."""
+
+    name = "ours, one step off"
+    collector: ClassVar[Any] = partial(RolloutCollector, max_staleness=1)
+    num_steps = 3
+
+    def step(self) -> dict[str, float]:
+        """The mean of several steps in a row; the one before them finds its rows sampled."""
+        super().step()
+        begin = time.perf_counter()
+        for _ in range(self.num_steps):
+            super().step()
+        seconds = (time.perf_counter() - begin) / self.num_steps
+        assert self.collecting._ahead is not None
+        self.collecting._ahead[0].result()  # the engine is free for the next system
+        return {"other": seconds}
+
+    def parts(self) -> dict[str, Callable[[list[list[int]]], object]]:
+        return {}
+
+
 def trl(bench: Bench) -> TRL:
     """TRL's trainer, on the same sizes."""
     case = bench.case
@@ -376,6 +399,7 @@ def trl(bench: Bench) -> TRL:
 SYSTEMS: dict[str, Callable[[Bench], Any]] = {
     "bound": Bound,
     "ours": Ours,
+    "one-off": OneOff,
     "torchrl-classes": TorchRLClasses,
     "trl": trl,
 }

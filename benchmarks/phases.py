@@ -32,7 +32,13 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str, *, settle: bool = False) -> Iterator[None]:
-        """Counts what happens inside; with ``settle`` until the GPU has done it, too."""
+        """Counts what happens inside; with ``settle`` until the GPU has done it, too.
+
+        What other threads do meanwhile is not counted.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         self.enter(name)
         try:
             yield
