@@ -1,31 +1,36 @@
 """GRPO on several vLLM engines that get the trainer's weights after every step.
 
 Usage:
-    python tutorials/01_grpo_sync.py                 # tiny random model, no GPU, a few minutes
+    python tutorials/01_grpo_sync.py                 # without GPUs: a tiny random model, minutes
     python tutorials/01_grpo_sync.py --smoke         # the same for six steps, as CI runs it
+    python tutorials/01_grpo_sync.py --minutes 10    # on GPUs: SmolLM2-135M-Instruct learns to add
     python tutorials/01_grpo_sync.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k --replicas 3
 
-The last line is ``PASS reward <first> -> <last> ess <min> push_ms <median> seconds <total>``, or
-``FAIL`` and the same figures, with the reasons above it and a non-zero exit status. ``seconds`` is
-the training loop; starting Ray and the engines comes before it and is printed on a line of its own.
+The last line is ``PASS reward <first> -> <last> ess <min> push_ms <median> seconds <total>`` of the
+training loop, or ``FAIL`` and the same figures, with the reasons above it and a non-zero exit
+status. With a real data set ``held_out <before> -> <after>`` follows: the mean reward of greedy
+answers to problems that are not trained on.
 
 What PASS claims:
 
-- always: every sampled row carries the version pushed last before it, and the effective sample
-  size of each step's data, before the optimizer touches it, is 1 to the tolerance below;
-- by default also: the reward ends above 0.9;
-- with ``--smoke``: the reward ends no lower than it began, to within 0.1. Six steps show that the
-  parts fit together, not that the policy learns;
-- with ``--dataset gsm8k``: nothing about the reward. Steps are so small there that a single missed
-  push need not show in the effective sample size; the labels are what counts.
+- always: every sampled row carries the version pushed last before it; the effective sample size of
+  each step's data is 1, to the tolerance below, before the optimizer touches it, and at least a
+  half after that: no step has made another model of this one;
+- with the tiny model also: the reward ends above 0.9;
+- with ``--smoke``: the reward ends no lower than it began, to within 0.1;
+- with a real data set: nothing about the reward. Steps are so small there that a single missed push
+  need not show in the effective sample size; the labels are what counts.
 
-``--seed`` fixes the tiny model, the prompts and the engines' random numbers. It does not fix which
-engine samples which answer, so that two runs with one seed begin alike and then differ a little.
+``--dataset`` is ``low-ids``, ``gsm8k`` (``pip install datasets``), or any data set of reasoning-gym
+(``pip install reasoning-gym``), such as ``chain_sum``: sums and differences of two numbers of two
+digits. Where the right answer is a number, the last number of the model's answer is what counts.
 
-On GPUs each replica has one GPU to itself and the trainer has the last one, so that
-``--replicas 3`` needs four. Ray is told of all but the last, and places the engines on those.
-Engines run in bfloat16; the trainer keeps float32 weights, which lose no small update, and computes
-in bfloat16. GSM8K also needs ``pip install datasets``.
+``--seed`` fixes the tiny model, the prompts and the engines' random numbers, but not which engine
+samples which answer: two runs with one seed begin alike and then differ a little.
+
+On GPUs each replica has one to itself and the trainer has the last one: ``--replicas 3`` needs
+four. Engines run in bfloat16; the trainer keeps float32 weights, which lose no small update, and
+computes in bfloat16.
 """
 
 # %% [markdown]
@@ -39,13 +44,12 @@ in bfloat16. GSM8K also needs ``pip install datasets``.
 # You will see
 #
 # - two vLLM engines behind one object, `AsyncVLLM`;
-# - that object as the policy of TorchRL's `LLMCollector`;
+# - that object as the policy of a `RolloutCollector`, which is TorchRL's `LLMCollector` with rows
+#   that are tensors of the whole batch;
 # - `WeightUpdater.push_weights()` after each step;
 # - how to tell that the push has worked.
 #
-# Libraries first. What this tutorial shares with the others is in `common`: the settings of the
-# command line, the task, how engines are started, and how libraries are kept from talking over our
-# progress bar.
+# What this tutorial shares with the others is in `common`.
 
 # %%
 import statistics
@@ -57,47 +61,44 @@ import common.quiet  # noqa: F401  sets what the libraries below read
 
 # isort: split
 import torch
-from common import results
+from common import results, settings
 from common.engines import make_policy, started
 from common.results import shown
-from common.settings import ESS_TOLERANCE, PRESETS, finish_dataset, make_parser
-from common.task import make_env, prompts
+from common.task import evaluate, make_env, prompts
 from common.training import Learner
 from tensordict import set_list_to_stack
-from torchrl.collectors.llm import LLMCollector
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.objectives.llm.grpo import MCAdvantage
+from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
-from torchrl_vllm_sync import WeightUpdater, errors
+import torchrl_vllm_sync as tvs
 
 set_list_to_stack(True).set()  # TorchRL's chat environments ask for it before any is made
 
 
-# %% [markdown]
-# ## Settings
-#
+# %% Settings
 # GRPO compares several answers to one prompt with each other: a *group*. One step samples
 # `groups` prompts with `group_size` answers each.
-
-# %%
 SMOKE_STEPS = 6
 
 
 def parse_args(argv=None):
     """Reads the command line; what is not given comes from the dataset's preset."""
-    parser = make_parser(__doc__.splitlines()[0], output="01_grpo_sync", smoke_steps=SMOKE_STEPS)
-    parser.add_argument("--dataset", choices=sorted(PRESETS), default="low-ids")
-    return finish_dataset(parser, parser.parse_args(argv), smoke_steps=SMOKE_STEPS)
+    parser = settings.make_parser(__doc__, "01_grpo_sync", SMOKE_STEPS)
+    parser.add_argument("--held-out", type=int, default=256, help="problems to evaluate on")
+    settings.add_dataset(parser)
+    args = parser.parse_args(argv)
+    settings.finish_dataset(parser, args, steps=40, smoke_steps=SMOKE_STEPS)
+    args.held_out *= args.dataset != "low-ids"  # which has none
+    return args
 
 
 # %% [markdown]
 # ## Prompts and rewards
 #
-# TorchRL's `ChatEnv` hands out prompts and takes answers. A *transform* appended to it gives the
-# reward. The default task is one that a random model of 100,000 parameters can learn: use tokens
-# from the first quarter of the vocabulary. The reward is the share of an answer's tokens with an
-# id below 128. There are 512 ids, so that the first answers score about 0.25. Both are in
-# `common/task.py`: `prompts` and `make_env`.
+# TorchRL's `ChatEnv` hands out prompts and takes answers. `TextReward`, a transform appended to it,
+# asks a function what the answers of a batch are worth. Without GPUs the task is one that a random
+# model of 100,000 parameters can learn: use tokens from the first quarter of the vocabulary. The
+# reward is the share of an answer's tokens with an id below 128. There are 512 ids, so that the
+# first answers score about 0.25. This and other tasks are in `common/task.py`.
 #
 # ## Engines
 #
@@ -127,9 +128,10 @@ def parse_args(argv=None):
 # rounding only: in default runs with three seeds every step was within 0.000002 of 1. We ask for
 # 0.9999.
 #
-# To show what a missed push would look like, the program also computes the ESS of the same rows
-# once more, right after the optimizer step, when the trainer's weights are no longer the engines'.
-# In the same runs that was 0.9995 or less, mostly near 0.98: one missed push makes a run fail.
+# What a missed push would look like, the program shows by the ESS of the same rows right after the
+# optimizer step, when the trainer's weights are no longer the engines': 0.9995 or less in those
+# runs, mostly near 0.98. It also tells a learning rate that is too high for a model, and is then
+# near 0.
 
 
 # %%
@@ -165,27 +167,22 @@ def check_rows(rows, *, version, expected_rows):
         raise BadRowsError(f"rows ended by {sorted(map(str, reasons))}, not by stop or length")
 
 
-# %% [markdown]
-# ## The loop
-#
-# TorchRL's collector samples `batch_size` rows into the replay buffer, where `MCAdvantage`
-# compares the answers of each group. Then come the loss and Adam, in `common/training.py`, and the
-# push. The buffer is emptied each time: every row is used once, by the weights that sampled it.
-
-
-# %%
+# %% The loop
+# The collector samples `batch_size` rows into the replay buffer, where `GroupAdvantage` compares
+# the answers of each group. Then come the loss and AdamW, in `common/training.py`, and the push.
+# The buffer is emptied each time: every row is used once, by the weights that sampled it.
 def train(args, service, tokenizer, checkpoint):
     """Runs the loop and yields each step."""
-    learner = Learner(args, tokenizer, checkpoint)
+    learner = Learner(args, checkpoint)
     buffer = ReplayBuffer(
-        storage=LazyStackStorage(args.batch_size),
+        storage=tvs.RolloutStorage(args.batch_size),
         sampler=SamplerWithoutReplacement(),
-        transform=MCAdvantage(grpo_size=args.group_size),
+        transform=tvs.GroupAdvantage(grpo_size=args.group_size),
         batch_size=args.rows_per_pass,
     )
-    updater = WeightUpdater(service, source=learner.model)
-    collector = LLMCollector(
-        make_env(args, tokenizer, prompts(args.dataset, args.seed)),
+    updater = tvs.WeightUpdater(service, source=learner.model)
+    collector = tvs.RolloutCollector(
+        make_env(args, tokenizer, prompts(args.dataset, args.seed, args.held_out)),
         policy=make_policy(args, service, tokenizer),
         weight_updater=updater,
         replay_buffer=buffer,
@@ -196,7 +193,7 @@ def train(args, service, tokenizer, checkpoint):
     try:
         sampling = iter(collector)
         version = 0  # what engines launch with: the weights that the trainer begins with
-        for step in range(args.steps):
+        for step in results.counted(args):
             begin = time.perf_counter()
             next(sampling)  # fills the buffer
             sampled = time.perf_counter()
@@ -231,16 +228,10 @@ def train(args, service, tokenizer, checkpoint):
         collector.shutdown()
 
 
-# %% [markdown]
-# ## Results
-#
+# %% Results
 # A picture, a table and the raw figures of every step, in `--output`.
-
-
-# %%
-def save(steps, args):
+def save(steps, args, held_out):
     """Writes picture, table and figures to the output directory, and prints the table."""
-    args.output.mkdir(parents=True, exist_ok=True)
     title = (
         f"GRPO, {args.model} model, {args.replicas} replicas, "
         f"{args.group_size} answers to each of {args.groups} prompts"
@@ -250,46 +241,52 @@ def save(steps, args):
         "effective sample size": {"ess": "fresh rows", "ess_without_push": missed},
         "push, ms": {"push_ms": ""},
     }
-    results.curves(args.output / "curve.png", title, steps, args.reward_target, panels)
-    results.write(args.output, results.table(steps), curve=steps)
+    results.write(args, title, steps, panels, held_out=held_out)
 
 
 def shortcomings(steps, args):
     """Returns which of the claims at the top of this file the steps do not bear out."""
-    ess, floor = min(one.ess for one in steps), 1 - ESS_TOLERANCE[args.dtype]
-    found = [] if ess >= floor else [f"effective sample size {ess:.4f}, below {floor:g}"]
-    return found + results.reward_problems(
-        args, steps[0].reward, steps[-1].reward, args.reward_target
-    )
+    found, floor = [], 1 - settings.ESS_TOLERANCE[args.dtype]
+    for step in steps:
+        if not step.ess >= floor:
+            found.append(f"step {step.step}: effective sample size {step.ess:.4f}")
+        if not step.ess_without_push >= settings.ESS_AFTER_STEP:
+            found.append(
+                f"step {step.step} left {step.ess_without_push:.4f} of it: too long a step"
+            )
+    return found + results.reward_problems(args, steps[0].reward, steps[-1].reward)
 
 
-# %% [markdown]
-# ## All together
-#
+# %% All together
 # `started` starts Ray and the engines. What is started is ended in reverse order, also on Ctrl-C:
 # engines, Ray, temporary files. Guard the call with `if __name__ == "__main__"`: processes that
 # vLLM spawns import this file again.
-
-
-# %%
 def main(argv=None):
     """Runs the tutorial; the exit status is 0 if all claims hold."""
     args = parse_args(argv)
 
     problems: list[str] = []
+    held_out: list[float] = []
     with started(args, "01_grpo_sync") as (service, tokenizer, checkpoint):
+        greedy = make_policy(args, service, tokenizer, temperature=0.0)
+        if args.held_out:
+            held_out.append(evaluate(args, tokenizer, greedy))
+            print(f"{args.held_out} problems held out: {held_out[0]:.3f}", flush=True)
         training = train(args, service, tokenizer, checkpoint)
-        steps = results.drive(training, args, problems, BadRowsError, errors.SyncError)
+        steps = results.drive(training, args, problems, BadRowsError, tvs.errors.SyncError)
+        if args.held_out and not problems:
+            held_out.append(evaluate(args, tokenizer, greedy))
     if not steps:
         return results.verdict(problems, "no step was finished")
-    save(steps, args)
+    save(steps, args, held_out)
     problems += shortcomings(steps, args)
     push_ms = statistics.median(one.push_ms for one in steps)
+    before_and_after = " -> ".join(f"{one:.3f}" for one in held_out)
     return results.verdict(
         problems,
         f"reward {steps[0].reward:.3f} -> {steps[-1].reward:.3f} "
         f"ess {min(one.ess for one in steps):.3f} push_ms {push_ms:.1f} "
-        f"seconds {steps[-1].seconds:.1f}",
+        f"seconds {steps[-1].seconds:.1f}" + (f" held_out {before_and_after}" if held_out else ""),
     )
 
 

@@ -13,9 +13,6 @@ What PASS claims: of every prompt, each token that was sampled after the switch 
 engine which was started with the new weights gives behind the same beginning. That is promised
 for ``push_weights(clear_cache=True)``. Without it, the second setting, nothing is claimed: the
 fraction of equal answers is printed beside the first.
-
-The first of vLLM's own examples of reinforcement learning does the same on vLLM's interfaces:
-github.com/vllm-project/vllm, ``examples/rl/rlhf_async_new_apis.py``.
 """
 
 # %% [markdown]
@@ -48,16 +45,12 @@ from common.engines import ray_running, scenario, small_service
 from common.equality import Comparison, conclude, greedy, random_prompts, show_kinds
 from common.settings import finish_push, make_push_parser
 
-# %% [markdown]
-# ## Settings
-#
+# %% Settings
 # Both checkpoints are random by default, and nothing is downloaded. `--model` and `--trained` take
 # real ones of one architecture: what the engine starts with, and what the trainer holds.
 #
 # On GPUs the engine computes *batch-invariantly*: a request's tokens do not depend on what else is
 # in its batch. vLLM reads that from the environment when it is imported.
-
-# %%
 START_AT = 10  # tokens of one answer with which the push begins
 TOKENS_AFTER = 100  # of each answer after the switch
 SMOKE_TOKENS_AFTER = 40
@@ -65,7 +58,7 @@ SMOKE_TOKENS_AFTER = 40
 
 def parse_args(argv=None):
     """Reads the command line and finds the devices."""
-    parser = make_push_parser(__doc__.splitlines()[0], SHAPES)
+    parser = make_push_parser(__doc__, SHAPES)
     parser.add_argument("--model", help="checkpoint that the engine starts with, instead")
     parser.add_argument("--trained", help="checkpoint that the trainer holds, with --model")
     args = parser.parse_args(argv)
@@ -79,15 +72,10 @@ def parse_args(argv=None):
     return args
 
 
-# %% [markdown]
-# ## The answers
-#
+# %% The answers
 # Each prompt is a stream. It ends when it has enough tokens after the switch, and closing it ends
 # the request in the engine. `version_spans` has one tuple for each sample of a request, of which
 # there is one here: two spans, the old version's and the new one's.
-
-
-# %%
 @dataclass
 class Answer:
     """One answer, in two parts."""
@@ -117,47 +105,30 @@ async def update_in_flight(service, model, prompts, *, clear_cache, num_after):
     version = service.weight_version + 1
     has_begun = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        answers = [
-            group.create_task(
-                follow(service, prompt, version=version, num_after=num_after, has_begun=has_begun)
-            )
-            for prompt in prompts
-        ]
+        how = {"version": version, "num_after": num_after, "has_begun": has_begun}
+        answers = [group.create_task(follow(service, one, **how)) for one in prompts]
         await has_begun.wait()
-        report = await asyncio.to_thread(
-            service.push_weights, model, version=version, clear_cache=clear_cache
-        )
+        how = {"version": version, "clear_cache": clear_cache}
+        report = await asyncio.to_thread(service.push_weights, model, **how)
     return [one.result() for one in answers], report
 
 
-# %% [markdown]
-# ## What is right
-#
+# %% What is right
 # The new checkpoint goes to disk, and an engine that never saw the old one is started with it.
 # Given a prompt and the tokens from before the switch, it must go on as the first engine did.
-
-
-# %%
 def continuations(service, answers):
     """What the engine says behind each answer's first part."""
-    outputs = service.generate(
-        [one.prompt + one.before for one in answers],
-        [greedy(len(one.after)) for one in answers],
-        use_tqdm=False,
-    )
+    prompts = [one.prompt + one.before for one in answers]
+    params = [greedy(len(one.after)) for one in answers]
+    outputs = service.generate(prompts, params, use_tqdm=False)
     return [list(one.outputs[0].token_ids) for one in outputs]
 
 
-# %% [markdown]
-# ## Both settings, side by side
-#
+# %% Both settings, side by side
 # `clear_cache=True` has the engine compute keys and values of the requests under way anew, with the
 # new weights: one prefill of what each has so far. `clear_cache=False` keeps those of the old
 # weights, and later tokens attend to them: cheaper, and no model's exact answer. Which one to take
 # is a question of training; only the first one can be checked.
-
-
-# %%
 SETTINGS = {"cache cleared": True, "cache kept": False}
 
 

@@ -16,9 +16,6 @@ What PASS claims: after the push every token of every answer is that of an engin
 same checkpoint from disk, with the same quantisation and tensor parallelism; before the push no
 answer was. A checkpoint that is itself quantised is refused when the engine is launched, with the
 reason: what a trainer holds does not fit into it.
-
-One of vLLM's own examples of reinforcement learning does the same on vLLM's interfaces:
-github.com/vllm-project/vllm, ``examples/rl/rlhf_nccl.py``.
 """
 
 # %% [markdown]
@@ -49,24 +46,20 @@ from common.engines import SHARED_GPU_UTILIZATION, ray_running, scenario, small_
 from common.equality import compare, conclude, greedy_answers, random_prompts
 from common.settings import finish_push, make_push_parser
 
-# %% [markdown]
-# ## Settings
-
-# %%
+# %% Settings
 TENSOR_PARALLEL = 2
 
 
 def parse_args(argv=None):
     """Reads the command line and finds the devices."""
-    parser = make_push_parser(__doc__.splitlines()[0], SHAPES)
+    parser = make_push_parser(__doc__, SHAPES)
     parser.add_argument("--model", help="checkpoint of the trainer, instead")
     parser.add_argument("--quantization", help="vLLM's name of it; fp8, on a CPU int8")
     parser.add_argument("--tensor-parallel", type=int, default=TENSOR_PARALLEL, help="workers")
     args = parser.parse_args(argv)
     num_gpus = finish_push(parser, args, "tensor_parallel")
-    if 0 < num_gpus < args.tensor_parallel or (
-        not num_gpus and (args.model or args.shape != "tiny")
-    ):
+    needs_gpus = args.model or args.shape != "tiny"
+    if num_gpus < args.tensor_parallel if num_gpus else needs_gpus:
         parser.error(f"{args.tensor_parallel} GPUs for the engine are needed, got {num_gpus}")
     args.shared = num_gpus == args.tensor_parallel
     args.engine_gpus = min(num_gpus, args.tensor_parallel)
@@ -76,32 +69,18 @@ def parse_args(argv=None):
     return args
 
 
-# %% [markdown]
-# ## The engine
-#
+# %% The engine
 # One replica with two workers, or as many as you say. `quantization` is vLLM's own argument:
 # *online* quantisation, of weights that arrive in full precision.
-
-
-# %%
 def make_service(args, checkpoint, **engine):
     """Starts one engine; leaving the service's ``with`` block ends it."""
     if args.shared:
         engine["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
-    return small_service(
-        checkpoint,
-        args.engine_dtype,
-        num_devices=args.tensor_parallel,
-        quantization=args.quantization,
-        **engine,
-    )
+    parallel = {"num_devices": args.tensor_parallel, "quantization": args.quantization}
+    return small_service(checkpoint, args.engine_dtype, **parallel, **engine)
 
 
-# %% [markdown]
-# ## Before, after, and what is right
-
-
-# %%
+# %% Before, after, and what is right
 def run(args, directory):
     """Everything in order; returns whether all was as it should be."""
     checkpoint = args.model or make_checkpoint(

@@ -15,9 +15,6 @@ token that differs, and a non-zero exit status.
 What PASS claims: after a first push, a training step and a second push, every token of every answer
 is that of an engine which loaded the trainer's checkpoint of that moment from disk; and the step
 has changed the answers, so that the first push's weights would not have passed.
-
-One of vLLM's own examples of reinforcement learning does the same on vLLM's interfaces:
-github.com/vllm-project/vllm, ``examples/rl/rlhf_nccl_fsdp_ep.py``.
 """
 
 # %% [markdown]
@@ -61,10 +58,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_vllm_sync import WeightUpdater
 
-# %% [markdown]
-# ## Settings
-
-# %%
+# %% Settings
 CPU_RANKS = 2
 LEARNING_RATE = 0.3  # of one step of plain SGD, large enough to change answers
 DIRECTORY = "TUTORIAL_DIRECTORY"  # names it to the ranks
@@ -74,7 +68,7 @@ JOIN_TIMEOUT = timedelta(minutes=10)  # for a rank that waits while the first on
 
 def parse_args(argv=None):
     """Reads the command line and finds the devices."""
-    parser = make_push_parser(__doc__.splitlines()[0], MOE_SHAPES, "tiny-moe")
+    parser = make_push_parser(__doc__, MOE_SHAPES, "tiny-moe")
     args = parser.parse_args(argv)
     num_gpus = finish_push(parser, args)
     if num_gpus % 2 or (not num_gpus and args.shape != "tiny-moe"):
@@ -86,14 +80,9 @@ def parse_args(argv=None):
     return args
 
 
-# %% [markdown]
-# ## The trainer
-#
+# %% The trainer
 # Each rank makes its shards where they belong: the whole model is never anywhere. A tiny step of
 # SGD on random tokens stands for training.
-
-
-# %%
 def make_model(args, checkpoint, device):
     """Returns this rank's part of a random model."""
     config = AutoConfig.from_pretrained(checkpoint)
@@ -142,31 +131,17 @@ def save(model, checkpoint):
     wait_for_all()
 
 
-# %% [markdown]
-# ## The engine
-
-
-# %%
+# %% The engine
 def make_service(args, checkpoint, **engine):
     """Starts one engine; leaving the service's ``with`` block ends it."""
     if args.shared:
         engine["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
-    return small_service(
-        checkpoint,
-        args.dtype,
-        data_parallel_size=args.engine_gpus or 1,
-        enable_expert_parallel=True,
-        **engine,
-    )
+    parallel = {"data_parallel_size": args.engine_gpus or 1, "enable_expert_parallel": True}
+    return small_service(checkpoint, args.dtype, **parallel, **engine)
 
 
-# %% [markdown]
-# ## All ranks
-#
+# %% All ranks
 # What only the first rank does stands behind `if service`. `push_weights` is called by all of them.
-
-
-# %%
 @contextlib.contextmanager
 def first_rank_service(args, checkpoint, **engine):
     """Starts an engine on the first rank; the others get ``None`` when it is there."""
@@ -233,11 +208,7 @@ def run(args, directory, device):
     )
 
 
-# %% [markdown]
-# ## Starting the ranks
-
-
-# %%
+# %% Starting the ranks
 def as_rank(args, directory):
     """One rank of the trainer; the first one has the engine."""
     keep_quiet()
@@ -248,11 +219,8 @@ def as_rank(args, directory):
     with contextlib.ExitStack() as cleanup:
         if rank == 0:
             cleanup.enter_context(ray_running(address=os.environ["RAY_ADDRESS"]))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if args.on_gpus else "gloo",
-            timeout=JOIN_TIMEOUT,
-            device_id=device if args.on_gpus else None,
-        )
+        backend, own = ("cpu:gloo,cuda:nccl", device) if args.on_gpus else ("gloo", None)
+        dist.init_process_group(backend, timeout=JOIN_TIMEOUT, device_id=own)
         cleanup.callback(dist.destroy_process_group)
         return 0 if run(args, directory, device) else 1
 
@@ -263,11 +231,8 @@ def start_ranks(args, directory):
         "-m", "torch.distributed.run", "--standalone", f"--log-dir={directory / 'ranks'}",
         f"--nproc-per-node={args.num_ranks}",
     ]  # fmt: skip
-    shared = {
-        "OMP_NUM_THREADS": "1",
-        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-        DIRECTORY: str(directory),
-    }
+    shared = {"OMP_NUM_THREADS": "1", DIRECTORY: str(directory)}
+    shared["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     ranks = subprocess.Popen(
         [sys.executable, *torchrun, __file__, *sys.argv[1:]],
         env=os.environ | shared,

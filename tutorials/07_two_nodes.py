@@ -45,16 +45,13 @@ from ray.cluster_utils import Cluster
 
 from torchrl_vllm_sync import BroadcastTransport
 
-# %% [markdown]
-# ## Settings
-
-# %%
+# %% Settings
 CPU_REPLICAS = 2
 
 
 def parse_args(argv=None):
     """Reads the command line and finds the devices."""
-    parser = make_push_parser(__doc__.splitlines()[0], SHAPES)
+    parser = make_push_parser(__doc__, SHAPES)
     parser.add_argument("--address", help="of a Ray cluster with replicas' GPUs on other nodes")
     parser.add_argument("--replicas", type=int, help="vLLM engines; one for each GPU there is")
     args = parser.parse_args(argv)
@@ -69,11 +66,7 @@ def parse_args(argv=None):
     return args
 
 
-# %% [markdown]
-# ## The nodes
-
-
-# %%
+# %% The nodes
 @contextlib.contextmanager
 def nodes(args):
     """Joins the cluster, or starts one of two nodes on this machine and ends it."""
@@ -96,13 +89,8 @@ def places(service):
     return {name: one.processes.node_id for name, one in found.items()}
 
 
-# %% [markdown]
-# ## The push
-#
+# %% The push
 # The replicas are asked one by one (`actor_index`), so that each has to show what it holds.
-
-
-# %%
 def run(args, directory):
     """Everything in order; returns whether all was as it should be."""
     old, new = (
@@ -115,9 +103,8 @@ def run(args, directory):
     here = ray.get_runtime_context().get_node_id()
     where = "two Ray nodes" if args.address else "two Ray nodes on one machine"
     print(f"Starting {args.replicas} replicas; {where}", flush=True)
-    with small_service(
-        old, args.dtype, num_replicas=args.replicas, num_cpus_per_replica=cpus
-    ) as service:
+    engines = {"num_replicas": args.replicas, "num_cpus_per_replica": cpus}
+    with small_service(old, args.dtype, **engines) as service:
         found = places(service)
         print(f"  the trainer's node: {here[:8]}")
         for name, node in found.items():

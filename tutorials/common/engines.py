@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 # From 256 tokens of a step on, a kernel of vLLM 0.26 adds up in another order, batch-invariant or
 # not, and a random model's tokens soon differ (csrc/layernorm_kernels.cu, fused_add_rms_norm).
 BATCH_INVARIANT_TOKENS = 240
+# Decoding in CUDA graphs, without the minute that compiling takes at each start.
+CUDA_GRAPHS = {
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "enforce_eager": False,
+}
 SHARED_GPU_UTILIZATION = 0.42  # of a GPU's memory is the engine's, where a trainer is on it too
 
 
@@ -73,24 +78,20 @@ def small_service(checkpoint: str | Path, dtype: torch.dtype, **engine: Any) -> 
     """Starts engines for some short answers; ``engine`` is ``AsyncVLLM.from_pretrained``'s."""
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         engine.setdefault("max_num_batched_tokens", BATCH_INVARIANT_TOKENS)
-    return AsyncVLLM.from_pretrained(
-        str(checkpoint),
-        dtype=str(dtype).removeprefix("torch."),
-        max_model_len=2048,
-        max_num_seqs=64,
-        compile=False,
-        enforce_eager=True,
-        verbose=False,
-        **({"num_cpus_per_replica": 0} | engine),
-    )
+    sizes = {"num_cpus_per_replica": 0, "max_model_len": 2048, "max_num_seqs": 64}
+    how = {"dtype": str(dtype).removeprefix("torch."), "compile": False, "enforce_eager": True}
+    return AsyncVLLM.from_pretrained(str(checkpoint), verbose=False, **sizes | how | engine)
 
 
-def make_policy(args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any) -> vLLMWrapper:
-    """Returns the policy that samples, from the model as it is: no token is cut off."""
+def make_policy(
+    args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any, *, temperature: float = 1.0
+) -> vLLMWrapper:
+    """Returns the policy that samples, at 1.0 from the model as it is: no token is cut off."""
     if "qwen" in args.model.lower():
         template = {"chat_template_name": "qwen"}  # TorchRL has one that marks the answer
     else:
         template = {"chat_template": tokenizer.chat_template}
+    sampling = {"max_tokens": args.max_tokens, "temperature": temperature, "top_p": 1.0}
     return vLLMWrapper(
         service,
         tokenizer=tokenizer,
@@ -98,12 +99,7 @@ def make_policy(args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any) ->
         **template,
         return_log_probs=True,
         pad_output=False,
-        generate_kwargs={
-            "max_tokens": args.max_tokens,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "include_stop_str_in_output": True,
-        },
+        generate_kwargs={**sampling, "include_stop_str_in_output": True},
     )
 
 
@@ -125,18 +121,10 @@ def started(
         where = "GPUs" if args.engine_gpus else "the CPU"
         print(f"Starting Ray and {args.replicas} engines on {where}, a minute or so", flush=True)
         cleanup.enter_context(ray_running(args.engine_gpus))
-        service = AsyncVLLM.from_pretrained(
-            checkpoint,
-            num_devices=1,
-            num_replicas=args.replicas,
-            num_cpus_per_replica=0,
-            dtype=str(args.dtype).removeprefix("torch."),
-            max_model_len=args.max_model_len,
-            max_num_seqs=64,
-            seed=args.seed,
-            verbose=False,
-            **engine,
-        )
+        sizes = {"max_model_len": args.max_model_len, "max_num_seqs": max(64, args.batch_size)}
+        engine |= sizes | (CUDA_GRAPHS if args.engine_gpus else {})
+        replicas = {"num_replicas": args.replicas, "seed": args.seed}
+        service = small_service(checkpoint, args.dtype, **replicas, **engine)
         cleanup.enter_context(service)
         print(f"Set up in {time.perf_counter() - began:.1f} s", flush=True)
         yield service, tokenizer, checkpoint

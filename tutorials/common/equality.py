@@ -73,11 +73,8 @@ def _difference(number: int, got: list[int], expected: list[int]) -> str:
 def milliseconds(report: PushReport) -> dict[str, float]:
     """A push's phases on the trainer's side and the first engine's, and the whole."""
     engine = {f"engine: {name}": one for name, one in report.replicas[0].phases.items()}
-    seconds = {name: one for name, one in (report.phases | engine).items() if name.endswith("_s")}
-    return {
-        name.removesuffix("_s"): 1e3 * one
-        for name, one in (seconds | {"push_s": report.seconds}).items()
-    }
+    phases = report.phases | engine | {"push_s": report.seconds}
+    return {name[:-2]: 1e3 * one for name, one in phases.items() if name.endswith("_s")}
 
 
 def show_kinds(answers: Sequence[Sequence[int]]) -> None:
@@ -122,17 +119,12 @@ def conclude(
     recorder = Recorder(name)
     phases = {system: milliseconds(report) for system, report in reports.items()}
     for system, compared in comparisons.items():
-        recorder.add(
-            case=case,
-            system=system,
-            metric="tokens_equal",
-            unit="fraction",
-            samples=[compared.fraction],
-            prompts=compared.total,
-            first_difference=compared.first,
-        )
+        of: dict[str, Any] = {"case": case, "system": system}
+        more = {"prompts": compared.total, "first_difference": compared.first}
+        equal = [compared.fraction]
+        recorder.add(**of, metric="tokens_equal", unit="fraction", samples=equal, **more)
         for phase, spent in phases.get(system, {}).items():
-            recorder.add(case=case, system=system, metric=phase, unit="ms", samples=[spent])
+            recorder.add(**of, metric=phase, unit="ms", samples=[spent])
     for system, report in reports.items():
         print(f"{system}, by {report.transport}:")
         print("  " + ", ".join(f"{phase} {one:.1f} ms" for phase, one in phases[system].items()))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
+import math
+import time
 from dataclasses import asdict, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +16,6 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
 COLORS = ("tab:green", "tab:orange", "tab:red")
@@ -38,25 +40,29 @@ def table(steps: Sequence[Any]) -> str:
     return "\n".join(map(" ".join, zip(*columns, strict=True)))
 
 
-def write(directory: Path, text: str, **rows: Sequence[Any]) -> None:
-    """Writes ``table.txt``, and a CSV file of each kind of dataclass; prints the text."""
-    (directory / "table.txt").write_text(text + "\n")
-    for name, some in rows.items():
-        with (directory / f"{name}.csv").open("w", newline="") as file:
+def write(
+    args: argparse.Namespace,
+    title: str,
+    steps: Sequence[Any],
+    panels: dict[str, Any],
+    text: str = "",
+    held_out: Sequence[float] = (),
+    **rows: Sequence[Any],
+) -> None:
+    """Writes ``curve.png``, ``table.txt`` and CSV files to ``args.output``; prints the table.
+
+    A panel below the reward is a label and the names of its lines: figures by their name in a step,
+    or constants. ``held_out`` is the reward on other problems before the first step and after the
+    last one; ``rows`` are dataclasses of other kinds.
+    """
+    args.output.mkdir(parents=True, exist_ok=True)
+    text = "\n\n".join(filter(None, [table(steps), text]))
+    (args.output / "table.txt").write_text(text + "\n")
+    for name, some in {"curve": steps, **rows}.items():
+        with (args.output / f"{name}.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, [one.name for one in fields(some[0])])
             writer.writeheader()
             writer.writerows(asdict(one) for one in some)
-    print(text)
-    print(f"Written to {directory}: {', '.join(sorted(one.name for one in directory.iterdir()))}")
-
-
-def curves(
-    path: Path, title: str, steps: Sequence[Any], target: float | None, panels: dict[str, Any]
-) -> None:
-    """Draws the reward over the steps, what it must exceed for PASS if it must, and other panels.
-
-    A panel is a label and the names of its lines: figures by their name in a step, or constants.
-    """
     with plt.rc_context(STYLE):
         figure, (first, *rest) = plt.subplots(
             1 + len(panels), figsize=(7, 7), sharex=True, layout="constrained"
@@ -64,28 +70,34 @@ def curves(
         figure.suptitle(title, fontsize=10)
         first.set_ylabel("mean reward")
         first.plot([one.reward for one in steps], color="tab:blue")
-        if target is not None:
+        if held_out:
+            first.plot([0, len(steps) - 1], held_out, "o--", color="grey", label="held out, greedy")
+            first.legend(frameon=False)
+        if (target := args.reward_target) is not None:
             first.set_ylim(0, 1.02)
             first.axhline(target, color="grey", linestyle=":", linewidth=1)
-            first.annotate(
-                f"PASS above {target}",
-                (0, target),
-                (0, -10),
-                color="grey",
-                textcoords="offset points",
-            )
+            first.text(0, target - 0.06, f"PASS above {target}", color="grey")
         for axis, (label, lines) in zip(rest, panels.items(), strict=True):
             axis.set_ylabel(label)
-            for at, (what, name) in enumerate(lines.items()):
+            for color, (what, name) in zip(COLORS, lines.items(), strict=False):
                 if isinstance(what, str):
-                    axis.plot([getattr(one, what) for one in steps], label=name, color=COLORS[at])
+                    axis.plot([getattr(one, what) for one in steps], label=name, color=color)
                 else:
-                    axis.axhline(what, label=name, color="tab:red", linestyle=":", linewidth=1)
+                    axis.axhline(what, label=name, color=color, linestyle=":", linewidth=1)
             if len(lines) > 1:
                 axis.legend(frameon=False)
         (rest or [first])[-1].set_xlabel("step")
-        figure.savefig(path, dpi=150)
+        figure.savefig(args.output / "curve.png", dpi=150)
         plt.close(figure)
+    print(text)
+    names = sorted(one.name for one in args.output.iterdir())
+    print(f"Written to {args.output}: {', '.join(names)}")
+
+
+def counted(args: argparse.Namespace) -> Iterator[int]:
+    """Counts steps: as many as there are to be, or until the time is over."""
+    end = time.monotonic() + 60 * args.minutes
+    return itertools.takewhile(lambda _: time.monotonic() < end, range(args.steps))
 
 
 def drive(
@@ -97,7 +109,8 @@ def drive(
     """Runs a training loop to its end and returns its steps; a failure ends it, as a problem."""
     steps: list[Any] = []
     try:
-        with contextlib.closing(training), tqdm(total=args.steps, desc="GRPO", unit="step") as bar:
+        total = args.steps if args.minutes == math.inf else None
+        with contextlib.closing(training), tqdm(total=total, desc="GRPO", unit="step") as bar:
             for step in training:
                 steps.append(step)
                 bar.set_postfix_str(f"reward {step.reward:.3f}", refresh=False)
@@ -107,10 +120,9 @@ def drive(
     return steps
 
 
-def reward_problems(
-    args: argparse.Namespace, first: float, last: float, target: float | None
-) -> list[str]:
+def reward_problems(args: argparse.Namespace, first: float, last: float) -> list[str]:
     """Returns what is wrong with the reward; after a smoke run, that it fell."""
+    target = args.reward_target
     if args.smoke and not last >= first - REWARD_SLACK:
         return [f"the reward fell from {first:.3f} to {last:.3f}"]
     if not args.smoke and target is not None and not last > target:

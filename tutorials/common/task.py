@@ -1,60 +1,108 @@
-"""Prompts and rewards: a task that a tiny random model can learn, and GSM8K for real ones."""
+"""Tasks: prompts, what answers are worth, and problems that are kept for evaluation.
+
+``low-ids`` is one that a tiny random model can learn; ``gsm8k`` is school problems; every other
+name is a data set of the package reasoning-gym, which makes problems up and scores answers to them.
+"""
 
 from __future__ import annotations
 
+import argparse
+import functools
+import importlib.util
 import itertools
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchrl.data import Unbounded
-from torchrl.envs import StepCounter, Transform, TransformedEnv
-from torchrl.envs.llm import ChatEnv, GSM8KEnv
-from torchrl.envs.llm.datasets.gsm8k import GSM8KRewardParser
+from torchrl.envs import StepCounter
+from torchrl.envs.llm import ChatEnv
+
+from torchrl_vllm_sync import RolloutCollector, TextReward
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
-    from tensordict import TensorDictBase
+    from torchrl.envs import TransformedEnv
 
+    from torchrl_vllm_sync import vLLMWrapper
 
-class RowReward(Transform):
-    """Reward: what a function says of each row, which is one answer."""
-
-    def __init__(self, of: Callable[[TensorDictBase], float]) -> None:
-        super().__init__()
-        self._of = of
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        rewards = torch.tensor([float(self._of(row)) for row in tensordict.view(-1).unbind(0)])
-        next_tensordict["reward"] = rewards.view(*next_tensordict.batch_size, 1, 1)
-        return next_tensordict
-
-    def transform_reward_spec(self, reward_spec: Any) -> Any:
-        """Announces the reward's shape."""
-        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1, 1), dtype=torch.float32)
-        return reward_spec
+# Other settings than reasoning-gym's own: sums and differences of two numbers of two digits.
+SETTINGS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}}
+NUM_PROBLEMS = 1_000_000  # of a data set; then they come again
+HELD_OUT_SEED = 10**9  # a problem is made from its number plus the seed: far from those of training
 
 
-def low_ids(row: TensorDictBase) -> float:
-    """Share of the answer's tokens whose id is below 128."""
-    ids = row["tokens", "response"]
-    return float((ids < 128).float().mean()) if len(ids) else 0.0
+def low_ids(_: Any, answers: list[list[int]]) -> list[float]:
+    """Share of each answer's tokens whose id is below 128."""
+    return [sum(one < 128 for one in ids) / max(1, len(ids)) for ids in answers]
+
+
+def last_number(text: str) -> str:
+    """The last number in a text, without thousands' commas; "" if there is none."""
+    return (re.findall(r"(?<![\d.])-?\d+(?:\.\d+)?", text.replace(",", "")) or [""])[-1]
+
+
+def right_number(_: Any, answers: list[str], *, answer: list[str]) -> list[float]:
+    """1 for an answer that ends in the same number as the data set's, 0 for another."""
+    pairs = zip(answers, answer, strict=True)
+    return [float(last_number(said) == last_number(right)) for said, right in pairs]
+
+
+def solved(dataset: str, _: Any, answers: list[str], *, problem: list[str]) -> list[float]:
+    """What reasoning-gym scores: of an answer its last number, where the right one is a number."""
+    scores = []
+    for said, which in zip(answers, problem, strict=True):
+        seed, index = map(int, which.split())
+        problems = made_up(dataset, seed)
+        entry = problems[index]
+        is_number = entry["answer"] and entry["answer"] == last_number(entry["answer"])
+        told = last_number(said) if is_number else said.strip()
+        scores.append(float(problems.score_answer(told, entry)))
+    return scores
+
+
+def reward(dataset: str) -> TextReward:
+    """The reward of a data set's answers."""
+    if dataset == "low-ids":
+        return TextReward(low_ids, over="ids")
+    return TextReward(right_number if dataset == "gsm8k" else functools.partial(solved, dataset))
+
+
+@functools.cache
+def made_up(dataset: str, seed: int) -> Any:
+    """A data set of reasoning-gym, which makes a problem when it is asked for it."""
+    import reasoning_gym  # pyright: ignore[reportMissingImports]
+
+    settings = SETTINGS.get(dataset, {})
+    return reasoning_gym.create_dataset(dataset, size=NUM_PROBLEMS, seed=seed, **settings)
+
+
+def missing(dataset: str) -> str | None:
+    """Says what ``--dataset`` lacks on this machine: a package, or such a name."""
+    needs = {"low-ids": "torch", "gsm8k": "datasets"}.get(dataset, "reasoning_gym")
+    if importlib.util.find_spec(needs) is None:
+        return f"--dataset {dataset} needs a package: pip install {needs.replace('_', '-')}"
+    if needs == "reasoning_gym":
+        from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
+
+        if dataset not in DATASETS:
+            return f"--dataset must be one of low-ids, gsm8k, {', '.join(DATASETS)}"
+    return None
 
 
 def additions(seed: int) -> Iterator[dict[str, list[str]]]:
-    """Yields prompts for ever. The default reward does not care what they ask."""
+    """Yields prompts for ever. The reward does not care what they ask."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         a, b = torch.randint(0, 10, (2,), generator=generator).tolist()
         yield {"query": [f"What is {a} + {b}?"]}
 
 
-def school_problems(seed: int) -> Iterator[dict[str, list[str]]]:
-    """Yields the training questions of GSM8K with their answers, for ever, shuffled anew."""
+def school_problems(split: str, seed: int) -> Iterator[dict[str, list[str]]]:
+    """Yields questions of GSM8K with their answers, for ever, shuffled anew."""
     from datasets import load_dataset  # pyright: ignore[reportMissingImports]
 
-    problems = load_dataset("openai/gsm8k", "main")["train"]
+    problems = load_dataset("openai/gsm8k", "main")[split]
     generator = torch.Generator().manual_seed(seed)
     while True:
         for index in torch.randperm(len(problems), generator=generator).tolist():
@@ -62,9 +110,27 @@ def school_problems(seed: int) -> Iterator[dict[str, list[str]]]:
             yield {"query": [one["question"]], "answer": [one["answer"]]}
 
 
-def prompts(dataset: str, seed: int) -> Iterator[dict[str, list[str]]]:
-    """Yields a dataset's prompts for ever, in an order that the seed fixes."""
-    return {"low-ids": additions, "gsm8k": school_problems}[dataset](seed)
+def made_up_problems(dataset: str, seed: int) -> Iterator[dict[str, list[str]]]:
+    """Yields problems of reasoning-gym for ever, with their seeds and numbers."""
+    for index in itertools.cycle(range(NUM_PROBLEMS)):
+        question = made_up(dataset, seed)[index]["question"]
+        yield {"query": [question], "problem": [f"{seed} {index}"]}
+
+
+def prompts(dataset: str, seed: int, num_held_out: int = 0) -> Iterator[dict[str, list[str]]]:
+    """Yields a dataset's prompts for ever, in an order that the seed fixes; none is held out."""
+    if dataset == "low-ids":
+        return additions(seed)
+    if dataset == "gsm8k":
+        return school_problems("train", seed)
+    kept = {one["query"][0] for one in held_out(dataset, num_held_out)}
+    return (one for one in made_up_problems(dataset, seed) if one["query"][0] not in kept)
+
+
+def held_out(dataset: str, number: int) -> list[dict[str, list[str]]]:
+    """The same problems in each run, which training never sees."""
+    made = made_up_problems(dataset, HELD_OUT_SEED)
+    return [*itertools.islice(school_problems("test", 0) if dataset == "gsm8k" else made, number)]
 
 
 def first_twice(items: Iterable[dict[str, Any]], number: int) -> Iterator[dict[str, Any]]:
@@ -75,25 +141,29 @@ def first_twice(items: Iterable[dict[str, Any]], number: int) -> Iterator[dict[s
     """
     rest = iter(items)
     first = list(itertools.islice(rest, number))
-    yield from first
-    yield from first
-    yield from rest
+    return itertools.chain(first, first, rest)
 
 
 def make_env(
     args: argparse.Namespace, tokenizer: Any, dataloader: Iterable[dict[str, Any]]
 ) -> TransformedEnv:
     """Returns the environment: each prompt ``group_size`` times, one answer to each."""
-    dataloader = first_twice(dataloader, args.groups)
-    kind, reward = {
-        "low-ids": (ChatEnv, lambda: RowReward(low_ids)),
-        "gsm8k": (GSM8KEnv, lambda: GSM8KRewardParser(tokenizer=tokenizer)),
-    }[args.dataset]
-    env = kind.from_dataloader(
-        dataloader=dataloader,
+    env = ChatEnv.from_dataloader(
+        dataloader=first_twice(dataloader, args.groups),
         batch_size=(args.batch_size,),
         repeats=args.group_size,
         tokenizer=tokenizer,
         input_mode="history",
     )
-    return env.append_transform(StepCounter(max_steps=1)).append_transform(reward())
+    return env.append_transform(StepCounter(max_steps=1)).append_transform(reward(args.dataset))
+
+
+def evaluate(args: argparse.Namespace, tokenizer: Any, policy: vLLMWrapper) -> float:
+    """Returns the mean reward of one answer to each of the problems that are held out."""
+    number = args.held_out
+    args = argparse.Namespace(dataset=args.dataset, groups=number, batch_size=number, group_size=1)
+    env = make_env(args, tokenizer, held_out(args.dataset, number))
+    collector = RolloutCollector(env, policy=policy, dialog_turns_per_batch=number)
+    rows = next(iter(collector))
+    collector.shutdown()
+    return float(rows["next", "reward"].mean())

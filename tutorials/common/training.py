@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm.grpo import GRPOLoss
 from transformers import AutoModelForCausalLM
+
+from torchrl_vllm_sync import TrainerPolicy
 
 if TYPE_CHECKING:
     import argparse
@@ -23,21 +24,12 @@ class Learner:
         model: In float32, on ``args.device``.
     """
 
-    def __init__(self, args: argparse.Namespace, tokenizer: Any, checkpoint: str) -> None:
+    def __init__(self, args: argparse.Namespace, checkpoint: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self.model = model.eval().to(args.device)
-        policy = TransformersWrapper(
-            self.model,
-            tokenizer=tokenizer,
-            input_mode="tokens",
-            generate=False,
-            return_log_probs=True,
-            pad_output=False,
-            pad_model_input=True,
-            device=args.device,
-        )
+        policy = TrainerPolicy(self.model)  # computes answers' log-probabilities and no others
         self._loss = GRPOLoss(policy, entropy_coeff=0.0, masking_strategy="sft", device=args.device)
-        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=args.lr)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr)
         self._device = args.device
 
     def loss(self, batch: TensorDictBase) -> Any:
