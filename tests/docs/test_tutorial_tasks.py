@@ -1,0 +1,170 @@
+"""The tutorials' tasks: what answers are worth, what is held out, what PASS claims of steps."""
+
+import importlib
+import sys
+import types
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import set_list_to_stack
+
+from tests.unit.test_policy import TOKENIZER, CannedService
+from torchrl_vllm_sync import TextReward
+
+TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+
+
+class MadeUp:
+    """Sums of a problem's number and one, whose scores are those of exact answers."""
+
+    def __init__(self, seed, size):
+        self.seed, self.size = seed, size
+
+    def __getitem__(self, index):
+        number = (self.seed + index) % 7
+        answer = str(number + 1) if self.size > 1 else "in words"
+        return {"question": f"What is {number} + 1?", "answer": answer}
+
+    def score_answer(self, answer, entry):
+        return 1 if answer == entry["answer"] else 0.25 if answer else 0
+
+
+@pytest.fixture
+def tutorial(monkeypatch):
+    """Imports a module of the tutorials, beside a package that makes problems up."""
+    monkeypatch.syspath_prepend(str(TUTORIALS))
+    gym, factory = types.ModuleType("reasoning_gym"), types.ModuleType("reasoning_gym.factory")
+    gym.create_dataset = lambda name, *, size, seed, **settings: MadeUp(
+        seed, 1 if name == "words" else size
+    )
+    gym.__spec__ = importlib.machinery.ModuleSpec("reasoning_gym", None)
+    factory.DATASETS = {"chain_sum": None, "words": None}
+    monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+    importlib.import_module("common.task").made_up.cache_clear()
+    with set_list_to_stack(True):
+        yield importlib.import_module
+    importlib.import_module("common.task").made_up.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The answer is 17.", "17"),
+        ("42 - 25 = 17", "17"),
+        ("42-25", "25"),
+        ("It is -30, of course", "-30"),
+        ("1,234 dollars", "1234"),
+        ("about 2.50", "2.50"),
+        ("#### 72", "72"),
+        ("none", ""),
+        ("", ""),
+    ],
+)
+def test_the_last_number_is_what_counts(tutorial, text, number):
+    assert tutorial("common.task").last_number(text) == number
+
+
+def test_answers_are_scored_by_the_data_set(tutorial):
+    task = tutorial("common.task")
+    said = ["3 + 1 is 4", "5", "I see", "4 is it, not 9"]
+    problems = ["3 0", "3 0", "0 3", "0 10"]
+    assert task.solved("chain_sum", [], said, problem=problems) == [1, 0.25, 0, 0.25]
+    assert task.solved("words", [], [" in words\n", "in 3 words"], problem=["0 0", "0 0"]) == [
+        1,
+        0.25,
+    ]
+    right = ["6 * 7 is 42\n#### 42", "#### 1,000", "#### 5"]
+    assert task.right_number([], ["so 42.", "1000", "no"], answer=right) == [1, 1, 0]
+    assert task.low_ids([], [[1, 127, 128, 400], [], [5]]) == [0.5, 0, 1]
+
+
+def test_no_problem_that_is_held_out_is_trained_on(tutorial):
+    task = tutorial("common.task")
+    kept = {one["query"][0] for one in task.held_out("chain_sum", 3)}
+    trained = [one["query"][0] for one in islice(task.prompts("chain_sum", 5, 3), 40)]
+    assert len(kept) == 3
+    assert len({*trained}) == 4
+    assert not kept & {*trained}
+    assert kept & {one["query"][0] for one in islice(task.prompts("chain_sum", 5), 40)}
+
+
+def test_each_problem_held_out_is_asked_once(tutorial, monkeypatch):
+    task = tutorial("common.task")
+    seen = []
+
+    def reward(dataset):
+        def spy(questions, answers, *, problem):
+            seen.extend(problem)
+            return [one.split()[1] == "2" for one in problem]
+
+        return TextReward(spy)
+
+    monkeypatch.setattr(task, "reward", reward)
+    args = tutorial("01_grpo_sync").parse_args(["--dataset", "chain_sum", "--held-out", "5"])
+    policy = tutorial("common.engines").make_policy(args, CannedService(), TOKENIZER, temperature=0)
+    assert policy.sampling_params.temperature == 0
+    assert task.evaluate(args, TOKENIZER, policy) == pytest.approx(0.2)
+    assert seen == [f"{task.HELD_OUT_SEED} {at}" for at in range(5)]
+
+
+DEFAULTS = {
+    "a laptop": (0, [], ("low-ids", "tiny", 2, 40, 0.9)),
+    "a laptop, a real model": (0, ["--model", "x"], ("chain_sum", "x", 2, 100, None)),
+    "two GPUs": (2, [], ("chain_sum", "HuggingFaceTB/SmolLM2-135M-Instruct", 1, 100, None)),
+    "GPUs, the tiny model": (4, ["--model", "tiny"], ("low-ids", "tiny", 2, 40, 0.9)),
+    "by time": (3, ["--minutes", "2", "--model", "x"], ("chain_sum", "x", 2, sys.maxsize, None)),
+}
+
+
+@pytest.mark.parametrize("machine", DEFAULTS)
+def test_the_task_is_one_for_the_machine_and_the_model(tutorial, monkeypatch, machine):
+    num_gpus, argv, wanted = DEFAULTS[machine]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    args = tutorial("01_grpo_sync").parse_args(argv)
+    found = (args.dataset, args.model, args.replicas, args.steps, args.reward_target)
+    assert found == wanted
+    assert args.lr == (5e-3 if args.model == "tiny" else 2e-5)
+    assert bool(args.held_out) == (args.dataset != "low-ids")
+
+
+@pytest.mark.parametrize(
+    ("argv", "installed", "why"),
+    [
+        (["--dataset", "sudoku"], False, "pip install reasoning-gym"),
+        (["--dataset", "sudoku"], True, "must be one of low-ids, gsm8k, chain_sum, words"),
+        (["--dataset", "low-ids", "--model", "x"], True, "is for --model tiny"),
+    ],
+)
+def test_what_is_missing_is_named(tutorial, monkeypatch, capsys, argv, installed, why):
+    module = tutorial("01_grpo_sync")
+    if not installed:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        module.parse_args(argv)
+    assert why in capsys.readouterr().err
+
+
+def test_steps_end_by_their_number_or_by_time(tutorial):
+    counted = tutorial("common.results").counted
+    parse_args = tutorial("01_grpo_sync").parse_args
+    assert [*counted(parse_args(["--steps", "3"]))] == [0, 1, 2]
+    assert [*counted(parse_args(["--minutes", "0"]))] == []
+
+
+@pytest.mark.parametrize("after", [0.2, float("nan")])
+def test_a_step_that_made_another_model_is_no_pass(tutorial, after):
+    module = tutorial("01_grpo_sync")
+    args = module.parse_args([])
+    figures = {"version": 0, "reward": 0.95, "ess": 1.0, "truncated": 0, "seconds": 1.0}
+    figures |= {"sample_s": 0.0, "train_s": 0.0, "push_ms": 1.0}
+    good = module.Step(step=0, ess_without_push=0.9, **figures)
+    bad = module.Step(step=1, ess_without_push=after, **figures)
+    stale = module.Step(step=2, ess_without_push=0.9, **figures | {"ess": 0.99})
+    assert module.shortcomings([good], args) == []
+    assert len(module.shortcomings([good, bad], args)) == 1
+    assert "step 1 " in module.shortcomings([good, bad], args)[0]
+    assert "step 2: effective sample size 0.99" in module.shortcomings([good, stale], args)[0]
