@@ -44,10 +44,8 @@ def tutorial(monkeypatch):
     factory.DATASETS = {"chain_sum": None, "words": None}
     monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
-    importlib.import_module("common.task").made_up.cache_clear()
     with set_list_to_stack(True):
         yield importlib.import_module
-    importlib.import_module("common.task").made_up.cache_clear()
 
 
 @pytest.mark.parametrize(

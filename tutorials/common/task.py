@@ -51,10 +51,10 @@ def right_number(_: Any, answers: list[str], *, answer: list[str]) -> list[float
 def solved(dataset: str, _: Any, answers: list[str], *, problem: list[str]) -> list[float]:
     """What reasoning-gym scores: of an answer its last number, where the right one is a number."""
     scores = []
-    for said, which in zip(answers, problem, strict=True):
-        seed, index = map(int, which.split())
-        problems = made_up(dataset, seed)
-        entry = problems[index]
+    which = [tuple(map(int, one.split())) for one in problem]
+    made = {seed: made_up(dataset, seed) for seed in {seed for seed, _ in which}}
+    for said, (seed, index) in zip(answers, which, strict=True):
+        problems, entry = made[seed], made[seed][index]
         is_number = entry["answer"] and entry["answer"] == last_number(entry["answer"])
         told = last_number(said) if is_number else said.strip()
         scores.append(float(problems.score_answer(told, entry)))
@@ -68,7 +68,6 @@ def reward(dataset: str) -> TextReward:
     return TextReward(right_number if dataset == "gsm8k" else functools.partial(solved, dataset))
 
 
-@functools.cache
 def made_up(dataset: str, seed: int) -> Any:
     """A data set of reasoning-gym, which makes a problem when it is asked for it."""
     import reasoning_gym  # pyright: ignore[reportMissingImports]
@@ -112,9 +111,9 @@ def school_problems(split: str, seed: int) -> Iterator[dict[str, list[str]]]:
 
 def made_up_problems(dataset: str, seed: int) -> Iterator[dict[str, list[str]]]:
     """Yields problems of reasoning-gym for ever, with their seeds and numbers."""
+    made = made_up(dataset, seed)
     for index in itertools.cycle(range(NUM_PROBLEMS)):
-        question = made_up(dataset, seed)[index]["question"]
-        yield {"query": [question], "problem": [f"{seed} {index}"]}
+        yield {"query": [made[index]["question"]], "problem": [f"{seed} {index}"]}
 
 
 def prompts(dataset: str, seed: int, num_held_out: int = 0) -> Iterator[dict[str, list[str]]]:
