@@ -99,8 +99,9 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.ahead is None:
         args.ahead = args.staleness
-    if min(args.staleness, args.ahead, args.collectors - 1) < 0:
-        parser.error("--staleness and --ahead must be at least 0, --collectors at least 1")
+    for name, least in (("staleness", 0), ("ahead", 0), ("collectors", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} must be at least {least}")
     # Ten more than the synchronous program: old rows teach a little less.
     return finish_dataset(parser, args, steps=50, smoke_steps=SMOKE_STEPS)
 
