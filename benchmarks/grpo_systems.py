@@ -115,6 +115,8 @@ class Bench:
         self.service, self.actor, self.case = service, service.actors[0], case
         self.learner, self.clock, self.tokenizer = learner, learner.clock, learner.tokenizer
         self.questions = questions()
+        # One for all: a service meets every new one, which takes more than a second.
+        self.updater = WeightUpdater(service, source=learner.model)
 
     def asked(self) -> list[list[int]]:
         """Token ids of prompts that the engine has not seen."""
@@ -259,12 +261,10 @@ class TorchRLClasses(System):
         clock.wrap(self.buffer, "extend", "buffer")
         clock.wrap(advantage, "_inv_call", "advantage")
         clock.wrap(reward, "_step", "reward")
-        self.updater = WeightUpdater(bench.service, source=bench.learner.model)
         self.collecting = self.collector(
             self.make_env().append_transform(reward).append_transform(StepCounter(max_steps=1)),
             policy=self.policy,
             replay_buffer=self.buffer,
-            weight_updater=self.updater,
             dialog_turns_per_batch=case.rows,
             total_dialog_turns=-1,
         )
@@ -306,7 +306,7 @@ class TorchRLClasses(System):
             assert len(self.buffer) == case.rows
             self.bench.learner.step(self.minibatches(), self.loss)
             with clock.phase("push", settle=True):
-                self.updater.push_weights()
+                self.bench.updater.push_weights()
         self.buffer.empty()
         return clock.take()
 
