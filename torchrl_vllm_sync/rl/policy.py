@@ -388,67 +388,36 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         chats: Sequence[Chat],
         of_row: torch.Tensor,
     ) -> TensorDict:
-        num_rows, where = len(of_row), of_row.numpy()
-        shape = torch.Size([num_rows])
+        """The entries of all rows as columns; texts wait until they are looked at."""
         prompts = [torch.tensor(one, dtype=torch.int64) for one in ids]
         prompt = self._padded(prompts, self.padding_value, "left")[of_row]
         is_prompt = self._padded([one >= 0 for one in prompts], False, "left")[of_row]
-        response = self._padded(answers.tokens, self.padding_value, "right")
-        is_answer = self._padded([one >= 0 for one in answers.tokens], False, "right")
-        versions = self._padded(answers.versions(), keys.NO_VERSION, "right")
+        wholes = [ids[at] for at in of_row.tolist()]
+        num_rows, where = len(wholes), of_row.numpy()
 
-        def joined(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-            return torch.cat([before, after], -1)
+        def late(make: Callable[[], list[str]]) -> Texts:
+            return Texts.late([num_rows], lambda: objects(make()))
 
-        def whole(kind: Any, **entries: Any) -> Any:
-            return kind._from_tensordict(TensorDict(entries, shape))
+        def sequences() -> list[list[int]]:
+            return [one + said.tolist() for one, said in zip(wholes, answers.tokens, strict=True)]
 
-        def decoded(of: torch.Tensor, mask: torch.Tensor) -> Texts:
-            def make() -> np.ndarray:
-                rows = zip(of.tolist(), mask.sum(-1).tolist(), strict=True)
-                return objects(self._decoded([one[:length] for one, length in rows]))
-
-            return Texts.late(shape, make)
-
-        def decoded_full() -> np.ndarray:
-            rows = zip(of_row.tolist(), answers.tokens, strict=True)
-            return objects(self._decoded([ids[at] + one.tolist() for at, one in rows]))
-
-        replies = decoded(response, is_answer)
+        replies = late(lambda: self._decoded(answers.tokens))
         told = {
-            "prompt": Texts.late(shape, lambda: objects(texts)[where]),
+            "prompt": Texts.late([num_rows], lambda: objects(texts)[where]),
             "response": replies,
-            "full": Texts.late(shape, decoded_full),
+            "full": late(lambda: self._decoded(sequences())),
         }
         entries = {
-            self.tokens_key: whole(
-                Tokens, prompt=prompt, response=response, full=joined(prompt, response)
-            ),
-            self.masks_key: whole(
-                Masks,
-                all_attention_mask=joined(is_prompt, is_answer),
-                all_assistant_mask=joined(torch.zeros_like(is_prompt), is_answer),
-            ),
-            self.text_key: whole(Text, **told),
-            self.history_key: whole(ChatHistory, **_dense_chats(chats, where, replies)),
-            keys.POLICY_VERSIONS: TensorDict(
-                {
-                    "response": versions,
-                    "full": joined(torch.full_like(prompt, keys.NO_VERSION), versions),
-                },
-                shape,
-            ),
-            **_stacked(answers.stamps(), shape),
+            self.text_key: (Text, told),
+            self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),
+            **self._columns(answers, prompt, is_prompt, self._padded_right),
         }
         if self.return_log_probs:
-            log_probs = self._padded(answers.log_probs(), 0.0, "right")
-            unknown = torch.full(prompt.shape, math.nan)
-            entries[self.log_probs_key] = whole(
-                LogProbs, response=log_probs, full=joined(unknown, log_probs)
-            )
-        for name in {self.tokens_key, self.masks_key, self.log_probs_key} & entries.keys():
-            entries[name].padded = MetaData(True)
-        return TensorDict(entries, shape)
+            log_probs = self._padded_right(answers.log_probs(), 0.0)
+            full = _joined(torch.full(prompt.shape, math.nan), log_probs)
+            entries[self.log_probs_key] = LogProbs, {"response": log_probs, "full": full}
+        self._mark_padded(entries, [MetaData(True)])
+        return TensorDict(_stacked(entries, torch.Size([num_rows])), [num_rows])
 
     def _from_vllm_generate_text(
         self, td: TensorDictBase, sampling_params: Any, out: TensorDictBase
@@ -539,39 +508,49 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     def _rows(self, answers: _Answers, prompts: _Entry, entries: dict[Any, Any]) -> TensorDictBase:
         """The rows of TorchRL's wrapper, and this library's entries; ``prompts`` are tokens."""
-        response = self._laid_out(answers.tokens, self.padding_value)
-        versions = self._laid_out(answers.versions(), keys.NO_VERSION)
-        tokens, stamps = {"response": response}, {"response": versions}
-        masks: dict[str, _Entry] = {}
+        prompt = is_prompt = None
         if prompts is not None:
             prompt = answers.for_each_row(prompts)
-            is_answer = self._laid_out([one >= 0 for one in answers.tokens], False)
             is_prompt = (
                 prompt != self.padding_value
                 if isinstance(prompt, torch.Tensor)
                 else [one >= 0 for one in prompt]
             )
-            tokens |= {"prompt": prompt, "full": _joined(prompt, response)}
-            masks["all_attention_mask"] = _joined(is_prompt, is_answer)
-            masks["all_assistant_mask"] = _joined(_filled(is_prompt, False), is_answer)
-            stamps["full"] = _joined(_filled(prompt, keys.NO_VERSION), versions)
-        entries = {
-            **entries,
-            self.tokens_key: (Tokens, tokens),
-            self.masks_key: (Masks, masks),
-            keys.POLICY_VERSIONS: stamps,
-            **answers.stamps(),
-        }
+        entries |= self._columns(answers, prompt, is_prompt, self._laid_out)
         if self.return_log_probs:
             entries[self.log_probs_key] = LogProbs, self._log_probs(answers, prompts)
-        for name in (self.tokens_key, self.masks_key, self.log_probs_key):
-            if name in entries:
-                entries[name][1]["padded"] = [MetaData(self.pad_output)] * len(answers.samples)
+        self._mark_padded(entries, [MetaData(self.pad_output)] * len(answers.samples))
         rows = _records(entries)
         if self.num_samples:
             each = self.num_samples
             rows = [lazy_stack(rows[at : at + each]) for at in range(0, len(rows), each)]
         return lazy_stack(rows)
+
+    def _columns(
+        self, answers: _Answers, prompt: _Entry, is_prompt: _Entry, laid_out: Callable[..., _Entry]
+    ) -> dict[Any, Any]:
+        """Tokens, masks and stamps of all rows; of prompts there may be no tokens."""
+        response = laid_out(answers.tokens, self.padding_value)
+        versions = laid_out(answers.versions(), keys.NO_VERSION)
+        tokens, stamps = {"response": response}, {"response": versions}
+        masks: dict[str, _Entry] = {}
+        if prompt is not None:
+            is_answer = laid_out([one >= 0 for one in answers.tokens], False)
+            tokens |= {"prompt": prompt, "full": _joined(prompt, response)}
+            masks["all_attention_mask"] = _joined(is_prompt, is_answer)
+            masks["all_assistant_mask"] = _joined(_filled(is_prompt, False), is_answer)
+            stamps["full"] = _joined(_filled(prompt, keys.NO_VERSION), versions)
+        return {
+            self.tokens_key: (Tokens, tokens),
+            self.masks_key: (Masks, masks),
+            keys.POLICY_VERSIONS: stamps,
+            **answers.stamps(),
+        }
+
+    def _mark_padded(self, entries: dict[Any, Any], padded: list[MetaData]) -> None:
+        for name in (self.tokens_key, self.masks_key, self.log_probs_key):
+            if name in entries:
+                entries[name][1]["padded"] = padded
 
     def _log_probs(self, answers: _Answers, prompts: _Entry) -> dict[str, _Entry]:
         response = self._laid_out(answers.log_probs(), self.padding_value)
@@ -599,8 +578,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     def _padded(self, values: list[torch.Tensor], padding: float, side: str) -> torch.Tensor:
         return pad_sequence(values, batch_first=True, padding_value=padding, padding_side=side)
 
+    def _padded_right(self, responses: list[torch.Tensor], padding: float) -> torch.Tensor:
+        return self._padded(responses, padding, "right")
+
     def _laid_out(self, responses: list[torch.Tensor], padding: float) -> _Entry:
-        return self._padded(responses, padding, "right") if self.pad_output else responses
+        return self._padded_right(responses, padding) if self.pad_output else responses
 
     def _decoded(self, tokens: list[torch.Tensor]) -> list[str]:
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=False)
@@ -714,15 +696,21 @@ def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> d
 
 
 def _stacked(entries: dict[Any, Any], shape: torch.Size) -> dict[Any, Any]:
-    """Columns of one value a row as tensors and texts."""
-    return {
-        name: TensorDict(_stacked(column, shape), shape)
-        if isinstance(column, dict)
-        else Texts.of(column)
-        if isinstance(column[0], str)
-        else torch.stack(column)
-        for name, column in entries.items()
-    }
+    """Columns of :func:`_records` for one TensorDict of all rows."""
+    columns: dict[Any, Any] = {}
+    for name, entry in entries.items():
+        if isinstance(entry, tuple):
+            kind, fields = entry
+            columns[name] = kind._from_tensordict(TensorDict(_stacked(fields, shape), shape))
+        elif isinstance(entry, dict):
+            columns[name] = TensorDict(_stacked(entry, shape), shape)
+        elif not isinstance(entry, list):
+            columns[name] = entry
+        elif isinstance(entry[0], MetaData):  # of all rows
+            columns[name] = entry[0]
+        else:
+            columns[name] = Texts.of(entry) if isinstance(entry[0], str) else torch.stack(entry)
+    return columns
 
 
 def _non_tensor(value: Any) -> NonTensorData:
