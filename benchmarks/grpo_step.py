@@ -113,7 +113,8 @@ def one_turn(bench: Bench, system: Any, use: GPUUse) -> dict[tuple[str, str], fl
     step_s = sum(phases.values())
     found |= {(name, "s"): seconds for name, seconds in phases.items()}
     for name, of in (("collect", COLLECT), ("loss", LOSS)):
-        found[name, "s"] = sum(phases.get(one, 0.0) for one in of)
+        if parts := [phases[one] for one in of if one in phases]:
+            found[name, "s"] = sum(parts)
     found["step", "s"] = step_s
     found["throughput", "tokens/s"] = bench.case.rows * bench.case.tokens / step_s
     if isinstance(system, TorchRLClasses):

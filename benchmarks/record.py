@@ -206,9 +206,10 @@ def _number(value: float) -> str:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """The command line, with paths inside the project relative to its root."""
+    """The command line; of a path outside the project only the name, which is no machine's own."""
     words = [word.removeprefix(f"{ROOT}{os.sep}") for word in argv]
-    return shlex.join(["python", *words])
+    names = [re.sub(r"(^|=)/(?:[^/]*/)*(?=[^/]+/?$)", r"\1", word) for word in words]
+    return shlex.join(["python", *names])
 
 
 def _commit() -> str:
