@@ -76,7 +76,9 @@ def parse_args(argv=None):
     args.shared = num_gpus == 2
     args.engine_gpus = num_gpus if args.shared else num_gpus // 2
     args.num_ranks = args.engine_gpus or CPU_RANKS
-    args.first_gpu = num_gpus - args.num_ranks  # of the trainer
+    # The trainer has the last ones. Its ranks see them first: DTensor takes rank 0 to be on GPU 0.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus)))).split(",")
+    args.seen_by_ranks = ",".join(visible[-args.num_ranks :] + visible[: -args.num_ranks])
     return args
 
 
@@ -213,7 +215,7 @@ def as_rank(args, directory):
     """One rank of the trainer; the first one has the engine."""
     keep_quiet()
     rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", args.first_gpu + rank) if args.on_gpus else torch.device("cpu")
+    device = torch.device("cuda", rank) if args.on_gpus else torch.device("cpu")
     if args.on_gpus:
         torch.cuda.set_device(device)
     with contextlib.ExitStack() as cleanup:
@@ -233,6 +235,8 @@ def start_ranks(args, directory):
     ]  # fmt: skip
     shared = {"OMP_NUM_THREADS": "1", DIRECTORY: str(directory)}
     shared["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    if args.on_gpus:
+        shared["CUDA_VISIBLE_DEVICES"] = args.seen_by_ranks
     ranks = subprocess.Popen(
         [sys.executable, *torchrun, __file__, *sys.argv[1:]],
         env=os.environ | shared,

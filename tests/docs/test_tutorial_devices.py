@@ -43,15 +43,24 @@ def test_tensor_parallelism_shares_a_gpu_where_it_must(
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "engine", "ranks", "first", "shared"),
-    [(0, 0, 2, -2, False), (2, 2, 2, 0, True), (4, 2, 2, 2, False), (8, 4, 4, 4, False)],
+    ("num_gpus", "visible", "engine", "ranks", "seen_by_ranks", "shared"),
+    [
+        (0, None, 0, 2, "", False),
+        (2, None, 2, 2, "0,1", True),
+        (4, None, 2, 2, "2,3,0,1", False),
+        (4, "4,5,6,7", 2, 2, "6,7,4,5", False),
+        (8, None, 4, 4, "4,5,6,7,0,1,2,3", False),
+    ],
 )
 def test_experts_and_shards_share_two_gpus_and_part_more(
-    arguments, num_gpus, engine, ranks, first, shared
+    arguments, monkeypatch, num_gpus, visible, engine, ranks, seen_by_ranks, shared
 ):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     args = arguments("06_fsdp_expert_parallel", num_gpus)
     assert (args.engine_gpus, args.num_ranks, args.shared) == (engine, ranks, shared)
-    assert args.first_gpu == first
+    assert args.seen_by_ranks == seen_by_ranks
 
 
 @pytest.mark.parametrize("name", ["04_in_flight_update", "07_two_nodes"])

@@ -1,0 +1,85 @@
+"""Where the seconds of a GRPO step go, as a picture beside each record of ``grpo_step``.
+
+``python -m benchmarks.grpo_step_report`` draws one PNG for each record in ``benchmarks/results``.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.record import RESULTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SYSTEMS = {
+    "bound": "the two models alone",
+    "ours, one step off": "this library, one step off",
+    "ours": "this library",
+    "torchrl-classes": "TorchRL's classes",
+    "trl": "TRL",
+}
+PARTS = {
+    "sampling": ("tab:green", ("generate",)),
+    "rows, rewards, advantages, buffer": (
+        "tab:red",
+        ("environment", "encode", "rows", "reward", "advantage", "buffer", "sample"),
+    ),
+    "loss, backward, optimizer": ("tab:blue", ("log-probabilities", "backward", "optimizer")),
+    "push": ("tab:purple", ("push",)),
+    "all at once, or not told apart": ("tab:gray", ("other",)),
+}
+
+
+def parts(run: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Seconds of each system's step by part, medians summed."""
+    medians = {
+        (one["system"], one["metric"]): statistics.median(one["samples"]) for one in run["records"]
+    }
+    return {
+        system: {
+            part: sum(medians.get((system, phase), 0.0) for phase in phases)
+            for part, (_, phases) in PARTS.items()
+        }
+        for system in SYSTEMS
+        if (system, "step") in medians
+    }
+
+
+def picture(run: dict[str, Any], path: Path) -> None:
+    """Draws a bar for each system."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = parts(run)
+    figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.4 * len(found)), layout="constrained")
+    left = [0.0] * len(found)
+    for part, (colour, _) in PARTS.items():
+        widths = [of[part] for of in found.values()]
+        axes.barh(range(len(found)), widths, left=left, color=colour, label=part)
+        left = [sum(both) for both in zip(left, widths, strict=True)]
+    for row, end in enumerate(left):
+        axes.text(end, row, f" {end:.2f} s", va="center", fontsize=8)
+    axes.set_yticks(range(len(found)), [SYSTEMS[one] for one in found])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.08 * max(left))
+    axes.set_xlabel(f"seconds a step, {run['records'][0]['case']} on {run['hardware']}")
+    figure.legend(loc="outside upper center", ncols=5, fontsize=7, frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    """Draws the pictures."""
+    for path in sorted(RESULTS.glob("grpo_step_*.json")):
+        picture(json.loads(path.read_text()), path.with_suffix(".png"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
