@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.observe.page import Dashboard
     from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
     from torchrl_vllm_sync.observe.timeline import save_timeline
-    from torchrl_vllm_sync.replica import PushStatus, ReplicaState
+    from torchrl_vllm_sync.replica import LoadReport, PushReport, ReplicaState
     from torchrl_vllm_sync.rl.collectors import RayReplayBuffer
     from torchrl_vllm_sync.rl.groups import GroupAdvantage, RolloutStorage
     from torchrl_vllm_sync.rl.policy import vLLMWrapper
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
     from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
     from torchrl_vllm_sync.weights.source import as_weight_source
-    from torchrl_vllm_sync.weights.transport import LoadReport, PushReport, WeightTransport
+    from torchrl_vllm_sync.weights.transport import WeightTransport
 
     __version__: str
 
@@ -69,7 +69,6 @@ __all__ = [
     "MetricsExporter",
     "ParamMeta",
     "PushReport",
-    "PushStatus",
     "QueueLengthScaling",
     "RayReplayBuffer",
     "ReplicaState",

@@ -3,46 +3,130 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PushStatus:
-    """One push that has ended, well or not.
+class LoadReport:
+    """What one replica answered to one push; times are seconds of wall clock as it measured them.
 
     Attributes:
-        ended_at: When it ended, in seconds since 1970, by the clock of the process that pushed.
+        version: Policy version it holds now; ``None`` when that is not known.
+        loaded: Whether anything was loaded; ``False`` when it held the version already.
+        verify_s: Reading and checking the stored tensors, while generation goes on.
+        stage_s: Receiving into spare memory, while generation goes on.
+        ready_s: Of ``stage_s``, until the trainer's word to begin.
+        pause_s: From the request to pause until no step is running.
+        load_s: Loading into the model, the slowest worker.
+        resume_s: Labelling and resuming.
+        whole_pause_s: All of the pause: ``pause_s``, ``load_s`` and ``resume_s``.
+        num_tensors: Tensors loaded by each worker.
+        num_kept: Samples of requests that went on with the tokens and keys they had.
+        num_restarted: Those without a token yet, which began again under the new weights.
+        attempts: Loads it took, the most of any worker.
+        path: How the weights got into the model: ``plan`` for copies straight into place,
+            ``layerwise`` for vLLM's reload; empty when nothing was loaded.
+        path_reason: Why it was not the plan; empty when it was, or when it was not asked for.
+        began_at: When the first of these phases, which follow each other, began, in Unix seconds by
+            its host's clock; ``None`` when nothing was loaded.
+        replica_id: Stable id of the replica.
+        error: Why it did not reach the version of the push; empty when it did.
+        is_expected: Whether that counts; not while it starts: it will catch up before it serves.
+        is_silent: Whether its actor or its engine did not answer in time.
+    """
+
+    version: int | None
+    loaded: bool = True
+    verify_s: float = 0.0
+    stage_s: float = 0.0
+    ready_s: float = 0.0
+    pause_s: float = 0.0
+    load_s: float = 0.0
+    resume_s: float = 0.0
+    whole_pause_s: float = 0.0
+    num_tensors: int = 0
+    num_kept: int = 0
+    num_restarted: int = 0
+    attempts: int = 0
+    path: str = ""
+    path_reason: str = ""
+    began_at: float | None = None
+    replica_id: str = ""
+    error: str = ""
+    is_expected: bool = True
+    is_silent: bool = False
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, by names that end in ``_s``, and counts; empty for one that failed."""
+        return {} if self.error else {name: float(getattr(self, name)) for name in _MEASURED}
+
+
+_FACTS = {"version", "path", "path_reason", "began_at"}
+_FACTS |= {"replica_id", "error", "is_expected", "is_silent"}
+_MEASURED = [one.name for one in fields(LoadReport) if one.name not in _FACTS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """One push that has ended: committed, unless there is an ``error``.
+
+    Attributes:
+        began_at: When it began, in Unix seconds by the trainer's clock.
         seconds: Wall clock of the whole push.
         version: Policy version; ``None`` if it failed before it had one.
         transport: Name of the transport; ``None`` if it failed.
         num_bytes: Bytes of all tensors, once; ``None`` if it failed.
-        phases: Seconds by phase on the trainer's side. Some are parts of others.
-        replicas: Replica id to the seconds by phase that it measured itself.
-        left_behind: Id of each replica that did not reach the version, to the reason.
+        phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
+            ``open_s`` comes before the transport's own; the first time it chooses a transport,
+            forms its group and asks replicas what they hold. ``copy_s`` and ``hash_s`` of
+            ``memmap`` are sums of several threads. ``compare_s`` reads all weights once, to know a
+            retry by. After a second attempt ``lost_s`` is from the beginning of the first to that
+            of the last, of which ``last_words_s`` from when the one before broke off, and
+            ``again_s`` is the last one.
+        replicas: What each replica answered.
+        left_behind: Id of each replica that did not reach the version, and takes no requests until
+            it does, to the reason. After a strict push only replicas that were starting.
+        phase_starts: Seconds from the beginning of the push to that of each phase, where known.
         error: Why nothing was committed; empty if the version was.
     """
 
-    ended_at: float
+    began_at: float
     seconds: float
     version: int | None = None
     transport: str | None = None
     num_bytes: int | None = None
     phases: dict[str, float] = field(default_factory=dict)
-    replicas: dict[str, dict[str, float]] = field(default_factory=dict)
+    replicas: list[LoadReport] = field(default_factory=list)
     left_behind: dict[str, str] = field(default_factory=dict)
+    phase_starts: dict[str, float] = field(default_factory=dict)
     error: str = ""
+
+    @property
+    def ended_at(self) -> float:
+        """When it ended, in Unix seconds by the trainer's clock."""
+        return self.began_at + self.seconds
 
     @property
     def pause_s(self) -> float | None:
         """Seconds for which generation paused, on the replica where that was longest."""
-        pauses = [one["whole_pause"] for one in self.replicas.values() if "whole_pause" in one]
-        return max(pauses, default=None)
+        return max((one.whole_pause_s for one in self.replicas if not one.error), default=None)
+
+    @property
+    def gigabytes_per_s(self) -> float | None:
+        """Bytes of the weights by the seconds of the whole push, in 10^9 bytes per second."""
+        return None if self.num_bytes is None else self.num_bytes / self.seconds / 1e9
+
+
+def seconds_of(phases: Mapping[str, float]) -> dict[str, float]:
+    """The phases that are seconds, without the unit in their names; others are counts."""
+    return {name.removesuffix("_s"): value for name, value in phases.items() if name.endswith("_s")}
 
 
 # Seconds that count, at most, between two looks at a silence.
@@ -128,7 +212,7 @@ class EngineReport:
     num_span_disagreements: int = 0
     membership_epoch: int = 0  # changes of the service's membership that it knows of
     counters: EngineCounters | None = None
-    last_push: PushStatus | None = None  # that it knows of, which need not have reached it
+    last_push: PushReport | None = None  # that it knows of, which need not have reached it
 
 
 def process_began(pid: int) -> int | None:

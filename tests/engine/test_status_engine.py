@@ -14,6 +14,7 @@ from vllm import SamplingParams
 
 from torchrl_vllm_sync import attach
 from torchrl_vllm_sync.errors import WeightMismatchError
+from torchrl_vllm_sync.replica import seconds_of
 
 PROMPTS = [[7 + i, *range(20, 90)] for i in range(8)]  # two whole blocks and a part of one
 TOKENS = SamplingParams(max_tokens=100, ignore_eos=True)
@@ -78,9 +79,9 @@ def test_pushes_and_their_failures_are_told_here_and_to_others(service, model):
         (pushed, *_) = service.status().pushes
         assert (pushed.version, pushed.transport) == (report.version, report.transport)
         assert pushed.num_bytes == report.num_bytes
-        assert set(pushed.replicas) == {"0", "1"}
+        assert {one.replica_id for one in pushed.replicas} == {"0", "1"}
         assert 0 < pushed.pause_s < pushed.seconds
-        assert all(0 <= one <= pushed.seconds for one in pushed.phases.values())
+        assert all(0 <= one <= pushed.seconds for one in seconds_of(pushed.phases).values())
         assert time.time() - 60 < pushed.ended_at <= time.time()
         other.replicas.learn()
         assert other.status().pushes[0] == pushed

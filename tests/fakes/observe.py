@@ -6,22 +6,31 @@ from dataclasses import replace
 
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.observe.status import FailureStatus, ReplicaStatus, ServiceStatus
-from torchrl_vllm_sync.replica import PushStatus
+from torchrl_vllm_sync.replica import LoadReport, PushReport
 
 NOON = 1_750_000_000.0
 HOSTILE = "<img src=x onerror=document.title=1>&\"'[red]\x1b[31m\u202e"
-PHASES = {"prepare": 0.004, "ready": 0.003, "queue": 0.011, "transfer": 0.038, "send": 0.056}
+PHASES = {
+    "prepare_s": 0.004,
+    "ready_s": 0.003,
+    "queue_s": 0.011,
+    "transfer_s": 0.038,
+    "send_s": 0.056,
+}
 
 
 def push(version, ended_at=NOON, **more):
-    return PushStatus(
-        ended_at=ended_at,
+    return PushReport(
+        began_at=ended_at - 0.068,
         seconds=0.068,
         version=version,
         transport="broadcast",
         num_bytes=16_400_000_000,
         phases=PHASES,
-        replicas={"0": {"whole_pause": 0.051, "load": 0.04}, "1": {"whole_pause": 0.053}},
+        replicas=[
+            LoadReport(replica_id="0", version=version, whole_pause_s=0.051, load_s=0.04),
+            LoadReport(replica_id="1", version=version, whole_pause_s=0.053),
+        ],
         **more,
     )
 
@@ -73,7 +82,7 @@ def troubled():
         dead,
         pushes=(
             push(12, left_behind={"3": reason}),
-            PushStatus(ended_at=NOON - 9, seconds=5.0, version=11, error="no replica took it"),
+            PushReport(began_at=NOON - 14, seconds=5.0, version=11, error="no replica took it"),
         ),
         failures=(
             FailureStatus(at=NOON - 4, what="failed", replica_id="3", reason=reason),
@@ -89,8 +98,8 @@ def hostile():
         replica(HOSTILE, node=HOSTILE, reason=HOSTILE, state=ReplicaState.STALE),
         name=HOSTILE,
         pushes=(
-            replace(pushed, transport=HOSTILE, phases={HOSTILE: 0.05}),
-            replace(pushed, ended_at=NOON - 1, error=HOSTILE),
+            replace(pushed, transport=HOSTILE, phases={f"{HOSTILE}_s": 0.05}),
+            replace(pushed, began_at=NOON - 1, error=HOSTILE),
         ),
         failures=(
             FailureStatus(at=NOON, what="stale", replica_id=HOSTILE, reason=HOSTILE),

@@ -17,17 +17,17 @@ from torchrl_vllm_sync import ReplicaState  # noqa: E402
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError  # noqa: E402
 from torchrl_vllm_sync.observe.metrics import MetricsExporter  # noqa: E402
 from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus  # noqa: E402
-from torchrl_vllm_sync.replica import EngineCounters, PushStatus  # noqa: E402
+from torchrl_vllm_sync.replica import EngineCounters, LoadReport, PushReport  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-PUSH = PushStatus(
-    ended_at=1.0,
+PUSH = PushReport(
+    began_at=0.5,
     seconds=0.5,
     version=3,
     num_bytes=64,
-    phases={"send": 0.25},
-    replicas={"0": {"load": 0.02}},
+    phases={"send_s": 0.25},
+    replicas=[LoadReport(replica_id="0", version=3, load_s=0.02)],
     left_behind={"1": "it died"},
 )
 

@@ -25,6 +25,7 @@ class Pushes:
 
     def push(self, version, *replicas, **options):
         report = {
+            "began_at": 1.0,
             "version": version,
             "transport": "memmap",
             "num_bytes": 64,

@@ -16,7 +16,7 @@ from torchrl_vllm_sync.observe.metrics import (
     status_readings,
 )
 from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
-from torchrl_vllm_sync.replica import EngineCounters, PushStatus
+from torchrl_vllm_sync.replica import EngineCounters, LoadReport, PushReport
 from torchrl_vllm_sync.service.requests import REQUEST_ENDS, RequestCounts
 
 GUIDE = Path(__file__).resolve().parents[2] / "tutorials" / "guides" / "metrics.md"
@@ -99,13 +99,13 @@ def test_what_is_unknown_is_not_read():
 
 
 def test_a_push_is_counted_and_its_phases_are_observed():
-    push = PushStatus(
-        ended_at=1.0,
+    push = PushReport(
+        began_at=0.5,
         seconds=0.5,
         version=3,
         num_bytes=64,
-        phases={"send": 0.25},
-        replicas={"0": {"load": 0.125, "stage": 0.0}},
+        phases={"send_s": 0.25, "attempts": 2},
+        replicas=[LoadReport(replica_id="0", version=3, load_s=0.125, num_kept=5)],
         left_behind={"1": "it died"},
     )
     readings = list(push_readings(push))
@@ -124,7 +124,7 @@ def test_a_push_is_counted_and_its_phases_are_observed():
 
 
 def test_a_push_that_failed_is_only_counted():
-    push = PushStatus(ended_at=1.0, seconds=30.0, left_behind={"0": "silent"}, error="nobody")
+    push = PushReport(began_at=1.0, seconds=30.0, left_behind={"0": "silent"}, error="nobody")
     assert told(push_readings(push)) == {
         ("pushes_total", "failed"): 1,
         ("left_behind_total", "0"): 1,

@@ -423,6 +423,7 @@ def test_a_report_of_a_push_is_plain_enough_for_the_other_ranks():
         LoadReport(replica_id="1", version=None, error="dead"),
     ]
     report = PushReport(
+        began_at=1.0,
         version=3,
         transport="memmap",
         num_bytes=10,

@@ -345,7 +345,7 @@ def test_figures_that_are_not_finite_are_unknown_wherever_they_are():
     shown = json.loads(text)
     assert shown["status"]["replicas"][0]["kv_cache_usage"] is None
     assert shown["status"]["generated_tokens_per_s"] is None
-    assert shown["status"]["pushes"][1]["ended_at"] is None
+    assert shown["status"]["pushes"][1]["began_at"] is None
     figures = shown["samples"][0]["replicas"]["0"]
     assert (figures["kv"], figures["tokens"], figures["waiting"]) == (None, None, 4)
 

@@ -120,7 +120,7 @@ def test_a_bar_is_never_longer_than_the_whole():
 
     from tests.fakes.observe import push
 
-    strange = replace(push(1), seconds=0.0, phases={"send": 5.0, "back": -1.0})
+    strange = replace(push(1), seconds=0.0, phases={"send_s": 5.0, "back_s": -1.0})
     text = plain(status_view(status(replica("0"), pushes=(strange,))))
     assert max(line.count("━") for line in text.splitlines()) <= 40
 

@@ -177,14 +177,9 @@ def test_overlaps_would_be_noticed():
         assert_follows_the_format(trace)
 
 
-@pytest.mark.parametrize(
-    ("reports", "told"),
-    [([], "at least 1 push"), ([push(began_at=None)], r"began, \[7\] do not")],
-    ids=["none", "no beginning"],
-)
-def test_what_cannot_be_drawn_is_refused(reports, told, tmp_path):
-    with pytest.raises(UnsupportedArgumentError, match=told):
-        save_timeline(tmp_path / "push.json", reports)
+def test_what_cannot_be_drawn_is_refused(tmp_path):
+    with pytest.raises(UnsupportedArgumentError, match="at least 1 push"):
+        save_timeline(tmp_path / "push.json", [])
     assert not list(tmp_path.iterdir())
 
 

@@ -30,19 +30,19 @@ from torchrl_vllm_sync.replica import (
     UNRESPONSIVE_AFTER_S,
     EngineDescription,
     EngineReport,
+    LoadReport,
     ReplicaState,
     Silence,
 )
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import this_node
-from torchrl_vllm_sync.weights.transport import LoadReport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from vllm import AsyncEngineArgs
 
-    from torchrl_vllm_sync.replica import PushStatus, ReplicaProcesses
+    from torchrl_vllm_sync.replica import PushReport, ReplicaProcesses
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 
@@ -204,7 +204,7 @@ class EngineActor:
         self._answers = Answers(replica_id, self._gate)
         self._card: dict[str, Any] = {}
         self._membership_epoch = 0
-        self._last_push: PushStatus | None = None
+        self._last_push: PushReport | None = None
         self._joins_later = self._started = False
         self._device_uuids: tuple[str, ...] = ()
 
@@ -321,7 +321,7 @@ class EngineActor:
             **figures,
         )
 
-    def note_push(self, push: PushStatus) -> EngineReport:
+    def note_push(self, push: PushReport) -> EngineReport:
         """Keeps the outcome of a push, for processes that ask; returns :meth:`report`."""
         self._last_push = push
         return self.report()

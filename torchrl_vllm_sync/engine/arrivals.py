@@ -15,11 +15,11 @@ import ray
 
 from torchrl_vllm_sync.engine.updates import Watchdog, path_of, raise_failures
 from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError, WeightMismatchError
+from torchrl_vllm_sync.replica import LoadReport
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import this_node
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
-from torchrl_vllm_sync.weights.transport import LoadReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.engine.gate import AdmissionGate
-    from torchrl_vllm_sync.weights.transport import LoadReport, PauseMode
+    from torchrl_vllm_sync.replica import LoadReport
+    from torchrl_vllm_sync.weights.transport import PauseMode
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     TransferNotReadyError,
 )
-from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.weights.transport import LoadReport
+from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torchrl_vllm_sync.checks import check_seconds
 from torchrl_vllm_sync.errors import ServiceClosedError
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.replica import ReplicaState, seconds_of
 from torchrl_vllm_sync.routing.monitor import staying_connected
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
-    from torchrl_vllm_sync.replica import PushStatus
+    from torchrl_vllm_sync.replica import PushReport
 
 
 # Names are stable. Prometheus sees them behind the ``ray_`` that Ray puts before all its metrics.
@@ -134,7 +134,7 @@ def request_readings(before: Mapping[str, int], now: Mapping[str, int]) -> Itera
         yield Reading("requests_total", total - before[end], (("end", end),))
 
 
-def push_readings(push: PushStatus) -> Iterator[Reading]:
+def push_readings(push: PushReport) -> Iterator[Reading]:
     """Yields what one push adds to counters, and what histograms observe of it."""
     yield Reading("pushes_total", 1, (("end", "failed" if push.error else "committed"),))
     for replica_id in push.left_behind:
@@ -142,15 +142,15 @@ def push_readings(push: PushStatus) -> Iterator[Reading]:
     if push.error:
         return  # its times are those of time limits, and say nothing of other pushes
     yield Reading("pushed_bytes_total", push.num_bytes or 0)
-    for phase, seconds in {WHOLE: push.seconds, **push.phases}.items():
+    for phase, seconds in {WHOLE: push.seconds, **seconds_of(push.phases)}.items():
         if seconds:  # what took no time did not happen
             tags = (("phase", phase),)
             yield Reading("push_seconds_total", seconds, tags)
             yield Reading("push_seconds", seconds, tags)
-    for replica_id, phases in push.replicas.items():
-        for phase, seconds in phases.items():
+    for one in push.replicas:
+        for phase, seconds in seconds_of(one.phases).items():
             if seconds:
-                tags = (("replica", replica_id), ("phase", phase))
+                tags = (("replica", one.replica_id), ("phase", phase))
                 yield Reading("replica_push_seconds", seconds, tags)
 
 
@@ -199,7 +199,7 @@ class MetricsExporter:
         self._service = weakref.ref(service)
         self._name = service.name
         self._requests = service.requests.counts.totals()
-        self._pushes: deque[PushStatus] = deque()
+        self._pushes: deque[PushReport] = deque()
         self._unsubscribe = service.weights.log.listen(self._pushes.append)
         self._instruments: dict[str, Any] = {}
         self._shown: set[tuple[str, Tags]] = set()

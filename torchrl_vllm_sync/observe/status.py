@@ -11,13 +11,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.replica import PushStatus, ReplicaState
+from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.routing.ledger import token_rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torchrl_vllm_sync.replica import EngineCounters, Member
+    from torchrl_vllm_sync.replica import EngineCounters, Member, PushReport
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
 
 
@@ -44,15 +44,15 @@ class StatusLog:
     def __init__(self, load: LoadTracker, wall_clock: Callable[[], float] = time.time) -> None:
         self._load, self._wall_clock = load, wall_clock
         self._lock = threading.Lock()
-        self._pushes: list[PushStatus] = []  # newest first
+        self._pushes: list[PushReport] = []  # newest first
         self._failures: deque[FailureStatus] = deque(maxlen=MAX_FAILURES)
         self._states: dict[str, ReplicaState] = {}
-        self._listeners: list[Callable[[PushStatus], object]] = []
+        self._listeners: list[Callable[[PushReport], object]] = []
         self._watching = contextlib.ExitStack()
         self._watching.enter_context(load.watched(self._note_failures, urgent=False))
 
     @property
-    def pushes(self) -> tuple[PushStatus, ...]:
+    def pushes(self) -> tuple[PushReport, ...]:
         """The last pushes, newest first."""
         with self._lock:
             return tuple(self._pushes)
@@ -66,14 +66,14 @@ class StatusLog:
             noted = sorted((*self._failures, *noted), key=lambda one: one.at)
             return tuple(noted[::-1][:MAX_FAILURES])
 
-    def add_pushes(self, pushes: Iterable[PushStatus]) -> None:
+    def add_pushes(self, pushes: Iterable[PushReport]) -> None:
         """Adds pushes that are not known yet; one is known by when it ended and its version."""
         with self._lock:
             known = {(one.ended_at, one.version): one for one in (*self._pushes, *pushes)}
             newest = sorted(known.values(), key=lambda one: one.ended_at, reverse=True)
             self._pushes = newest[:MAX_PUSHES]
 
-    def listen(self, listener: Callable[[PushStatus], object]) -> Callable[[], None]:
+    def listen(self, listener: Callable[[PushReport], object]) -> Callable[[], None]:
         """Calls ``listener``, which must not raise, as each push ends, in the pushing thread."""
         with self._lock:
             self._listeners.append(listener)
@@ -84,7 +84,7 @@ class StatusLog:
 
         return stop
 
-    def end_push(self, push: PushStatus) -> None:
+    def end_push(self, push: PushReport) -> None:
         """Adds a push of this process, and calls the listeners."""
         self.add_pushes([push])
         with self._lock:
@@ -199,7 +199,7 @@ class ServiceStatus:
     weight_version: int
     in_flight: int
     replicas: tuple[ReplicaStatus, ...]
-    pushes: tuple[PushStatus, ...] = ()
+    pushes: tuple[PushReport, ...] = ()
     failures: tuple[FailureStatus, ...] = ()
 
     @property

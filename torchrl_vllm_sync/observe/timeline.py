@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.weights.transport import PushReport
+from torchrl_vllm_sync.replica import PushReport
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
 
-    from torchrl_vllm_sync.weights.transport import LoadReport
+    from torchrl_vllm_sync.replica import LoadReport
 
 
 # What a replica does before it pauses, in this order; of the latter the former is the beginning.
@@ -44,7 +44,7 @@ def save_timeline(path: str | os.PathLike[str], reports: PushReport | Iterable[P
         reports: One push, or several in any order.
 
     Raises:
-        UnsupportedArgumentError: There is no push, or one does not say when it began.
+        UnsupportedArgumentError: There is no push.
     """
     Path(path).write_text(json.dumps(trace_of(reports)))
 
@@ -54,15 +54,13 @@ def trace_of(reports: PushReport | Iterable[PushReport]) -> dict[str, Any]:
     given = [reports] if isinstance(reports, PushReport) else list(reports)
     if not given:
         raise UnsupportedArgumentError("reports must hold at least 1 push, got none")
-    if unknown := [one.version for one in given if one.began_at is None]:
-        raise UnsupportedArgumentError(f"reports must say when they began, {unknown} do not")
-    pushes = sorted((one.began_at or 0.0, index) for index, one in enumerate(given))
-    first = pushes[0][0]
+    pushes = sorted(given, key=lambda one: one.began_at)
+    first = pushes[0].began_at
     trainers: dict[str, list[dict[str, Any]]] = {}  # by the name of the track
     replicas: dict[str, list[dict[str, Any]]] = {}
     ends: list[float] = []  # of the last push on each of the trainer's tracks
-    for began_at, index in pushes:
-        report = given[index]
+    for report in pushes:
+        began_at = report.began_at
         # On the first track, unless another push, for whose end this one waits, is there still.
         track = next((at for at, end in enumerate(ends) if end <= began_at), len(ends))
         ends[track : track + 1] = [began_at + report.seconds]

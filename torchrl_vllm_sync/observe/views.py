@@ -11,13 +11,15 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
+from torchrl_vllm_sync.replica import seconds_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rich.console import RenderableType
 
     from torchrl_vllm_sync.observe.status import FailureStatus, ReplicaStatus, ServiceStatus
-    from torchrl_vllm_sync.replica import PushStatus
+    from torchrl_vllm_sync.replica import PushReport
 
 
 UNKNOWN = "\N{EN DASH}"
@@ -102,7 +104,7 @@ def headline(status: ServiceStatus) -> str:
     )
 
 
-def push_text(push: PushStatus) -> str:
+def push_text(push: PushReport) -> str:
     version = UNKNOWN if push.version is None else push.version
     if push.error:
         return f"version {version} failed at {clock_text(push.ended_at)}: {printable(push.error)}"
@@ -179,11 +181,11 @@ def _replicas(status: ServiceStatus, width: int) -> Table:
     return table
 
 
-def _last_push(push: PushStatus) -> list[RenderableType]:
+def _last_push(push: PushReport) -> list[RenderableType]:
     """One line for the push, and a bar for each of its phases, as long as its part of the whole."""
     line = Text.assemble(("last push ", "bold"), (push_text(push), "red" if push.error else ""))
     table = Table.grid("", Column(justify="right"), "", padding=(0, 1, 0, 0))
-    for name, seconds in push.phases.items():
+    for name, seconds in seconds_of(push.phases).items():
         part = min(max(seconds / push.seconds, 0.0), 1.0) if push.seconds > 0 else 0.0
         bar = Text("━" * max(round(part * BAR_WIDTH), 1), "blue")
         table.add_row(Text(f"  {printable(name)}", "dim"), milliseconds_text(seconds), bar)

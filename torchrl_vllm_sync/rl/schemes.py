@@ -37,8 +37,9 @@ from torchrl_vllm_sync.weights.transport import GRACE_S, PushOptions
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.weights.snapshots.writer import PublishReport
-    from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
+    from torchrl_vllm_sync.weights.transport import PauseMode, WeightTransport
 
 
 # Name to dtype and full shape, as ``torchrl.weight_update.llm.get_model_metadata`` returns them.
@@ -243,6 +244,7 @@ class VLLMWeightReceiver:
         if not inplace:
             raise UnsupportedArgumentError("inplace must be True: engines load into their own")
         report = self.service.push_weights(weights, **asdict(self._scheme.options))
+        assert report.version is not None  # as in every push that is committed
         self._moved(report.version)
         return report
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from tensordict import NestedKey
     from torchrl.record.loggers import Logger
 
+    from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.rl.staleness import VersionLike
     from torchrl_vllm_sync.service.service import AsyncVLLM
-    from torchrl_vllm_sync.weights.transport import PushReport
 
 
 _STATISTICS = "statistics"
@@ -253,7 +253,7 @@ def log_pushes(
     def log(report: PushReport) -> None:
         found = {
             "seconds": report.seconds,
-            "bytes": float(report.num_bytes),
+            "bytes": float(report.num_bytes or 0),
             "left_behind": float(len(report.left_behind)),
             **report.phases,
         }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl.collectors.weight_update import WeightUpdaterBase
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.replica import PushReport
 from torchrl_vllm_sync.rl.collectors import CollectorVersions
 from torchrl_vllm_sync.weights.auto import TRANSPORTS
 from torchrl_vllm_sync.weights.history import FIRST_TIMEOUT_S
@@ -17,7 +18,6 @@ from torchrl_vllm_sync.weights.source import as_weight_source
 from torchrl_vllm_sync.weights.transport import (
     MOST_ATTEMPTS,
     PushOptions,
-    PushReport,
     check_transport,
 )
 
@@ -117,6 +117,7 @@ class WeightUpdater:
                     "WeightUpdater(service, ...)"
                 )
             report = self._take_part(weights)
+            assert report.version is not None  # as in every push that is committed
             self._versions.announce(report.version)
         else:  # the service's listeners move the collectors
             report = self.service.push_weights(

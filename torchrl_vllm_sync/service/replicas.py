@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
 
     from torchrl_vllm_sync.errors import ReplicaUnavailableError
-    from torchrl_vllm_sync.replica import PushStatus
+    from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 
 logger = logging.getLogger(__name__)
@@ -472,7 +472,7 @@ class Replicas(Sequence[Replica]):
         replica_ids: Collection[str] | None = None,
         *,
         doubtful: Collection[str] = (),
-        pushed: PushStatus | None = None,
+        pushed: PushReport | None = None,
         timeout_s: float = REPORT_TIMEOUT_S,
     ) -> None:
         """Asks replicas for reports ahead of the monitor's next look, and passes on a push."""

@@ -60,10 +60,11 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
+    from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.routing.ledger import LoadTracker
     from torchrl_vllm_sync.routing.placer import RequestKey
     from torchrl_vllm_sync.service.fleet import ScalingPolicy
-    from torchrl_vllm_sync.weights.transport import PushReport, WeightTransport
+    from torchrl_vllm_sync.weights.transport import WeightTransport
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
 from torchrl_vllm_sync.weights.transport import GRACE_S
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.replica import PushStatus
+    from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.service.replicas import Answers, Replicas
     from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.transport import PauseMode, PushReport, WeightTransport
+    from torchrl_vllm_sync.weights.transport import PauseMode, WeightTransport
 
 
 # Seconds for vLLM's calls that have no limit of their own.
@@ -152,7 +152,7 @@ class Weights:
             strict=strict,
         )
 
-    def _end_push(self, pushed: PushStatus | None) -> None:
+    def _end_push(self, pushed: PushReport | None) -> None:
         """Passes the outcome of a push to listeners and replicas."""
         if pushed is not None:
             self.log.end_push(pushed)

@@ -1,4 +1,4 @@
-"""Records of earlier pushes: versions, time limits and outcomes."""
+"""Records of earlier pushes: versions and time limits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.errors import StaleVersionError, WeightSyncError
-from torchrl_vllm_sync.replica import EngineReport, PushStatus
-from torchrl_vllm_sync.weights.transport import reason_of
+from torchrl_vllm_sync.errors import StaleVersionError
+from torchrl_vllm_sync.replica import EngineReport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torchrl_vllm_sync.weights.transport import LoadReport, PauseMode, PushReport
+    from torchrl_vllm_sync.replica import LoadReport
+    from torchrl_vllm_sync.weights.transport import PauseMode
 
 
 # ---- Time limits of pushes
@@ -124,39 +124,3 @@ def commits(reports: list[LoadReport], *, strict: bool) -> bool:
 def errors_of(reports: list[LoadReport]) -> dict[str, str]:
     """Returns the reason of each replica that did not reach the version, by id."""
     return {one.replica_id: one.error for one in reports if one.error}
-
-
-# ---- Status of pushes, for other processes
-
-
-def finished_push(report: PushReport, ended_at: float) -> PushStatus:
-    """Makes the status of a push that was committed."""
-    return PushStatus(
-        ended_at=ended_at,
-        seconds=report.seconds,
-        version=report.version,
-        transport=report.transport,
-        num_bytes=report.num_bytes,
-        phases=_seconds(report.phases),
-        replicas={one.replica_id: _seconds(one.phases) for one in report.replicas if not one.error},
-        left_behind=dict(report.left_behind),
-    )
-
-
-def failed_push(
-    error: Exception, version: int | None, seconds: float, ended_at: float
-) -> PushStatus:
-    """Makes the status of a push that raised."""
-    is_sent = isinstance(error, WeightSyncError)
-    return PushStatus(
-        ended_at=ended_at,
-        seconds=seconds,
-        version=error.version if is_sent else version,
-        left_behind=dict(error.failures) if is_sent else {},
-        error=reason_of(error),
-    )
-
-
-def _seconds(phases: Mapping[str, float]) -> dict[str, float]:
-    """The phases that are seconds, without the unit in their names; others are counts."""
-    return {name.removesuffix("_s"): value for name, value in phases.items() if name.endswith("_s")}

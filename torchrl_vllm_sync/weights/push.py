@@ -19,7 +19,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightSyncError,
 )
-from torchrl_vllm_sync.replica import EngineReport, PushStatus, ReplicaState
+from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
 from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.history import (
@@ -28,8 +28,6 @@ from torchrl_vllm_sync.weights.history import (
     VersionLedger,
     commits,
     errors_of,
-    failed_push,
-    finished_push,
     reached_some,
 )
 from torchrl_vllm_sync.weights.sharded import leading
@@ -39,13 +37,11 @@ from torchrl_vllm_sync.weights.source import Content, as_weight_source, fit_to_m
 from torchrl_vllm_sync.weights.transport import (
     GRACE_S,
     MOST_ATTEMPTS,
-    LoadReport,
     Members,
     PendingCalls,
     PhaseTimes,
     Push,
     PushOptions,
-    PushReport,
     ReplicaClient,
     WeightTransport,
     awaited_replicas,
@@ -101,6 +97,7 @@ class VersionHooks:
 
     def announce(self, report: PushReport) -> None:
         """Notifies listeners, then hooks, in the order of registration."""
+        assert report.version is not None  # as in every push that is committed
         self.moved(report.version)
         failures: list[Exception] = []
         for hook in [*self._hooks]:
@@ -345,15 +342,15 @@ class WeightPusher:
         weights: Any,
         *,
         version: int | None,
-        on_end: Callable[[PushStatus | None], object] | None = None,
+        on_end: Callable[[PushReport | None], object] | None = None,
         **options: Any,
     ) -> PushReport:
         """Brings every replica to ``version``; ``options`` are those of :class:`PushOptions`.
 
-        ``on_end`` gets the status ahead of hooks; ``None`` after an interrupt.
+        ``on_end`` gets the report ahead of hooks, a failed push's too; ``None`` after an interrupt.
         """
         begin = time.perf_counter()
-        status: PushStatus | None = None
+        ended: PushReport | None = None
         with contextlib.ExitStack() as ending:
             try:
                 source = as_weight_source(weights)
@@ -363,13 +360,13 @@ class WeightPusher:
                     with self.exclusive(TURN_TIMEOUT_S):
                         report, is_news = self._push(source, version, given, begin, ending)
                     announcement.outcome = report
-                status = finished_push(report, time.time())
+                ended = report
             except Exception as error:
-                status = failed_push(error, version, time.perf_counter() - begin, time.time())
+                ended = failed_push(error, version, time.perf_counter() - begin, time.time())
                 raise
             finally:
                 if on_end is not None:
-                    on_end(status)
+                    on_end(ended)
         if is_news and self._on_commit is not None:
             self._on_commit(report)
         return report
@@ -529,6 +526,17 @@ class WeightPusher:
             self._members.forget_silence(answers.keys() - failures.keys())
             self._ledger.is_current = False
         return {name: reason_of(one) for name, one in failures.items()}
+
+
+def failed_push(
+    error: Exception, version: int | None, seconds: float, ended_at: float
+) -> PushReport:
+    """Makes the report of a push that raised."""
+    about: dict[str, Any] = {"version": version}
+    if isinstance(error, WeightSyncError):
+        about = {"version": error.version, "left_behind": dict(error.failures)}
+    began_at, reason = ended_at - seconds, reason_of(error)
+    return PushReport(began_at=began_at, seconds=seconds, error=reason, **about)
 
 
 def _check_version(version: object) -> None:

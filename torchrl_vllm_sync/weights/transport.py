@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 from torchrl_vllm_sync.checks import check_seconds
@@ -15,7 +15,7 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -94,106 +94,6 @@ class Push:
 
 
 # ---- Answers of replicas, and the outcome of a push
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """What one replica answered to one push; times are seconds of wall clock as it measured them.
-
-    Attributes:
-        version: Policy version it holds now; ``None`` when that is not known.
-        loaded: Whether anything was loaded; ``False`` when it held the version already.
-        verify_s: Reading and checking the stored tensors, while generation goes on.
-        stage_s: Receiving into spare memory, while generation goes on.
-        ready_s: Of ``stage_s``, until the trainer's word to begin.
-        pause_s: From the request to pause until no step is running.
-        load_s: Loading into the model, the slowest worker.
-        resume_s: Labelling and resuming.
-        whole_pause_s: All of the pause: ``pause_s``, ``load_s`` and ``resume_s``.
-        num_tensors: Tensors loaded by each worker.
-        num_kept: Samples of requests that went on with the tokens and keys they had.
-        num_restarted: Those without a token yet, which began again under the new weights.
-        attempts: Loads it took, the most of any worker.
-        path: How the weights got into the model: ``plan`` for copies straight into place,
-            ``layerwise`` for vLLM's reload; empty when nothing was loaded.
-        path_reason: Why it was not the plan; empty when it was, or when it was not asked for.
-        began_at: When the first of these phases, which follow each other, began, in Unix seconds by
-            its host's clock; ``None`` when nothing was loaded.
-        replica_id: Stable id of the replica.
-        error: Why it did not reach the version of the push; empty when it did.
-        is_expected: Whether that counts; not while it starts: it will catch up before it serves.
-        is_silent: Whether its actor or its engine did not answer in time.
-    """
-
-    version: int | None
-    loaded: bool = True
-    verify_s: float = 0.0
-    stage_s: float = 0.0
-    ready_s: float = 0.0
-    pause_s: float = 0.0
-    load_s: float = 0.0
-    resume_s: float = 0.0
-    whole_pause_s: float = 0.0
-    num_tensors: int = 0
-    num_kept: int = 0
-    num_restarted: int = 0
-    attempts: int = 0
-    path: str = ""
-    path_reason: str = ""
-    began_at: float | None = None
-    replica_id: str = ""
-    error: str = ""
-    is_expected: bool = True
-    is_silent: bool = False
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """Seconds by phase, by names that end in ``_s``, and counts; empty for one that failed."""
-        return {} if self.error else {name: float(getattr(self, name)) for name in _MEASURED}
-
-
-_FACTS = {"version", "path", "path_reason", "began_at"}
-_FACTS |= {"replica_id", "error", "is_expected", "is_silent"}
-_MEASURED = [one.name for one in fields(LoadReport) if one.name not in _FACTS]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushReport:
-    """One push that was committed.
-
-    Attributes:
-        version: Policy version committed.
-        transport: Name of the transport.
-        num_bytes: Bytes of all tensors, once.
-        seconds: Wall clock of the whole push.
-        phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
-            ``open_s`` comes before the transport's own; the first time it chooses a transport,
-            forms its group and asks replicas what they hold. ``copy_s`` and ``hash_s`` of
-            ``memmap`` are sums of several threads. ``compare_s`` reads all weights once, to know a
-            retry by. After a second attempt ``lost_s`` is from the beginning of the first to that
-            of the last, of which ``last_words_s`` from when the one before broke off, and
-            ``again_s`` is the last one.
-        replicas: What each replica answered.
-        left_behind: Id of each replica that did not reach the version, and takes no requests until
-            it does, to the reason. After a strict push only replicas that were starting.
-        began_at: When the push began, in Unix seconds by the trainer's clock; ``None`` if unknown.
-        phase_starts: Seconds from the beginning of the push to that of each phase, where known.
-    """
-
-    version: int
-    transport: str
-    num_bytes: int
-    seconds: float
-    phases: dict[str, float]
-    replicas: list[LoadReport]
-    left_behind: dict[str, str] = field(default_factory=dict)
-    began_at: float | None = None
-    phase_starts: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def gigabytes_per_s(self) -> float:
-        """Bytes of the weights by the seconds of the whole push, in 10^9 bytes per second."""
-        return self.num_bytes / self.seconds / 1e9
 
 
 def reason_of(error: BaseException) -> str:
