@@ -275,16 +275,11 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class Member(Replica):
     """One replica of a service."""
 
-    replica: Replica
     description: EngineDescription
     group: Any = None  # placement group that holds its resources, if it claims any
     # Whether it may be called: not from its actor's end until another has taken that one's place.
     joined: bool = True
     num_restarts: int = 0  # how often its actor was replaced
-
-    @property
-    def replica_id(self) -> str:
-        return self.replica.replica_id

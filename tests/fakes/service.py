@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchrl_vllm_sync import AsyncVLLM
-from torchrl_vllm_sync.replica import EngineDescription, Member, Replica
+from torchrl_vllm_sync.replica import EngineDescription, Member
 from torchrl_vllm_sync.service.replicas import Membership, Replicas, ServiceSettings
 from torchrl_vllm_sync.service.weights import Weights
 
@@ -28,7 +28,7 @@ def member(replica_id, actor="actor", **facts):
         vllm_version="0.32.0",
     )
     handle = Actor(actor) if isinstance(actor, str) else actor
-    return Member(replica=Replica(replica_id, handle), description=description, **facts)
+    return Member(replica_id, handle, description=description, **facts)
 
 
 def replicas_of(members=(), *, load=None, launched=True, **settings):

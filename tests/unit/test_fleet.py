@@ -89,7 +89,7 @@ class Rig:
         self.calls, self.during, self.closed, self.ended = [], {}, [], []
         monkeypatch.setattr(self.replicas, "start_calls", self.start)
         monkeypatch.setattr(fleet_module, "close_members", self.close)
-        monkeypatch.setattr(self.fleet, "_end", lambda one: self.ended.append(one.replica.actor))
+        monkeypatch.setattr(self.fleet, "_end", lambda one: self.ended.append(one.actor))
         monkeypatch.setattr(fleet_module, "launch_replicas", self.launch)
 
     def start(self, method, calls, *, among=None):
@@ -104,7 +104,7 @@ class Rig:
         return SimpleNamespace(answers=lambda deadline_s: Answers(reports))
 
     def close(self, members, **_):
-        self.closed += [one.replica.actor for one in members]
+        self.closed += [one.actor for one in members]
 
     def launch(self, settings, ids, *, num_restarts=0, **_):
         del settings

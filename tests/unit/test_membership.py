@@ -13,10 +13,6 @@ from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service.replicas import Answers, Membership
 
 
-def replicas(membership):
-    return [one.replica for one in membership.members]
-
-
 def ids(membership):
     return [one.replica_id for one in membership.members]
 
@@ -27,7 +23,7 @@ def test_a_restarted_replica_keeps_its_place():
     assert ids(membership) == ["0", "1", "2"]
     assert [one.replica_id for one in membership.members if one.joined] == ["0", "2"]
     membership.put(member("1", "another", num_restarts=1))
-    assert [one.actor for one in replicas(membership)] == ["actor", "another", "actor"]
+    assert [one.actor for one in membership.members] == ["actor", "another", "actor"]
     assert all(one.joined for one in membership.members)
 
 
@@ -79,7 +75,7 @@ def test_a_copy_follows_when_it_is_told():
 
 def test_a_card_holds_no_actor():
     bare = Membership(map(member, "01"), epoch=4).with_actors(None)
-    assert [one.actor for one in replicas(bare)] == [None, None]
+    assert [one.actor for one in bare.members] == [None, None]
     assert (ids(bare), bare.epoch) == (["0", "1"], 4)
 
 

@@ -148,7 +148,7 @@ class ReplicaWatch:
     """
 
     def __init__(
-        self, replicas: Callable[[], list[Replica]], load: LoadTracker, replica: Replica
+        self, replicas: Callable[[], Sequence[Replica]], load: LoadTracker, replica: Replica
     ) -> None:
         self._replicas, self._load, self._replica = replicas, load, replica
         self._loss: ReplicaUnavailableError | None = None  # why it is no longer waited for
@@ -210,7 +210,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        replicas: Callable[[], list[Replica]],
+        replicas: Callable[[], Sequence[Replica]],
         load: LoadTracker,
         recovers: Callable[[], bool] = lambda: False,
     ) -> None:

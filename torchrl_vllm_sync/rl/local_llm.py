@@ -16,7 +16,7 @@ from torchrl_vllm_sync.engine.gate import AdmissionGate, SampleVersions
 from torchrl_vllm_sync.engine.reload import check_can_be_filled
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import EngineDescription, Member, Replica, ReplicaState
+from torchrl_vllm_sync.replica import EngineDescription, Member, ReplicaState
 from torchrl_vllm_sync.requests.background import run_blocking
 from torchrl_vllm_sync.requests.messages import marks
 from torchrl_vllm_sync.service.replicas import (
@@ -108,7 +108,7 @@ class LocalReplicas(Replicas):
             engine_args=replica.engine,
             rendezvous=(LOCAL_ADDRESS, None),
         )
-        member = Member(replica=Replica(REPLICA_ID, replica), description=replica.describe())
+        member = Member(REPLICA_ID, replica, description=replica.describe())
         super().__init__(settings, Membership([member]))
         self._replica = replica
 

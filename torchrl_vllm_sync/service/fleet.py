@@ -303,7 +303,7 @@ class Fleet:
 
     def _end(self, member: Member) -> None:
         """Ends an actor that is dead or hung, and waits until its name is free again."""
-        end_replica(member.replica.actor, member.description.processes)
+        end_replica(member.actor, member.description.processes)
         remove([member.group])
         deadline, replica_id = Deadline(END_TIMEOUT_S), member.replica_id
         while replica_id in living_ids(self._replicas.service_name):
@@ -322,8 +322,7 @@ class Fleet:
     def _call(self, members: Sequence[Member], method: str, *args: Any) -> Answers:
         """Calls the actors that these members had, even if they have been replaced since."""
         calls = dict.fromkeys([one.replica_id for one in members], args)
-        former = [one.replica for one in members]
-        return self._replicas.start_calls(method, calls, among=former).answers(CALL_TIMEOUT_S)
+        return self._replicas.start_calls(method, calls, among=members).answers(CALL_TIMEOUT_S)
 
     def _require_open(self) -> Membership:
         """Returns the membership; raises once the fleet was closed."""

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import (
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine.args import for_replica
 from torchrl_vllm_sync.errors import LaunchError, PlacementError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import Member, Replica
+from torchrl_vllm_sync.replica import Member
 from torchrl_vllm_sync.service.replicas import (
     NAMESPACE,
     ServiceSettings,
@@ -190,7 +190,7 @@ def launch_replicas(
     nodes = spread(claims, len(replica_ids), taken)
     groups = place(claims, len(replica_ids), detached=detached, preferred_nodes=nodes)
     groups = groups or [None] * len(replica_ids)
-    replicas: list[Replica] = []
+    actors: dict[str, Any] = {}
     with contextlib.ExitStack() as undo:
         undo.callback(remove, groups)
         actor_class = _as_remote(settings.actor_class)
@@ -208,15 +208,15 @@ def launch_replicas(
                 unresponsive_after_s=settings.unresponsive_after_s,
             )
             undo.callback(ray.kill, actor)
-            replicas.append(Replica(replica_id, actor))
+            actors[replica_id] = actor
             if join_later:
                 actor.join_later.remote()
-        descriptions = _await_start(replicas, timeout_s)
-        _check_block_sizes([*(one.description for one in beside), *descriptions])
+        descriptions = _await_start(actors, timeout_s)
+        _check_block_sizes([*(one.description for one in beside), *descriptions.values()])
         undo.pop_all()
     return [
-        Member(replica=replica, description=description, group=group, num_restarts=num_restarts)
-        for replica, description, group in zip(replicas, descriptions, groups, strict=True)
+        Member(name, actor, description=descriptions[name], group=group, num_restarts=num_restarts)
+        for (name, actor), group in zip(actors.items(), groups, strict=True)
     ]
 
 
@@ -228,9 +228,9 @@ def _as_remote(actor_class: Any) -> Any:
     return ray.remote(actor_class) if inspect.isclass(actor_class) else actor_class
 
 
-def _await_start(replicas: Sequence[Replica], timeout_s: float) -> list[EngineDescription]:
+def _await_start(actors: Mapping[str, Any], timeout_s: float) -> dict[str, EngineDescription]:
     """Starts the engines side by side; the first failure ends the wait for the others."""
-    starting = {replica.actor.start.remote(): replica.replica_id for replica in replicas}
+    starting = {actor.start.remote(): replica_id for replica_id, actor in actors.items()}
     failures: dict[str, str] = {}
     started: dict[str, EngineDescription] = {}
     deadline = Deadline(timeout_s)
@@ -249,7 +249,7 @@ def _await_start(replicas: Sequence[Replica], timeout_s: float) -> list[EngineDe
     failures |= dict.fromkeys(late, f"not serving after {timeout_s:g} s")
     if failures:
         raise LaunchError(failures)
-    return [started[replica.replica_id] for replica in replicas]
+    return {name: started[name] for name in actors}
 
 
 def _check_block_sizes(descriptions: list[EngineDescription]) -> None:
@@ -264,7 +264,7 @@ def close_members(
     members: Sequence[Member], *, timeout_s: float = CLOSE_TIMEOUT_S, linger_s: float = 0.0
 ) -> None:
     """Ends replicas and frees their resources; one that does not answer is ended all the same."""
-    actors = [one.replica.actor for one in members]
+    actors = [one.actor for one in members]
     if timeout_s > 0 and (closing := [actor.close.remote() for actor in actors]):
         ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
     time.sleep(linger_s)

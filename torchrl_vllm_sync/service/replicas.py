@@ -23,7 +23,6 @@ from torchrl_vllm_sync.replica import (
     UNRESPONSIVE_AFTER_S,
     EngineReport,
     Member,
-    Replica,
     ReplicaState,
 )
 from torchrl_vllm_sync.routing.ledger import LoadTracker
@@ -119,11 +118,11 @@ class Membership:
     def with_actors(self, actors: Mapping[str, Any] | None) -> Membership:
         """Returns a copy of the same epoch: the members with these actors, or all without any."""
         # Without, for an actor to keep: it must not hold handles of its own service.
-        members: list[Member] = []
-        for one in self.members:
-            if actors is None or one.replica_id in actors:
-                replica = Replica(one.replica_id, actors and actors[one.replica_id])
-                members.append(dataclasses.replace(one, replica=replica))
+        members = [
+            dataclasses.replace(one, actor=actors and actors[one.replica_id])
+            for one in self.members
+            if actors is None or one.replica_id in actors
+        ]
         return Membership(members, self._next_id, self.epoch)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -296,7 +295,7 @@ LOOK_INTERVAL_S = 1.0
 LOOK_TIMEOUT_S = 2.0
 
 
-class Replicas(Sequence[Replica]):
+class Replicas(Sequence[Member]):
     """The replicas of a service in the order of joining; none unless it is launched.
 
     It is the transports' ``ReplicaClient``. Membership changes of other processes arrive through
@@ -341,10 +340,10 @@ class Replicas(Sequence[Replica]):
         return len(self.members)
 
     def __getitem__(self, index: Any) -> Any:
-        return [one.replica for one in self.members][index]
+        return self.members[index]
 
-    def __iter__(self) -> Iterator[Replica]:
-        return iter([one.replica for one in self.members])
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self.members)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
@@ -357,16 +356,16 @@ class Replicas(Sequence[Replica]):
         """Their actors; the former one, which is dead, of a replica that is being restarted."""
         return [one.actor for one in self]
 
-    def current(self) -> list[Replica]:
+    def current(self) -> list[Member]:
         """Those that may be called: all but those that are being restarted."""
-        return [one.replica for one in self.members if one.joined]
+        return [one for one in self.members if one.joined]
 
-    def at(self, actor_index: int) -> Replica:
+    def at(self, actor_index: int) -> Member:
         """Returns the one at a position, which must not be negative."""
-        replicas = [one.replica for one in self.require().members]
-        if not 0 <= actor_index < len(replicas):
-            raise IndexError(f"actor_index must be in [0, {len(replicas)}), got {actor_index}")
-        return replicas[actor_index]
+        members = self.require().members
+        if not 0 <= actor_index < len(members):
+            raise IndexError(f"actor_index must be in [0, {len(members)}), got {actor_index}")
+        return members[actor_index]
 
     def require(self) -> Membership:
         """Returns the membership; raises unless the service is launched."""
@@ -406,7 +405,7 @@ class Replicas(Sequence[Replica]):
         method: str,
         calls: Mapping[str, tuple[Any, ...]],
         *,
-        among: Iterable[Replica] | None = None,  # the current ones; or these, current or not
+        among: Iterable[Member] | None = None,  # the current ones; or these, current or not
         **kwargs: Any,
     ) -> ReplicaCalls:
         """Calls a method on some replicas, each with arguments of its own, and does not wait."""
@@ -490,7 +489,7 @@ class Replicas(Sequence[Replica]):
 
     # ---------------------------------------------------------------- what others change
 
-    def to_ask(self) -> list[Replica]:
+    def to_ask(self) -> list[Member]:
         """Returns the replicas the monitor asks, after following changes by other processes."""
         # No actor calls while all is as it was; once a second while a replica is dead. What fails
         # for the moment is tried again a second later.
