@@ -5,7 +5,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    lazy_stack,
+)
 from torchrl.data.llm import History
 
 from torchrl_vllm_sync.rl.texts import Texts, objects
@@ -147,3 +153,23 @@ def test_values_may_be_lists():
     assert rows.get("many").tolist() == values
     assert isinstance(rows.get("many")[1:], LazyStackedTensorDict)
     assert np.shape(objects(values)) == (3,)
+
+
+COLUMNS = {
+    "a list of all rows": (NonTensorData(["a", "b", "c"], batch_size=[3]), [["a", "b", "c"]] * 3),
+    "a list of another length": (NonTensorData(["a", "b"], batch_size=[3]), [["a", "b"]] * 3),
+    "a list of rows and turns": (NonTensorData(["a", "b"], batch_size=[1, 2]), [[["a", "b"]] * 2]),
+    "a list a row": (NonTensorStack(*map(NonTensorData, [["a"], ["b", "c"], []])), None),
+    "a list a turn": (
+        lazy_stack([NonTensorStack(*map(NonTensorData, one)) for one in [[["a"], ["b"]]] * 3]),
+        [[["a"], ["b"]]] * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_cells_hold_lists_as_they_are(case):
+    column, wanted = COLUMNS[case]
+    found = Texts.gathered(Texts.cells(column))
+    assert found.batch_size == column.batch_size
+    assert found.tolist() == (wanted or column.tolist())

@@ -61,12 +61,13 @@ class Texts(NonTensorStack):
         texts = column
         if not isinstance(column, Texts):
             shape = column.batch_size
-            values = np.empty(shape, object)
             if isinstance(column, NonTensorData):
-                values[...] = column.data
+                values = [column.data] * shape.numel()
             else:
-                values[...] = objects(column.tolist()) if len(shape) == 1 else column.tolist()
-            texts = cls(shape, lambda: values)
+                values = column.tolist()
+                for _ in shape[1:]:
+                    values = [one for several in values for one in several]
+            texts = cls.of(values, shape)
         return [TextCell(texts._array, texts.batch_size[1:], at) for at in range(len(texts))]
 
     @classmethod
