@@ -584,7 +584,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     def _laid_out(self, responses: list[torch.Tensor], padding: float) -> _Entry:
         return self._padded_right(responses, padding) if self.pad_output else responses
 
-    def _decoded(self, tokens: list[torch.Tensor]) -> list[str]:
+    def _decoded(self, tokens: Sequence[Any]) -> list[str]:
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=False)
 
     def _find_conversations(
