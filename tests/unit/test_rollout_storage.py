@@ -298,6 +298,14 @@ def test_a_value_of_all_rows_is_one_of_each():
             lambda rows: rows.set("tokens", LazyStackedTensorDict(*rows["tokens"].unbind(0))),
             "tokens",
         ),
+        (
+            lambda rows: rows.set("query", Texts.of("abcdef", (3, 2))),
+            r"query.*texts of \[2\] a row, in earlier rows texts of \[\]",
+        ),
+        (
+            lambda rows: rows.set("query", lazy_stack([TensorDict({"a": at}) for at in range(3)])),
+            "query.*no text a row",
+        ),
     ],
 )
 def test_rows_of_another_layout_are_named_and_change_nothing(change, key):
@@ -309,6 +317,35 @@ def test_rows_of_another_layout_are_named_and_change_nothing(change, key):
     assert len(storage) == 3
     storage.set(range(3, 6), third)
     assert_held(storage[:], contents(first) + contents(third))
+
+
+def turns(num_rows, number):
+    """A history of so many messages a row."""
+    texts = {
+        "role": ["user"] * num_rows * number,
+        "content": list(map(str, range(num_rows * number))),
+    }
+    shape = (num_rows, number)
+    chat = TensorDict({name: Texts.of(one, shape) for name, one in texts.items()}, shape)
+    prompt = History._from_tensordict(chat)
+    return ChatHistory._from_tensordict(TensorDict({"prompt": prompt}, [num_rows]))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_histories_of_other_turns_are_refused(number):
+    first, second = batches(2, 2)
+    first["history"], second["history"] = turns(2, 2), turns(2, number)
+    first["next", "reward"] = second["next", "reward"] = torch.zeros(2, 1, 1)
+    storage, advantage = RolloutStorage(8), GroupAdvantage(3)
+    storage.set(range(2), first)
+    assert advantage.inv(first) is None
+    for refuses in (lambda: storage.set(range(2, 4), second), lambda: advantage.inv(second)):
+        with pytest.raises(RowLayoutError, match=rf"'history'.*\[{number}\] a row.*\[2\]"):
+            refuses()
+    assert (len(storage), advantage.queued_trajectories) == (2, 2)
+    first["history"] = turns(2, 2)
+    storage.set(range(2, 4), first)
+    assert storage[:]["history"].prompt.content == [["0", "1"], ["2", "3"]] * 2
 
 
 def test_rows_beyond_unwritten_places_are_refused():

@@ -11,9 +11,15 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 
-from tests.unit.test_policy import TOKENIZER, CannedService, lists_are_stacks  # noqa: F401
+from tests.unit.test_policy import (
+    TOKENIZER,
+    CannedService,
+    assert_same_rows,
+    lists_are_stacks,  # noqa: F401
+)
 from torchrl_vllm_sync import vLLMWrapper
 from torchrl_vllm_sync.errors import InvalidPromptError, RewardError, UnsupportedArgumentError
+from torchrl_vllm_sync.rl.groups import GroupAdvantage, RolloutStorage
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
 
 pytestmark = [
@@ -167,6 +173,24 @@ def test_rows_go_into_a_buffer():
     for _ in collector(replay_buffer=buffer, total_dialog_turns=4):
         assert len(buffer) == 4
         assert {*buffer[:]["query"]} == {"What is 2 + 11?", "What is 3 + ?"}
+
+
+def test_rows_pass_groups_and_a_storage_unchanged():
+    buffer = ReplayBuffer(storage=RolloutStorage(8), transform=GroupAdvantage(2), batch_size=8)
+    batches = [*collector(total_dialog_turns=8)]
+    for rows in batches:
+        buffer.extend(rows)
+    for at, wanted in enumerate(batches):
+        found = buffer[torch.arange(4) + 4 * at]
+        assert found["advantage"].shape == (4, 1, 1)
+        assert found["tokens"].padded is True
+        assert found["history"].full.batch_size == (4, 2)
+        found = found.exclude("advantage")
+        assert_same_rows(found, wanted)
+        assert texts(found) == texts(wanted)
+        found["tokens"].padded = False
+        with pytest.raises(AssertionError, match="padded"):
+            assert_same_rows(found, wanted)
 
 
 class Seen(Transform):

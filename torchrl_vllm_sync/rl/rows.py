@@ -151,6 +151,10 @@ class Columns:
                 if mine.shape[fixed:] != its.shape[fixed:] or mine.dtype != its.dtype:
                     told = [f"{one.dtype} {[*one.shape[1:]]}" for one in (mine, its)]
                     raise RowLayoutError(key, f"it is {told[0]} a row, in earlier rows {told[1]}")
+            elif mine and its:
+                told = [_text_shape(one[0]) for one in (mine, its)]
+                if told[0] != told[1]:
+                    raise RowLayoutError(key, f"it is {told[0]} a row, in earlier rows {told[1]}")
 
     def widened(self, widths: Sequence[int], padding: Padding) -> Columns:
         """The same rows with more columns; needs those of :meth:`check`."""
@@ -187,6 +191,10 @@ class Columns:
 def _sections(key: _Key, leaf: Any) -> tuple[bool, bool]:
     has_columns = isinstance(leaf, torch.Tensor) and leaf.ndim > 1
     return _SECTIONS.get(key[-1], (False, False)) if has_columns else (False, False)
+
+
+def _text_shape(item: Any) -> str:
+    return f"texts of {[*item.shape]}" if isinstance(item, TextCell) else "no text"
 
 
 def _entry(items: list[Any]) -> Any:
