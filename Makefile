@@ -109,7 +109,7 @@ bench-table: $(STAMP)  ## Print the table of all recorded results
 	@$(BIN)/python -m benchmarks.record benchmarks/results/*.json
 
 # Also draws a timeline beside each record of weight synchronisation.
-sync-table: $(STAMP)  ## Print the README's table of weight synchronisation
+sync-table: $(STAMP)  ## Print the guide's table of weight synchronisation
 	@$(BIN)/python -m benchmarks.weight_sync_report
 
 step-pictures: $(STAMP)  ## Draw where the seconds of recorded GRPO steps go

@@ -2,7 +2,7 @@
 
 A benchmark adds its samples to a :class:`Recorder` and writes it at the end. The file lies at
 ``benchmarks/results/<benchmark>_<hardware>_<date>.json`` (a later run of the same day replaces it).
-README tables are made of these files: ``python -m benchmarks.record benchmarks/results/*.json``.
+Tables are made of these files: ``python -m benchmarks.record benchmarks/results/*.json``.
 
 A number whose code nobody can check out again is worth little, so a record is refused unless the
 working tree is exactly a commit (files in ``benchmarks/results`` aside). On a machine that has the

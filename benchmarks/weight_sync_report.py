@@ -1,4 +1,4 @@
-"""The README's table of weight synchronisation, and a timeline of one push, from the records.
+"""The table of weight synchronisation, and a timeline of one push, from the records.
 
 ``python -m benchmarks.weight_sync_report`` prints the table of all records in
 ``benchmarks/results`` and draws one PNG a record beside it.
