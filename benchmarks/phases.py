@@ -18,9 +18,10 @@ POLL_S = 0.02
 
 
 class Clock:
-    """Seconds by phase. Each moment belongs to the innermost phase alone, so that they add up."""
+    """Seconds by phase of one thread. Each moment is the innermost phase's, so that they add up."""
 
     def __init__(self) -> None:
+        self.thread = threading.main_thread()
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
         self._since = 0.0
@@ -36,7 +37,7 @@ class Clock:
 
         What other threads do meanwhile is not counted.
         """
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not self.thread:
             yield
             return
         self.enter(name)

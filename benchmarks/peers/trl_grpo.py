@@ -165,7 +165,8 @@ class Trainer:
         clock.wrap(trainer, "_generate_and_score_completions", "advantage", settle=True)
         clock.wrap(trainer, "compute_loss", "log-probabilities", settle=True)
         clock.wrap(trainer.accelerator, "backward", "backward", settle=True)
-        threading.Thread(target=self.train, daemon=True).start()
+        clock.thread = threading.Thread(target=self.train, daemon=True)
+        clock.thread.start()
 
     def train(self) -> None:
         try:
