@@ -1,5 +1,6 @@
 """``RolloutCollector`` gives the rows of TorchRL's collector, dense; and rewards are checked."""
 
+import gc
 import itertools
 import threading
 
@@ -219,10 +220,6 @@ def test_what_has_no_fast_way_goes_torchrls(why):
     )
     assert one.path.startswith("torchrl: ")
     assert why in one.path
-    with pytest.raises(UnsupportedArgumentError, match="max_staleness=1"):
-        collector(
-            env=make_env(Seen(), StepCounter(max_steps=1), TextReward(length)), max_staleness=1
-        )
 
 
 def test_torchrls_way_gives_torchrls_rows():
@@ -233,10 +230,23 @@ def test_torchrls_way_gives_torchrls_rows():
     assert found[0]["tokens", "full"].tolist() == wanted[0]["tokens", "full"].tolist()
 
 
-@pytest.mark.parametrize("staleness", [2, -1, "1", None])
-def test_another_staleness_is_refused(staleness):
-    with pytest.raises(UnsupportedArgumentError, match="max_staleness"):
-        collector(max_staleness=staleness)
+@pytest.mark.parametrize(
+    ("staleness", "message"),
+    [
+        *((one, f"max_staleness must be 0 or 1, got {one!r}") for one in (2, -1, "1", None)),
+        (1, "max_staleness=1, path 'torchrl: Seen looks at rows'"),
+    ],
+)
+def test_another_staleness_is_refused_and_leaves_all_as_it_was(staleness, message):
+    env, policy, done = make_env(Seen(), StepCounter(max_steps=1)), make_policy(), []
+    settings = {"track_policy_version": True, "weight_updater": lambda: done.append("made")}
+    env.close = lambda **_: done.append("closed")
+    with pytest.raises(UnsupportedArgumentError, match=message):
+        collector(env=env, policy=policy, max_staleness=staleness, **settings)
+    gc.collect()
+    assert policy._collector is None
+    assert [type(one) for one in env.transform[1:]] == [Seen, StepCounter]
+    assert not done
 
 
 class Gated(CannedService):

@@ -170,17 +170,16 @@ class RolloutCollector(LLMCollector):
     """
 
     def __init__(self, env: Any, *, max_staleness: int = 0, **kwargs: Any) -> None:
-        if not kwargs.get("yield_only_last_steps"):
-            kwargs.setdefault("flatten_data", True)
-        super().__init__(env, **kwargs)
-        why_not = self._why_not()
-        self.path = "columns" if why_not is None else f"torchrl: {why_not}"
-        if max_staleness not in (0, 1) or (max_staleness and why_not):
-            raise UnsupportedArgumentError(f"max_staleness={max_staleness!r}, path {self.path!r}")
-        self.max_staleness = max_staleness
+        if max_staleness not in (0, 1):
+            raise UnsupportedArgumentError(f"max_staleness must be 0 or 1, got {max_staleness!r}")
+        if not kwargs.get("yield_only_last_steps") and kwargs.get("flatten_data") is None:
+            kwargs["flatten_data"] = True
+        is_flat = kwargs.get("flatten_data") and not kwargs.get("yield_completed_trajectories")
+        self.path, self.max_staleness, self._is_flat = "", max_staleness, bool(is_flat)
         names = ("answers", "rewards") if max_staleness else ()
         self._threads = [ThreadPoolExecutor(1, f"rollouts-{one}") for one in names]
         self._ahead: tuple[Future[TensorDict], Future[TensorDict]] | None = None
+        super().__init__(env, **kwargs)
 
     @property
     def rollout(self) -> Callable[[], TensorDictBase]:
@@ -198,12 +197,19 @@ class RolloutCollector(LLMCollector):
             one.shutdown(wait=False, cancel_futures=True)
         super().shutdown(*args, **kwargs)
 
-    def _maybe_setup_policy_env_transforms(self, env: Any, policy: Any) -> Any:  # noqa: ARG002
-        return env  # as LLMCollector, which warns that a later TorchRL will add an InitTracker
+    def _maybe_setup_policy_env_transforms(self, env: Any, policy: Any) -> Any:
+        # Before LLMCollector holds anything of the caller's. As it does, no InitTracker is added,
+        # which Collector warns that a later TorchRL will do.
+        why_not = self._why_not(env, policy)
+        self.path = "columns" if why_not is None else f"torchrl: {why_not}"
+        if self.max_staleness and why_not:
+            raise UnsupportedArgumentError(
+                f"max_staleness={self.max_staleness}, path {self.path!r}"
+            )
+        return env
 
-    def _why_not(self) -> str | None:
+    def _why_not(self, env: Any, policy: Any) -> str | None:
         """Why there is no fast way for the environment and the policy."""
-        env, policy = self.env, self.policy
         if not isinstance(env, TransformedEnv) or type(env.base_env) is not ChatEnv:
             return (
                 f"the environment is no ChatEnv but {type(getattr(env, 'base_env', env)).__name__}"
@@ -233,7 +239,7 @@ class RolloutCollector(LLMCollector):
                 return f"the policy has {name}={getattr(policy, name)!r}"
         if policy.sampling_params.prompt_logprobs is not None:
             return "the policy asks for log-probabilities of prompts"
-        if self.yield_completed_trajectories or not self.flatten_data:
+        if not self._is_flat:
             return "whole trajectories are asked for, or rows by step"
         return None
 
