@@ -10,7 +10,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_coll
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import StepCounter, Transform
-from torchrl.envs.llm import ChatEnv
+from torchrl.envs.llm import ChatEnv, DataLoadingPrimer
+from torchrl.modules.llm import vLLMWrapper as TorchRLWrapper
 
 from tests.unit.test_policy import (
     TOKENIZER,
@@ -56,8 +57,8 @@ def make_env(*transforms, num_rows=4, data=None, **settings):
     return env
 
 
-def make_policy(service=None, **settings):
-    return vLLMWrapper(
+def make_policy(service=None, kind=vLLMWrapper, **settings):
+    return kind(
         service or CannedService(),
         tokenizer=TOKENIZER,
         **{
@@ -198,7 +199,27 @@ class Seen(Transform):
     """Any transform that this library does not know."""
 
 
+class OtherChats(ChatEnv):
+    """Any environment of the same face."""
+
+
+class OtherPrimer(DataLoadingPrimer):
+    """Any other source of prompts."""
+
+
+def changed_env(of_primer=DataLoadingPrimer, of_chats=ChatEnv):
+    """An environment that is, but for its classes, one that has a fast way."""
+    env = make_env()
+    env.transform[0].__class__, env.base_env.__class__ = of_primer, of_chats
+    return env
+
+
 OTHER_WAYS = {
+    "the environment is no ChatEnv but OtherChats": {"made": {"of_chats": OtherChats}},
+    "prompts come from OtherPrimer": {"made": {"of_primer": OtherPrimer}},
+    "the policy is no torchrl_vllm_sync.vLLMWrapper but vLLMWrapper": {
+        "policy": {"kind": TorchRLWrapper}
+    },
     "Seen looks at rows": {"env": [StepCounter(max_steps=1), TextReward(length), Seen()]},
     "there may be several turns": {"env": [StepCounter(max_steps=2), TextReward(length)]},
     "input_mode='text'": {"mode": "text"},
@@ -213,8 +234,11 @@ OTHER_WAYS = {
 def test_what_has_no_fast_way_goes_torchrls(why):
     case = OTHER_WAYS[why]
     mode = case.get("mode", "history")
+    transforms = [transform.clone() for transform in case.get("env", ())]
     one = collector(
-        env=make_env(*[transform.clone() for transform in case.get("env", ())], input_mode=mode),
+        env=changed_env(**case["made"])
+        if "made" in case
+        else make_env(*transforms, input_mode=mode),
         policy=make_policy(**{"input_mode": mode, **case.get("policy", {})}),
         **case.get("collector", {}),
     )
@@ -351,9 +375,8 @@ def test_rewards_are_given_what_they_name(kind):
     env = make_env(StepCounter(max_steps=1), TextReward(given, over="ids"))
     rows = next(iter(collector(kind, env, flatten_data=True)))
     lengths = rows["next", "reward"].flatten().tolist()
-    assert lengths == [len(one) for one in rows.get(("tokens", "response"), as_list=True)] or (
-        lengths == rows["masks", "all_assistant_mask"].sum(-1).tolist()
-    )
+    rows = rows.get(("masks", "all_assistant_mask"), as_list=True)
+    assert lengths == [int(one.sum()) for one in rows]
     assert len({*lengths}) > 1
 
 
@@ -363,15 +386,31 @@ def test_over_something_else_is_refused():
 
 
 def test_chats_for_prompts_are_refused_by_name():
-    def chats():
-        while True:
-            yield {"query": [[{"role": "user", "content": "Hi"}]], "answer": ["0"]}
-
-    one = collector(env=make_env(StepCounter(max_steps=1), Seen(), data=sums()))
-    assert "Seen" in one.path
     rolled = collector()
     primer = rolled.env.transform[0]
     primer._queue.clear()
     primer.endless_dataloader = iter([{"query": [7], "answer": ["0"], "hard": torch.zeros(1)}] * 9)
     with pytest.raises(InvalidPromptError, match="'query' is 7"):
         next(iter(rolled))
+
+
+def test_a_reward_without_an_environment_is_refused():
+    rows = next(iter(collector(total_dialog_turns=4)))
+    with pytest.raises(UnsupportedArgumentError, match=r"TextReward\(length\) is not part of an"):
+        TextReward(length)._step(rows, rows["next"])
+
+
+@pytest.mark.parametrize(
+    ("over", "tokenizer"), [("text", None), ("text", TOKENIZER), ("ids", None)]
+)
+def test_answers_are_not_decoded_without_a_tokenizer(over, tokenizer):
+    rows = next(iter(collector(total_dialog_turns=4)))
+    reward = TextReward(length, over=over, tokenizer=tokenizer)
+    env = make_env(StepCounter(max_steps=1), reward, tokenizer=None)
+    after = rows["next"].exclude("reward")
+    if over == "ids" or tokenizer:
+        assert "reward" in env.transform[-1]._step(rows, after)
+        return
+    with pytest.raises(UnsupportedArgumentError, match=r"TextReward\(length\) needs a tokenizer"):
+        env.transform[-1]._step(rows, after)
+    assert "reward" not in after
