@@ -20,7 +20,7 @@ from torchrl_vllm_sync.service.service import _CONSTRUCTOR_KEYWORDS
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = torchrl_vllm_sync.__name__
 GUIDES = sorted((ROOT / "tutorials" / "guides").glob("*.md"))
-PAGES = [*GUIDES, ROOT / "README.md", ROOT / "tutorials" / "README.md"]
+PAGES = [*GUIDES, *sorted(ROOT.glob("*.md")), ROOT / "tutorials" / "README.md"]
 
 # What names stand for in every snippet, whoever made them.
 KNOWN = {
