@@ -122,13 +122,13 @@ routing-table: $(STAMP)  ## Print the guide's tables of routing
 tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
 	@for file in $(TUTORIALS); do echo "== $$file --smoke"; $(BIN)/python "$$file" --smoke; done
 
-# -n: every name that a docstring refers to must be found. Examples run under pytest, since most of
+# -W -n: every link must lead somewhere, every name that a docstring refers to must be found. Examples run under pytest, since most of
 # those that need no engine stand in modules that the reference does not show.
-docs: $(STAMP)  ## Build the reference into tutorials/output/reference, and run the tests of prose
-	$(BIN)/python -m sphinx -W --keep-going -n -q -E -b html \
-	    -d tutorials/output/.doctrees tutorials/reference tutorials/output/reference
+docs: $(STAMP)  ## Build the documentation into tutorials/output/site, and run the tests of prose
+	$(BIN)/python -m sphinx -W --keep-going -n -q -E -b html -c tutorials/reference \
+	    -d tutorials/output/.doctrees . tutorials/output/site
 	$(BIN)/python -m pytest -q tests/docs
-	@echo "Built tutorials/output/reference/index.html"
+	@echo "Built tutorials/output/site/index.html"
 
 public-api: $(STAMP)  ## Regenerate tests/public_api.txt
 	$(BIN)/python tests/test_public_api.py

@@ -1,6 +1,11 @@
-"""Sphinx's settings for the reference; ``make docs`` builds it."""
+"""Sphinx's settings for the site, which ``make docs`` builds from the root of the repository.
+
+Its pages are the README, the guides, the tutorials, the reference and the files beside the README,
+where they are, so that links between them are the same here and there.
+"""
 
 import ast
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,47 @@ PACKAGE = "torchrl_vllm_sync"
 
 project = PACKAGE
 release = metadata.version("torchrl-vllm-sync")
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "README"
+source_suffix = {".rst": "restructuredtext", ".md": "markdown", ".py": "markdown"}
+include_patterns = [
+    "*.md",
+    "tutorials/README.md",
+    "tutorials/[0-9]*.py",
+    "tutorials/guides/*.md",
+    "tutorials/reference/*.rst",
+]
+exclude_patterns = [".*", "build", "dist", "tutorials/output"]  # folders that are not looked into
+highlight_language = "text"  # of blocks that name none
+myst_heading_anchors = 4
+
+# The menu, whose first page is the README.
+CONTENTS = """
+```{toctree}
+:hidden:
+:caption: Tutorials
+:glob:
+
+tutorials/README
+tutorials/0*
+```
+
+```{toctree}
+:hidden:
+:caption: Guides
+
+GUIDES
+```
+
+```{toctree}
+:hidden:
+:caption: Reference
+
+tutorials/reference/index
+CHANGELOG
+CONTRIBUTING
+```
+"""
 html_theme = "furo"
 html_title = PACKAGE
 html_show_sphinx = False
@@ -72,6 +117,54 @@ def find_by_last_name(app: Any, env: Any, node: Any, content: Any) -> Any:
     return content if names or target.rpartition(".")[2] in DEFINED | IMPORTED else None
 
 
+def guides() -> list[str]:
+    """Returns the pages of guides, in the order of the list in ``tutorials/README.md``."""
+    listed = Path(__file__).resolve().parents[1] / "README.md"
+    return [f"tutorials/{one}" for one in re.findall(r"\]\((guides/\w+)\.md\)", listed.read_text())]
+
+
+def tutorial_page(source: str) -> str:
+    """Returns a tutorial as Markdown: its docstring, and its ``# %%`` cells as text and code."""
+    docstring, *cells = re.split(r"^# %%", source, flags=re.MULTILINE)
+    title, _, usage = (ast.get_docstring(ast.parse(docstring)) or "").partition("\n\n")
+    heading, parts = title.partition(":")[0].rstrip("."), []
+    for cell in cells:
+        head, _, body = cell.partition("\n")
+        comment = re.match(r"(?:#.*\n?)*", body)[0]
+        text, code = re.sub(r"^# ?", "", comment, flags=re.MULTILINE), body[len(comment) :].strip()
+        head = head.strip()
+        if head == "[markdown]":
+            if text.startswith("# "):
+                heading, _, text = text[2:].partition("\n")
+            head = ""
+        elif 0 < len(head) < 40:  # a heading; otherwise a sentence that the comment ends
+            head = f"## {head}\n"
+        parts.append(f"{head}\n{text}")
+        if code:
+            parts.append(f"```python\n{code}\n```")
+    # What is indented is a block of its own in Markdown only after an empty line.
+    usage = re.sub(r"^(\S.*\n)(?=    )", r"\1\n", usage, flags=re.MULTILINE)
+    parts.insert(1, f"## Running it\n\n{usage}")
+    return "\n\n".join([f"# {heading}", title, *parts])
+
+
+def prepare_page(_app: Any, name: str, source: list[str]) -> None:
+    """Turns a tutorial into Markdown, and adds the site's menu to the README."""
+    if name.startswith("tutorials/0"):
+        source[0] = tutorial_page(source[0])
+    elif name == root_doc:
+        source[0] += CONTENTS.replace("GUIDES", "\n".join(guides()))
+
+
+def write_entrance(app: Any, error: Exception | None) -> None:
+    """Leads from ``index.html`` to the README's page."""
+    if error is None:
+        page = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">\n'
+        Path(app.outdir, "index.html").write_text(page)
+
+
 def setup(app: Any) -> None:
     """Registers what this file adds to Sphinx."""
     app.connect("missing-reference", find_by_last_name)
+    app.connect("source-read", prepare_page)
+    app.connect("build-finished", write_entrance)
