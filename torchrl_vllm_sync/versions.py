@@ -63,13 +63,6 @@ def slice_spans(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[Ver
     )
 
 
-def check_spans(spans: Sequence[VersionSpan], num_tokens: int) -> None:
-    """Refuses spans that do not cover a response exactly, neighbours of different versions."""
-    starts = [(one.version, one.start) for one in spans]
-    if tuple(spans) != spans_from_starts(starts, num_tokens):
-        raise VersionSpanError(f"spans must cover {num_tokens} tokens one by one, got {spans}")
-
-
 def check_version(name: str, version: object) -> None:
     """Refuses what is no policy version."""
     if type(version) is bool or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:

@@ -3,9 +3,9 @@
 import torch
 from vllm import SamplingParams
 
+from tests.fakes.versions import check_spans
 from torchrl_vllm_sync.engine.gate import versions_of_labels
 from torchrl_vllm_sync.testing import token_log_probs
-from torchrl_vllm_sync.versions import check_spans
 
 # Both sides compute in float32 but add up in another order. Over 15 pushes the largest difference
 # was 6.4e-5 on a dense model and 1.5e-4 on a mixture of experts, of values down to -17. Tests with

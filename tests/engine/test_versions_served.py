@@ -19,6 +19,7 @@ from tests.engine.test_push_in_flight import (
     push_while_running,
     until_running,
 )
+from tests.fakes.versions import check_spans
 from torchrl_vllm_sync import attach, expand_spans
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
@@ -27,7 +28,6 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
 )
 from torchrl_vllm_sync.requests.messages import EngineRequest
-from torchrl_vllm_sync.versions import check_spans
 
 pytestmark = pytest.mark.timeout(300)
 
