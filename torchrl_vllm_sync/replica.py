@@ -129,17 +129,14 @@ def seconds_of(phases: Mapping[str, float]) -> dict[str, float]:
     return {name.removesuffix("_s"): value for name, value in phases.items() if name.endswith("_s")}
 
 
-# Seconds that count, at most, between two looks at a silence.
+# Seconds that count, at most, between two looks at a silence: we may have been stopped ourselves.
 MAX_STEP_S = 1.0
 # Seconds of silence after which an engine, or an actor, has failed unless told otherwise.
 UNRESPONSIVE_AFTER_S = 60.0
 
 
 class Silence:
-    """Seconds for which an answer has been owed, not counting those of our own absence.
-
-    At most ``MAX_STEP_S`` counts between two looks: this process may have been stopped itself.
-    """
+    """Seconds for which an answer has been owed, not counting those of our own absence."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -76,10 +76,7 @@ def as_requests(
     max_model_len: int | None,
     vocab_size: int | None = None,
 ) -> NormalisedPrompts:
-    """Turns what a caller passed to ``generate`` into token ids; all of them are valid, or none.
-
-    A list or tuple of prompts, also of several forms, is a batch; one of ids is a prompt.
-    """
+    """Turns what a caller passed to ``generate`` into token ids; all of them are valid, or none."""
     if prompts is not None and prompt_token_ids is not None:
         raise InvalidPromptError("pass prompts or prompt_token_ids, got both")
     if prompts is None and prompt_token_ids is None:

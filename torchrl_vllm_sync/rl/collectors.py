@@ -32,10 +32,7 @@ MOVE_TIMEOUT_S = 30.0
 
 
 class ServiceVersion(PolicyVersion):
-    """Replaces a collector's counter, which TorchRL moves from several places.
-
-    With this the version is what the service said last, however often they do.
-    """
+    """A collector's counter at what the service said last, however often TorchRL moves it."""
 
     counter: PolicyVersion
 
@@ -101,10 +98,7 @@ def move_collector(collector: Any, version: int) -> None:
 
 
 class CollectorVersions:
-    """The collectors that follow one service's versions, held weakly; a pickled copy has none.
-
-    One that is gone, or whose actor died, is forgotten with a warning.
-    """
+    """The collectors that follow one service's versions, held weakly; a pickled copy has none."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -317,14 +317,14 @@ class ServiceScheme(_TorchRLScheme):
     master_address: str | None = None
     master_port: int | None = None
 
-    def __init__(self, strategy: Strategy, service: Any, options: PushOptions) -> None:
+    def __init__(self, strategy: Strategy, service: Any, **options: Any) -> None:
         if strategy not in get_args(Strategy):
             raise UnsupportedArgumentError(
                 f"strategy must be 'tensordict' or 'state_dict', got {strategy!r}"
             )
         super().__init__()  # without it: TorchRL would warn of its own way to read a state dict
         self.strategy_str = self.strategy_name = strategy
-        self.options, self._service = options, service
+        self.options, self._service = PushOptions(**options), service
         self._sender: VLLMWeightSender | None = None
 
     def new_transport(self) -> WeightTransport:
@@ -529,10 +529,8 @@ class VLLMWeightSyncScheme(ServiceScheme):
         mode: PauseMode = "keep",
         strict: bool | None = None,
     ) -> None:
-        options = PushOptions(
-            timeout_s=timeout_s, clear_cache=clear_cache, mode=mode, strict=strict
-        )
-        super().__init__(strategy, service, options)
+        options = {"timeout_s": timeout_s, "clear_cache": clear_cache, "mode": mode}
+        super().__init__(strategy, service, strict=strict, **options)
         as_transport(transport)
         if device is not None and transport not in ("auto", "broadcast"):
             raise UnsupportedArgumentError(f"device {device!r} is for broadcasts only")
@@ -600,10 +598,8 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         mode: PauseMode = "keep",
         strict: bool | None = None,
     ) -> None:
-        options = PushOptions(
-            timeout_s=timeout_s, clear_cache=clear_cache, mode=mode, strict=strict
-        )
-        super().__init__(strategy, service, options)
+        options = {"timeout_s": timeout_s, "clear_cache": clear_cache, "mode": mode}
+        super().__init__(strategy, service, strict=strict, **options)
         check_integer("num_threads", num_threads, 1)
         if layout not in get_args(LayoutName):
             raise UnsupportedArgumentError(

@@ -198,14 +198,6 @@ class LoadSnapshot:
             "age_s": None if self.measured_at is None else now - self.measured_at,
         }
 
-    def reaches(self, version: int) -> bool:
-        """Whether the replica is known to hold ``version`` or a later one.
-
-        Args:
-            version: Policy version.
-        """
-        return self.weight_version is not None and self.weight_version >= version
-
     def describe(self) -> str:
         """Returns in words what the replica holds and is, as far as is known here."""
         if self.weight_version is None:
@@ -239,11 +231,7 @@ _Result = TypeVar("_Result")
 
 
 class LoadTracker:
-    """Ledger of requests in flight and of the engines' last reports, for one process.
-
-    Safe for threads; to choose and reserve in one step, hold ``lock``. A pickled copy has nothing
-    in flight.
-    """
+    """One process's requests in flight, of which a copy has none, and the engines' last reports."""
 
     def __init__(
         self,
@@ -252,7 +240,7 @@ class LoadTracker:
         state: ReplicaState = ReplicaState.STARTING,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # to choose and reserve in one step, hold it
         self.clock = clock
         self.newest_version = 0  # ever reported, also by a replica that is dead or removed now
         self._snapshots: dict[str, LoadSnapshot] = {}
@@ -310,7 +298,7 @@ class LoadTracker:
         if not found:
             told = describe_replicas(self.snapshots(), exclude)
             raise NoReplicaAvailableError(f"no replica can take a request: {told}")
-        found = tuple(one for one in found if not min_version or one.reaches(min_version))
+        found = tuple(one for one in found if one.cache_version >= min_version)
         if not found:
             held = {one.replica_id: one.describe() for one in self._snapshots.values()}
             raise VersionNotReachedError(min_version, held, 0.0)
@@ -433,12 +421,7 @@ class LoadTracker:
         asked_at: float | None = None,
         in_flight_then: int | None = None,
     ) -> None:
-        """Records an engine's report; one of a replica that is not tracked is dropped.
-
-        The figures are always taken; the state is not if the report was asked for before the last
-        ``mark``. What was marked ``FAILED`` leaves that state by a report of ``SERVING`` or
-        ``STALE`` only, unless it was out of reach: then any reported state counts.
-        """
+        """Records an engine's report; one of a replica that is not tracked is dropped."""
         now = self.clock()
         with self.lock:
             if report.replica_id not in self._snapshots:
@@ -446,7 +429,7 @@ class LoadTracker:
             with self._changing(report.replica_id) as known:
                 outdated = asked_at is not None and asked_at < known.marked_at
                 alive = report.state in (ReplicaState.SERVING, ReplicaState.STALE)
-                is_away = known.away_since is not None
+                is_away = known.away_since is not None  # and may be back in any state
                 stays_failed = known.state is ReplicaState.FAILED and not alive and not is_away
                 if not outdated and not stays_failed:
                     known.away_since = None
@@ -469,17 +452,14 @@ class LoadTracker:
     def mark(
         self, replica_id: str, state: ReplicaState, reason: str = "", *, may_return: bool = False
     ) -> None:
-        """Records a state seen from outside, such as ``FAILED`` when a call to the actor died.
-
-        One that was ``CLOSED`` before has not failed. One that failed for good may not return.
-        """
+        """Records a state seen from outside, such as ``FAILED`` when a call to the actor died."""
         with self._changing(replica_id) as known:
             if known.state is ReplicaState.CLOSED and state is ReplicaState.FAILED:
-                return
+                return  # it was closed, and has not failed
             known.marked_at = self.clock()
             if not may_return:
                 known.away_since = None
-            elif known.state is not ReplicaState.FAILED:
+            elif known.state is not ReplicaState.FAILED:  # one that failed for good stays away
                 known.away_since = known.marked_at
             known.state, known.reason = state, reason
 

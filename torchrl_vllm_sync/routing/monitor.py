@@ -29,15 +29,12 @@ LOCK_TIMEOUT_S = 5.0
 
 @contextlib.contextmanager
 def staying_connected() -> Iterator[bool]:
-    """Yields whether this process is connected to Ray, and keeps that from ending in the block.
-
-    A core worker (Ray 2.60) that is called after its end takes the whole process with it, so
-    background threads make their calls in here, and no long ones. Ray connects and shuts down under
-    a lock, which this takes; it yields ``False`` when that is held for longer than five seconds.
-    """
+    """Yields whether this process is connected to Ray, and keeps that from ending in the block."""
     import ray
     from ray._private import worker
 
+    # A core worker (Ray 2.60) that is called after its end takes the whole process with it, so
+    # background threads make their calls in here, and no long ones: Ray shuts down under this lock.
     if not worker._connect_or_shutdown_lock.acquire(timeout=LOCK_TIMEOUT_S):
         yield False
         return
@@ -108,11 +105,9 @@ _WATCHED_INTERVAL_S = 0.1
 class LoadMonitor:
     """Asks every replica for its load once an interval, for a ledger to record.
 
-    The interval is at most 0.1 s while the ledger is watched. One daemon thread per process, which
-    ends when Ray is shut down, or when the object whose bound method ``replicas`` is has gone.
-
-    Marked ``FAILED`` is an actor that Ray calls dead or unavailable, and one that has not answered
-    for ``unresponsive_after_s``; not while it is ``STARTING``, for which there is another limit.
+    One daemon thread per process, which ends when Ray is shut down, or when the object whose bound
+    method ``replicas`` is has gone. ``FAILED`` is an actor that Ray calls dead or unavailable, and
+    one that has not answered for ``unresponsive_after_s``.
     """
 
     def __init__(

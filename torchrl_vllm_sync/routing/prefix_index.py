@@ -103,11 +103,9 @@ _DEFAULT_CAPACITY = 32768
 class PrefixIndex:
     """Block digests that each replica has, by weight version; used with the ledger locked.
 
-    It follows what an engine does with the prompts that it is sent: a prompt's blocks become the
-    most recently used ones, and beyond the replica's number of KV blocks the oldest go, of one
-    prompt the last block first (``vllm/v1/core/block_pool.py`` evicts in this order). So whenever a
-    block is present, all before it are, and the longest prefix is found by bisection. What older
-    versions served is not found any more, and is forgotten as engines forget it.
+    As in an engine (``vllm/v1/core/block_pool.py``) a prompt's blocks become the most recently used
+    ones, and beyond the replica's number of KV blocks the oldest go, of one prompt the last block
+    first. So if a block is present all before it are, and the longest prefix is found by bisection.
     """
 
     def __init__(self, block_tokens: int) -> None:

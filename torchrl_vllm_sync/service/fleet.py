@@ -57,10 +57,7 @@ DRAIN_POLL_S = 0.1
 
 
 class Fleet:
-    """Adds, removes and restarts a service's replicas, in the one process that supervises it.
-
-    Several threads may change different replicas at once.
-    """
+    """Adds, removes and restarts replicas, in the one process that supervises; safe for threads."""
 
     def __init__(self, replicas: Replicas, pusher: WeightPusher) -> None:
         self._replicas, self._load = replicas, replicas.load
@@ -467,11 +464,7 @@ class RestartBudget:
 
 
 class Supervisor:
-    """Restarts replicas that failed, catches up stale ones, and scales.
-
-    One daemon thread reads the ledger, which costs no actor call; each restart, catch-up and
-    scaling runs in a thread of its own, and is retried within its :class:`RestartBudget`.
-    """
+    """Restarts, catches up and scales, each in a thread of its own, and again as budgets allow."""
 
     def __init__(
         self,

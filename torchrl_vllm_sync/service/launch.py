@@ -59,10 +59,8 @@ MAX_CONCURRENT_CALLS = 65536
 def spread(
     claims: Mapping[str, float], num_replicas: int, taken: Mapping[str, int]
 ) -> list[str | None]:
-    """Chooses a node for each replica, so that as few as can be are on one; ``None`` if none fits.
-
-    A group of Ray's own strategy ``SPREAD`` could not give the bundle of one replica back alone.
-    """
+    """Chooses a node for each replica, so that few share one; ``None`` if none fits."""
+    # A group of Ray's own strategy ``SPREAD`` could not give the bundle of one replica back alone.
     counts = {
         node["NodeID"]: taken.get(node["NodeID"], 0)
         for node in ray.nodes()

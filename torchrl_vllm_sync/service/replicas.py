@@ -296,11 +296,7 @@ LOOK_TIMEOUT_S = 2.0
 
 
 class Replicas(Sequence[Member]):
-    """The replicas of a service in the order of joining; none unless it is launched.
-
-    It is the transports' ``ReplicaClient``. Membership changes of other processes arrive through
-    the replicas, which keep the newest and report its epoch.
-    """
+    """A launched service's replicas in the order of joining; the transports' ``ReplicaClient``."""
 
     def __init__(
         self,
@@ -491,8 +487,8 @@ class Replicas(Sequence[Member]):
 
     def to_ask(self) -> list[Member]:
         """Returns the replicas the monitor asks, after following changes by other processes."""
-        # No actor calls while all is as it was; once a second while a replica is dead. What fails
-        # for the moment is tried again a second later.
+        # The replicas keep the newest membership and report its epoch: no actor calls while all is
+        # as it was, and once a second while a replica is dead, or the last look failed.
         membership = self.membership
         if self.follows and membership is not None and ray.is_initialized():
             snapshots, now = self.load.snapshots(), time.monotonic()

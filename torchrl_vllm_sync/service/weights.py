@@ -171,9 +171,8 @@ class Weights:
 class NativeClient:
     """vLLM's own weight-transfer, pause and sleep calls, on every replica at once.
 
-    They make a service a ``VLLMWeightSyncClient``, the object that vLLM's trainer-side engines
-    drive (``vllm/distributed/weight_transfer/base.py``, 0.26 to 0.32). Each returns when all have
-    answered, and raises the first failure.
+    They are those of a ``VLLMWeightSyncClient`` (``vllm/distributed/weight_transfer/base.py``, 0.26
+    to 0.32). Each returns when all have answered, and raises the first failure.
     """
 
     def __init__(self, replicas: Replicas, weights: Weights) -> None:
