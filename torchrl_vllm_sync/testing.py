@@ -16,7 +16,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -165,7 +165,9 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(), trainer=trainer)
+    digits = itertools.product(range(10), range(10), _SENTENCES)
+    corpus = (text.format(a=a, b=b, sum=a + b, product=a * b) for a, b, text in digits)
+    tokenizer.train_from_iterator(corpus, trainer=trainer)
     assert tokenizer.get_vocab_size() == VOCAB_SIZE
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -176,11 +178,6 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )
-
-
-def _corpus() -> Iterator[str]:
-    for a, b, sentence in itertools.product(range(10), range(10), _SENTENCES):
-        yield sentence.format(a=a, b=b, sum=a + b, product=a * b)
 
 
 @torch.no_grad()

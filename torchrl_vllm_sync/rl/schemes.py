@@ -361,8 +361,7 @@ class ServiceScheme(_TorchRLScheme):
     def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
         """Returns where trainer and engines meet, if that was given.
 
-        Args:
-            service: The service.
+        Arguments are those of :meth:`check_service`.
         """
         if isinstance(service, AsyncVLLM):
             return {"master_address": self.master_address, "master_port": self.master_port}

@@ -161,8 +161,7 @@ class GenerationStatistics(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Returns a shallow copy of a batch with the entries above.
 
-        Args:
-            tensordict: Rows that ``vLLMWrapper`` stamped.
+        Arguments and errors are those of :meth:`measure`.
         """
         if not tensordict.batch_size.numel() or tensordict.get(_STATISTICS, None) is not None:
             return tensordict

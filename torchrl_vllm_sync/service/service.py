@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import math
 import operator
@@ -67,11 +68,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.transport import WeightTransport
 
 logger = logging.getLogger(__name__)
-
-_CONSTRUCTOR_KEYWORDS = (
-    *("actor_class", "name", "detached", "stage_weights", "max_restarts", "scaling"),
-    *("num_cpus_per_replica", "request_timeout_s", "unresponsive_after_s"),
-)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -282,12 +278,14 @@ class AsyncVLLM(RLvLLMEngine):
             PlacementError: The cluster cannot hold the replicas; said at once.
             LaunchError: Some did not start; nothing is left behind.
         """
-        own = {key: kwargs.pop(key) for key in _CONSTRUCTOR_KEYWORDS if key in kwargs}
+        names = inspect.signature(AsyncVLLM.__init__).parameters.keys()
+        names -= {"self", "engine_args", "enable_prefix_caching"}  # the last is an engine argument
+        own = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         engine_args = make_engine_args(
             model_name,
             num_devices=num_devices,
             compile=compile,
-            also_known=(*_CONSTRUCTOR_KEYWORDS, "num_replicas", "verbose", "enable_fp32_output"),
+            also_known=names,
             **kwargs,
         )
         own |= {"verbose": verbose, "enable_fp32_output": enable_fp32_output}
