@@ -202,8 +202,7 @@ class RayReplayBuffer(_TorchRLBuffer):
         >>> collector = RayLLMCollector(env, policy=policy, replay_buffer=buffer, ...)
 
     Args:
-        *args: See TorchRL's ``RayReplayBuffer``.
-        **kwargs: See there.
+        *args, **kwargs: See TorchRL's ``RayReplayBuffer``.
     """
 
     _is_copy = False

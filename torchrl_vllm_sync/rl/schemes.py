@@ -461,8 +461,7 @@ class ServiceScheme(_TorchRLScheme):
 
         Args:
             weights: What a push takes, or the name of one of the collector's models.
-            *args: TorchRL's, for a name.
-            **kwargs: TorchRL's, for a name.
+            *args, **kwargs: TorchRL's, for a name.
         """
         named = isinstance(weights, str)
         return super().prepare_weights(weights, *args, **kwargs) if named else weights

@@ -148,8 +148,7 @@ class WeightUpdater:
         """Calls :meth:`open` if there is a service, as ``collector.init_updater(...)`` wants it.
 
         Args:
-            *args: Ignored.
-            **kwargs: Ignored.
+            *args, **kwargs: Ignored.
         """
         del args, kwargs
         if self.service is not None:

@@ -595,8 +595,7 @@ class AsyncVLLM(RLvLLMEngine):
             method: Name of a method of the worker or of its extension.
             timeout: Seconds for the call, during which an engine may be silent; ``None`` sets no
                 limit, and allows 300 s of silence.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            args, kwargs: Its arguments.
 
         Returns:
             One Ray object ref for each replica; its value is the list of its workers' answers.
