@@ -19,12 +19,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
-from torchrl_vllm_sync.observe.status import finite
+from torchrl_vllm_sync.observe.status import ServiceStatus, finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torchrl_vllm_sync.observe.status import ServiceStatus
 
 
 logger = logging.getLogger(__name__)

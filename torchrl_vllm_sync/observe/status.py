@@ -11,14 +11,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.routing.ledger import token_rates
+from torchrl_vllm_sync.replica import EngineCounters, Member, PushReport, ReplicaState
+from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker, token_rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from torchrl_vllm_sync.replica import EngineCounters, Member, PushReport
-    from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
 
 
 MAX_PUSHES = 8

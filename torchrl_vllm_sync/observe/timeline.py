@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.replica import PushReport
+from torchrl_vllm_sync.replica import LoadReport, PushReport
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
-
-    from torchrl_vllm_sync.replica import LoadReport
 
 
 # What a replica does before it pauses, in this order; of the latter the former is the beginning.

@@ -7,19 +7,16 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from rich import box, filesize
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from torchrl_vllm_sync.replica import seconds_of
+from torchrl_vllm_sync.replica import PushReport, seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from rich.console import RenderableType
-
     from torchrl_vllm_sync.observe.status import FailureStatus, ReplicaStatus, ServiceStatus
-    from torchrl_vllm_sync.replica import PushReport
 
 
 UNKNOWN = "\N{EN DASH}"

@@ -30,16 +30,14 @@ from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshots.files import LayoutName
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
+from torchrl_vllm_sync.weights.snapshots.writer import PublishReport, SnapshotWriter
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
-from torchrl_vllm_sync.weights.transport import GRACE_S, PushOptions
+from torchrl_vllm_sync.weights.transport import GRACE_S, PauseMode, PushOptions, WeightTransport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torchrl_vllm_sync.replica import PushReport
-    from torchrl_vllm_sync.weights.snapshots.writer import PublishReport
-    from torchrl_vllm_sync.weights.transport import PauseMode, WeightTransport
 
 
 # Name to dtype and full shape, as ``torchrl.weight_update.llm.get_model_metadata`` returns them.

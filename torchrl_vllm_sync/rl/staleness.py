@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from tensordict import LazyStackedTensorDict
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import nn
 from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.envs.transforms import PolicyAgeFilter, Transform
@@ -22,8 +22,6 @@ from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tensordict import NestedKey, TensorDictBase
 
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.service.service import AsyncVLLM

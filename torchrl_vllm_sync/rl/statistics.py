@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.tensor_specs import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 
@@ -14,6 +14,7 @@ from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentErro
 from torchrl_vllm_sync.rl import keys
 from torchrl_vllm_sync.rl.staleness import (
     COUNTING,
+    VersionLike,
     as_version_source,
     oldest_versions,
     staleness_of,
@@ -22,12 +23,10 @@ from torchrl_vllm_sync.rl.staleness import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tensordict import NestedKey
     from torchrl.record.loggers import Logger
 
     from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
-    from torchrl_vllm_sync.rl.staleness import VersionLike
     from torchrl_vllm_sync.service.service import AsyncVLLM
 
 

@@ -17,7 +17,9 @@ from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
 from torchrl_vllm_sync.weights.source import as_weight_source
 from torchrl_vllm_sync.weights.transport import (
     MOST_ATTEMPTS,
+    PauseMode,
     PushOptions,
+    WeightTransport,
     check_transport,
 )
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.service.service import AsyncVLLM
-    from torchrl_vllm_sync.weights.transport import PauseMode, WeightTransport
 
 
 # The pushing rank may form groups and send several times before the others get its report.

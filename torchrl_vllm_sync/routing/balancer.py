@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any
 from torchrl_vllm_sync.checks import check_integer, check_number, check_positive
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import Replica, ReplicaState
-from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.routing.ledger import Candidates, LoadSnapshot, LoadTracker
 from torchrl_vllm_sync.routing.monitor import BareActorReader, LoadMonitor
-from torchrl_vllm_sync.routing.placer import RequestPlacer, as_key, as_keys, key_per_prompt
+from torchrl_vllm_sync.routing.placer import (
+    RequestKey,
+    RequestPlacer,
+    as_key,
+    as_keys,
+    key_per_prompt,
+)
 from torchrl_vllm_sync.routing.prefix_index import PrefixIndex, index_block_tokens
 from torchrl_vllm_sync.routing.strategies import (
     RoutingRequest,
@@ -24,12 +30,7 @@ from torchrl_vllm_sync.routing.strategies import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     import numpy as np
-
-    from torchrl_vllm_sync.routing.ledger import Candidates, LoadSnapshot
-    from torchrl_vllm_sync.routing.placer import RequestKey
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,19 +14,15 @@ from torchrl_vllm_sync.routing.prefix_index import index_block_tokens
 from torchrl_vllm_sync.routing.strategies import (
     LeastRequests,
     RoundRobin,
+    RoutingRequest,
+    StrategyFactory,
+    StrategySettings,
     loads_of,
     not_overloaded,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torchrl_vllm_sync.routing.ledger import Candidates, LoadSnapshot
-    from torchrl_vllm_sync.routing.strategies import (
-        RoutingRequest,
-        StrategyFactory,
-        StrategySettings,
-    )
 
 
 # ---- Keys: sessions and groups, and the replicas that have them cached

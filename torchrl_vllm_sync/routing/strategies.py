@@ -16,11 +16,15 @@ from torchrl_vllm_sync.errors import (
     UnknownStrategyError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.routing.prefix_index import BYTES_PER_TOKEN, INDEX_BLOCK_TOKENS, PrefixIndex
+from torchrl_vllm_sync.routing.prefix_index import (
+    BYTES_PER_TOKEN,
+    INDEX_BLOCK_TOKENS,
+    PrefixIndex,
+    PromptChain,
+)
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot
-    from torchrl_vllm_sync.routing.prefix_index import PromptChain
 
 
 _FLAT = (list, tuple, str, np.ndarray)

@@ -29,16 +29,14 @@ from torchrl_vllm_sync.errors import (
     SyncError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.replica import EngineReport, ReplicaState
+from torchrl_vllm_sync.replica import EngineReport, Member, ReplicaState
 from torchrl_vllm_sync.service.launch import close_members, launch_replicas, remove
-from torchrl_vllm_sync.service.replicas import living_ids
+from torchrl_vllm_sync.service.replicas import Answers, Membership, Replicas, living_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torchrl_vllm_sync.replica import Member
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
-    from torchrl_vllm_sync.service.replicas import Answers, Membership, Replicas
     from torchrl_vllm_sync.weights.push import WeightPusher
 
 logger = logging.getLogger(__name__)

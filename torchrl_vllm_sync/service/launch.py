@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import (
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine.args import for_replica
 from torchrl_vllm_sync.errors import LaunchError, PlacementError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import Member
+from torchrl_vllm_sync.replica import EngineDescription, Member
 from torchrl_vllm_sync.service.replicas import (
     NAMESPACE,
     ServiceSettings,
@@ -34,7 +34,6 @@ from torchrl_vllm_sync.service.replicas import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from torchrl_vllm_sync.replica import EngineDescription
 
 logger = logging.getLogger(__name__)
 

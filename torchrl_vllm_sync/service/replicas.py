@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,26 +17,22 @@ import ray.util
 from ray.exceptions import RayError, RayTaskError
 
 from torchrl_vllm_sync.checks import Deadline
-from torchrl_vllm_sync.errors import ServiceClosedError
+from torchrl_vllm_sync.errors import ReplicaUnavailableError, ServiceClosedError
 from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.replica import (
     UNRESPONSIVE_AFTER_S,
     EngineReport,
     Member,
+    PushReport,
     ReplicaState,
 )
-from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
 from torchrl_vllm_sync.weights.broadcast.group import free_port
 from torchrl_vllm_sync.weights.transport import Standing, failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-
     from vllm import AsyncEngineArgs
 
-    from torchrl_vllm_sync.errors import ReplicaUnavailableError
-    from torchrl_vllm_sync.replica import PushReport
-    from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 
 logger = logging.getLogger(__name__)
 

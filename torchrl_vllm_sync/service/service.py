@@ -36,12 +36,12 @@ from torchrl_vllm_sync.errors import NoReplicaAvailableError, UnsupportedArgumen
 from torchrl_vllm_sync.observe.metrics import MetricsExporter, metrics_port
 from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError
 from torchrl_vllm_sync.observe.views import absent_html, status_html
-from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, ReplicaState
+from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, PushReport, ReplicaState
 from torchrl_vllm_sync.requests.background import iterate_blocking, run_blocking
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
-from torchrl_vllm_sync.routing.ledger import describe_replicas
+from torchrl_vllm_sync.routing.ledger import LoadTracker, describe_replicas
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
-from torchrl_vllm_sync.service.fleet import Fleet
+from torchrl_vllm_sync.service.fleet import Fleet, ScalingPolicy
 from torchrl_vllm_sync.service.launch import CLOSE_LINGER_S, close_members, launch_replicas
 from torchrl_vllm_sync.service.replicas import (
     DEFAULT_REQUEST_TIMEOUT_S,
@@ -61,10 +61,7 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
-    from torchrl_vllm_sync.replica import PushReport
-    from torchrl_vllm_sync.routing.ledger import LoadTracker
     from torchrl_vllm_sync.routing.placer import RequestKey
-    from torchrl_vllm_sync.service.fleet import ScalingPolicy
     from torchrl_vllm_sync.weights.transport import WeightTransport
 
 logger = logging.getLogger(__name__)

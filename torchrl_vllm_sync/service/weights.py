@@ -11,15 +11,13 @@ from torchrl_vllm_sync.engine.args import num_workers, payload_of
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionNotReachedError
 from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.versions import check_version
-from torchrl_vllm_sync.weights.metadata import from_json
+from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json
 from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
-from torchrl_vllm_sync.weights.transport import GRACE_S
+from torchrl_vllm_sync.weights.transport import GRACE_S, PauseMode, WeightTransport
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.service.replicas import Answers, Replicas
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.transport import PauseMode, WeightTransport
 
 
 # Seconds for vLLM's calls that have no limit of their own.
