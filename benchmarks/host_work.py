@@ -26,7 +26,12 @@ from tests.unit.vllm_models import VllmModels, single_process_group
 from torchrl_vllm_sync import as_weight_source
 from torchrl_vllm_sync.engine.plan import record_load_plan
 from torchrl_vllm_sync.engine.reload import checkpoint_metadata
-from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, ViewPacker, make_buffers
+from torchrl_vllm_sync.weights.broadcast.buckets import (
+    BucketLayout,
+    ViewPacker,
+    bound_buckets,
+    make_buffers,
+)
 from torchrl_vllm_sync.weights.source import fit_to_model
 
 if TYPE_CHECKING:
@@ -90,7 +95,7 @@ def run(recorder: Recorder, case: str, models: VllmModels, rounds: int) -> None:
     with models.active():
         plan = record_load_plan(model, metadata)
     recorded = time.perf_counter()
-    bound = plan.bind(layout, receiving)
+    bound = bound_buckets(plan.copies, layout, receiving)
     once = {"recording": recorded - begin, "binding": time.perf_counter() - recorded}
     num_copies = sum(len(targets) for bucket in bound for targets, _ in bucket.groups)
 
@@ -103,7 +108,7 @@ def run(recorder: Recorder, case: str, models: VllmModels, rounds: int) -> None:
 
     def copy() -> None:
         for bucket in bound:
-            bucket.copy()
+            bucket.unpack()
 
     def load() -> None:
         models.load(other, dict(source().views()))

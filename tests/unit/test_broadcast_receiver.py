@@ -366,7 +366,7 @@ def test_larger_buckets_get_buffers_of_their_own(world, transports):
 def test_a_load_ends_when_its_transfer_has_ended(world, transports, monkeypatch, direct):
     """On a GPU everything is only queued; here the order in which it is shows."""
     from torchrl_vllm_sync.engine import receiver
-    from torchrl_vllm_sync.engine.plan import BoundBucket
+    from torchrl_vllm_sync.weights.broadcast.buckets import BoundBucket
 
     here, order = world("qwen3"), []
     transport = transports(verify="never")
@@ -386,7 +386,7 @@ def test_a_load_ends_when_its_transfer_has_ended(world, transports, monkeypatch,
         return noted
 
     monkeypatch.setattr(receiver, "broadcast_tensors", noting("direct", receiver.broadcast_tensors))
-    monkeypatch.setattr(BoundBucket, "copy", noting("bucket", BoundBucket.copy))
+    monkeypatch.setattr(BoundBucket, "unpack", noting("bucket", BoundBucket.unpack))
     group = here.receiver._group
     monkeypatch.setattr(group, "synchronize", noting("end", group.synchronize), raising=False)
     assert only(here.push(transport, checkpoint, 2)).error == ""

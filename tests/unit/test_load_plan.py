@@ -20,7 +20,7 @@ from tests.unit.vllm_models import (
 )
 from torchrl_vllm_sync import ParamMeta
 from torchrl_vllm_sync.engine.plan import LoadPlan, PlanNotPossibleError, record_load_plan
-from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout
+from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, bound_buckets
 
 NUM_SLOTS = 3
 BUCKET_BYTES = 4096
@@ -30,7 +30,7 @@ def push(plan, checkpoint, bucket_bytes=BUCKET_BYTES):
     """Sends a checkpoint bucket by bucket, as a trainer does; returns the number of copies."""
     layout = BucketLayout(metadata_of(checkpoint), bucket_bytes)
     slots = [torch.empty(layout.bucket_bytes, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
-    bound = plan.bind(layout, slots)
+    bound = bound_buckets(plan.copies, layout, slots)
     for number, bucket in enumerate(layout.buckets):
         slot = slots[number % NUM_SLOTS]
         slot.fill_(255)  # what the bucket before left behind must not matter
@@ -39,7 +39,7 @@ def push(plan, checkpoint, bucket_bytes=BUCKET_BYTES):
             rows = flat[piece.first_element : piece.first_element + piece.num_elements]
             end = piece.byte_offset + piece.num_bytes
             slot[piece.byte_offset : end].copy_(rows.view(torch.uint8))
-        bound[number].copy()
+        bound[number].unpack()
     return sum(len(targets) for bucket in bound for targets, _ in bucket.groups)
 
 

@@ -2,18 +2,15 @@
 
 The model's own ``load_weights`` runs over stand-ins on the ``meta`` device. Views of them share
 their storage, so a slice that reaches a parameter still identifies its tensor, offset and strides.
-The copy into the parameter is recorded and left out, so the model does not change. Bound to the
-receive buffers, a plan is a list of views for each bucket, loaded by a few ``_foreach_copy_``.
+The copy into the parameter is recorded and left out, so the model does not change.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchrl_vllm_sync.errors import SyncError
+from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, Piece
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 
@@ -44,41 +41,6 @@ class PlanNotPossibleError(SyncError, RuntimeError):
     """This model cannot be loaded by plain copies; says why and names the tensor or parameter."""
 
 
-# One dimension of a copy: its size, and its strides in the source and in the target. Those of a
-# copy are outermost first.
-Dim = tuple[int, int, int]
-Dims = tuple[Dim, ...]
-
-
-def _is_flat(dims: Dims) -> bool:
-    return not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedCopy:
-    """One slice of a checkpoint tensor and the place it is loaded to."""
-
-    name: str  # of the checkpoint tensor
-    offset: int  # in elements of the full, contiguous checkpoint tensor
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]  # in elements; 0 where one element fills several
-    target: torch.Tensor  # a view into a parameter or buffer of the model, of the same shape
-
-    @property
-    def dims(self) -> Dims:
-        """The copy in as few dimensions as possible; a dense one has one, of strides 1 and 1."""
-        merged: list[Dim] = []
-        dims = zip(self.shape, self.stride, self.target.stride(), strict=True)
-        for size, source, target in sorted(
-            (dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1:], reverse=True
-        ):
-            if merged and merged[-1][1:] == (source * size, target * size):
-                merged[-1] = (merged[-1][0] * size, source, target)
-            else:
-                merged.append((size, source, target))
-        return tuple(merged)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedFill:
     """Elements of the model that the loader sets to a constant, such as a vocabulary's padding."""
@@ -87,7 +49,7 @@ class PlannedFill:
     value: float
 
 
-Write = PlannedCopy | PlannedFill
+Write = TensorCopy | PlannedFill
 
 
 @dataclass(eq=False)
@@ -95,7 +57,7 @@ class LoadPlan:
     """The copies that make up one complete load, and constants, which no push changes."""
 
     metadata: Sequence[ParamMeta]
-    copies: list[PlannedCopy]
+    copies: list[TensorCopy]
     fills: list[PlannedFill] = field(default_factory=list)
     _lacks_constants: bool = True
 
@@ -106,7 +68,7 @@ class LoadPlan:
         wanted = {meta.name: meta for meta in self.metadata if meta.num_elements}
         for copy in self.copies:
             meta, target = wanted[copy.name], copy.target
-            is_straight = target.dtype == meta.dtype and _is_flat(copy.dims)
+            is_straight = target.dtype == meta.dtype and copy.is_flat
             if copy.name in found or not is_straight or target.numel() < meta.num_elements:
                 return None
             found[copy.name] = target.as_strided((target.numel(),), (1,))
@@ -120,22 +82,6 @@ class LoadPlan:
                 fill.target.fill_(fill.value)
             self._lacks_constants = False
 
-    def bind(self, layout: BucketLayout, buffers: Sequence[torch.Tensor]) -> list[BoundBucket]:
-        """Builds every view that loading takes; ``buffers`` are used in turn."""
-        pieces: defaultdict[str, list[tuple[int, Piece]]] = defaultdict(list)
-        for number, bucket in enumerate(layout.buckets):
-            for piece in bucket.pieces:
-                pieces[piece.name].append((number, piece))
-        loads: list[list[_Load]] = [[] for _ in layout.buckets]
-        for copy in self.copies:
-            start, parts = int(copy.target.storage_offset()), pieces[copy.name]
-            for number, load in _cut(copy, copy.offset, start, copy.dims, parts):
-                loads[number].append(load)
-        return [
-            BoundBucket(_merged(one), buffers[number % len(buffers)])
-            for number, one in enumerate(loads)
-        ]
-
     def redirected(self, place: Callable[[torch.Tensor], torch.Tensor]) -> LoadPlan:
         return LoadPlan(
             self.metadata,
@@ -144,109 +90,7 @@ class LoadPlan:
         )
 
 
-# ---- Binding: copies are cut at the borders of buckets, and neighbours joined
-
-
-def _cut(
-    copy: PlannedCopy, source: int, offset: int, dims: Dims, parts: Sequence[tuple[int, Piece]]
-) -> Iterator[tuple[int, _Load]]:
-    """Yields the loads of a part of ``copy``, and their buckets' numbers.
-
-    It goes from element ``source`` of the checkpoint tensor to element ``offset`` of the target's
-    storage; ``parts`` are the tensor's buckets and pieces, in order.
-    """
-    (size, stride, target_stride), *others = dims or ((1, 0, 0),)
-    inner = tuple(others)
-    extent = 1 + sum((count - 1) * step for count, step, _ in inner)
-    index = 0
-    while index < size:
-        begin, to = source + index * stride, offset + index * target_stride
-        behind = bisect_right(parts, begin, key=lambda part: part[1].first_element)
-        number, piece = parts[behind - 1]
-        skipped = begin - piece.first_element
-        room = piece.num_elements - skipped
-        if room < extent:
-            yield from _cut(copy, begin, to, inner, parts)
-            index += 1
-            continue
-        # Of stride 0 only if all are: then each index means the same element.
-        count = min((room - extent) // stride + 1, size - index) if stride else size
-        fitting = ((count, stride, target_stride), *inner) if count > 1 else inner
-        dtype = piece.meta.dtype
-        first_byte = piece.byte_offset + skipped * dtype.itemsize
-        yield number, _Load(first_byte, dtype, copy.target, to, fitting)
-        index += count
-
-
-class _Load(NamedTuple):
-    """A copy out of one bucket: from byte ``begin`` to element ``offset`` of a target's storage."""
-
-    begin: int
-    dtype: torch.dtype
-    target: torch.Tensor
-    offset: int
-    dims: Dims
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(size for size, _, _ in self.dims)
-
-    def is_followed_by(self, other: _Load) -> bool:
-        """Whether ``other`` goes on where this one ends, in the bucket and in one storage."""
-        return (
-            _is_flat(self.dims)
-            and _is_flat(other.dims)
-            and (self.dtype, self.target.dtype) == (other.dtype, other.target.dtype)
-            and self.begin + self.num_elements * self.dtype.itemsize == other.begin
-            and self.offset + self.num_elements == other.offset
-            and storage_key(self.target) == storage_key(other.target)
-        )
-
-
-def _merged(loads: list[_Load]) -> list[_Load]:
-    """Joins flat loads that are neighbours in the bucket and in their target's storage."""
-    merged: list[_Load] = []
-    for load in sorted(loads, key=lambda one: one.begin):
-        if merged and merged[-1].is_followed_by(load):
-            count = merged[-1].num_elements + load.num_elements
-            merged[-1] = merged[-1]._replace(dims=((count, 1, 1),))
-        else:
-            merged.append(load)
-    return merged
-
-
-class BoundBucket:
-    """The copies that load one received bucket: lists of targets and sources by pair of dtypes."""
-
-    def __init__(self, loads: Iterable[_Load], buffer: torch.Tensor) -> None:
-        typed: dict[torch.dtype, torch.Tensor] = {}
-        groups: defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
-        groups = defaultdict(lambda: ([], []))
-        for load in loads:
-            dtype, target = load.dtype, load.target
-            if dtype not in typed:
-                num_bytes = buffer.numel() // dtype.itemsize * dtype.itemsize
-                typed[dtype] = buffer[:num_bytes].view(dtype)
-            shape, source_stride, stride = ([dim[i] for dim in load.dims] for i in range(3))
-            start = typed[dtype].storage_offset() + load.begin // dtype.itemsize
-            # Only lists of one pair of dtypes and dense tensors take the fused kernel.
-            targets, sources = groups[dtype, target.dtype, target.device, _is_flat(load.dims)]
-            targets.append(target.as_strided(shape, stride, load.offset))
-            sources.append(typed[dtype].as_strided(shape, source_stride, start))
-        self.groups = list(groups.values())
-
-    @torch.no_grad()
-    def copy(self) -> None:
-        for targets, sources in self.groups:
-            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
-
-
 # ---- Recording
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identifies the memory that ``tensor`` views, as long as something keeps it alive."""
-    return tensor.untyped_storage()._cdata
 
 
 def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> LoadPlan:
@@ -277,7 +121,7 @@ def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> L
     _check_coverage(model, recorder.writes)
     return LoadPlan(
         metadata,
-        [one for one in recorder.writes if isinstance(one, PlannedCopy)],
+        [one for one in recorder.writes if isinstance(one, TensorCopy)],
         [one for one in recorder.writes if isinstance(one, PlannedFill)],
     )
 
@@ -383,7 +227,7 @@ class _Recorder(TorchDispatchMode):
         source = source.expand(target.shape)
         offset, shape = int(source.storage_offset()), tuple(source.shape)
         view = _plain_view(target)
-        self.writes.append(PlannedCopy(meta.name, offset, shape, source.stride(), view))
+        self.writes.append(TensorCopy(meta.name, offset, shape, source.stride(), view))
         return target
 
     def _origin(self, tensor: torch.Tensor) -> str | None:

@@ -29,7 +29,9 @@ from torchrl_vllm_sync.engine.reload import checksum, reload_model
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.broadcast.buckets import (
     DEFAULT_BUCKET_BYTES,
+    BoundBucket,
     BucketLayout,
+    bound_buckets,
     broadcast_tensors,
     make_buffers,
     receive_buckets,
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
-    from torchrl_vllm_sync.engine.plan import BoundBucket, LoadPlan
+    from torchrl_vllm_sync.engine.plan import LoadPlan
 
 
 # Seconds between checks of staged weights that are arriving: each takes the interpreter from the
@@ -193,7 +195,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         if not self.takes_direct:
             self._buffers = make_buffers(self._layout, self.device)
             for plan in filter(None, (self._planned, self._staged_plan)):
-                self._bound[plan] = plan.bind(self._layout, self._buffers)
+                self._bound[plan] = bound_buckets(plan.copies, self._layout, self._buffers)
 
     @property
     def digest(self) -> str:
@@ -366,9 +368,9 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     def _copy(self, plan: LoadPlan, arrivals: Iterator[int]) -> None:
         if plan not in self._bound:
-            self._bound[plan] = plan.bind(self._ready()[1], self._buffers)
+            self._bound[plan] = bound_buckets(plan.copies, self._ready()[1], self._buffers)
         for index in arrivals:
-            self._bound[plan][index].copy()
+            self._bound[plan][index].unpack()
 
     def _whole(self, arrivals: Iterator[int]) -> Iterator[tuple[str, torch.Tensor]]:
         return whole_tensors(self._ready()[1], self._buffers, arrivals)

@@ -7,9 +7,11 @@ row (tensor parallelism) still finds whole rows.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -99,6 +101,176 @@ def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
             row += fitting
     if pieces:
         yield Bucket(tuple(pieces), filled)
+
+
+# ---- Copies between buckets and tensors: cut at the borders of buckets, and neighbours joined
+
+# One dimension of a copy: its size, and its strides in the tensor of a push and in the model's, or
+# the trainer's, own. Those of a copy are outermost first.
+Dim = tuple[int, int, int]
+Dims = tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorCopy:
+    """One slice of a tensor of a push, and the place where it is: of the trainer or of a model."""
+
+    name: str  # of the tensor of the push
+    offset: int  # in elements of that tensor, full and contiguous
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements; 0 where one element fills several
+    target: torch.Tensor  # a view of the place, of the same shape
+
+    @classmethod
+    def whole(cls, meta: ParamMeta, tensor: torch.Tensor) -> TensorCopy:
+        shape = tuple(tensor.shape)
+        stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+        return cls(meta.name, 0, shape, stride, tensor)
+
+    @property
+    def dims(self) -> Dims:
+        """The copy in as few dimensions as possible; a dense one has one, of strides 1 and 1."""
+        merged: list[Dim] = []
+        dims = zip(self.shape, self.stride, self.target.stride(), strict=True)
+        for size, source, target in sorted(
+            (dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1:], reverse=True
+        ):
+            if merged and merged[-1][1:] == (source * size, target * size):
+                merged[-1] = (merged[-1][0] * size, source, target)
+            else:
+                merged.append((size, source, target))
+        return tuple(merged)
+
+    @property
+    def is_flat(self) -> bool:
+        return _is_flat(self.dims)
+
+
+def _is_flat(dims: Dims) -> bool:
+    return not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identifies the memory that ``tensor`` views, as long as something keeps it alive."""
+    return tensor.untyped_storage()._cdata
+
+
+def bound_buckets(
+    copies: Iterable[TensorCopy], layout: BucketLayout, buffers: Sequence[torch.Tensor]
+) -> list[BoundBucket]:
+    """Builds every view that copying takes; ``buffers`` are used in turn."""
+    pieces: defaultdict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    for number, bucket in enumerate(layout.buckets):
+        for piece in bucket.pieces:
+            pieces[piece.name].append((number, piece))
+    parts: list[list[_Part]] = [[] for _ in layout.buckets]
+    for copy in copies:
+        start = int(copy.target.storage_offset())
+        for number, part in _cut_copy(copy, copy.offset, start, copy.dims, pieces[copy.name]):
+            parts[number].append(part)
+    return [
+        BoundBucket(_merged(one), buffers[number % len(buffers)])
+        for number, one in enumerate(parts)
+    ]
+
+
+def _cut_copy(
+    copy: TensorCopy, source: int, offset: int, dims: Dims, pieces: Sequence[tuple[int, Piece]]
+) -> Iterator[tuple[int, _Part]]:
+    """Yields what each bucket holds of ``copy``, or of a part of it, and the bucket's number.
+
+    That begins at element ``source`` of the tensor of the push and at element ``offset`` of the
+    target's storage; ``pieces`` are the tensor's, in order, with their buckets' numbers.
+    """
+    (size, stride, target_stride), *others = dims or ((1, 0, 0),)
+    inner = tuple(others)
+    extent = 1 + sum((count - 1) * step for count, step, _ in inner)
+    index = 0
+    while index < size:
+        begin, to = source + index * stride, offset + index * target_stride
+        behind = bisect_right(pieces, begin, key=lambda one: one[1].first_element)
+        number, piece = pieces[behind - 1]
+        skipped = begin - piece.first_element
+        room = piece.num_elements - skipped
+        if room < extent:
+            yield from _cut_copy(copy, begin, to, inner, pieces)
+            index += 1
+            continue
+        # Of stride 0 only if all are: then each index means the same element.
+        count = min((room - extent) // stride + 1, size - index) if stride else size
+        fitting = ((count, stride, target_stride), *inner) if count > 1 else inner
+        dtype = piece.meta.dtype
+        first_byte = piece.byte_offset + skipped * dtype.itemsize
+        yield number, _Part(first_byte, dtype, copy.target, to, fitting)
+        index += count
+
+
+class _Part(NamedTuple):
+    """A run of a bucket from byte ``begin`` on, and of a target from element ``offset`` on."""
+
+    begin: int
+    dtype: torch.dtype
+    target: torch.Tensor
+    offset: int
+    dims: Dims
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(size for size, _, _ in self.dims)
+
+    def is_followed_by(self, other: _Part) -> bool:
+        """Whether ``other`` goes on where this one ends, in the bucket and in one storage."""
+        return (
+            _is_flat(self.dims)
+            and _is_flat(other.dims)
+            and (self.dtype, self.target.dtype) == (other.dtype, other.target.dtype)
+            and self.begin + self.num_elements * self.dtype.itemsize == other.begin
+            and self.offset + self.num_elements == other.offset
+            and storage_key(self.target) == storage_key(other.target)
+        )
+
+
+def _merged(parts: list[_Part]) -> list[_Part]:
+    """Joins flat parts that are neighbours in the bucket and in their target's storage."""
+    merged: list[_Part] = []
+    for part in sorted(parts, key=lambda one: one.begin):
+        if merged and merged[-1].is_followed_by(part):
+            count = merged[-1].num_elements + part.num_elements
+            merged[-1] = merged[-1]._replace(dims=((count, 1, 1),))
+        else:
+            merged.append(part)
+    return merged
+
+
+class BoundBucket:
+    """Copies between one bucket and tensors: lists of both ends, by pair of dtypes."""
+
+    def __init__(self, parts: Iterable[_Part], buffer: torch.Tensor) -> None:
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        groups: defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
+        groups = defaultdict(lambda: ([], []))
+        for part in parts:
+            dtype, target = part.dtype, part.target
+            if dtype not in typed:
+                num_bytes = buffer.numel() // dtype.itemsize * dtype.itemsize
+                typed[dtype] = buffer[:num_bytes].view(dtype)
+            shape, packed_stride, stride = ([dim[i] for dim in part.dims] for i in range(3))
+            start = typed[dtype].storage_offset() + part.begin // dtype.itemsize
+            # Only lists of one pair of dtypes and dense tensors take the fused kernel.
+            targets, packed = groups[dtype, target.dtype, target.device, _is_flat(part.dims)]
+            targets.append(target.as_strided(shape, stride, part.offset))
+            packed.append(typed[dtype].as_strided(shape, packed_stride, start))
+        self.groups = list(groups.values())
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        for targets, packed in self.groups:
+            torch._foreach_copy_(targets, packed)  # pyright: ignore[reportPrivateImportUsage]
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        for targets, packed in self.groups:
+            torch._foreach_copy_(packed, targets, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
 
 
 # ---- Sending and receiving: one bucket is packed while another is on its way
@@ -221,19 +393,15 @@ class ViewPacker:
         buffers: Sequence[torch.Tensor],
         views: Sequence[tuple[str, torch.Tensor]],
     ) -> None:
-        tensors = [tensor for _, tensor in views]
-        self._copies = [
-            _copies(bucket, buffers[index % len(buffers)], tensors)
-            for index, bucket in enumerate(layout.buckets)
-        ]
+        pairs = zip(layout.metadata, views, strict=True)
+        copies = [TensorCopy.whole(meta, tensor.detach()) for meta, (_, tensor) in pairs]
+        self._buckets = bound_buckets(copies, layout, buffers)
         # Copies of one push, after merging.
-        self.num_copies = sum(len(targets) for groups in self._copies for targets, _ in groups)
+        self.num_copies = sum(len(one) for bucket in self._buckets for one, _ in bucket.groups)
 
-    @torch.no_grad()
     def __call__(self, index: int, buffer: torch.Tensor) -> None:
-        del buffer  # the targets are views of it
-        for targets, sources in self._copies[index]:
-            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+        del buffer  # the copies go to views of it
+        self._buckets[index].pack()
 
 
 class StreamingPacker:
@@ -269,44 +437,6 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
             f"{name} is on {tensor.device}, but this transport sends from {device}: move the "
             "weights there, or use the memmap transport"
         )
-
-
-def _copies(
-    bucket: Bucket, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]
-) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Returns targets and sources that fill one bucket, grouped by what may run as one kernel."""
-    runs: list[tuple[Piece, torch.Tensor]] = []  # the first piece of each, and its values
-    end = 0
-    for piece in bucket.pieces:
-        rows = _rows(piece, tensors[piece.index])
-        if rows.is_contiguous():
-            rows = rows.reshape(-1)
-        if runs and piece.byte_offset == end and _follows(*runs[-1], piece, rows):
-            first, before = runs[-1]
-            runs[-1] = first, before.as_strided((before.numel() + rows.numel(),), (1,))
-        else:
-            runs.append((piece, rows))
-        end = piece.byte_offset + piece.num_bytes
-    groups: defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
-    groups = defaultdict(lambda: ([], []))
-    for piece, source in runs:
-        target = _part(buffer, piece, source.numel()).view(source.shape)
-        targets, sources = groups[target.dtype, source.dtype, source.is_contiguous()]
-        targets.append(target)
-        sources.append(source)
-    return list(groups.values())
-
-
-def _follows(first: Piece, before: torch.Tensor, piece: Piece, rows: torch.Tensor) -> bool:
-    """Whether ``rows`` directly follows ``before`` in the same storage."""
-    return (
-        before.is_contiguous()
-        and rows.is_contiguous()
-        and rows.dtype == before.dtype
-        and first.meta.dtype == piece.meta.dtype
-        and rows.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-        and rows.storage_offset() == before.storage_offset() + before.numel()
-    )
 
 
 def _rows(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
