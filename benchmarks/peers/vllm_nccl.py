@@ -30,7 +30,7 @@ from torchrl_vllm_sync.weights.broadcast.buckets import check_device
 from torchrl_vllm_sync.weights.broadcast.group import free_port
 from torchrl_vllm_sync.weights.metadata import dtype_name
 from torchrl_vllm_sync.weights.places import current_device, home_device
-from torchrl_vllm_sync.weights.source import StableSource
+from torchrl_vllm_sync.weights.source import views_of
 from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
 
 if TYPE_CHECKING:
@@ -236,9 +236,8 @@ class VLLMNCCLTransport:
         """
         begin, times, source = time.perf_counter(), push.times, push.source
         deadline = time.monotonic() + push.timeout_s
-        if isinstance(source, StableSource):
-            for name, tensor in source.views() or ():
-                check_device(name, tensor, self._device)
+        for name, tensor in views_of(source) or ():
+            check_device(name, tensor, self._device)
         info = update_info(self._vllm_version, self._packing, source.metadata())
         torch.cuda.current_stream(self._device).synchronize()  # the sender has other streams
         ready = time.perf_counter()

@@ -353,7 +353,7 @@ def test_joining_with_ranks_that_do_not_fit(faulty, trained):
 
 def test_receiving_without_a_group_or_out_of_turn(faulty, trained):
     version = faulty.weight_version
-    digest = faulty.weights.pusher.transport._digest
+    digest = faulty.weights.pusher.transport._layout.digest
     faulty.weights.pusher.transport.close()
     options = {"version": version + 1, "run_id": "another", "timeout_s": 3.0}
 

@@ -319,7 +319,7 @@ def test_an_unannounced_push_touches_nothing(world, transports):
     here = world("qwen3")
     transport = transports(verify="never")
     here.push(transport, here.checkpoint(), 1)
-    transport._digest = transport._announced = "other"
+    transport._layout.digest = transport._announced = "other"
     one = only(here.push(transport, here.checkpoint(start=900), 2))
     assert "other tensors than this worker was prepared for" in one.error
     here.assert_holds(here.checkpoint())

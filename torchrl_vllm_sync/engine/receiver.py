@@ -43,7 +43,7 @@ from torchrl_vllm_sync.weights.broadcast.group import (
     BroadcastGroup,
     Rendezvous,
 )
-from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json, metadata_digest
+from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -200,7 +200,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     @property
     def digest(self) -> str:
         """Digest of the metadata that :meth:`prepare` was given; empty before."""
-        return metadata_digest(self._layout.metadata) if self._layout else ""
+        return self._layout.digest if self._layout else ""
 
     def start_weight_update(self) -> None:
         """Does nothing: each push is complete in itself."""

@@ -16,7 +16,7 @@ from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedA
 from torchrl_vllm_sync.weights.broadcast.buckets import check_device
 from torchrl_vllm_sync.weights.metadata import checked, dtype_name
 from torchrl_vllm_sync.weights.places import current_device, device_uuid, home_device
-from torchrl_vllm_sync.weights.source import StableSource
+from torchrl_vllm_sync.weights.source import views_of
 from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
 
 if TYPE_CHECKING:
@@ -102,9 +102,8 @@ class IPCTransport:
         """
         deadline, num_chunks, is_whole = Deadline(push.timeout_s), 0, False
         with push.times.measure("begin_s"):
-            if isinstance(push.source, StableSource):
-                for name, tensor in push.source.views() or ():
-                    check_device(name, tensor, self._device)
+            for name, tensor in views_of(push.source) or ():
+                check_device(name, tensor, self._device)
             self._make_buffer(push.source.metadata())
             calls = members.start(
                 "start_weight_update",

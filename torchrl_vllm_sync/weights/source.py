@@ -76,6 +76,11 @@ class StableSource(Protocol):
         ...
 
 
+def views_of(source: WeightSource) -> list[tuple[str, torch.Tensor]] | None:
+    """Returns aliases of a source's tensors; ``None`` if it computes them, or cannot say."""
+    return source.views() if isinstance(source, StableSource) else None
+
+
 class MappingSource:
     """A state dict, or any mapping of names to tensors."""
 
@@ -204,8 +209,7 @@ class _FittedSource:
         return self._fit.renamed(self._source)
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
-        views = self._source.views() if isinstance(self._source, StableSource) else None
-        fit = self._fit
+        views, fit = views_of(self._source), self._fit
         if views is None:
             return None
         if views is not fit.source_views:

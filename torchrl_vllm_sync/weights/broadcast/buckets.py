@@ -17,7 +17,7 @@ import torch
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.group import left_s
-from torchrl_vllm_sync.weights.metadata import checked
+from torchrl_vllm_sync.weights.metadata import checked, metadata_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,7 +63,7 @@ class Bucket:
 
 
 class BucketLayout:
-    """The buckets of a push, in the order of sending."""
+    """The buckets of a push, in the order of sending; ``digest`` is that of the metadata."""
 
     def __init__(
         self, metadata: Sequence[ParamMeta], bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -72,6 +72,7 @@ class BucketLayout:
         self.buckets = list(_cut(self.metadata, bucket_bytes))
         # Bytes that a receive buffer must hold.
         self.bucket_bytes = max((one.num_bytes for one in self.buckets), default=0)
+        self.digest = metadata_digest(metadata)
 
 
 def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:

@@ -28,9 +28,9 @@ from torchrl_vllm_sync.weights.broadcast.buckets import (
     sendable_tensors,
 )
 from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup
-from torchrl_vllm_sync.weights.metadata import metadata_digest, to_json
+from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import current_device, home_device
-from torchrl_vllm_sync.weights.source import StableSource
+from torchrl_vllm_sync.weights.source import views_of
 from torchrl_vllm_sync.weights.transport import GRACE_S, failed, is_lost, raise_exceptions
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.weights.broadcast.buckets import Packer
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import Members, Push
 
@@ -110,9 +109,7 @@ class BroadcastTransport:
         self._joined: dict[str, str] = {}
         self._push_id = 0
         self._announced: str | None = None
-        self._metadata: list[ParamMeta] = []
         self._layout: BucketLayout | None = None
-        self._digest = ""
         self._buffers: list[torch.Tensor] = []
         self._views: Any = None
         self._packer: Packer | None = None
@@ -246,7 +243,7 @@ class BroadcastTransport:
             raise TransferError("no group was formed: open the transport first")
         layout = self._laid_out(push.source, group.device)
         answers: dict[str, Any] = {}
-        if self._announced != self._digest:
+        if self._announced != layout.digest:
             deadline = deadline.extended(ANNOUNCE_MULTIPLE * self._announce_s)
             answers = self._announce(members, layout, deadline)
             self._announce_s = max(self._announce_s, time.perf_counter() - begin)
@@ -256,7 +253,7 @@ class BroadcastTransport:
             self._give_up(members, answers)
             why = SyncError(f"nothing was sent: replica {', '.join(unable)} could not prepare")
             return {name: unable.get(name, why) for name in answers}
-        num_passes = self._num_passes()
+        num_passes = self._num_passes(layout.digest)
         whole = self._whole if self._takes_direct else None
 
         num_packed = num_passes if whole is None else num_passes - 1
@@ -284,7 +281,7 @@ class BroadcastTransport:
         calls = members.start(
             "receive_broadcast",
             self._push_id,
-            self._digest,
+            layout.digest,
             run_id=self.run_id,
             direct=whole is not None,
             num_passes=num_passes,
@@ -309,7 +306,7 @@ class BroadcastTransport:
             times.broke_off = sent if failure is not None else time.perf_counter()
             self._give_up(members, answers)
         else:
-            self._note_loaded({one["path"] for one in answers.values()})
+            self._note_loaded(layout.digest, {one["path"] for one in answers.values()})
         if whole is not None:
             self._packer, self._buffers = None, []  # until the next check
         return {name: _with_cause(one, cause) for name, one in answers.items()}
@@ -323,36 +320,34 @@ class BroadcastTransport:
         calls = members.start("prepare_broadcast", *content, timeout_s=timeout_s)
         answers = calls.answers(timeout_s + GRACE_S)
         if not failed(answers):
-            self._announced = self._digest
+            self._announced = layout.digest
             self._has_plans = any("plan" in one["path"] for one in answers.values())
             self._takes_direct = all(one["direct"] for one in answers.values())
         return answers
 
-    def _note_loaded(self, paths: set[str]) -> None:
+    def _note_loaded(self, digest: str, paths: set[str]) -> None:
         """Records that every member has loaded what was sent, and by which paths."""
-        self._checked |= self._unchecked()
+        self._checked |= self._unchecked(digest)
         # A check may have ended a worker's trust in its plan.
         self._takes_direct = self._takes_direct and paths == {"plan"}
         self._has_plans = any("plan" in path for path in paths)
 
-    def _unchecked(self) -> set[tuple[str, str, str]]:
+    def _unchecked(self, digest: str) -> set[tuple[str, str, str]]:
         """Engines of the group, with the digest of what is sent, that have not loaded it yet."""
-        return {(self._digest, *one) for one in self._joined.items()} - self._checked
+        return {(digest, *one) for one in self._joined.items()} - self._checked
 
-    def _num_passes(self) -> int:
+    def _num_passes(self, digest: str) -> int:
         """How often to send everything: a second time to check load plans."""
-        wanted = self._verify == "always" or (self._verify == "first" and self._unchecked())
+        wanted = self._verify == "always" or (self._verify == "first" and self._unchecked(digest))
         return 2 if wanted and self._has_plans and not self._staged else 1
 
     def _laid_out(self, source: WeightSource, device: torch.device) -> BucketLayout:
         """Returns the buckets of what is sent; notes whether it can be sent from where it is."""
         metadata, layout = source.metadata(), self._layout
-        if layout is None or (metadata is not self._metadata and metadata != self._metadata):
+        if layout is None or metadata != layout.metadata:
             layout = self._layout = BucketLayout(metadata, self._bucket_bytes)
-            self._digest = metadata_digest(metadata)
             self._packer, self._buffers = None, []
-        self._metadata = metadata
-        views = source.views() if isinstance(source, StableSource) else None
+        views = views_of(source)
         if views is None or views is not self._views:
             for name, tensor in views or ():
                 check_device(name, tensor, device)

@@ -22,7 +22,7 @@ from torchrl_vllm_sync.weights.snapshots.files import (
     take_lock,
 )
 from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
-from torchrl_vllm_sync.weights.source import StableSource
+from torchrl_vllm_sync.weights.source import views_of
 from torchrl_vllm_sync.weights.transport import GRACE_S
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class MemmapTransport:
 
     def _publish(self, source: WeightSource, version: int, times: PhaseTimes) -> None:
         writer, metadata = self._open_writer(), source.metadata()
-        views = source.views() if isinstance(source, StableSource) else None
+        views = views_of(source)
         tensors = source if views is None else views
         if version == self._sent:
             changed = writer.first_difference(tensors, metadata)
