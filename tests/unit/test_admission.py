@@ -57,17 +57,16 @@ class Answers(EngineAnswers):
         super().__init__("0", gate)
         self.entered = asyncio.Event()
 
-    async def _outputs(self, request):
+    async def _run(self, request, on_step):
         await self._gate.enter()
         inside = RunningRequest("e", asyncio.current_task())
         self._gate.running["e"] = inside
         self.entered.set()
         await asyncio.Event().wait()
-        yield
 
 
 async def test_what_was_aborted_is_turned_away_until_it_is_sent_again(gate):
-    asked = []
+    asked, taken = [], []
 
     async def generate(prompt, params, engine_id, lora_request):
         asked.append(engine_id)
@@ -78,9 +77,10 @@ async def test_what_was_aborted_is_turned_away_until_it_is_sent_again(gate):
     answers.begin(SimpleNamespace(generate=generate), SimpleNamespace(salt=""))
     assert await answers.abort([request().abort_id]) == 0
     with pytest.raises(GenerationError, match="its caller gave it up"):
-        await anext(answers._sample(request(), None, None))
+        await answers._sample(request(), 0, None, None, taken.append)
     again = dataclasses.replace(request(), attempt=1)
-    assert [one async for one in answers._sample(again, None, None)] == []
+    await answers._sample(again, 0, None, None, taken.append)
+    assert taken == []
     assert asked == ["r~1~1"]
 
 

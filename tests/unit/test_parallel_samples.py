@@ -1,10 +1,14 @@
 """Samples of one request as requests of their own, and their outputs together again."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from torchrl_vllm_sync.engine.answers import merged, split_samples
+from torchrl_vllm_sync import ReplicaState
+from torchrl_vllm_sync.engine.answers import Answers, split_samples
+from torchrl_vllm_sync.engine.gate import AdmissionGate
+from torchrl_vllm_sync.requests.messages import EngineRequest
 
 
 def test_samples_have_seeds_of_their_own():
@@ -27,70 +31,90 @@ def test_one_sample_is_the_request_itself():
     assert split_samples(params) == [params]
 
 
-class Stream:
-    """Yields what it is fed, and knows whether it was closed."""
+class Engine:
+    """Samples that yield what they are fed, and know whether they were closed."""
 
-    def __init__(self):
-        self.queue, self.closed = asyncio.Queue(), False
+    def __init__(self, count):
+        self.queues = [asyncio.Queue() for _ in range(count)]
+        self.closed = []
 
-    async def items(self):
+    async def sample(self, request, index, params, owner, take):
         try:
-            while (item := await self.queue.get()) is not None:
+            while (item := await self.queues[index].get()) is not None:
                 if isinstance(item, Exception):
                     raise item
-                yield item
+                take(index, output(item, finished=item == "end"), item)
         finally:
-            self.closed = True
+            self.closed.append(index)
+
+
+def output(text, *, finished):
+    return SimpleNamespace(outputs=[SimpleNamespace(index=0, text=text)], finished=finished)
+
+
+def run(engine, kind, on_step=None):
+    """Runs a request of as many samples, none of which an engine answers but as it is fed."""
+    from vllm import SamplingParams
+
+    answers = Answers("0", AdmissionGate("0", ReplicaState.SERVING))
+    answers._sample = engine.sample
+    params = SamplingParams(n=len(engine.queues), output_kind=kind)
+    request = EngineRequest(request_id="r", prompt={}, sampling_params=params, timeout_s=9.0)
+    return asyncio.create_task(answers._run(request, on_step))
 
 
 async def test_items_come_in_the_order_of_arrival():
-    streams = [Stream(), Stream()]
-    together = merged([one.items() for one in streams])
-    found = []
-    for index, item in ((1, "a"), (0, "b"), (1, "c")):
-        streams[index].queue.put_nowait(item)
-        found.append(await anext(together))
-    assert found == [(1, "a"), (0, "b"), (1, "c")]
-    for one in streams:
-        one.queue.put_nowait(None)
-    assert [one async for one in together] == []
-    assert all(one.closed for one in streams)
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, found = Engine(2), []
+    running = run(engine, RequestOutputKind.CUMULATIVE, found.append)
+    await asyncio.sleep(0)
+    for index, item in ((1, "a"), (0, "b"), (1, "c"), (1, "end"), (0, "d"), (0, "end")):
+        engine.queues[index].put_nowait(item)
+        await asyncio.sleep(0.01)
+    for queue in engine.queues:
+        queue.put_nowait(None)
+    last = await running
+    told = [(one.output.outputs[0].index, *one.samples) for one in [*found, last]]
+    assert told == [(1, "a"), (0, "b"), (1, "c"), (1, "end"), (0, "d"), (0, "end")]
+    assert [one.finished for one in [*found, last]] == [False] * 5 + [True]
+    assert sorted(engine.closed) == [0, 1]
+
+
+async def test_finished_samples_come_together_in_their_order():
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = Engine(2)
+    running = run(engine, RequestOutputKind.FINAL_ONLY)
+    for index in (1, 0):
+        engine.queues[index].put_nowait("end")
+        engine.queues[index].put_nowait(None)
+        await asyncio.sleep(0.01)
+    assert [one.index for one in (await running).output.outputs] == [0, 1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 async def test_a_failure_ends_the_others(count):
-    streams = [Stream() for _ in range(count)]
-    together = merged([one.items() for one in streams])
-    streams[0].queue.put_nowait("a")
-    assert await anext(together) == (0, "a")
-    streams[-1].queue.put_nowait(KeyError("lost"))
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = Engine(count)
+    running = run(engine, RequestOutputKind.FINAL_ONLY)
+    await asyncio.sleep(0)
+    engine.queues[-1].put_nowait(KeyError("lost"))
     with pytest.raises(KeyError, match="lost"):
-        await anext(together)
-    assert all(one.closed for one in streams)
+        await running
+    assert sorted(engine.closed) == [*range(count)]
 
 
 @pytest.mark.parametrize("count", [1, 2])
-async def test_closing_closes_all(count):
-    streams = [Stream() for _ in range(count)]
-    together = merged([one.items() for one in streams])
-    streams[0].queue.put_nowait("a")
-    await anext(together)
-    await together.aclose()
-    assert all(one.closed for one in streams)
+async def test_cancelling_whoever_waits_closes_all(count):
+    from vllm.sampling_params import RequestOutputKind
 
-
-async def test_cancelling_whoever_waits_closes_all():
-    streams = [Stream(), Stream()]
-
-    async def read():
-        return [one async for one in merged([one.items() for one in streams])]
-
-    reader = asyncio.create_task(read())
-    await asyncio.sleep(0)
-    streams[0].queue.put_nowait("a")
+    engine = Engine(count)
+    running = run(engine, RequestOutputKind.FINAL_ONLY)
     await asyncio.sleep(0.01)
-    reader.cancel()
-    reader.cancel()  # as a gate does that counts two samples of one request
+    running.cancel()
+    running.cancel()  # as a gate does that counts two samples of one request
     with pytest.raises(asyncio.CancelledError):
-        await reader
-    assert all(one.closed for one in streams)
+        await running
+    assert sorted(engine.closed) == [*range(count)]

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import logging
 import time
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -26,7 +26,7 @@ from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from vllm import RequestOutput
     from vllm.outputs import CompletionOutput
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.engine.updates import Updates
     from torchrl_vllm_sync.requests.messages import BegunAnswer, SampleReport
 
-    _Step: TypeAlias = "tuple[RequestOutput, tuple[SampleReport, ...]]"
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +44,6 @@ BATCH_LINGER_S = 0.05
 MAX_GIVEN_UP = 10_000
 # Seconds between checks that requests that were given up have left the engine.
 ABORT_POLL_S = 0.005
-
-T = TypeVar("T")
 
 
 def split_samples(params: SamplingParams) -> list[SamplingParams]:
@@ -64,38 +61,6 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
         if params.seed is not None:
             sample.seed = params.seed + index
     return samples
-
-
-async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """Yields items of all ``streams`` as they come, with positions; a failure or close ends all."""
-    if len(streams) == 1:
-        async with contextlib.aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    arrivals: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
-
-    async def follow(index: int, stream: AsyncGenerator[T]) -> None:
-        async with contextlib.aclosing(stream):
-            async for item in stream:
-                arrivals.put_nowait((index, item))
-
-    tasks = [asyncio.create_task(follow(index, one)) for index, one in enumerate(streams)]
-    for task in tasks:
-        task.add_done_callback(arrivals.put_nowait)
-    left = len(tasks)
-    try:
-        while left:
-            arrival = await arrivals.get()
-            if isinstance(arrival, asyncio.Task):
-                arrival.result()
-                left -= 1
-            else:
-                yield arrival
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def longer_prompt(prompt: dict[str, Any], begun: BegunAnswer) -> dict[str, Any]:
@@ -145,14 +110,31 @@ class Answers:
 
         Every request gets exactly one result, an output or an error, within its own ``timeout_s``.
         """
-        tasks = {asyncio.create_task(self._answer(one)) for one in requests}
+        ended: list[asyncio.Task[EngineResult]] = []
+        some, every = asyncio.Event(), asyncio.Event()
+
+        def end(task: asyncio.Task[EngineResult]) -> None:
+            nonlocal num_left
+            num_left -= 1
+            ended.append(task)
+            some.set()
+            if not num_left:
+                every.set()
+
+        tasks = [asyncio.create_task(self._answer(one)) for one in requests]
+        num_left = len(tasks)
+        for task in tasks:
+            task.add_done_callback(end)
         try:
-            while tasks:
-                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                if tasks:
-                    late, tasks = await asyncio.wait(tasks, timeout=BATCH_LINGER_S)
-                    done |= late
-                yield PackedResults([task.result() for task in done], want_prompt=want_prompt)
+            while ended or num_left:
+                await some.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(BATCH_LINGER_S):
+                        await every.wait()
+                results = [task.result() for task in ended]
+                ended.clear()
+                some.clear()
+                yield PackedResults(results, want_prompt=want_prompt)
         finally:
             for task in tasks:
                 task.cancel()
@@ -182,52 +164,66 @@ class Answers:
         on_step: Callable[[EngineResult], None] | None = None,
     ) -> EngineResult:
         """Runs one request to its end; a failure is a result, so that its batch goes on."""
-        last: _Step | None = None
         try:
             async with asyncio.timeout(request.timeout_s):
-                async for step in self._outputs(request):
-                    last = step
-                    if on_step is not None and not step[0].finished:
-                        on_step(self._result(request, *step))
+                result = await self._run(request, on_step)
         except (Exception, asyncio.CancelledError) as failure:  # noqa: BLE001  a result, too
             return self._failure(request, failure)
         finally:
             self._given_up.pop(request.abort_id, None)
-        if last is None:
+        if result is None:
             nothing = GenerationError(request.request_id, "the engine returned nothing")
             return self._failure(request, nothing)
-        return self._result(request, *last)
+        return result
 
-    async def _outputs(self, request: EngineRequest) -> AsyncGenerator[_Step]:
-        """Yields outputs as vLLM does, each with a report of every sample that it holds."""
+    async def _run(
+        self, request: EngineRequest, on_step: Callable[[EngineResult], None] | None
+    ) -> EngineResult | None:
+        """Gives outputs as vLLM does to ``on_step``, and returns the last, of all samples."""
         owner = asyncio.current_task()
-        samples = [
-            self._sample(request, params, owner)
-            for params in split_samples(request.sampling_params)
-        ]
+        samples = split_samples(request.sampling_params)
         final_only = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
         finished: dict[int, tuple[CompletionOutput, SampleReport]] = {}
-        async with contextlib.aclosing(merged(samples)) as steps:
-            async for index, (output, report) in steps:
-                (completion,) = output.outputs
-                completion.index = index
-                if output.finished:
-                    finished[index] = completion, report
-                output.finished = len(finished) == len(samples)
-                if not final_only:
-                    yield output, (report,)
-                elif output.finished:
-                    together = [finished[one] for one in range(len(samples))]
-                    output.outputs = [one for one, _ in together]
-                    yield output, tuple(one for _, one in together)
+        last: EngineResult | None = None
+
+        def take(index: int, output: RequestOutput, report: SampleReport) -> None:
+            nonlocal last
+            (completion,) = output.outputs
+            completion.index = index
+            if output.finished:
+                finished[index] = completion, report
+            output.finished = len(finished) == len(samples)
+            reports = (report,)
+            if final_only:
+                if not output.finished:
+                    return
+                together = [finished[one] for one in range(len(samples))]
+                output.outputs = [one for one, _ in together]
+                reports = tuple(one for _, one in together)
+            last = self._result(request, output, reports)
+            if on_step is not None and not output.finished:
+                on_step(last)
+
+        if len(samples) == 1:
+            await self._sample(request, 0, samples[0], owner, take)
+            return last
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, params in enumerate(samples):
+                    group.create_task(self._sample(request, index, params, owner, take))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return last
 
     async def _sample(
         self,
         request: EngineRequest,
+        index: int,
         params: SamplingParams,
         owner: asyncio.Task[object] | None,
-    ) -> AsyncGenerator[tuple[RequestOutput, SampleReport]]:
-        """Yields the outputs of one sample.
+        take: Callable[[int, RequestOutput, SampleReport], None],
+    ) -> None:
+        """Runs one sample and gives its outputs to ``take``.
 
         One that an update finds before its first token begins again at the gate: it must not start
         on cached keys of the old weights.
@@ -256,7 +252,7 @@ class Answers:
                         if begun is not None:
                             tell_of_first_replica(output, begun)
                         assert running.sample is not None, "vLLM registers it before any output"
-                        yield output, running.sample.report(output.outputs[0], self.checker)
+                        take(index, output, running.sample.report(output.outputs[0], self.checker))
                     else:
                         return
             finally:
