@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchrl_vllm_sync.errors import SyncError
-from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, storage_key
+from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -311,21 +311,15 @@ def _faults(tensor: torch.Tensor, writes: Sequence[Write]) -> tuple[int, int]:
 
 def _bounds(tensor: torch.Tensor) -> np.ndarray:
     """The bytes of its storage that a tensor covers: starts and ends, of shape ``(2, count)``."""
-    run = 1
-    outer: list[tuple[int, int]] = []
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, count in sorted(dim for dim in dims if dim[1] != 1):
-        if stride == run and not outer:
-            run *= count
-        else:
-            outer.append((stride, count))
+    dims = list(merged_dims(zip(tensor.shape, tensor.stride(), tensor.stride(), strict=True)))
+    run = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
     if tensor.numel() // run > MAX_INTERVALS:
         raise PlanNotPossibleError(
             f"writes of shape {list(tensor.shape)} and strides {list(tensor.stride())} are too "
             "scattered to be checked"
         )
     starts = np.array([tensor.storage_offset()], dtype=np.int64)
-    for stride, count in outer:
+    for count, stride, _ in dims:
         starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
     return np.stack([starts, starts + run]) * tensor.element_size()
 

@@ -181,8 +181,12 @@ class SyncWorkerExtension:
         except Exception:  # noqa: BLE001  the second attempt repairs what the first left behind
             num_tensors, attempts = load(), 2
         self._sync_forget_encodings()
-        why = "snapshots are always loaded that way"
-        return _loaded(num_tensors, "layerwise", why, attempts)
+        return {
+            "num_tensors": num_tensors,
+            "attempts": attempts,
+            "path": "layerwise",
+            "path_reason": "snapshots are always loaded that way",
+        }
 
     @answered
     def sync_join(self, init_info: dict[str, Any]) -> None:
@@ -207,7 +211,7 @@ class SyncWorkerExtension:
         self._sync_touched = True
         num_tensors = receiver.receive(deadline, num_passes=num_passes, direct=direct)
         self._sync_forget_encodings()
-        return _loaded(num_tensors, receiver.path, receiver.path_reason)
+        return {"num_tensors": num_tensors, **receiver.path_taken}
 
     @answered
     def sync_stage(self, push_id: int, digest: str, direct: bool, timeout_s: float) -> None:
@@ -238,7 +242,7 @@ class SyncWorkerExtension:
         receiver = self._sync_receiver()
         receiver.install_staged()
         self._sync_forget_encodings()
-        return _loaded(0, receiver.path, receiver.path_reason)
+        return {"num_tensors": 0, **receiver.path_taken}
 
     def sync_staging_refusal(self) -> str:
         """Why the launch could not reserve memory for staged weights; empty if nothing is wrong."""
@@ -456,8 +460,3 @@ class SyncWorkerExtension:
         if self.weight_transfer_engine is None:
             raise TransferNotReadyError("this engine has no weight_transfer_config")
         return self.weight_transfer_engine
-
-
-def _loaded(num_tensors: int, path: str, path_reason: str, attempts: int = 1) -> dict[str, Any]:
-    about = {"path": path, "path_reason": path_reason}
-    return {"num_tensors": num_tensors, "attempts": attempts, **about}

@@ -131,20 +131,24 @@ class TensorCopy:
     @property
     def dims(self) -> Dims:
         """The copy in as few dimensions as possible; a dense one has one, of strides 1 and 1."""
-        merged: list[Dim] = []
-        dims = zip(self.shape, self.stride, self.target.stride(), strict=True)
-        for size, source, target in sorted(
-            (dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1:], reverse=True
-        ):
-            if merged and merged[-1][1:] == (source * size, target * size):
-                merged[-1] = (merged[-1][0] * size, source, target)
-            else:
-                merged.append((size, source, target))
-        return tuple(merged)
+        return merged_dims(zip(self.shape, self.stride, self.target.stride(), strict=True))
 
     @property
     def is_flat(self) -> bool:
         return _is_flat(self.dims)
+
+
+def merged_dims(dims: Iterable[Dim]) -> Dims:
+    """Joins dimensions that follow each other without gaps at both ends; outermost first."""
+    merged: list[Dim] = []
+    for size, one, other in sorted(
+        (dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1:], reverse=True
+    ):
+        if merged and merged[-1][1:] == (one * size, other * size):
+            merged[-1] = (merged[-1][0] * size, one, other)
+        else:
+            merged.append((size, one, other))
+    return tuple(merged)
 
 
 def _is_flat(dims: Dims) -> bool:
