@@ -35,12 +35,10 @@ DEFAULT_BUCKET_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive rows of one tensor, in one bucket."""
+    """Consecutive rows of one tensor, in one bucket; a scalar is one row."""
 
     meta: ParamMeta  # the tensor they belong to, with its dtype on the wire
     index: int  # position of the tensor in the metadata
-    first_row: int  # first row, along the first dimension; a scalar is one row
-    num_rows: int  # number of rows
     byte_offset: int  # where they begin in the bucket; a multiple of the dtype's size
     first_element: int  # offset in the full, contiguous tensor
     num_elements: int
@@ -96,8 +94,7 @@ def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
                 yield Bucket(tuple(pieces), filled)
                 pieces, filled = [], 0
                 continue
-            elements = row * row_elements, fitting * row_elements
-            pieces.append(Piece(meta, index, row, fitting, start, *elements))
+            pieces.append(Piece(meta, index, start, row * row_elements, fitting * row_elements))
             filled = start + fitting * row_bytes
             row += fitting
     if pieces:
@@ -415,24 +412,24 @@ class StreamingPacker:
     def __init__(self, layout: BucketLayout, source: WeightSource, device: torch.device) -> None:
         self._layout = layout
         self._items, self._device = checked(source, layout.metadata), device
-        self._index, self._tensor = -1, torch.empty(0)
+        self._index, self._values = -1, torch.empty(0)  # of the tensor taken last
 
     @torch.no_grad()
     def __call__(self, index: int, buffer: torch.Tensor) -> None:
         """Fills ``buffer`` with bucket ``index``; buckets must be asked for in order."""
         for piece in self._layout.buckets[index].pieces:
             while self._index < piece.index:
-                meta, self._tensor = next(self._items)
-                check_device(meta.name, self._tensor, self._device)
-                self._index += 1
-            rows = _rows(piece, self._tensor)
-            _part(buffer, piece, rows.numel()).view(rows.shape).copy_(rows, non_blocking=True)
+                meta, tensor = next(self._items)
+                check_device(meta.name, tensor, self._device)
+                self._index, self._values = self._index + 1, tensor.detach().reshape(-1)
+            values = self._values[piece.first_element :][: piece.num_elements]
+            _part(buffer, piece).copy_(values, non_blocking=True)
 
     def finish(self) -> None:
         """Exhausts the source, so that ``checked`` refuses surplus tensors; frees the last one."""
         for _ in self._items:
             pass
-        self._tensor = torch.empty(0)
+        self._values = torch.empty(0)
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -444,14 +441,8 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
         )
 
 
-def _rows(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.narrow(0, piece.first_row, piece.num_rows) if tensor.dim() else tensor
-
-
-def _part(buffer: torch.Tensor, piece: Piece, num_elements: int) -> torch.Tensor:
-    size = num_elements * piece.meta.dtype.itemsize
-    return buffer[piece.byte_offset : piece.byte_offset + size].view(piece.meta.dtype)
+def _part(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return buffer[piece.byte_offset :][: piece.num_bytes].view(piece.meta.dtype)
 
 
 Packer = ViewPacker | StreamingPacker
@@ -470,8 +461,8 @@ def whole_tensors(
     whole = torch.empty(0)
     for index in arrivals:
         for piece in layout.buckets[index].pieces:
-            received = _part(buffers[index % len(buffers)], piece, piece.num_elements)
-            if piece.first_row == 0:
+            received = _part(buffers[index % len(buffers)], piece)
+            if piece.first_element == 0:
                 whole = received.new_empty(piece.meta.num_elements)
             whole[piece.first_element : piece.first_element + piece.num_elements] = received
             if piece.first_element + piece.num_elements == piece.meta.num_elements:
