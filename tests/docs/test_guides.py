@@ -15,7 +15,6 @@ from tests.test_public_api import METHODS
 from torchrl_vllm_sync import AsyncVLLM, PushReport, WeightUpdater, errors
 from torchrl_vllm_sync.engine.args import make_engine_args
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot
-from torchrl_vllm_sync.service.service import _CONSTRUCTOR_KEYWORDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = torchrl_vllm_sync.__name__
@@ -116,7 +115,7 @@ def accepted(function):
         return (
             names
             | engine
-            | {*_CONSTRUCTOR_KEYWORDS}
+            | {*inspect.signature(AsyncVLLM.__init__).parameters} - {"self", "engine_args"}
             | {*inspect.signature(make_engine_args).parameters}
         )
     if getattr(function, "__name__", "") == "create_load_balancer":
