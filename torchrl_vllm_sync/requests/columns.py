@@ -7,21 +7,22 @@ batch cross Ray as columns, and each is made again when somebody looks at it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrl_vllm_sync.requests.messages import marks
+from torchrl_vllm_sync.requests.messages import EngineResult, marks
+from torchrl_vllm_sync.versions import VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from vllm import RequestOutput
 
-    from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+    from torchrl_vllm_sync.requests.messages import EngineRequest
 
 _INTEGERS = [(name, np.iinfo(name)) for name in ("<u1", "<i1", "<u2", "<i4", "<i8")]
 
@@ -81,18 +82,22 @@ class _Numbers(Column):
     def all(self) -> np.ndarray:
         return np.frombuffer(self.data, self.dtype)
 
+    @cached_property
+    def _values(self) -> list[Any]:
+        return self.all.tolist()
+
     def __len__(self) -> int:
         return len(self.all)
 
     def __getitem__(self, at: int) -> Any:
-        return self.all[at].item()
+        return self._values[at]
 
     def between(self, begin: int, end: int) -> list[Any]:
         return self.all[begin:end].tolist()
 
 
 class _Lists(Column):
-    """Lists, or tuples, as one column of all their items."""
+    """Lists, or tuples, named ones too, as one column of all their items."""
 
     def __init__(self, kind: type, values: Sequence[Any]) -> None:
         self.kind = kind
@@ -111,7 +116,8 @@ class _Lists(Column):
         return self._ends[at], self._ends[at + 1]
 
     def __getitem__(self, at: int) -> Any:
-        return self.kind(self.items.between(*self.bounds(at)))
+        items = self.items.between(*self.bounds(at))
+        return items if self.kind is list else tuple.__new__(self.kind, items)
 
     def array(self, at: int) -> np.ndarray:
         begin, end = self.bounds(at)
@@ -137,10 +143,23 @@ class _Records(Column):
 
     def attributes(self, at: int, **instead: Any) -> dict[str, Any]:
         """The attributes of a row; those that are given are not made."""
+        made = {**self._shared, **instead}
+        for name, column in self._own:
+            if name not in instead:
+                made[name] = column[at]
+        return made
+
+    @cached_property
+    def _shared(self) -> dict[str, Any]:
+        """All names in their order, with the values that are the same in every row."""
         return {
-            name: instead[name] if name in instead else column[at]
+            name: column.value if isinstance(column, _Same) else None
             for name, column in self.fields.items()
         }
+
+    @cached_property
+    def _own(self) -> list[tuple[str, Column]]:
+        return [one for one in self.fields.items() if not isinstance(one[1], _Same)]
 
 
 def pack(values: list[Any]) -> Column:
@@ -151,7 +170,7 @@ def pack(values: list[Any]) -> Column:
         return _Same(values[0], len(values))
     if kind is int or kind is float:
         return _pack_numbers(values, kind)
-    if kind is list or kind is tuple:
+    if kind is list or kind is tuple or kind is VersionSpan:
         return _Lists(kind, values)
     if kind is not None and _is_its_attributes(kind):
         rows = [vars(one) for one in values]
@@ -200,13 +219,14 @@ class PackedResults:
         # All were made by one engine, and so have the same attributes.
         rows = [vars(one) | hidden for one in outputs]
         self._outputs = _Records(type(outputs[0]), rows) if rows else None
-        self._results = [replace(one, output=None) for one in results]
+        self._results = _Records(EngineResult, [vars(one) | {"output": None} for one in results])
 
     def __iter__(self) -> Iterator[EngineResult]:
-        at = 0
-        for result in self._results:
+        made = 0
+        for at in range(len(self._results)):
+            result = self._results[at]
             if self._outputs is not None and result.error is None:
-                result, at = replace(result, output=OutputRow(self._outputs, at)), at + 1
+                vars(result)["output"], made = OutputRow(self._outputs, made), made + 1
             yield result
 
 
@@ -293,6 +313,8 @@ def sampled_log_probs(sample: Any) -> Sequence[float] | np.ndarray:
 
 def as_dicts(flat: Any) -> Any:
     """Makes of ``FlatLogprobs`` what vLLM gives those who have not asked for them."""
+    if flat is None:
+        return None
     from vllm.logprobs import FlatLogprobs, Logprob
 
     if not isinstance(flat, FlatLogprobs):
@@ -343,9 +365,9 @@ def _unread_kind(kind: type) -> type:
 
 
 def _unread(kind: type, known: dict[str, Any], rest: Callable[[], dict[str, Any]]) -> Any:
-    made = object.__new__(_unread_kind(kind))
-    for name, value in (*known.items(), ("_rest", rest)):
-        object.__setattr__(made, name, value)
+    made = object.__new__(kind)
+    vars(made).update(known, _rest=rest)
+    made.__class__ = _unread_kind(kind)
     return made
 
 

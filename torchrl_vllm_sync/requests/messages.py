@@ -29,7 +29,8 @@ class BegunAnswer:
     prefill_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# No slots: a frozen class with slots is pickled by Python code, object by object.
+@dataclass(frozen=True, kw_only=True)
 class EngineRequest:
     """One checked prompt with its sampling parameters, on its way to an engine."""
 
@@ -52,7 +53,8 @@ class EngineRequest:
         return f"{self.request_id}~{self.attempt}" if self.attempt else self.request_id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# A report and a result travel as columns, which takes their attributes to be in a dict.
+@dataclass(frozen=True, kw_only=True)
 class SampleReport:
     """What the replica knows of one sample beside vLLM's output; None is what vLLM has not said."""
 
@@ -63,7 +65,7 @@ class SampleReport:
     decode_s: float | None = None  # from the first token to the last
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineResult:
     """The end of one request, or one step of it when streaming."""
 
