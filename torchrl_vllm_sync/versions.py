@@ -41,6 +41,8 @@ def spans_from_starts(
         raise VersionSpanError(f"{num_tokens} tokens must have a version, got none")
     if any(later < earlier for (_, earlier), (_, later) in pairwise(known)):
         raise VersionSpanError(f"versions must begin one after the other, got {known}")
+    if len(known) == 1 and num_tokens:
+        return (VersionSpan(known[0][0], 0, num_tokens),)
     begin = 0
     for (version, _), (_, limit) in pairwise([*known, (0, num_tokens)]):
         end = min(limit, num_tokens)

@@ -58,7 +58,7 @@ class SampleVersions:
             spans = checker.agreed(self.state.engine_id, spans, labelled, end)
         first = self._begun or self.state
         return SampleReport(
-            spans=slice_spans(spans, start, end),
+            spans=slice_spans(spans, start, end) if start else spans,
             num_cached_tokens=first.num_cached_tokens,
             queue_s=first.queue_s,
             prefill_s=first.prefill_s,
