@@ -23,6 +23,23 @@ class UnsupportedArgumentError(SyncError, ValueError):
     """An argument, or a combination, that the installed vLLM or the platform cannot honour."""
 
 
+class TokenizerMismatchError(SyncError, ValueError):
+    """Two tokenizers mean different tokens by the same ids; nothing was generated.
+
+    Attributes:
+        first: Whose tokenizer the one is, and its name.
+        second: The same of the other.
+        difference: What they disagree on.
+    """
+
+    def __init__(self, first: str, second: str, difference: str) -> None:
+        super().__init__(first, second, difference)
+        self.first, self.second, self.difference = first, second, difference
+
+    def __str__(self) -> str:
+        return f"{self.first} is not {self.second}: {self.difference}"
+
+
 class UnstampedRowsError(SyncError, KeyError):
     """Rows reached a transform without an entry that ``vLLMWrapper`` stamps on them.
 

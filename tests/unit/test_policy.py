@@ -1,8 +1,10 @@
 """The wrapper's rows are TorchRL's, entry by entry, and its stamps what the outputs say."""
 
 import itertools
+import json
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from tensordict import (
     lazy_stack,
     set_list_to_stack,
 )
+from tokenizers import Tokenizer
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 from torchrl.modules.llm import vLLMWrapper as TorchRLWrapper
@@ -21,6 +24,7 @@ from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 
 from tests.unit.test_columns import across_ray
 from torchrl_vllm_sync import AsyncVLLM, VersionSpan, expand_spans, vLLMWrapper
+from torchrl_vllm_sync.errors import TokenizerMismatchError
 from torchrl_vllm_sync.requests.columns import PackedResults
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, SampleReport
 from torchrl_vllm_sync.rl import keys
@@ -43,6 +47,9 @@ def lists_are_stacks():
 
 class CannedService(AsyncVLLM):
     """Answers each prompt with tokens, log-probabilities and reports drawn from it."""
+
+    engine_args = SimpleNamespace(skip_tokenizer_init=False, tokenizer=None, model="a model")
+    requests = SimpleNamespace(tokenizer=lambda: TOKENIZER)
 
     def __init__(self, *, lengths=(3, 9), seed=0):
         self.lengths, self.seed = lengths, seed
@@ -151,12 +158,12 @@ def asked(mode, shape, *, lazy):
 
 def policy_of(kind, *, mode, service=None, **kwargs):
     sampling = {"max_tokens": 6, "prompt_logprobs": None, **kwargs.pop("sampling", {})}
+    defaults = {"tokenizer": TOKENIZER, "pad_output": False, "return_log_probs": True}
     return kind(
         service or CannedService(),
-        tokenizer=TOKENIZER,
         input_mode=mode,
         generate_kwargs=sampling,
-        **{"pad_output": False, "return_log_probs": True, **kwargs},
+        **{**defaults, **kwargs},
     )
 
 
@@ -381,3 +388,82 @@ def test_a_changed_row_is_noticed():
         assert_same_rows(other, mine)
     with pytest.raises(AssertionError, match="masks"):
         assert_same_rows(mine.exclude("masks"), mine)
+
+
+# ---------------------------------------------------------------- another tokenizer
+
+
+def retold(change):
+    """The tokenizer, its parts changed."""
+    parts = json.loads(TOKENIZER.backend_tokenizer.to_str())
+    change(parts)
+    made = TOKENIZER.__class__(tokenizer_object=Tokenizer.from_str(json.dumps(parts)))
+    made.chat_template, made.pad_token = TOKENIZER.chat_template, TOKENIZER.pad_token
+    return made
+
+
+def swap(parts):
+    vocabulary = parts["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+def forget_merges(parts):
+    del parts["model"]["merges"][-40:]
+
+
+def add_token(parts):
+    parts["added_tokens"].append({**parts["added_tokens"][0], "id": 512, "content": "<new>"})
+
+
+A, B = TOKENIZER.convert_tokens_to_ids(["a", "b"])
+OTHERS = {
+    "other ids": (swap, f"'a' is {B} there and {A} here, as one of 2 tokens"),
+    "other merges": (forget_merges, r"the same text is \["),
+}
+
+
+class Counted:
+    """The engines' tokenizer, and how often it was asked for."""
+
+    def __init__(self, one):
+        self.one, self.calls = one, 0
+
+    def tokenizer(self):
+        self.calls += 1
+        return self.one
+
+
+@pytest.mark.parametrize("mode", ["history", "text"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_tokenizer_than_the_engines_is_refused_by_name(other, mode):
+    change, message = OTHERS[other]
+    tokenizer = retold(change)
+    tokenizer.name_or_path = "another model"
+    assert len(tokenizer) == len(TOKENIZER)
+    policy = policy_of(vLLMWrapper, mode=mode, tokenizer=tokenizer)
+    for _ in range(2):
+        with pytest.raises(TokenizerMismatchError, match=f"'another model'.*'a model': {message}"):
+            policy(asked(mode, (2,), lazy=True))
+    assert not hasattr(policy.model, "outputs")
+
+
+def test_the_engines_tokenizer_is_looked_at_once():
+    service = CannedService()
+    service.requests = Counted(retold(lambda parts: None))
+    policy = policy_of(vLLMWrapper, mode="history", service=service)
+    for _ in range(3):
+        policy(asked("history", (2,), lazy=True))
+    assert service.requests.calls == 1
+
+
+@pytest.mark.parametrize("why", ["token ids", "no tokenizer", "more tokens"])
+def test_what_cannot_be_wrong_is_not_refused(why):
+    service = CannedService()
+    service.requests = Counted(TOKENIZER)
+    tokenizer = retold(add_token if why == "more tokens" else swap)
+    if why == "no tokenizer":
+        service.engine_args = SimpleNamespace(skip_tokenizer_init=True)
+    mode = "tokens" if why == "token ids" else "history"
+    policy = policy_of(vLLMWrapper, mode=mode, service=service, tokenizer=tokenizer)
+    policy(asked(mode, (2,), lazy=True))
+    assert service.requests.calls == (why == "more tokens")

@@ -18,9 +18,16 @@ from tests.unit.test_policy import (
     CannedService,
     assert_same_rows,
     lists_are_stacks,  # noqa: F401
+    retold,
+    swap,
 )
 from torchrl_vllm_sync import vLLMWrapper
-from torchrl_vllm_sync.errors import InvalidPromptError, RewardError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import (
+    InvalidPromptError,
+    RewardError,
+    TokenizerMismatchError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.rl.groups import GroupAdvantage, RolloutStorage
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
 
@@ -414,3 +421,15 @@ def test_answers_are_not_decoded_without_a_tokenizer(over, tokenizer):
     with pytest.raises(UnsupportedArgumentError, match=r"TextReward\(length\) needs a tokenizer"):
         env.transform[-1]._step(rows, after)
     assert "reward" not in after
+
+
+def test_a_reward_that_reads_other_tokens_is_refused():
+    other = retold(swap)
+    other.name_or_path = "another model"
+    words = r"TextReward\(length\)'s .*'another model'.*: '[ab]' is"
+    for reward in (TextReward(length, tokenizer=other), TextReward(length)):
+        env = make_env(StepCounter(max_steps=1), reward, tokenizer=other)
+        with pytest.raises(TokenizerMismatchError, match=words):
+            collector(env=env)
+    env = make_env(StepCounter(max_steps=1), TextReward(length, over="ids"), tokenizer=other)
+    assert collector(env=env).path == "columns"

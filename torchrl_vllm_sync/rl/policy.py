@@ -26,8 +26,9 @@ from torchrl.modules.llm.policies.vllm_wrapper import (
     _has_usable_prompt_logprobs,
     _warn_missing_vllm_prompt_logprobs,
 )
+from transformers import PreTrainedTokenizerBase
 
-from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.errors import TokenizerMismatchError, UnsupportedArgumentError
 from torchrl_vllm_sync.requests.columns import sampled_log_probs
 from torchrl_vllm_sync.rl import keys
 from torchrl_vllm_sync.rl.texts import Texts, objects
@@ -217,6 +218,36 @@ def _numbers(rows: TensorDictBase, names: Sequence[NestedKey]) -> list[int] | No
     return None
 
 
+# Tokens of an engine's tokenizer whose text a policy's must encode alike.
+_PROBED_TOKENS = 4096
+
+
+def named(tokenizer: Any) -> str:
+    """A tokenizer in messages."""
+    return f"{type(tokenizer).__name__} {tokenizer.name_or_path!r}"
+
+
+def check_tokenizers(one: Any, other: Any, names: tuple[str, str]) -> None:
+    """Refuses a tokenizer that has not all tokens of another, or encodes otherwise."""
+    if one is other:
+        return
+    if isinstance(other, PreTrainedTokenizerBase):  # vLLM's own spell tokens in other ways
+        known = one.get_vocab()
+        wrong = {at: token for token, at in other.get_vocab().items() if known.get(token) != at}
+        if wrong:
+            at, token = min(wrong.items())
+            told = f"{token!r} is {known.get(token)} there and {at} here, as one of {len(wrong)}"
+            raise TokenizerMismatchError(*names, f"{told} tokens")
+    some = range(0, len(other), -(-len(other) // _PROBED_TOKENS))
+    text = other.decode([*some], skip_special_tokens=True)
+    mine, its = (each.encode(text, add_special_tokens=False) for each in (one, other))
+    if mine != its:
+        pairs = enumerate(itertools.zip_longest(mine, its))
+        at = next(at for at, (my, its_own) in pairs if my != its_own)
+        told = f"the same text is {mine[at : at + 5]} there and {its[at : at + 5]} here"
+        raise TokenizerMismatchError(*names, f"{told}, after {at} tokens")
+
+
 # Top-level entries of what is stamped.
 _STAMPS = [
     keys.POLICY_VERSION,
@@ -284,6 +315,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     Raises:
         UnsupportedArgumentError: ``model`` is not a service of this library.
+        TokenizerMismatchError: At the first call: the engines' tokenizer has tokens that the
+            policy's has not, or encodes otherwise. Engines without one, and rows of token ids, are
+            not checked.
         ValueError: See TorchRL's wrapper.
     """
 
@@ -314,6 +348,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             self.out_keys = [*self.out_keys, *_STAMPS]
         self.find_sessions = find_sessions
         self._finder = ConversationFinder()
+        self._knows_tokenizer = self.tokenizer is None or self.input_mode == "tokens"
 
     def get_new_version(self, **kwargs: Any) -> vLLMWrapper:
         """Returns a copy with other settings; conversations are not shared with it.
@@ -327,8 +362,20 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return other
 
     def _call_generate(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._knows_tokenizer:
+            self._check_tokenizer()
         kwargs.setdefault("use_tqdm", False)  # the loop that collects has its own bar
         return super()._call_generate(*args, **kwargs)
+
+    def _check_tokenizer(self) -> None:
+        args = self.model.engine_args
+        if not args.skip_tokenizer_init:  # else the engines have none
+            names = (
+                f"the policy's {named(self.tokenizer)}",
+                f"the engines' {args.tokenizer or args.model!r}",
+            )
+            check_tokenizers(self.tokenizer, self.model.requests.tokenizer(), names)
+        self._knows_tokenizer = True
 
     def _from_vllm_generate_history(
         self, tensordict_input: TensorDictBase, sampling_params: Any, out: TensorDictBase

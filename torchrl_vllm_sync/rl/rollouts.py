@@ -21,7 +21,7 @@ from torchrl.envs.transforms import Compose
 from torchrl.modules.llm.policies import ChatHistory
 
 from torchrl_vllm_sync.errors import InvalidPromptError, RewardError, UnsupportedArgumentError
-from torchrl_vllm_sync.rl.policy import vLLMWrapper
+from torchrl_vllm_sync.rl.policy import check_tokenizers, named, vLLMWrapper
 from torchrl_vllm_sync.rl.texts import Texts
 
 if TYPE_CHECKING:
@@ -69,6 +69,16 @@ class TextReward(Transform):
         self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
         self._columns = {one.name: one.default is one.empty for one in named[2:]}
+
+    def _check_decodes(self, chat: ChatEnv, policy: vLLMWrapper) -> None:
+        """Refuses a tokenizer that reads the policy's tokens as others."""
+        tokenizer = self._tokenizer or chat.tokenizer
+        if self._over == "text" and tokenizer is not None:
+            names = (
+                f"TextReward({self._name})'s {named(tokenizer)}",
+                f"the policy's {named(policy.tokenizer)}",
+            )
+            check_tokenizers(tokenizer, policy.tokenizer, names)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rewards = self._rewards(tensordict if tensordict.ndim == 1 else tensordict.reshape(-1))
@@ -166,6 +176,7 @@ class RolloutCollector(LLMCollector):
     Raises:
         UnsupportedArgumentError: ``max_staleness`` is neither 0 nor 1, or it is 1 where only
             TorchRL's way serves.
+        TokenizerMismatchError: Answers would be decoded otherwise than the policy encodes.
         RewardError: While iterating, see :class:`TextReward`.
     """
 
@@ -206,6 +217,9 @@ class RolloutCollector(LLMCollector):
             raise UnsupportedArgumentError(
                 f"max_staleness={self.max_staleness}, path {self.path!r}"
             )
+        for one in _transforms(env) if why_not is None else ():
+            if isinstance(one, TextReward):
+                one._check_decodes(env.base_env, policy)
         return env
 
     def _why_not(self, env: Any, policy: Any) -> str | None:

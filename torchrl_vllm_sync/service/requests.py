@@ -212,11 +212,14 @@ class Requests:
                         raise output
                     yield output
 
-    def _encode(self, text: str) -> list[int]:
-        """Tokenises as the engines would, with their tokenizer, fetched once in each process."""
+    def tokenizer(self) -> Any:
+        """The engines' tokenizer, fetched once in each process."""
         if self._tokenizer is None:
             self._tokenizer = self._fetch_tokenizer()
-        return self._tokenizer.encode(text)
+        return self._tokenizer
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer().encode(text)
 
     def _fetch_tokenizer(self) -> Any:
         reasons: list[str] = []
