@@ -281,5 +281,5 @@ def test_every_guide_is_listed():
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_guides_are_short_and_name_no_machine(page):
     text = page.read_text()
-    assert len(text.splitlines()) < 250
+    assert len(text.splitlines()) <= 150
     assert not re.search(r"/(?:home|root|work|tmp)/", text)
