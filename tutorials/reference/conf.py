@@ -156,6 +156,11 @@ def prepare_page(_app: Any, name: str, source: list[str]) -> None:
         source[0] += CONTENTS.replace("GUIDES", "\n".join(guides()))
 
 
+def escape_stars(_app: Any, _what: str, _name: str, _value: Any, _options: Any, lines: Any) -> None:
+    """Keeps the stars of arguments that are described together, before napoleon reads them."""
+    lines[:] = [one.replace("*args, **kwargs:", r"\*args, \*\*kwargs:") for one in lines]
+
+
 def write_entrance(app: Any, error: Exception | None) -> None:
     """Leads from ``index.html`` to the README's page."""
     if error is None:
@@ -167,4 +172,5 @@ def setup(app: Any) -> None:
     """Registers what this file adds to Sphinx."""
     app.connect("missing-reference", find_by_last_name)
     app.connect("source-read", prepare_page)
+    app.connect("autodoc-process-docstring", escape_stars, priority=400)
     app.connect("build-finished", write_entrance)
