@@ -77,9 +77,12 @@ CASES = {
 
 
 def take_turns(
-    bench: Bench, systems: list[Any], repetitions: int, limit_s: float
+    bench: Bench, systems: list[Any], repetitions: int, limit_s: float, parts: int = 1
 ) -> dict[str, dict[tuple[str, str], list[float]]]:
-    """Samples of each system by metric and unit, after a first round that does not count."""
+    """Samples of each system by metric and unit, after a first round that does not count.
+
+    In each of its turns a system runs its parts by themselves, ``parts`` times, then a step.
+    """
     samples: dict[str, Any] = {one.name: defaultdict(list) for one in systems}
     begin, round_s = time.monotonic(), 0.0
     with GPUUse() as use:
@@ -90,28 +93,36 @@ def take_turns(
                 break
             systems = systems[1:] + systems[:1]  # nobody always follows the same one
             for system in systems:
-                found = one_turn(bench, system, use)
+                found = [
+                    *(one_of_each(bench, system) for _ in range(parts)),
+                    one_step(bench, system, use),
+                ]
                 if repetition:
-                    for key, value in found.items():
+                    for key, value in itertools.chain.from_iterable(one.items() for one in found):
                         samples[system.name][key].append(value)
             round_s = time.monotonic() - begin_round
     return samples
 
 
-def one_turn(bench: Bench, system: Any, use: GPUUse) -> dict[tuple[str, str], float]:
-    """A system's parts by themselves, then its step."""
+def one_of_each(bench: Bench, system: Any) -> dict[tuple[str, str], float]:
+    """Seconds of a system's parts by themselves."""
     found: dict[tuple[str, str], float] = {}
     for name, run in system.parts().items():
         asked = bench.asked()
         begin = time.perf_counter()
         run(asked)
         found[name, "s"] = time.perf_counter() - begin
+    return found
+
+
+def one_step(bench: Bench, system: Any, use: GPUUse) -> dict[tuple[str, str], float]:
+    """Seconds of a system's step and of its phases."""
     bench.clock.take()
     begin = time.perf_counter()
     phases = system.step()
     shares = use.between(begin, time.perf_counter())
     step_s = sum(phases.values())
-    found |= {(name, "s"): seconds for name, seconds in phases.items()}
+    found = {(name, "s"): seconds for name, seconds in phases.items()}
     for name, of in (("collect", COLLECT), ("loss", LOSS)):
         if parts := [phases[one] for one in of if one in phases]:
             found[name, "s"] = sum(parts)
@@ -153,7 +164,7 @@ def run(
             traceback.print_exc()
             recorder.notes.append(f"trl did not run: {type(error).__name__}: {error}")
     repetitions = 1 if arguments.smoke else arguments.repetitions
-    samples = take_turns(bench, systems, repetitions, arguments.limit_s)
+    samples = take_turns(bench, systems, repetitions, arguments.limit_s, arguments.parts)
     for system in systems:
         system.close()
     return recorder, samples
@@ -168,6 +179,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), help="those of the hardware")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--parts", type=int, default=1, help="how often a turn runs a step's parts")
     parser.add_argument("--limit-s", type=float, default=3600, help="of a case's rounds")
     parser.add_argument("--out", type=Path, help="directory of the records")
     arguments = parser.parse_args(argv)

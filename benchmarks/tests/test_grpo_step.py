@@ -58,6 +58,13 @@ def test_systems_take_turns_and_the_first_round_does_not_count(bench):
         assert len(found["service", "s"]) == 3
 
 
+def test_parts_may_be_run_more_often_than_steps(bench):
+    turns = []
+    samples = grpo_step.take_turns(bench, [Steady("ours", turns)], 2, limit_s=3600, parts=3)
+    assert len(samples["ours"]["service", "s"]) == 6
+    assert len(samples["ours"]["step", "s"]) == 2
+
+
 def test_a_round_that_would_pass_the_limit_is_not_begun(bench, monkeypatch):
     times = itertools.count(0, 10)
     monkeypatch.setattr(grpo_step.time, "monotonic", lambda: float(next(times)))
@@ -78,7 +85,7 @@ def test_the_record_says_what_stopped_trl_and_what_stops_others_is_raised(
     monkeypatch.setattr(grpo_step, "Bench", lambda *_: bench)
     monkeypatch.setattr(grpo_step, "SYSTEMS", {"ours": lambda _: ours, "trl": fails})
     arguments = argparse.Namespace(
-        systems=["trl", "ours"], smoke=True, repetitions=1, limit_s=3600.0
+        parts=1, systems=["trl", "ours"], smoke=True, repetitions=1, limit_s=3600.0
     )
     recorder, samples = grpo_step.run("smoke", None, None, arguments)
     assert ours.closed
