@@ -14,7 +14,7 @@ import numpy as np
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 # Seconds for what a caller of a service waits for, unless told otherwise.
 DEFAULT_TIMEOUT_S = 300.0
@@ -79,6 +79,12 @@ def shown(value: object) -> str:
     """Returns at most 60 characters for a value in a message, whatever it is, without failing."""
     text = _short.repr(value)
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
+
+
+def first_few(texts: Sequence[str], separator: str = ", ") -> str:
+    """Joins the first five, and says how many more there are."""
+    more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
+    return separator.join(texts[:5]) + more
 
 
 class Deadline:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.engine.updates import Watchdog, path_of, raise_failures
 from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError, WeightMismatchError
 from torchrl_vllm_sync.replica import LoadReport
@@ -306,10 +307,9 @@ class SnapshotLoads:
             if given.get(name) != shape
         ]
         if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise WeightMismatchError(
                 f"version {snapshot.version} does not fit the model of replica "
-                f"{self._updates.replica_id}: {'; '.join(problems[:5])}{more}"
+                f"{self._updates.replica_id}: {first_few(problems, '; ')}"
             )
 
     def follow_snapshots(

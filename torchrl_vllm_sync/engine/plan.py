@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims, storage_key
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 
-SHOWN = 5
 # Writes that are not dense are kept as intervals of 16 bytes each; only a loader that scatters
 # single elements of a large tensor needs more.
 MAX_INTERVALS = 2**24
@@ -117,7 +117,7 @@ def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> L
     finally:
         changed = state.restore()
     if changed:
-        raise PlanNotPossibleError(f"the loader replaces {', '.join(changed[:SHOWN])}")
+        raise PlanNotPossibleError(f"the loader replaces {first_few(changed)}")
     _check_coverage(model, recorder.writes)
     return LoadPlan(
         metadata,
@@ -287,10 +287,7 @@ def _check_coverage(model: torch.nn.Module, writes: Sequence[Write]) -> None:
         if twice:
             faults.append(f"{name} ({twice} elements written twice)")
     if faults:
-        more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-        raise PlanNotPossibleError(
-            f"the loader must write every element once: {', '.join(faults[:SHOWN])}{more}"
-        )
+        raise PlanNotPossibleError(f"the loader must write every element once: {first_few(faults)}")
 
 
 def _faults(tensor: torch.Tensor, writes: Sequence[Write]) -> tuple[int, int]:

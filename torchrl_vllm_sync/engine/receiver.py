@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from torchrl_vllm_sync.checks import Deadline
+from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.plan import PlanNotPossibleError, record_load_plan
 from torchrl_vllm_sync.engine.reload import checksum, reload_model
@@ -389,5 +389,5 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             self._planned = self._staged_plan = None
             self._distrust = self.path_reason = (
                 f"the plan left other values than a reload in {len(wrong)} parameters: "
-                + ", ".join(wrong[:3])
+                + first_few(wrong)
             )

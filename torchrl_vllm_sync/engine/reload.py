@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 
+from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 
@@ -126,9 +127,9 @@ def reload_model(
         repack_cpu(model)
     missing = set() if loaded is None else expected - _resolved(loaded, expected)
     if missing:
-        shown = ", ".join(sorted(missing)[:5])
         raise WeightMismatchError(
-            f"{len(missing)} of {len(expected)} parameters received no weights: {shown}"
+            f"{len(missing)} of {len(expected)} parameters received no weights: "
+            + first_few(sorted(missing))
         )
     return next(taken)
 

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.module import (
@@ -326,10 +327,7 @@ def _common_prefix(given: Iterable[str], wanted: Mapping[str, ParamMeta]) -> str
 
 
 def _listing(what: str, names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{len(names)} {what}: {', '.join(names[:5])}{more}"
+    return f"{len(names)} {what}: {first_few(names)}" if names else ""
 
 
 class Content:
