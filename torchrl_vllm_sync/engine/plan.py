@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import SyncError
-from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims, storage_key
+from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
+from torchrl_vllm_sync.weights.module import storage_key, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -235,15 +236,12 @@ class _Recorder(TorchDispatchMode):
 
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any other operation: its results are no stand-ins, and it must not write."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        origin = next(filter(None, map(self._origin, tensors)), None)
+        origin = next(filter(None, map(self._origin, tensors_in((args, kwargs)))), None)
         given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
         written = [given.get(one.name) for one in func._schema.arguments if one.is_write]
-        for tensor in tree_leaves(written):
-            if isinstance(tensor, torch.Tensor):
-                name = self._model_names.get(storage_key(tensor)) or origin
-                if name is not None:
-                    raise PlanNotPossibleError(f"{name} is changed in place by {func}")
+        for tensor in tensors_in(written):
+            if name := self._model_names.get(storage_key(tensor)) or origin:
+                raise PlanNotPossibleError(f"{name} is changed in place by {func}")
         if origin is None:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:

@@ -288,18 +288,18 @@ class _Origins(TorchDispatchMode):
 
     def __init__(self, stand_ins: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self._sources = {_storage(one): frozenset({name}) for name, one in stand_ins.items()}
+        self._sources = {storage_key(one): frozenset({name}) for name, one in stand_ins.items()}
         self._written: set[int] = set()
         self._kept: list[torch.Tensor] = []  # a storage's address must not be given out again
 
     def of(self, tensor: torch.Tensor) -> frozenset[str]:
-        return self._sources[_storage(tensor)]
+        return self._sources[storage_key(tensor)]
 
     def is_view(self, tensor: torch.Tensor, whole: torch.Tensor) -> bool:
         """Whether ``tensor`` is some elements of ``whole``, unchanged."""
-        storage = _storage(tensor)
+        storage = storage_key(tensor)
         return (
-            storage == _storage(whole)
+            storage == storage_key(whole)
             and storage not in self._written
             and tensor.dtype == whole.dtype
         )
@@ -313,23 +313,25 @@ class _Origins(TorchDispatchMode):
             out = args[0].reshape(args[1])  # the copy that was left out may be needed after all
         else:
             out = func(*args, **kwargs)
-        made = [one for one in _tensors(out) if _storage(one) not in self._sources]
+        made = [one for one in tensors_in(out) if storage_key(one) not in self._sources]
         if made or func._schema.is_mutable:
-            inputs = _tensors((args, kwargs))
+            inputs = tensors_in((args, kwargs))
             if func._schema.is_mutable:
-                self._written.update(map(_storage, inputs))
-            known = (self._sources.get(_storage(one), frozenset()) for one in inputs)
+                self._written.update(map(storage_key, inputs))
+            known = (self._sources.get(storage_key(one), frozenset()) for one in inputs)
             made_from: frozenset[str] = frozenset().union(*known)
-            self._sources.update((_storage(one), made_from) for one in made)
+            self._sources.update((storage_key(one), made_from) for one in made)
             self._kept += made
         return out
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Returns the tensors among the arguments or results of an operation."""
     return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identifies the memory that ``tensor`` views, as long as something keeps it alive."""
     return tensor.untyped_storage()._cdata
 
 

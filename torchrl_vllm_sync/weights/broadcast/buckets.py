@@ -18,6 +18,7 @@ import torch
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.group import left_s
 from torchrl_vllm_sync.weights.metadata import checked, metadata_digest
+from torchrl_vllm_sync.weights.module import storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -150,11 +151,6 @@ def merged_dims(dims: Iterable[Dim]) -> Dims:
 
 def _is_flat(dims: Dims) -> bool:
     return not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identifies the memory that ``tensor`` views, as long as something keeps it alive."""
-    return tensor.untyped_storage()._cdata
 
 
 def bound_buckets(
