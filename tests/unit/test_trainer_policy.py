@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_vllm_sync import as_weight_source
 from torchrl_vllm_sync.errors import InvalidPromptError, SyncError, UnsupportedArgumentError
+from torchrl_vllm_sync.rl import trainer
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, make_tiny_tokenizer
 
@@ -161,6 +162,103 @@ def test_chunks_and_micro_batches_change_nothing(model, rows, settings, path):
     policy.path = path
     policy.train(settings.get("gradient_checkpointing", False))
     assert_same(outcome(policy, rows), whole)
+
+
+@pytest.fixture(scope="module")
+def uneven():
+    """Rows of 3 to 62 tokens, padded on both sides."""
+    generator, lengths = torch.Generator().manual_seed(2), [(2, 60), (30, 1), (1, 2), (20, 20)]
+    made = TensorDict({"advantage": torch.randn(4, 1, 1, generator=generator)}, [4])
+    columns = torch.arange(90) - 30
+    begins, ends = (torch.tensor(one)[:, None] for one in zip(*lengths, strict=True))
+    attended = (columns >= -begins) & (columns < ends)
+    made["tokens"] = {"full": torch.randint(3, VOCABULARY, (4, 90), generator=generator)}
+    made["masks"] = {
+        "all_attention_mask": attended,
+        "all_assistant_mask": attended & (columns >= 0),
+    }
+    made["log_probs"] = {"full": torch.randn(4, 90, generator=generator) / 10 - 6}
+    return made
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"micro_batch": 2, "chunk_tokens": 3},
+        {"micro_batch": 3, "chunk_tokens": 1000},
+        {"gradient_checkpointing": True, "temperature": 0.7},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["head", "logits"])
+def test_packed_rows_are_scored_as_padded_ones(model, rows, uneven, path, settings):
+    padded, packed = (TrainerPolicy(model, packed=one, **settings) for one in (False, True))
+    padded.path = packed.path = path
+    model.train(settings.get("gradient_checkpointing", False))
+    for given in (uneven, rows, dense(rows, "hole")):
+        assert_same(outcome(packed, given), outcome(padded, given))
+        mine, other = (policy(given.clone()) for policy in (packed, padded))
+        for one, another in zip(mine.unbind(0), other.unbind(0), strict=True):
+            key = "log_probs", "full"
+            torch.testing.assert_close(one[key], another[key], rtol=1e-5, atol=1e-5)
+
+
+def test_packing_without_positions_is_noticed(model, uneven, monkeypatch):
+    """The negative control of the above."""
+    policy = TrainerPolicy(model, packed=True)
+    assert policy._keeps_rows_apart
+    monkeypatch.setattr(trainer, "_input", lambda ids, *places: {"input_ids": ids})
+    with pytest.raises(AssertionError, match="loss_objective"):
+        assert_same(outcome(policy, uneven), outcome(TrainerPolicy(model), uneven))
+
+
+@pytest.mark.parametrize(("packed", "shape"), [(False, [4, 61]), (True, [1, 132])])
+def test_packed_rows_are_computed_without_padding(model, uneven, packed, shape):
+    policy = TrainerPolicy(model, packed=packed)
+    seen = []
+    policy(uneven.clone())
+    model.model.embed_tokens.register_forward_hook(lambda _, args, __: seen.append(args[0].shape))
+    policy._get_sft_dist(uneven).log_prob(uneven["tokens", "full"])
+    assert [[*one] for one in seen] == [shape]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama", {"attn_implementation": "eager"}),
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
+        ("mistral", {"sliding_window": 4}),
+        ("gemma2", {"head_dim": 16, "final_logit_softcapping": 1.0, "sliding_window": 4}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_models_that_keep_packed_rows_apart(uneven, model_type, options, dtype):
+    policy = TrainerPolicy(tiny(model_type, **options).to(dtype), packed=True).train()
+    assert policy._keeps_rows_apart
+    assert all(one.training for one in policy.model.modules())  # again
+    if dtype is torch.float32:
+        found = policy.eval()(uneven.clone())["log_probs", "full"]
+        each = zip(uneven["tokens", "full"], uneven["masks", "all_attention_mask"], strict=True)
+        wanted = torch.cat([whole_log_probs(policy.model, ids[own]) for ids, own in each])
+        found = found[uneven["masks", "all_attention_mask"]]
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "name"),
+    [
+        ("qwen3_next", {"head_dim": 16}, "Qwen3NextForCausalLM .*'sdpa'"),  # takes positions
+        ("bloom", {}, "BloomForCausalLM"),
+        ("llama", {"attention_chunk_size": 64}, "LlamaForCausalLM"),
+    ],
+)
+def test_models_that_do_not_are_refused_by_name(uneven, model_type, options, name):
+    policy = TrainerPolicy(tiny(model_type, **options), packed=True)
+    for use in (policy, policy._get_sft_dist):
+        with pytest.raises(UnsupportedArgumentError, match=f"packed=True, but {name}"):
+            use(uneven.clone())
 
 
 def test_other_answers_have_another_loss(model, rows):
