@@ -11,6 +11,7 @@ from torchrl.objectives.llm.grpo import GRPOLoss
 
 from tests.engine.checks import perturbed
 from tests.engine.rollouts import QUIET, TEXTS, TOKENIZER
+from tests.unit.test_policy import retold, swap
 from torchrl_vllm_sync import (
     GroupAdvantage,
     RolloutCollector,
@@ -20,6 +21,7 @@ from torchrl_vllm_sync import (
     WeightUpdater,
     vLLMWrapper,
 )
+from torchrl_vllm_sync.errors import TokenizerMismatchError
 from torchrl_vllm_sync.testing import load_tiny_model
 
 pytestmark = QUIET
@@ -32,14 +34,14 @@ def lists_are_stacks():
         yield
 
 
-def make_collector(service, reward, **settings):
+def make_collector(service, reward, *, tokenizer=TOKENIZER, **settings):
     questions = ({"query": [f"{text} {at}"]} for at in itertools.count() for text in TEXTS)
     env = ChatEnv.from_dataloader(
-        questions, batch_size=(ROWS,), repeats=GROUP, tokenizer=TOKENIZER, input_mode="history"
+        questions, batch_size=(ROWS,), repeats=GROUP, tokenizer=tokenizer, input_mode="history"
     )
     policy = vLLMWrapper(
         service,
-        tokenizer=TOKENIZER,
+        tokenizer=tokenizer,
         input_mode="history",
         chat_template=TOKENIZER.chat_template,
         generate_kwargs={"max_tokens": 12, "temperature": 1.0},
@@ -87,6 +89,16 @@ def test_a_step_scores_what_the_engines_sampled(service, checkpoint):
         assert (before - sampled)[mask].abs().mean() > 0.05
         texts = TOKENIZER.batch_decode(rows["tokens", "response"], skip_special_tokens=True)
         assert rows["next", "reward"].flatten().tolist() == length(None, texts)
+
+
+def test_a_tokenizer_that_is_not_the_engines_is_refused(service, checkpoint):
+    counts = service.requests.counts.totals()
+    rows = make_collector(service, length, tokenizer=retold(swap), total_dialog_turns=ROWS)
+    with pytest.raises(TokenizerMismatchError, match=f"engines' '{checkpoint}': 'a' is"):
+        next(iter(rows))
+    assert service.requests.counts.totals() == counts
+    (rows,) = make_collector(service, length, total_dialog_turns=ROWS)
+    assert len(rows) == ROWS
 
 
 def test_a_batch_sampled_ahead_is_one_push_behind_at_most(service, checkpoint):
