@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -13,7 +14,7 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
-def test_the_readmes_program_trains_on_the_weights_it_pushed(tmp_path):
+def test_the_readmes_program_learns_from_the_weights_it_pushed(tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "program.py").write_text(code)
     done = subprocess.run(
@@ -31,6 +32,7 @@ def test_the_readmes_program_trains_on_the_weights_it_pushed(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-6000:]
     steps = re.findall(r"^version (\d+) reward (\S+) ESS (\S+)$", done.stdout, re.MULTILINE)
-    assert [int(version) for version, _, _ in steps] == [1, 2, 3, 4, 5]
+    assert [int(version) for version, _, _ in steps] == [*range(1, 31)]
     assert all(float(ess) == pytest.approx(1, abs=1e-3) for _, _, ess in steps)
-    assert any(float(reward) > 0 for _, reward, _ in steps)
+    rewards = [float(reward) for _, reward, _ in steps]
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.2
