@@ -122,13 +122,16 @@ class TensorCopy:
 
     @classmethod
     def whole(cls, meta: ParamMeta, tensor: torch.Tensor) -> TensorCopy:
-        shape = tuple(tensor.shape)
-        stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+        shape, stride = tensor.shape, tensor.stride()
+        if not tensor.is_contiguous():
+            stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
         return cls(meta.name, 0, shape, stride, tensor)
 
     @property
     def dims(self) -> Dims:
         """The copy in as few dimensions as possible; a dense one has one, of strides 1 and 1."""
+        if self.stride == self.target.stride() and self.target.is_contiguous():
+            return ((self.target.numel(), 1, 1),)  # what the next line finds, sooner
         return merged_dims(zip(self.shape, self.stride, self.target.stride(), strict=True))
 
     @property
@@ -218,12 +221,13 @@ class _Part(NamedTuple):
 
     def is_followed_by(self, other: _Part) -> bool:
         """Whether ``other`` goes on where this one ends, in the bucket and in one storage."""
+        count = self.num_elements
         return (
             _is_flat(self.dims)
             and _is_flat(other.dims)
             and (self.dtype, self.target.dtype) == (other.dtype, other.target.dtype)
-            and self.begin + self.num_elements * self.dtype.itemsize == other.begin
-            and self.offset + self.num_elements == other.offset
+            and self.begin + count * self.dtype.itemsize == other.begin
+            and self.offset + count == other.offset
             and storage_key(self.target) == storage_key(other.target)
         )
 
@@ -392,7 +396,7 @@ class ViewPacker:
         views: Sequence[tuple[str, torch.Tensor]],
     ) -> None:
         pairs = zip(layout.metadata, views, strict=True)
-        copies = [TensorCopy.whole(meta, tensor.detach()) for meta, (_, tensor) in pairs]
+        copies = [TensorCopy.whole(meta, one.detach()) for meta, (_, one) in pairs if one.numel()]
         self._buckets = bound_buckets(copies, layout, buffers)
         # Copies of one push, after merging.
         self.num_copies = sum(len(one) for bucket in self._buckets for one, _ in bucket.groups)
