@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import time
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchrl-vllm-sync", epilog=_EPILOG)
+    version = metadata.version("torchrl-vllm-sync")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     about = "show what a service is and does now, or list the services"
     status = commands.add_parser("status", help=about, description=about, epilog=_EPILOG)

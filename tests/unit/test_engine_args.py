@@ -50,6 +50,10 @@ def test_what_torchrls_grpo_scripts_configure_is_taken(caplog):
         assert "swap_space is passed over" in caplog.text
 
 
+def test_a_checkpoint_may_be_a_path(tmp_path):
+    assert make_engine_args(tmp_path).model == str(tmp_path)
+
+
 def test_sizes_that_contradict_each_other_are_refused():
     with pytest.raises(UnsupportedArgumentError, match="must agree, got 2 and 4"):
         make_engine_args("a/model", num_devices=2, tensor_parallel_size=4)

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,12 @@ def cluster(monkeypatch):
     monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("COLUMNS", "120")
     return services
+
+
+def test_the_command_tells_its_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"torchrl-vllm-sync {metadata.version('torchrl-vllm-sync')}\n"
 
 
 def test_the_command_shows_a_service_and_lets_go_of_it(cluster, capsys):

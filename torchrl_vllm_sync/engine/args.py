@@ -48,7 +48,7 @@ def on_cpu() -> bool:
 
 
 def make_engine_args(
-    model_name: str,
+    model_name: str | os.PathLike[str],
     *,
     num_devices: int | None = None,
     compile: bool = True,  # noqa: A002  TorchRL's spelling
@@ -87,7 +87,7 @@ def make_engine_args(
     else:
         defaults["compilation_config"] = {"mode": 3 if compile else 0}
     return AsyncEngineArgs(
-        model=model_name,
+        model=os.fspath(model_name),
         tensor_parallel_size=tensor_parallel_size,
         data_parallel_size=1 if data_parallel_size is None else data_parallel_size,
         pipeline_parallel_size=1 if pipeline_parallel_size is None else pipeline_parallel_size,

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torchrl_vllm_sync.replica import PushReport
+    from torchrl_vllm_sync.weights.places import TransportName
 
 
 # Name to dtype and full shape, as ``torchrl.weight_update.llm.get_model_metadata`` returns them.
@@ -519,7 +520,7 @@ class VLLMWeightSyncScheme(ServiceScheme):
         device: torch.device | str | int | None = None,
         *,
         service: Any = None,
-        transport: str | WeightTransport = "auto",
+        transport: TransportName | WeightTransport = "auto",
         timeout_s: float | None = None,
         clear_cache: bool = False,
         mode: PauseMode = "keep",
@@ -533,7 +534,7 @@ class VLLMWeightSyncScheme(ServiceScheme):
         self.master_address, self.master_port = master_address, master_port
         self.gpus_per_replica, self.num_replicas = gpus_per_replica, num_replicas
         self.device = _as_device(device)
-        self._transport = transport
+        self._transport: TransportName | WeightTransport = transport
 
     def new_transport(self) -> WeightTransport:
         """Returns the transport that the sender pushes through."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.service.service import AsyncVLLM
+    from torchrl_vllm_sync.weights.places import TransportName
 
 
 # The pushing rank may form groups and send several times before the others get its report.
@@ -70,7 +71,7 @@ class WeightUpdater:
         service: AsyncVLLM | LLM | None,
         source: Any = None,
         *,
-        transport: str | WeightTransport = "auto",
+        transport: TransportName | WeightTransport = "auto",
         timeout_s: float | None = None,
         clear_cache: bool = False,
         mode: PauseMode = "keep",
@@ -221,7 +222,7 @@ class WeightUpdater:
         return {**self.__dict__, "_post_hooks": [], "source": None}
 
 
-def as_transport(transport: str | WeightTransport) -> WeightTransport:
+def as_transport(transport: TransportName | WeightTransport) -> WeightTransport:
     """Makes a transport of that name; returns one that is given as it is."""
     if not isinstance(transport, str):
         check_transport(transport)

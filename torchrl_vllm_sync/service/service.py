@@ -254,7 +254,7 @@ class AsyncVLLM(RLvLLMEngine):
     @classmethod
     def from_pretrained(
         cls,
-        model_name: str,
+        model_name: str | os.PathLike[str],
         num_devices: int | None = None,
         num_replicas: int = 1,
         verbose: bool = True,
@@ -880,7 +880,7 @@ def attach(name: str, *, supervise: bool = False) -> AsyncVLLM:
 
 def make_async_vllm_engine(
     *,
-    model_name: str,
+    model_name: str | os.PathLike[str],
     num_devices: int | None = None,
     num_replicas: int = 1,
     verbose: bool = True,

@@ -13,6 +13,7 @@ from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchrl_vllm_sync.weights.places import TransportName
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import Members, Push, WeightTransport
 
@@ -88,7 +89,7 @@ class AutoTransport:
         self.name = "auto"
 
 
-TRANSPORTS: dict[str, Callable[[], WeightTransport]] = {
+TRANSPORTS: dict[TransportName, Callable[[], WeightTransport]] = {
     "auto": AutoTransport,
     "broadcast": BroadcastTransport,
     "ipc": IPCTransport,

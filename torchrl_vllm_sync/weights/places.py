@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.source import WeightSource
 
 
+TransportName = Literal["auto", "broadcast", "ipc", "memmap"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where one side keeps its weights."""
@@ -28,7 +31,9 @@ class Place:
     device_uuids: tuple[str, ...] = ()  # see :func:`device_uuid`; empty on a CPU, or if unknown
 
 
-def choose_transport(trainer: Place, engines: Mapping[str, Place | EngineDescription]) -> str:
+def choose_transport(
+    trainer: Place, engines: Mapping[str, Place | EngineDescription]
+) -> TransportName:
     """Names the transport that moves weights from ``trainer`` to all ``engines``.
 
     In this order: ``ipc`` if each engine is on the trainer's GPU and on no other; ``broadcast`` if
