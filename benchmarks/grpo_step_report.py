@@ -30,6 +30,7 @@ PARTS = {
     ),
     "loss, backward, optimizer": ("tab:blue", ("log-probabilities", "backward", "optimizer")),
     "push": ("tab:purple", ("push",)),
+    "waiting for rows": ("tab:olive", ("wait",)),
     "all at once, or not told apart": ("tab:gray", ("other",)),
 }
 

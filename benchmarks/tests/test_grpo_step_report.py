@@ -26,7 +26,7 @@ RUN = {
 
 def test_parts_add_up_to_the_step():
     found = parts(RUN)["ours"]
-    assert list(found.values()) == [2.0, 0.30000000000000004, 0.5, 0.25, 0.125]
+    assert list(found.values()) == [2.0, 0.30000000000000004, 0.5, 0.25, 0.0, 0.125]
     assert sum(found.values()) == 3.175
 
 
