@@ -62,7 +62,8 @@ def picture(run: dict[str, Any], path: Path) -> None:
     left = [0.0] * len(found)
     for part, (colour, _) in PARTS.items():
         widths = [of[part] for of in found.values()]
-        axes.barh(range(len(found)), widths, left=left, color=colour, label=part)
+        label = part if any(widths) else None
+        axes.barh(range(len(found)), widths, left=left, color=colour, label=label)
         left = [sum(both) for both in zip(left, widths, strict=True)]
     for row, end in enumerate(left):
         axes.text(end, row, f" {end:.2f} s", va="center", fontsize=8)
