@@ -1,6 +1,7 @@
 """Generation on real engines: every form in, vLLM's own outputs back, and no work left behind."""
 
 import asyncio
+import dataclasses
 import gc
 import threading
 import time
@@ -370,7 +371,8 @@ def test_one_call_a_replica_and_batch(service, monkeypatch):
     dispatcher = service.requests._dispatcher
     replicas = dispatcher._replicas()
     counted = [
-        type(one)(one.replica_id, Counting(one.actor, index)) for index, one in enumerate(replicas)
+        dataclasses.replace(one, actor=Counting(one.actor, index))
+        for index, one in enumerate(replicas)
     ]
     monkeypatch.setattr(dispatcher, "_replicas", lambda: counted)
     service.generate([[i, i + 1] for i in range(5, 105)], sampling(max_tokens=1))

@@ -20,7 +20,7 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
-from torchrl_vllm_sync.versions import check_version
+from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.history import (
     PushDeadlines,
@@ -355,8 +355,7 @@ class WeightPusher:
             try:
                 source = as_weight_source(weights)
                 with leading(source) as announcement:
-                    if version is not None:
-                        check_version("version", version)
+                    _check_version(version)
                     given = PushOptions(**options)
                     with self.exclusive(TURN_TIMEOUT_S):
                         report, is_news = self._push(source, version, given, begin, ending)
@@ -538,3 +537,11 @@ def failed_push(
         about = {"version": error.version, "left_behind": dict(error.failures)}
     began_at, reason = ended_at - seconds, reason_of(error)
     return PushReport(began_at=began_at, seconds=seconds, error=reason, **about)
+
+
+def _check_version(version: object) -> None:
+    """Refuses what can be no version; one that is too old is refused by the ledger."""
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+        raise UnsupportedArgumentError(f"version must be an integer or None, got {version!r}")
+    if version is not None and version > MAX_VERSION:
+        raise UnsupportedArgumentError(f"version must be at most {MAX_VERSION}, got {version}")
