@@ -69,7 +69,7 @@ class Clock:
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.phase(phase, settle=settle):
                 result = run(*args, **kwargs)
-            if then is not None and self._open:
+            if then is not None and self._open and threading.current_thread() is self.thread:
                 self._open[-1] = then
             return result
 

@@ -1,6 +1,7 @@
 """Phases add up, belong to the innermost, and NVML's polls are averaged within their window."""
 
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -48,6 +49,16 @@ def test_what_a_caller_does_after_a_wrapped_call_has_a_name_of_its_own(clock):
         service.generate(4)
         clock.now.append(8)
     assert clock.take() == {"encode": 2, "generate": 5, "rows": 8}
+
+
+def test_calls_of_other_threads_change_no_phase(clock):
+    run = clock.timed(lambda: None, "generate", then="rows")
+    with clock.phase("wait"):
+        other = threading.Thread(target=run)
+        other.start()
+        other.join(timeout=10)
+        clock.now.append(3)
+    assert clock.take() == {"wait": 3}
 
 
 def test_a_phase_ends_where_its_call_fails(clock):
