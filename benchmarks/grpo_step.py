@@ -61,7 +61,7 @@ from benchmarks.shapes import save_shape
 from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
-COLLECT = ("encode", "generate", "rows", "environment", "reward", "advantage", "buffer")
+COLLECT = ("wait", "encode", "generate", "rows", "environment", "reward", "advantage", "buffer")
 LOSS = ("sample", "log-probabilities", "backward", "optimizer")
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrl_vllm_sync import ParamMeta
 from torchrl_vllm_sync.errors import (
@@ -133,6 +134,33 @@ def test_a_streaming_source_arrives_alike(groups):
     source = MappingSource(wanted)
     for (one,) in transfer(groups, layout, lambda _: StreamingPacker(layout, source, CPU)):
         assert all(torch.equal(one[name], tensor) for name, tensor in wanted.items())
+
+
+class Writes(TorchDispatchMode):
+    """Notes the operations that make or fill memory; views are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_streamed_tensor_is_copied_by_rows_alone_however_it_lies_in_memory():
+    wide = torch.arange(12.0).view(3, 4).T
+    layout = BucketLayout(metadata_of({"wide": wide}), 24)
+    packer, buffers = StreamingPacker(layout, MappingSource({"wide": wide}), CPU), []
+    with Writes() as writes:
+        for index in range(len(layout.buckets)):
+            buffers.append(make_buffers(layout, CPU)[0])
+            packer(index, buffers[-1])
+    assert len(layout.buckets) == 2
+    assert torch.equal(torch.cat(buffers).view(torch.float32), wide.reshape(-1))
+    copies = [one for one in writes.names if not one.startswith("aten::empty")]
+    assert copies == ["aten::copy_"] * 2
 
 
 def test_values_are_cast_to_the_dtype_on_the_wire(groups):

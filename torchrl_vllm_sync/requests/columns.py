@@ -136,9 +136,13 @@ class _Records(Column):
         return self.num_rows
 
     def __getitem__(self, at: int) -> Any:
+        return self.make(at)
+
+    def make(self, at: int, **instead: Any) -> Any:
+        """The object of a row, with the attributes that are given in place of its own."""
         # Attributes are set as unpickling sets them: past __init__, which differs by release.
         made = object.__new__(self.kind)
-        vars(made).update(self.attributes(at))
+        vars(made).update(self.attributes(at, **instead))
         return made
 
     def attributes(self, at: int, **instead: Any) -> dict[str, Any]:
@@ -222,12 +226,13 @@ class PackedResults:
         self._results = _Records(EngineResult, [vars(one) | {"output": None} for one in results])
 
     def __iter__(self) -> Iterator[EngineResult]:
-        made = 0
+        made, errors = 0, self._results.fields["error"]
         for at in range(len(self._results)):
-            result = self._results[at]
-            if self._outputs is not None and result.error is None:
-                vars(result)["output"], made = OutputRow(self._outputs, made), made + 1
-            yield result
+            if self._outputs is not None and errors[at] is None:
+                yield self._results.make(at, output=OutputRow(self._outputs, made))
+                made += 1
+            else:
+                yield self._results[at]
 
 
 @dataclass(frozen=True, slots=True)

@@ -463,7 +463,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             log_probs = self._padded_right(answers.log_probs(), 0.0)
             full = _joined(torch.full(prompt.shape, math.nan), log_probs)
             entries[self.log_probs_key] = LogProbs, {"response": log_probs, "full": full}
-        self._mark_padded(entries, [MetaData(True)])
+        self._mark_padded(entries, MetaData(True))
         return TensorDict(_stacked(entries, torch.Size([num_rows])), [num_rows])
 
     def _from_vllm_generate_text(
@@ -594,7 +594,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             **answers.stamps(),
         }
 
-    def _mark_padded(self, entries: dict[Any, Any], padded: list[MetaData]) -> None:
+    def _mark_padded(self, entries: dict[Any, Any], padded: MetaData | list[MetaData]) -> None:
         for name in (self.tokens_key, self.masks_key, self.log_probs_key):
             if name in entries:
                 entries[name][1]["padded"] = padded
@@ -753,8 +753,6 @@ def _stacked(entries: dict[Any, Any], shape: torch.Size) -> dict[Any, Any]:
             columns[name] = TensorDict(_stacked(entry, shape), shape)
         elif not isinstance(entry, list):
             columns[name] = entry
-        elif isinstance(entry[0], MetaData):  # of all rows
-            columns[name] = entry[0]
         else:
             columns[name] = Texts.of(entry) if isinstance(entry[0], str) else torch.stack(entry)
     return columns

@@ -67,8 +67,8 @@ class TextReward(Transform):
         self._name = getattr(fn, "__name__", type(fn).__name__)
         parameters = inspect.signature(fn).parameters.values()
         self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-        self._columns = {one.name: one.default is one.empty for one in named[2:]}
+        given = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        self._columns = {one.name: one.default is one.empty for one in given[2:]}
 
     def _check_decodes(self, chat: ChatEnv, policy: vLLMWrapper) -> None:
         """Refuses a tokenizer that reads the policy's tokens as others."""

@@ -73,8 +73,9 @@ class TrainerPolicy(LLMWrapperBase):
             ``logprobs_mode="processed_logprobs"``.
         packed: Puts the rows of a pass one after the other, with no padding between them; positions
             that begin again tell the model where a row begins. Flash attention then computes each
-            row by itself. Others compute the square of all tokens of a pass, and sdpa holds a mask
-            of that size: bound it by ``micro_batch``.
+            row by itself (``transformers.modeling_flash_attention_utils``). Others compute the
+            square of all tokens of a pass, and sdpa holds a mask of that size: bound it by
+            ``micro_batch``.
         log_probs_key: Where a call writes; not where losses read.
 
     Raises:

@@ -84,9 +84,8 @@ def _packer(num_ids: int) -> Callable[..., bytes]:
 def _pack_ids(ids: Sequence[int] | np.ndarray) -> bytes:
     if isinstance(ids, np.ndarray):
         packed = ids.astype("<i4", copy=False)
-        is_integer = ids.dtype.kind in "iu"
-        fits = is_integer and (ids.itemsize < BYTES_PER_TOKEN or packed is ids)
-        if not fits and not (is_integer and (packed == ids).all()):
+        narrower = ids.itemsize < BYTES_PER_TOKEN or packed is ids
+        if ids.dtype.kind not in "iu" or not (narrower or (packed == ids).all()):
             raise InvalidPromptError(f"token ids must be integers of 32 bits, got {ids!r}")
         return packed.tobytes()
     try:

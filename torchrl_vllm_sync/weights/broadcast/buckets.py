@@ -223,11 +223,11 @@ class _Part(NamedTuple):
         """Whether ``other`` goes on where this one ends, in the bucket and in one storage."""
         count = self.num_elements
         return (
-            _is_flat(self.dims)
+            self.offset + count == other.offset
+            and self.begin + count * self.dtype.itemsize == other.begin
+            and _is_flat(self.dims)
             and _is_flat(other.dims)
             and (self.dtype, self.target.dtype) == (other.dtype, other.target.dtype)
-            and self.begin + count * self.dtype.itemsize == other.begin
-            and self.offset + count == other.offset
             and storage_key(self.target) == storage_key(other.target)
         )
 
@@ -412,7 +412,7 @@ class StreamingPacker:
     def __init__(self, layout: BucketLayout, source: WeightSource, device: torch.device) -> None:
         self._layout = layout
         self._items, self._device = checked(source, layout.metadata), device
-        self._index, self._values = -1, torch.empty(0)  # of the tensor taken last
+        self._index, self._tensor = -1, torch.empty(0)  # the one taken last
 
     @torch.no_grad()
     def __call__(self, index: int, buffer: torch.Tensor) -> None:
@@ -421,15 +421,18 @@ class StreamingPacker:
             while self._index < piece.index:
                 meta, tensor = next(self._items)
                 check_device(meta.name, tensor, self._device)
-                self._index, self._values = self._index + 1, tensor.detach().reshape(-1)
-            values = self._values[piece.first_element :][: piece.num_elements]
-            _part(buffer, piece).copy_(values, non_blocking=True)
+                self._index, self._tensor = self._index + 1, tensor.detach()
+            rows = self._tensor
+            if rows.dim():
+                size = piece.meta.num_elements // len(rows)
+                rows = rows.narrow(0, piece.first_element // size, piece.num_elements // size)
+            _part(buffer, piece).view(rows.shape).copy_(rows, non_blocking=True)
 
     def finish(self) -> None:
         """Exhausts the source, so that ``checked`` refuses surplus tensors; frees the last one."""
         for _ in self._items:
             pass
-        self._values = torch.empty(0)
+        self._tensor = torch.empty(0)
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
