@@ -9,9 +9,10 @@ import logging
 import math
 import os
 import socket
+import sys
 import time
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
@@ -37,9 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = _parser().parse_args(arguments)
     try:
-        _connect(options.address)
-        show = _list_services if options.name is None else _show_service
-        show(options, Console())
+        with _without_vllm():
+            _connect(options.address)
+            show = _list_services if options.name is None else _show_service
+            show(options, Console())
     except SyncError as error:
         Console(stderr=True).print(f"torchrl-vllm-sync: {error}", style="red", markup=False)
         return 1
@@ -72,6 +74,21 @@ def _seconds(text: str) -> float:
         if 0 < float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"must be seconds greater than 0, got {text!r}")
+
+
+@contextlib.contextmanager
+def _without_vllm() -> Iterator[None]:
+    """Keeps vLLM from being imported, which takes seconds and is of no use here."""
+    # Ray (2.60) imports an actor's class along with its handle. Where that fails it makes do with
+    # the names of the methods: function_manager.py, _create_fake_actor_class.
+    modules: dict[str, Any] = sys.modules
+    if was_absent := "vllm" not in modules:
+        modules["vllm"] = None
+    try:
+        yield
+    finally:
+        if was_absent:
+            del modules["vllm"]
 
 
 def _connect(address: str | None) -> None:
@@ -132,16 +149,16 @@ def _show_service(options: argparse.Namespace, console: Console) -> None:
     from rich.live import Live
 
     from torchrl_vllm_sync.observe.views import status_view
-    from torchrl_vllm_sync.service.service import attach
+    from torchrl_vllm_sync.service.replicas import observed
 
     is_live = options.watch is not None and not options.json
     live = Live(console=console, auto_refresh=False)
-    with attach(options.name) as service:
-        service.status()
+    with observed(options.name) as look:
+        look()
         time.sleep(FIRST_LOOK_S)
         with live if is_live else contextlib.nullcontext():
             for _ in _looks(options.watch):
-                status = service.status()
+                status = look()
                 states = {one.state for one in status.replicas}
                 if states == {ReplicaState.CLOSED}:
                     raise ServiceClosedError(f"service {status.name} was shut down")

@@ -120,9 +120,20 @@ def test_the_dashboard_of_an_attached_service_shows_the_same(service):
     assert not [one for one in names if one.startswith("dashboard")]
 
 
+# They take seconds to import, and nothing that is shown needs them.
+COMMAND = """
+import sys
+from torchrl_vllm_sync.cli import main
+status = main()
+heavy = {"vllm", "torch", "torchrl"} & {*sys.modules}
+assert not heavy, heavy
+raise SystemExit(status)
+"""
+
+
 def command(*arguments):
     address = ray.get_runtime_context().gcs_address
-    told = [sys.executable, "-m", "torchrl_vllm_sync.cli", "status", *arguments]
+    told = [sys.executable, "-c", COMMAND, "status", *arguments]
     done = subprocess.run(
         [*told, "--address", address],
         capture_output=True,

@@ -1,6 +1,8 @@
 """Who the members are, in which order, and that copies go their own way."""
 
 import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from tests.fakes.service import member, replicas_of
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError
-from torchrl_vllm_sync.replica import EngineReport
+from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service.replicas import Answers, Membership
 
@@ -147,3 +149,34 @@ def test_whoever_watches_hears_of_replicas_that_come_and_go():
         load.remove("0")
     assert heard[-1] == 2
     assert len(heard) >= 3
+
+
+# What ``torchrl-vllm-sync status`` does with what replicas keep, and with what they report.
+READER = """
+import pickle, sys
+import torchrl_vllm_sync.cli, torchrl_vllm_sync.observe.views
+from torchrl_vllm_sync.service.replicas import observed
+state, report = pickle.load(sys.stdin.buffer)
+print(state["settings"].name, len(state["membership"].members), report.last_push.version)
+print(sorted({"vllm", "torch", "torchrl", "transformers"} & {*sys.modules}))
+"""
+
+
+def test_what_replicas_keep_is_read_without_vllm_or_torch():
+    from vllm import AsyncEngineArgs
+
+    engine_args = AsyncEngineArgs(model="m")
+    replicas = replicas_of(map(member, "01"), engine_args=engine_args, actor_class=Membership)
+    state = replicas.shared_state()
+    push = PushReport(began_at=0.0, seconds=1.0, version=7, replicas=[LoadReport(version=7)])
+    report = EngineReport(replica_id="0", state=ReplicaState.SERVING, last_push=push)
+    found = subprocess.run(
+        [sys.executable, "-c", READER],
+        input=pickle.dumps((state, report)),
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    assert found.stdout.decode().splitlines() == ["rollouts 2 7", "[]"]
+    assert state["settings"].whole() == replicas.settings
+    assert state["settings"] != replicas.settings

@@ -159,8 +159,8 @@ def test_a_service_that_is_not_launched_has_a_line_only():
 # ---------------------------------------------------------------- the command
 
 
-class Attached:
-    """A service that somebody attached to."""
+class Observed:
+    """A service that somebody looks at."""
 
     def __init__(self, *statuses):
         self.statuses, self.left = list(statuses), False
@@ -172,7 +172,7 @@ class Attached:
         return told
 
     def __enter__(self):
-        return self
+        return self.status
 
     def __exit__(self, *_):
         self.left = True
@@ -182,16 +182,15 @@ class Attached:
 def cluster(monkeypatch):
     """Runs the command where one service, or whatever a test says, is on a cluster."""
     from torchrl_vllm_sync.service import replicas as members
-    from torchrl_vllm_sync.service import service
 
-    services = {"rollouts": Attached(troubled())}
+    services = {"rollouts": Observed(troubled())}
 
-    def attach(name):
+    def observed(name):
         if name not in services:
             raise ServiceClosedError(f"no service named {name!r} runs on the Ray cluster at x")
         return services[name]
 
-    monkeypatch.setattr(service, "attach", attach)
+    monkeypatch.setattr(members, "observed", observed)
     monkeypatch.setattr(members, "running_services", lambda: dict.fromkeys(services, 3))
     monkeypatch.setattr(cli, "_connect", lambda address: None)
     monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
@@ -212,7 +211,7 @@ def test_the_command_shows_a_service_and_lets_go_of_it(cluster, capsys):
 
 
 def test_the_command_prints_json_as_it_is(cluster, capsys):
-    cluster["rollouts"] = Attached(hostile_status())
+    cluster["rollouts"] = Observed(hostile_status())
     assert cli.main(["status", "rollouts", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["name"] == HOSTILE
@@ -238,7 +237,7 @@ def test_a_service_that_is_not_there_is_an_error_on_stderr(cluster, capsys):
 
 def test_watching_ends_with_the_service(cluster, capsys):
     closed = status(replica("0", state=ReplicaState.CLOSED))
-    cluster["rollouts"] = Attached(troubled(), troubled(), troubled(), closed)
+    cluster["rollouts"] = Observed(troubled(), troubled(), troubled(), closed)
     assert cli.main(["status", "rollouts", "--watch"]) == 1
     out, err = capsys.readouterr()
     assert "2 of 4 replicas serve" in out
@@ -248,7 +247,7 @@ def test_watching_ends_with_the_service(cluster, capsys):
 
 def test_watching_as_json_is_a_line_for_each_look(cluster, capsys):
     gone = ServiceClosedError("gone")
-    cluster["rollouts"] = Attached(troubled(), troubled(), troubled(), gone)
+    cluster["rollouts"] = Observed(troubled(), troubled(), troubled(), gone)
     assert cli.main(["status", "rollouts", "--watch", "0.5", "--json"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["num_serving"] for line in lines] == [2, 2]

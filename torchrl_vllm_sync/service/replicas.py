@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+import pickle
 import threading
 import time
 from collections import Counter
@@ -14,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import ray
 import ray.util
+from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
 
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import ReplicaUnavailableError, ServiceClosedError
+from torchrl_vllm_sync.observe.status import ServiceStatus, StatusLog
 from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.replica import (
     UNRESPONSIVE_AFTER_S,
@@ -27,7 +31,7 @@ from torchrl_vllm_sync.replica import (
     ReplicaState,
 )
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
-from torchrl_vllm_sync.weights.broadcast.group import free_port
+from torchrl_vllm_sync.routing.monitor import LoadMonitor
 from torchrl_vllm_sync.weights.transport import Standing, failed
 
 if TYPE_CHECKING:
@@ -54,6 +58,16 @@ class ServiceSettings:
     max_restarts: int = 0  # of each replica within an hour
     balancing: Mapping[str, Any] = field(default_factory=dict)  # arguments of the balancer
     rendezvous: tuple[str, int | None] | None = None  # once that was named or asked for
+    pickled: bytes = b""  # engine arguments and actor class, where this is :meth:`portable`
+
+    def portable(self) -> ServiceSettings:
+        """Returns a copy that is unpickled without importing vLLM, for :meth:`whole`."""
+        parts = {"engine_args": self.engine_args, "actor_class": self.actor_class}
+        pickled = cloudpickle.dumps(parts)
+        return dataclasses.replace(self, **dict.fromkeys(parts), pickled=pickled)
+
+    def whole(self) -> ServiceSettings:
+        return dataclasses.replace(self, **pickle.loads(self.pickled), pickled=b"")
 
 
 class Membership:
@@ -178,7 +192,7 @@ def named_actors(service_name: str) -> dict[str, Any]:
 def find_service(
     service_name: str, *, timeout_s: float = ATTACH_TIMEOUT_S
 ) -> tuple[ServiceSettings, Membership]:
-    """Returns the settings of a running service, and its living replicas as its members."""
+    """Returns a running service's portable settings, and its living replicas as its members."""
     try:
         ensure_ray("auto")
     except ConnectionError as error:
@@ -208,6 +222,20 @@ def find_service(
         raise ServiceClosedError(why)
     newest = max(states, key=lambda one: one["membership"].epoch)
     return newest["settings"], newest["membership"].with_actors(actors)
+
+
+@contextlib.contextmanager
+def observed(service_name: str) -> Iterator[Callable[[], ServiceStatus]]:
+    """Gives what returns a running service's status, without importing vLLM or PyTorch."""
+    settings, membership = find_service(service_name)
+    replicas = Replicas(settings, membership, is_copy=True)
+    log, limit_s = StatusLog(replicas.load), settings.unresponsive_after_s
+    monitor = LoadMonitor(replicas.load, replicas.to_ask, unresponsive_after_s=limit_s)
+    monitor.start()
+    try:
+        yield lambda: log.status(service_name, replicas.served_version(), replicas.members)
+    finally:
+        monitor.stop()
 
 
 def as_they_end(refs: Iterable[Any], deadline: Deadline) -> Iterator[Any]:
@@ -306,6 +334,7 @@ class Replicas(Sequence[Member]):
         self.is_copy = is_copy  # of a service that another process launched
         self.follows = is_copy or settings.detached  # others may change the membership
         self._has_asked, self._looked_at, self._following = False, 0.0, threading.Lock()
+        self._last_served = 0
         self.load = LoadTracker([one.replica_id for one in self], state=ReplicaState.SERVING)
         for one in self.members:
             self.describe(one)
@@ -369,7 +398,8 @@ class Replicas(Sequence[Member]):
 
     def shared_state(self) -> dict[str, Any]:
         """What a process needs to attach; without actor handles, so that an actor may keep it."""
-        return {"settings": self.settings, "membership": self.require().with_actors(None)}
+        membership = self.require().with_actors(None)
+        return {"settings": self.settings.portable(), "membership": membership}
 
     @property
     def service_name(self) -> str:
@@ -458,6 +488,16 @@ class Replicas(Sequence[Member]):
             known = self.load.snapshots()
         return known
 
+    def served_version(self) -> int:
+        """Returns the newest version that all serving replicas hold; kept while none serves."""
+        held = [
+            one.weight_version
+            for one in self.known()
+            if one.state.admits_requests and one.weight_version is not None
+        ]
+        self._last_served = min(held, default=self._last_served)
+        return self._last_served
+
     def learn(
         self,
         replica_ids: Collection[str] | None = None,
@@ -538,6 +578,8 @@ class Replicas(Sequence[Member]):
         self, address: str | None = None, port: int | str | None = None
     ) -> tuple[str, int]:
         """Returns an address and a port of this node, the same until others are given."""
+        from torchrl_vllm_sync.weights.broadcast.group import free_port  # needs PyTorch
+
         known_address, known_port = self.rendezvous
         if port is None:
             port = free_port(known_address) if known_port is None else known_port

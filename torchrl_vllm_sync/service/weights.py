@@ -33,19 +33,11 @@ class Weights:
         strict = not replicas.settings.max_restarts
         self.pusher = WeightPusher(replicas, self.expected, self.hooks.announce, strict=strict)
         self._metadata: list[ParamMeta] | None = None
-        self._last_served = 0
 
     @property
     def version(self) -> int:
         """Newest version that all serving replicas are known to hold; kept while none serves."""
-        held = [
-            one.weight_version
-            for one in self._replicas.known()
-            if one.state.admits_requests and one.weight_version is not None
-        ]
-        if held:
-            self._last_served = min(held)
-        return max(self.pusher.committed, self._last_served)
+        return max(self.pusher.committed, self._replicas.served_version())
 
     @property
     def versions(self) -> dict[str, int | None]:
