@@ -63,7 +63,7 @@ class ServiceSettings:
     def portable(self) -> ServiceSettings:
         """Returns a copy that is unpickled without importing vLLM, for :meth:`whole`."""
         parts = {"engine_args": self.engine_args, "actor_class": self.actor_class}
-        pickled = cloudpickle.dumps(parts)
+        pickled = cloudpickle.dumps(parts)  # pyright: ignore[reportPrivateImportUsage]
         return dataclasses.replace(self, **dict.fromkeys(parts), pickled=pickled)
 
     def whole(self) -> ServiceSettings:

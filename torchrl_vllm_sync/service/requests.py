@@ -28,12 +28,38 @@ from torchrl_vllm_sync.routing.placer import key_per_prompt
 from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+    from typing import TypedDict
 
+    import numpy as np
+    import torch
     from vllm import RequestOutput
 
     from torchrl_vllm_sync.routing.balancer import LoadBalancer, Reservation
+    from torchrl_vllm_sync.routing.placer import RequestKey
     from torchrl_vllm_sync.service.replicas import Replicas
+    from torchrl_vllm_sync.versions import VersionSpan
+
+    Prompt = str | list[int] | torch.Tensor | np.ndarray | Mapping[str, Any]
+
+    class ServedOutput(RequestOutput):
+        """vLLM's output, which stays of vLLM's class, with the attributes that it is given here."""
+
+        replica_id: str
+        version_spans: tuple[tuple[VersionSpan, ...], ...]  # of each sample
+        min_version: int
+        max_version: int
+
+    class GenerateOptions(TypedDict, total=False):
+        """Arguments of ``generate`` that its result does not depend on by type."""
+
+        use_tqdm: bool
+        lora_request: Any
+        timeout_seconds: float | None
+        actor_index: int | None
+        min_version: int | None
+        session_id: RequestKey | Sequence[RequestKey | None] | None
+        group_id: RequestKey | Sequence[RequestKey | None] | None
 
 
 REQUEST_ENDS: tuple[str, ...] = ("answered", "lost", "failed", "cancelled")
@@ -198,7 +224,7 @@ class Requests:
                     raise output
         return outputs if batch.is_batch else outputs[0]
 
-    async def stream(self, batch: PreparedBatch) -> AsyncGenerator[RequestOutput]:
+    async def stream(self, batch: PreparedBatch) -> AsyncGenerator[ServedOutput]:
         """Yields the outputs of a prepared call with one prompt as they grow."""
         (request,) = batch.requests
         results = self._dispatcher.stream(request, _reserver(self.balancer, batch.only))
@@ -276,5 +302,5 @@ def _prepared_sampling_params(given: Sequence[Any], *, stream: bool) -> list[Any
     return [copies[id(one)] for one in given]
 
 
-def _as_output(result: EngineResult, request: EngineRequest) -> RequestOutput | Exception:
+def _as_output(result: EngineResult, request: EngineRequest) -> Any:
     return result.output.unread(result, request) if result.error is None else result.error

@@ -14,7 +14,7 @@ import re
 import secrets
 import uuid
 import weakref
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
 import ray
 from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
@@ -56,18 +56,22 @@ from torchrl_vllm_sync.service.weights import NativeClient, Weights
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+    from typing import Literal, Unpack
 
-    from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
+    from vllm import AsyncEngineArgs, SamplingParams
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
     from torchrl_vllm_sync.routing.placer import RequestKey
+    from torchrl_vllm_sync.service.requests import GenerateOptions, Prompt, ServedOutput
     from torchrl_vllm_sync.weights.transport import WeightTransport
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+if TYPE_CHECKING:
+    Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 def of_part(
@@ -364,10 +368,34 @@ class AsyncVLLM(RLvLLMEngine):
 
     # ---------------------------------------------------------------- requests
 
+    # fmt: off
+    @overload  # with neither prompts nor ids, which is refused, both of these apply
+    def generate(self, prompts: Prompt | None = None, sampling_params: Params = None, *,  # pyright: ignore[reportOverlappingOverload]
+                 prompt_token_ids: list[int] | None = None, stream: Literal[False] = False,
+                 return_exceptions: bool = False, **options: Unpack[GenerateOptions],
+                 ) -> ServedOutput: ...
+    @overload
+    def generate(self, prompts: Sequence[Prompt] | None = None, sampling_params: Params = None, *,
+                 prompt_token_ids: list[list[int]] | None = None, stream: Literal[False] = False,
+                 return_exceptions: Literal[False] = False, **options: Unpack[GenerateOptions],
+                 ) -> list[ServedOutput]: ...
+    @overload
+    def generate(self, prompts: Sequence[Prompt] | None = None, sampling_params: Params = None, *,
+                 prompt_token_ids: list[list[int]] | None = None, stream: Literal[False] = False,
+                 return_exceptions: Literal[True], **options: Unpack[GenerateOptions],
+                 ) -> list[ServedOutput | Exception]: ...
+    @overload
+    def generate(self, prompts: Prompt | Sequence[Prompt] | None = None,
+                 sampling_params: Params = None, *,
+                 prompt_token_ids: list[int] | list[list[int]] | None = None,
+                 stream: Literal[True], return_exceptions: bool = False,
+                 **options: Unpack[GenerateOptions]) -> Iterator[ServedOutput]: ...
+    # fmt: on
+
     def generate(
         self,
         prompts: Any = None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         use_tqdm: bool = True,
@@ -449,10 +477,29 @@ class AsyncVLLM(RLvLLMEngine):
         outputs = self.requests.run(batch, use_tqdm=use_tqdm, return_exceptions=return_exceptions)
         return run_blocking(outputs)
 
+    # fmt: off
+    @overload
+    async def agenerate(self, prompts: Prompt | None = None, sampling_params: Params = None, *,
+                        prompt_token_ids: list[int] | None = None, return_exceptions: bool = False,
+                        **options: Unpack[GenerateOptions]) -> ServedOutput: ...
+    @overload
+    async def agenerate(self, prompts: Sequence[Prompt] | None = None,
+                        sampling_params: Params = None, *,
+                        prompt_token_ids: list[list[int]] | None = None,
+                        return_exceptions: Literal[False] = False,
+                        **options: Unpack[GenerateOptions]) -> list[ServedOutput]: ...
+    @overload
+    async def agenerate(self, prompts: Sequence[Prompt] | None = None,
+                        sampling_params: Params = None, *,
+                        prompt_token_ids: list[list[int]] | None = None,
+                        return_exceptions: Literal[True],
+                        **options: Unpack[GenerateOptions]) -> list[ServedOutput | Exception]: ...
+    # fmt: on
+
     async def agenerate(
         self,
         prompts: Any = None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         use_tqdm: bool = False,
@@ -486,7 +533,7 @@ class AsyncVLLM(RLvLLMEngine):
 
     async def astream(
         self,
-        prompt: Any = None,
+        prompt: Prompt | None = None,
         sampling_params: SamplingParams | None = None,
         *,
         prompt_token_ids: list[int] | None = None,
@@ -496,7 +543,7 @@ class AsyncVLLM(RLvLLMEngine):
         min_version: int | None = None,
         session_id: RequestKey | None = None,
         group_id: RequestKey | None = None,
-    ) -> AsyncGenerator[RequestOutput]:
+    ) -> AsyncGenerator[ServedOutput]:
         """Yields the growing outputs of one prompt: ``generate(stream=True)`` for asyncio.
 
         Each has all tokens so far, unless ``output_kind`` says otherwise. Arguments but ``prompt``,
