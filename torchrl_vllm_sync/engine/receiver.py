@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.plan import PlanNotPossibleError, record_load_plan
+from torchrl_vllm_sync.engine.progress import note_stage
 from torchrl_vllm_sync.engine.reload import checksum, reload_model
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.broadcast.buckets import (
@@ -122,6 +123,9 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        # vLLM makes it as soon as the weights are loaded.
+        is_eager = vllm_config.model_config.enforce_eager
+        note_stage("warming up" if is_eager else "compiling and capturing graphs")
         self._group: BroadcastGroup | None = None
         self._group_id = 0
         self._layout: BucketLayout | None = None

@@ -7,6 +7,7 @@ but prompts, answers and a reward, the same rows are made here as tensors of the
 from __future__ import annotations
 
 import inspect
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -190,7 +191,10 @@ class RolloutCollector(LLMCollector):
         names = ("answers", "rewards") if max_staleness else ()
         self._threads = [ThreadPoolExecutor(1, f"rollouts-{one}") for one in names]
         self._ahead: tuple[Future[TensorDict], Future[TensorDict]] | None = None
-        super().__init__(env, **kwargs)
+        with warnings.catch_warnings():  # TorchRL 0.14 announces what 0.15 will do instead
+            for notice in ("The env passed to LLMCollector", "Using WeightUpdaterBase"):
+                warnings.filterwarnings("ignore", notice)
+            super().__init__(env, **kwargs)
 
     @property
     def rollout(self) -> Callable[[], TensorDictBase]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import math
 import os
 import time
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -34,6 +36,7 @@ from torchrl_vllm_sync.service.replicas import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from torchrl_vllm_sync.engine.progress import LaunchProgress
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +170,14 @@ def launch_timeout_s() -> float:
     )
 
 
+def check_checkpoint(model: str) -> None:
+    """Refuses a path where there is nothing, unless the engines may be on other machines."""
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    starts_ray = not ray.is_initialized() and "RAY_ADDRESS" not in os.environ
+    if is_path and starts_ray and not Path(model).exists():
+        raise UnsupportedArgumentError(f"model must be a checkpoint, and there is none at {model}")
+
+
 def launch_replicas(
     settings: ServiceSettings,
     replica_ids: Sequence[str],
@@ -174,6 +185,7 @@ def launch_replicas(
     beside: Collection[Member] = (),
     join_later: bool = False,
     num_restarts: int = 0,
+    progress: LaunchProgress | None = None,
 ) -> list[Member]:
     """Starts replicas, spread over the nodes, and waits until all have started."""
     timeout_s = launch_timeout_s()
@@ -201,14 +213,17 @@ def launch_replicas(
             ).remote(
                 replica_id=replica_id,
                 engine_args=for_replica(settings.engine_args, int(replica_id), num_restarts),
-                environment=settings.environment,
+                environment={
+                    **settings.environment,
+                    **(progress.environment(replica_id) if progress else {}),
+                },
                 unresponsive_after_s=settings.unresponsive_after_s,
             )
             undo.callback(ray.kill, actor)
             actors[replica_id] = actor
             if join_later:
                 actor.join_later.remote()
-        descriptions = _await_start(actors, timeout_s)
+        descriptions = _await_start(actors, timeout_s, progress)
         _check_block_sizes([*(one.description for one in beside), *descriptions.values()])
         undo.pop_all()
     return [
@@ -225,13 +240,16 @@ def _as_remote(actor_class: Any) -> Any:
     return ray.remote(actor_class) if inspect.isclass(actor_class) else actor_class
 
 
-def _await_start(actors: Mapping[str, Any], timeout_s: float) -> dict[str, EngineDescription]:
+def _await_start(
+    actors: Mapping[str, Any], timeout_s: float, progress: LaunchProgress | None
+) -> dict[str, EngineDescription]:
     """Starts the engines side by side; the first failure ends the wait for the others."""
     starting = {actor.start.remote(): replica_id for replica_id, actor in actors.items()}
     failures: dict[str, str] = {}
     started: dict[str, EngineDescription] = {}
     deadline = Deadline(timeout_s)
-    for ref in as_they_end(starting, deadline):
+    look = functools.partial(progress.tell_stages, started) if progress else lambda: None
+    for ref in as_they_end(starting, deadline, look):
         replica_id = starting[ref]
         try:
             started[replica_id] = ray.get(ref)

@@ -150,7 +150,12 @@ NEWER_WITHIN_S = 1.0
 def ensure_ray(default: str) -> None:
     """Joins the cluster named by ``RAY_ADDRESS``, or else by ``default``, unless one is joined."""
     if not ray.is_initialized():
-        ray.init(address=os.environ.get("RAY_ADDRESS", default))
+        # What engines print is in Ray's own log files, unless the user has asked for it.
+        ray.init(
+            address=os.environ.get("RAY_ADDRESS", default),
+            logging_level=logging.ERROR,
+            log_to_driver=None if "RAY_LOG_TO_DRIVER" in os.environ else False,
+        )
 
 
 def actor_name(service_name: str, replica_id: str) -> str:
@@ -238,14 +243,21 @@ def observed(service_name: str) -> Iterator[Callable[[], ServiceStatus]]:
         monitor.stop()
 
 
-def as_they_end(refs: Iterable[Any], deadline: Deadline) -> Iterator[Any]:
-    """Yields object refs as they end, until the deadline, which may be shortened meanwhile."""
+def as_they_end(
+    refs: Iterable[Any], deadline: Deadline, look: Callable[[], object] = lambda: None
+) -> Iterator[Any]:
+    """Yields object refs as they end, until the deadline, which may be shortened meanwhile.
+
+    Twice a second, and after each, it calls ``look``.
+    """
     left = list(refs)
     while left:
-        ready, left = ray.wait(left, timeout=deadline.left_s)
-        if not ready:
+        ready, left = ray.wait(left, timeout=min(deadline.left_s, 0.5))
+        if ready:
+            yield ready[0]
+        elif deadline.passed:
             return
-        yield ready[0]
+        look()
 
 
 # ---------------------------------------------------------------- calling

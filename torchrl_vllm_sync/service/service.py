@@ -32,6 +32,7 @@ from torchrl_vllm_sync.engine.args import (
     on_cpu,
     prepare_engine_args,
 )
+from torchrl_vllm_sync.engine.progress import LaunchProgress
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe.metrics import MetricsExporter, metrics_port
 from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError
@@ -42,7 +43,12 @@ from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker, describe_replicas
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
 from torchrl_vllm_sync.service.fleet import Fleet, ScalingPolicy
-from torchrl_vllm_sync.service.launch import CLOSE_LINGER_S, close_members, launch_replicas
+from torchrl_vllm_sync.service.launch import (
+    CLOSE_LINGER_S,
+    check_checkpoint,
+    close_members,
+    launch_replicas,
+)
 from torchrl_vllm_sync.service.replicas import (
     DEFAULT_REQUEST_TIMEOUT_S,
     Membership,
@@ -118,7 +124,8 @@ class AsyncVLLM(RLvLLMEngine):
         num_cpus_per_replica: CPUs that each replica claims in Ray; 0 claims none.
         name: Name under which other processes attach; unique on the cluster.
         detached: Replicas outlive this process until somebody calls :meth:`shutdown`.
-        verbose: Leave vLLM's logging in the replicas as it is; ``False`` shows errors only.
+        verbose: Show on stderr how far the launch is, and leave vLLM's logging in the replicas as
+            it is; ``False`` shows nothing, and has vLLM log errors only.
         enable_fp32_output: Compute output layers in float32, for models TorchRL has them for.
         stage_weights: Reserve memory for a second set of weights in each worker, into which
             ``BroadcastTransport(staged=True)`` sends while the replica generates.
@@ -184,7 +191,7 @@ class AsyncVLLM(RLvLLMEngine):
         engine_args.enable_prefix_caching = enable_prefix_caching
         num_gpus = 0 if on_cpu() else num_workers(engine_args)
         claims = {"GPU": float(num_gpus), "CPU": float(num_cpus_per_replica)}
-        self._num_wanted, self.scaling = num_replicas, scaling
+        self._num_wanted, self.scaling, self._verbose = num_replicas, scaling, verbose
         self._set_up(
             ServiceSettings(
                 name=name or uuid.uuid4().hex[:8],
@@ -311,8 +318,14 @@ class AsyncVLLM(RLvLLMEngine):
         if self._launched:
             raise UnsupportedArgumentError(f"service {self.name} is launched already")
         settings = self.replicas.settings
+        check_checkpoint(settings.engine_args.model)
         ids = [str(index) for index in range(self._num_wanted)]
-        self._set_up(settings, Membership(launch_replicas(settings, ids)))
+        progress = LaunchProgress(self.name, ids) if self._verbose else None
+        with progress or contextlib.nullcontext():
+            if progress is not None and not ray.is_initialized():
+                progress.tell("starting Ray")
+            members = launch_replicas(settings, ids, progress=progress)
+        self._set_up(settings, Membership(members))
         try:
             self.fleet.share_membership().raise_failures()
         except BaseException:
@@ -895,7 +908,7 @@ def _rebuild(
     kind: type[AsyncVLLM], settings: ServiceSettings, membership: Membership | None
 ) -> AsyncVLLM:
     service: AsyncVLLM = object.__new__(_recognised(kind))  # a subclass's may want arguments
-    service._num_wanted, service.scaling = 0, None
+    service._num_wanted, service.scaling, service._verbose = 0, None, False
     service._set_up(settings, membership, is_copy=True)
     return service
 

@@ -1,0 +1,115 @@
+"""What a launch says of itself, on a terminal and elsewhere, and what it refuses before Ray."""
+
+import contextlib
+import io
+import os
+
+import pytest
+import ray
+
+from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync.engine import progress as module
+from torchrl_vllm_sync.engine.progress import FILE_VARIABLE, LaunchProgress, note_stage
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def err(monkeypatch):
+    """Stands in for stderr; seconds stand still."""
+    monkeypatch.setattr(module.time, "monotonic", lambda: 5.0)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+    def replaced(by):
+        monkeypatch.setattr("sys.stderr", by)
+        return by
+
+    return replaced
+
+
+def engine_notes(progress, replica_id, stage, monkeypatch):
+    monkeypatch.setenv(FILE_VARIABLE, progress.environment(replica_id)[FILE_VARIABLE])
+    note_stage(stage)
+
+
+def launched(monkeypatch):
+    with LaunchProgress("rollouts", ["0", "1"]) as progress:
+        progress.tell("starting Ray")
+        progress.tell_stages([])
+        engine_notes(progress, "0", "loading weights", monkeypatch)
+        progress.tell_stages([])
+        progress.tell_stages([])  # nothing is new
+        engine_notes(progress, "0", "warming up", monkeypatch)
+        engine_notes(progress, "1", "loading weights", monkeypatch)
+        progress.tell_stages([])
+        progress.tell_stages(["0", "1"])
+    return os.environ[FILE_VARIABLE]
+
+
+def test_elsewhere_there_is_a_line_for_each_change(err, monkeypatch):
+    told = err(io.StringIO())
+    launched(monkeypatch)
+    assert told.getvalue().splitlines() == [
+        "AsyncVLLM rollouts: starting Ray (0 s)",
+        "AsyncVLLM rollouts: 2 engines: 2 starting (0 s)",
+        "AsyncVLLM rollouts: 2 engines: 1 loading weights, 1 starting (0 s)",
+        "AsyncVLLM rollouts: 2 engines: 1 warming up, 1 loading weights (0 s)",
+        "AsyncVLLM rollouts: 2 engines: 2 ready (0 s)",
+    ]
+
+
+def test_on_a_terminal_one_line_is_rewritten_and_the_last_one_stays(err, monkeypatch):
+    told = err(Terminal())
+    launched(monkeypatch)
+    shown = told.getvalue()
+    assert "\x1b[2K" in shown  # erases the line
+    assert shown.endswith("AsyncVLLM rollouts: 2 engines: 2 ready (0 s)\n")
+    assert shown.count("\n") <= 3
+
+
+def test_what_failed_is_not_told_to_be_ready(err):
+    told = err(Terminal())
+    with contextlib.suppress(KeyError), LaunchProgress("rollouts", ["0"]) as progress:
+        progress.tell_stages(["0"])
+        raise KeyError
+    assert not told.getvalue().endswith("ready (0 s)\n")
+
+
+def test_engines_that_outlive_the_launch_or_are_elsewhere_note_nothing(err, monkeypatch):
+    err(io.StringIO())
+    path = launched(monkeypatch)
+    note_stage("warming up")
+    assert not os.path.exists(path)
+    monkeypatch.delenv(FILE_VARIABLE)
+    note_stage("warming up")
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "./model", "a/b/c"])
+def test_a_checkpoint_that_is_not_there_is_refused_before_ray_starts(model, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+    with pytest.raises(UnsupportedArgumentError, match=f"there is none at {model}"):
+        AsyncVLLM.from_pretrained(model)
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_the_launch_says_what_it_does_unless_told_not_to(verbose, monkeypatch, tmp_path, capsys):
+    class StartedError(Exception):
+        pass
+
+    def init(**_):
+        raise StartedError
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(StartedError):
+        AsyncVLLM.from_pretrained(tmp_path, name="rollouts", verbose=verbose)
+    assert capsys.readouterr().err.startswith("AsyncVLLM rollouts: starting Ray") == verbose
