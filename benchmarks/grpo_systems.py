@@ -1,11 +1,11 @@
-"""The systems of ``benchmarks/grpo_step.py``, and what they share; a class for each."""
+"""The systems of ``grpo_step`` and ``learning_curves``, and what they share; a class for each."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import ray
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
     from benchmarks.phases import Clock
+    from torchrl_vllm_sync import WeightTransport
+    from torchrl_vllm_sync.weights.places import TransportName
 
 GROUP = 16
 LEARNING_RATE = 1e-6
@@ -54,6 +56,7 @@ class Case:
     rows: int
     tokens: int  # of each answer
     minibatch: int = 64
+    group: int = GROUP
 
 
 def has_weights(checkpoint: Path) -> bool:
@@ -71,15 +74,24 @@ def options_of(weights: bool, num_rows: int) -> dict[str, Any]:
 
 
 class Learner:
-    """The trainer's model: float32, one optimizer step for all minibatches."""
+    """The trainer's model: float32, one optimizer step for all minibatches.
 
-    def __init__(self, checkpoint: Path, clock: Clock) -> None:
+    Gradients are clipped to ``max_norm``, if there is one.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        clock: Clock,
+        learning_rate: float = LEARNING_RATE,
+        max_norm: float | None = None,
+    ) -> None:
         cuda = torch.cuda.is_available()
         self.device = torch.device("cpu")
         if cuda:
             self.device = torch.device("cuda", torch.cuda.device_count() - 1)
             torch.cuda.set_device(self.device)
-        self.checkpoint, self.clock = checkpoint, clock
+        self.checkpoint, self.clock, self.max_norm = checkpoint, clock, max_norm
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
         with torch.device(self.device):
             self.model: Any = (
@@ -88,7 +100,7 @@ class Learner:
                 else AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
             )
         self.model = self.model.to(self.device, torch.float32).eval()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, fused=cuda)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate, fused=cuda)
         self.autocast = partial(torch.autocast, "cuda", torch.bfloat16, enabled=cuda)
 
     def step(self, batches: Iterable[Any], loss_of: Callable[[Any], torch.Tensor]) -> None:
@@ -104,24 +116,43 @@ class Learner:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= num_batches
+            if self.max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
 
-class Bench:
-    """What the systems of one case share: service, learner, prompts."""
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is asked, sampled and pushed how, and rewarded by what."""
 
-    def __init__(self, service: AsyncVLLM, learner: Learner, case: Case) -> None:
+    questions: Iterator[dict[str, list[str]]]
+    sampling: dict[str, Any]
+    reward: Callable[[], Transform] | None = None  # None: each system's own
+    transport: TransportName | WeightTransport = "auto"
+
+
+class Bench:
+    """What the systems of one case share: service, learner, task, push.
+
+    Without a task it is sums for ever, answered by as many tokens as there may be, and each system
+    rewards them by its own means.
+    """
+
+    def __init__(
+        self, service: AsyncVLLM, learner: Learner, case: Case, task: Task | None = None
+    ) -> None:
         self.service, self.actor, self.case = service, service.actors[0], case
         self.learner, self.clock, self.tokenizer = learner, learner.clock, learner.tokenizer
-        self.questions = questions()
+        self.task = task or Task(questions(), {"ignore_eos": True})
         # One for all: a service meets every new one, which takes more than a second.
-        self.updater = WeightUpdater(service, source=learner.model)
+        self.updater = WeightUpdater(service, source=learner.model, transport=self.task.transport)
 
     def asked(self) -> list[list[int]]:
         """Token ids of prompts that the engine has not seen."""
-        texts = [next(self.questions)["query"][0] for _ in range(self.case.rows // GROUP)]
-        chats = [[{"role": "user", "content": one}] for one in texts for _ in range(GROUP)]
+        case = self.case
+        texts = [next(self.task.questions)["query"][0] for _ in range(case.rows // case.group)]
+        chats = [[{"role": "user", "content": one}] for one in texts for _ in range(case.group)]
         rendered = self.tokenizer.apply_chat_template(
             chats, add_generation_prompt=True, tokenize=False
         )
@@ -131,6 +162,18 @@ class Bench:
         from vllm import SamplingParams
 
         return SamplingParams(max_tokens=self.case.tokens, ignore_eos=True, logprobs=logprobs)
+
+    def policy(self, **sampling: Any) -> vLLMWrapper:
+        """The service as a policy that samples as the task says, or otherwise."""
+        return vLLMWrapper(
+            self.service,
+            tokenizer=self.tokenizer,
+            input_mode="history",
+            chat_template=self.tokenizer.chat_template,
+            generate_kwargs={"max_tokens": self.case.tokens} | self.task.sampling | sampling,
+            pad_output=False,
+            return_log_probs=True,
+        )
 
 
 class System:
@@ -241,17 +284,10 @@ class TorchRLClasses(System):
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench)
         case, clock = bench.case, bench.clock
-        self.policy = vLLMWrapper(
-            bench.service,
-            tokenizer=bench.tokenizer,
-            input_mode="history",
-            chat_template=bench.tokenizer.chat_template,
-            generate_kwargs={"max_tokens": case.tokens, "ignore_eos": True},
-            pad_output=False,
-            return_log_probs=True,
-        )
+        self.policy = bench.policy()
         clock.wrap(self.policy, "forward", "encode")  # which generate turns into rows
-        advantage, reward = self.advantage(grpo_size=GROUP), self.reward()
+        advantage = self.advantage(grpo_size=case.group)
+        reward = (bench.task.reward or self.reward)()
         self.buffer = ReplayBuffer(
             storage=self.storage(case.rows),
             sampler=SamplerWithoutReplacement(),
@@ -273,13 +309,14 @@ class TorchRLClasses(System):
             self.actor(), entropy_bonus=False, masking_strategy="sft", device=bench.learner.device
         )
         self.ess: list[torch.Tensor] = []
+        self.rewards: list[torch.Tensor] = []
 
     def make_env(self) -> ChatEnv:
         """Chats of one turn, in groups."""
         return ChatEnv.from_dataloader(
-            dataloader=cast("Any", self.bench.questions),
+            dataloader=cast("Any", self.bench.task.questions),
             batch_size=(self.bench.case.rows,),
-            repeats=GROUP,
+            repeats=self.bench.case.group,
             tokenizer=self.bench.tokenizer,
             input_mode="history",
         )
@@ -297,8 +334,13 @@ class TorchRLClasses(System):
         )
 
     def step(self) -> dict[str, float]:
+        return self.advance()
+
+    def advance(self) -> dict[str, float]:
+        """Takes one step of training; returns its seconds by phase."""
         clock, case = self.bench.clock, self.bench.case
         self.ess.clear()
+        self.rewards.clear()
         clock.take()
         with clock.phase("other"):
             with clock.phase("environment"):
@@ -309,6 +351,9 @@ class TorchRLClasses(System):
                 self.bench.updater.push_weights()
         self.buffer.empty()
         return clock.take()
+
+    def settle(self) -> None:
+        """Waits until nothing is sampled any more."""
 
     def close(self) -> None:
         self.collecting.shutdown()
@@ -322,6 +367,7 @@ class TorchRLClasses(System):
     def loss(self, batch: Any) -> torch.Tensor:
         found = self.loss_fn(batch)
         self.ess.append(found.ESS.detach())
+        self.rewards.append(batch["next", "reward"].mean())
         return found.mean(reduce=True)
 
 
@@ -338,7 +384,6 @@ class Ours(TorchRLClasses):
         super().__init__(bench)
         assert self.collecting.path == "columns", self.collecting.path
         bench.clock.wrap(self.policy, "answer_chats", "encode")
-        self.env = self.make_env()
 
     def actor(self) -> Any:
         return TrainerPolicy(self.bench.learner.model)
@@ -354,6 +399,11 @@ class Ours(TorchRLClasses):
         params = self.bench.params(logprobs)
         outputs = self.bench.service.generate(asked, params, use_tqdm=False)
         assert all(output.finished for output in outputs)
+
+    @cached_property
+    def env(self) -> ChatEnv:
+        """Another one, for the wrapper alone; it takes a question when it is made."""
+        return self.make_env()
 
     def wrapper(self, _: list[list[int]]) -> None:
         assert len(self.policy(self.env.reset())) == self.bench.case.rows
@@ -371,12 +421,15 @@ class OneOff(Ours):
 
         Phases are the trainer's: ``wait`` is what it waits for rows.
         """
-        super().step()
-        steps = [super(OneOff, self).step() for _ in range(self.num_steps)]
-        assert self.collecting._ahead is not None
-        self.collecting._ahead[0].result()  # the engine is free for the next system
+        self.advance()
+        steps = [self.advance() for _ in range(self.num_steps)]
+        self.settle()  # the engine is free for the next system
         phases = {name: statistics.fmean(one[name] for one in steps) for name in steps[0]}
         return {"wait": phases.pop("environment"), **phases}
+
+    def settle(self) -> None:
+        assert self.collecting._ahead is not None
+        self.collecting._ahead[0].result()
 
     def parts(self) -> dict[str, Callable[[list[list[int]]], object]]:
         return {}
@@ -387,13 +440,15 @@ def trl(bench: Bench) -> TRL:
     case = bench.case
     return TRL(
         str(bench.learner.checkpoint),
-        [next(bench.questions)["query"][0] for _ in range(4096)],
+        [next(bench.task.questions) for _ in range(4096)],
         rows=case.rows,
         tokens=case.tokens,
         minibatch=case.minibatch,
-        group=GROUP,
+        group=case.group,
         learning_rate=LEARNING_RATE,
         engine=options_of(has_weights(bench.learner.checkpoint), case.rows),
+        sampling=bench.task.sampling,
+        first_step=True,
     )
 
 

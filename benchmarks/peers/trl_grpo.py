@@ -9,11 +9,12 @@ pass of all rows, which corrects for the engine's probabilities.
 from __future__ import annotations
 
 import queue
+import statistics
 import tempfile
 import threading
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -22,6 +23,9 @@ from ray.exceptions import RayTaskError
 from benchmarks.phases import Clock
 from benchmarks.sums import score
 from benchmarks.sync_actors import spawn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LAUNCH_TIMEOUT_S = 240
 STEP_TIMEOUT_S = 240
@@ -32,16 +36,24 @@ class TRL:
 
     name = "trl"
 
-    def __init__(self, checkpoint: str, questions: list[str], **sizes: Any) -> None:
+    def __init__(
+        self,
+        checkpoint: str,
+        problems: list[dict[str, list[str]]],
+        *,
+        first_step: bool,
+        **settings: Any,
+    ) -> None:
         self.version = metadata.version("trl")  # raises where there is none
         num_gpus = torch.cuda.device_count()
         if num_gpus == 1:
             raise RuntimeError("the trainer needs another GPU than the engine's")
         self.trainer: Any = spawn(Trainer, num_gpus=int(num_gpus > 1))
         try:
-            beginning = self.trainer.begin.remote(checkpoint, questions, **sizes)
+            beginning = self.trainer.begin.remote(checkpoint, problems, **settings)
             ray.get(beginning, timeout=LAUNCH_TIMEOUT_S)
-            self.step()  # if it fails, then now, rather than among measurements of others
+            if first_step:  # if it fails, then now, rather than among measurements of others
+                self.step()
         except RayTaskError as error:
             self.close()
             raise error.cause from error
@@ -55,6 +67,14 @@ class TRL:
     def step(self) -> dict[str, float]:
         return ray.get(self.trainer.step.remote(), timeout=STEP_TIMEOUT_S)
 
+    def sampled(self) -> tuple[float, int]:
+        """Mean reward and number of tokens since the last call of this method."""
+        return ray.get(self.trainer.sampled.remote(), timeout=STEP_TIMEOUT_S)
+
+    def evaluate(self, problems: list[dict[str, list[str]]]) -> float:
+        """Mean score of greedy answers, by the engine with the trainer's weights."""
+        return ray.get(self.trainer.evaluate.remote(problems), timeout=STEP_TIMEOUT_S)
+
     def close(self) -> None:
         ray.kill(self.trainer)
 
@@ -64,11 +84,13 @@ class Trainer:
 
     def __init__(self) -> None:
         self.clock, self.asked, self.found = Clock(), queue.Queue(), queue.Queue()
+        self.rewards: list[float] = []
+        self.num_tokens = 0
 
     def begin(
         self,
         checkpoint: str,
-        questions: list[str],
+        problems: list[dict[str, list[str]]],
         *,
         rows: int,
         tokens: int,
@@ -76,8 +98,16 @@ class Trainer:
         group: int,
         learning_rate: float,
         engine: dict[str, Any],
+        sampling: dict[str, Any],
+        max_norm: float = 0.0,
+        score: Callable[..., list[float]] = score,
+        over: str = "text",
     ) -> None:
-        """Makes the trainer, and has it wait for the first step."""
+        """Makes the trainer, and has it wait for the first step.
+
+        ``score`` gets questions, answers (their token ids, if ``over="ids"``) and what else the
+        problems have.
+        """
         import pyarrow as pa  # pyright: ignore[reportMissingImports]
         from datasets import Dataset  # pyright: ignore[reportMissingImports]
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -95,7 +125,8 @@ class Trainer:
 
         class OneByOne(TrainerCallback):
             def on_step_begin(self, *_: Any, **__: Any) -> None:
-                asked.get()
+                while (job := asked.get()) is not None:
+                    found.put(job())
                 clock.take()
                 clock.enter("other")
 
@@ -109,10 +140,37 @@ class Trainer:
                 clock.leave(settle=True)
                 found.put(clock.take())
 
-        def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-            said = [[chat[-1]["content"] for chat in chats] for chats in (prompts, completions)]
-            return score(*said)
+        columns = [name for name in problems[0] if name != "query"]
 
+        def rated(queries: list[str], answers: list[str], ids: list[Any], of: Any) -> list[float]:
+            given = ids if over == "ids" else answers
+            return score(queries, given, **{name: of[name] for name in columns})
+
+        def reward(
+            prompts: list[Any], completions: list[Any], completion_ids: list[Any], **of: Any
+        ) -> list[float]:
+            said = [[chat[-1]["content"] for chat in chats] for chats in (prompts, completions)]
+            rewards = rated(*said, completion_ids, of)
+            self.rewards += rewards
+            self.num_tokens += sum(map(len, completion_ids))
+            return rewards
+
+        def greedy(problems: list[dict[str, list[str]]]) -> float:
+            from vllm import SamplingParams
+
+            self.trainer.vllm_generation.sync_weights()
+            queries = [one["query"][0] for one in problems]
+            answers = self.trainer.vllm_generation.llm.chat(
+                [[{"role": "user", "content": one}] for one in queries],
+                SamplingParams(max_tokens=tokens, temperature=0.0),
+                use_tqdm=False,
+            )
+            firsts = [one.outputs[0] for one in answers]
+            of = {name: [one[name][0] for one in problems] for name in columns}
+            ids = [list(one.token_ids) for one in firsts]
+            return statistics.fmean(rated(queries, [one.text for one in firsts], ids, of))
+
+        self.greedy = greedy
         if engine["load_format"] == "dummy":
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
             model = model.float()
@@ -127,14 +185,16 @@ class Trainer:
             gradient_accumulation_steps=rows // minibatch,
             num_generations=group,
             max_completion_length=tokens,
-            generation_kwargs={"ignore_eos": True},
+            generation_kwargs=sampling,
+            shuffle_dataset=False,
             use_vllm=True,
             vllm_mode="colocate",
             vllm_max_model_length=engine["max_model_len"],
             vllm_gpu_memory_utilization=0.1,  # the cache's size is given
             vllm_importance_sampling_correction=False,
             gradient_checkpointing=False,
-            max_grad_norm=0.0,
+            max_grad_norm=max_norm,
+            weight_decay=0.01,  # torch's
             bf16=cuda,
             use_cpu=not cuda,
             report_to="none",
@@ -149,7 +209,11 @@ class Trainer:
             # Without a name of ours it pickles the table's type, which not every pyarrow allows.
             train_dataset=Dataset(
                 pa.Table.from_pylist(
-                    [{"prompt": [{"role": "user", "content": one}]} for one in questions]
+                    [
+                        {"prompt": [{"role": "user", "content": one["query"][0]}]}
+                        | {name: one[name][0] for name in columns}
+                        for one in problems
+                    ]
                 ),
                 fingerprint="sums",
             ),
@@ -176,7 +240,21 @@ class Trainer:
 
     def step(self) -> dict[str, float]:
         """Takes one step; returns its seconds by phase."""
-        self.asked.put(None)
+        return self.ask(None)
+
+    def evaluate(self, problems: list[dict[str, list[str]]]) -> float:
+        """Mean score of greedy answers."""
+        return self.ask(partial(self.greedy, problems))
+
+    def sampled(self) -> tuple[float, int]:
+        """Mean reward and number of tokens since the last call."""
+        found = statistics.fmean(self.rewards), self.num_tokens
+        self.rewards, self.num_tokens = [], 0
+        return found
+
+    def ask(self, job: Callable[[], Any] | None) -> Any:
+        """Has the trainer's thread do something between two steps, or take one."""
+        self.asked.put(job)
         found = self.found.get(timeout=STEP_TIMEOUT_S)
         if isinstance(found, BaseException):
             raise found

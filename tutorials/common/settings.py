@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.task import missing
+from .task import missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -61,11 +61,16 @@ def solved(dataset: str, _: Any, answers: list[str], *, problem: list[str]) -> l
     return scores
 
 
+def scorer(dataset: str) -> dict[str, Any]:
+    """What scores a data set's answers, and over what: arguments of ``TextReward``."""
+    if dataset == "low-ids":
+        return {"fn": low_ids, "over": "ids"}
+    return {"fn": right_number if dataset == "gsm8k" else functools.partial(solved, dataset)}
+
+
 def reward(dataset: str) -> TextReward:
     """The reward of a data set's answers."""
-    if dataset == "low-ids":
-        return TextReward(low_ids, over="ids")
-    return TextReward(right_number if dataset == "gsm8k" else functools.partial(solved, dataset))
+    return TextReward(**scorer(dataset))
 
 
 def made_up(dataset: str, seed: int) -> Any:
@@ -127,9 +132,14 @@ def prompts(dataset: str, seed: int, num_held_out: int = 0) -> Iterator[dict[str
 
 
 def held_out(dataset: str, number: int) -> list[dict[str, list[str]]]:
-    """The same problems in each run, which training never sees."""
-    made = made_up_problems(dataset, HELD_OUT_SEED)
-    return [*itertools.islice(school_problems("test", 0) if dataset == "gsm8k" else made, number)]
+    """The same problems in each run, which training never sees, but for ``low-ids``'s hundred."""
+    if dataset == "low-ids":
+        made = additions(HELD_OUT_SEED)
+    elif dataset == "gsm8k":
+        made = school_problems("test", 0)
+    else:
+        made = made_up_problems(dataset, HELD_OUT_SEED)
+    return [*itertools.islice(made, number)]
 
 
 def first_twice(items: Iterable[dict[str, Any]], number: int) -> Iterator[dict[str, Any]]:
