@@ -31,7 +31,7 @@ TEST_LOGS := build/tests
 ENGINE_TESTS := tests/engine tests/ray tests/chaos tests/gpu
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
-.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos kills soak lint format bench-smoke bench-table sync-table step-pictures routing-table tutorial-smoke docs upstream-tests public-api lock clean
+.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos kills soak lint format bench-smoke bench-table sync-table step-pictures learning-curves routing-table tutorial-smoke docs upstream-tests public-api lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -114,6 +114,9 @@ sync-table: $(STAMP)  ## Print the guide's table of weight synchronisation
 
 step-pictures: $(STAMP)  ## Draw where the seconds of recorded GRPO steps go
 	@$(BIN)/python -m benchmarks.grpo_step_report
+
+learning-curves: $(STAMP)  ## Draw how fast recorded set-ups of GRPO learn
+	@$(BIN)/python -m benchmarks.learning_curves_report
 
 # Also draws the plots beside the record.
 routing-table: $(STAMP)  ## Print the guide's tables of routing

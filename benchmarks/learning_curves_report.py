@@ -1,0 +1,70 @@
+"""Held-out accuracy over seconds of training, as a picture of the records of ``learning_curves``.
+
+``python -m benchmarks.learning_curves_report`` draws one PNG for each data set and machine from the
+newest records in ``benchmarks/results``, with a line for each set-up.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.record import RESULTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SETUPS = {
+    "ours": ("this library", "tab:blue"),
+    "one-off": ("this library, one step off", "tab:green"),
+    "torchrl-classes": ("TorchRL's classes, vLLM's push", "tab:orange"),
+    "trl": ("TRL, on one GPU", "tab:gray"),
+}
+Lines = dict[str, tuple[list[float], list[float]]]
+
+
+def lines(runs: list[dict[str, Any]]) -> dict[tuple[str, str], Lines]:
+    """Seconds and accuracies of each set-up's last run, by data set and hardware."""
+    found: dict[tuple[str, str], Lines] = {}
+    for run in sorted(runs, key=lambda one: one["finished_at"]):
+        samples = {one["metric"]: one["samples"] for one in run["records"]}
+        first = run["records"][0]
+        of = found.setdefault((first["case"], run["hardware"]), {})
+        of[first["system"]] = (samples["seconds of training"], samples["held-out accuracy"])
+    return found
+
+
+def picture(case: str, hardware: str, drawn: Lines, path: Path) -> None:
+    """Draws a line for each set-up."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
+    for name, (label, colour) in SETUPS.items():
+        if name in drawn:
+            axes.plot(*drawn[name], "o-", color=colour, label=label, markersize=3, linewidth=1.5)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(f"seconds of training, {case} on {hardware}")
+    axes.set_ylabel("held-out accuracy")
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    """Draws the pictures."""
+    paths = sorted(RESULTS.glob("learning_curves_*.json"))
+    runs = [json.loads(path.read_text()) for path in paths]
+    for (case, hardware), drawn in lines(runs).items():
+        picture(case, hardware, drawn, RESULTS / f"learning_curves_{case}_{hardware}.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
