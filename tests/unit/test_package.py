@@ -1,7 +1,7 @@
 """What is published: the wheel and the source archive hold the package, whole, and install."""
 
 import email
-import shutil
+import re
 import subprocess
 import sys
 import tarfile
@@ -13,19 +13,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torchrl_vllm_sync"
+ADDRESS = "https://files.example/v1"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Both archives, of a copy: building leaves files behind."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(PACKAGE, source / PACKAGE.name, ignore=ignored)
+    """Both archives, as they are released."""
+    target = tmp_path_factory.mktemp("dist")
     subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", target, source],
+        [sys.executable, ROOT / "tools" / "dist.py", ADDRESS, target],
         check=True,
         capture_output=True,
         timeout=120,
@@ -55,6 +52,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert metadata["Version"] == PROJECT["version"]
     assert metadata["License-Expression"] == "MIT"
     assert set(metadata.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
+    links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
+    assert any(one.startswith(f"{ADDRESS}/benchmarks/results/") for one in links)
+    assert all(one.startswith(("https://", "http://", "#")) for one in links)
 
 
 @pytest.mark.slow
