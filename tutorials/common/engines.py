@@ -80,7 +80,7 @@ def small_service(checkpoint: str | Path, dtype: torch.dtype, **engine: Any) -> 
         engine.setdefault("max_num_batched_tokens", BATCH_INVARIANT_TOKENS)
     sizes = {"num_cpus_per_replica": 0, "max_model_len": 2048, "max_num_seqs": 64}
     how = {"dtype": str(dtype).removeprefix("torch."), "compile": False, "enforce_eager": True}
-    return AsyncVLLM.from_pretrained(str(checkpoint), verbose=False, **sizes | how | engine)
+    return AsyncVLLM.from_pretrained(str(checkpoint), **sizes | how | engine)
 
 
 def make_policy(
