@@ -36,7 +36,7 @@ def generated(
     errors = service.generate(["Hello"], return_exceptions=True)
     assert_type(errors, list[ServedOutput | Exception])
     either = service.generate(["Hello"], return_exceptions=flag)
-    assert_type(either, list[ServedOutput] | list[ServedOutput | Exception])
+    assert_type(either, list[ServedOutput | Exception])
     assert_type(service.generate("Hello", params, stream=True), Iterator[ServedOutput])
     assert_type(service.generate(anything), Any)
 

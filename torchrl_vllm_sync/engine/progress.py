@@ -29,13 +29,13 @@ class LaunchProgress:
     """What a launch is doing: one line on a terminal, elsewhere a line for each change."""
 
     def __init__(self, service_name: str, replica_ids: Sequence[str]) -> None:
-        self._service_name, self._replica_ids = service_name, replica_ids
+        self._service_name, self._told, self._began = service_name, "", time.monotonic()
+        self._directory = tempfile.TemporaryDirectory(prefix="torchrl_vllm_sync-")
+        self._files = {one: Path(self._directory.name, one) for one in replica_ids}
         self._console = Console(stderr=True, force_jupyter=False, highlight=False, soft_wrap=True)
         self._line = self._console.status("")
-        self._told, self._began = "", time.monotonic()
 
     def __enter__(self) -> Self:
-        self._directory = tempfile.TemporaryDirectory(prefix="torchrl_vllm_sync-")
         self._line.start()
         return self
 
@@ -47,7 +47,7 @@ class LaunchProgress:
 
     def environment(self, replica_id: str) -> dict[str, str]:
         """What an engine's processes need to note their stages."""
-        return {FILE_VARIABLE: str(self._file(replica_id))}
+        return {FILE_VARIABLE: str(self._files[replica_id])}
 
     def tell(self, what: str) -> None:
         is_new, self._told = what != self._told, what
@@ -57,18 +57,17 @@ class LaunchProgress:
 
     def tell_stages(self, ready: Collection[str]) -> None:
         """Tells how many engines are at which stage; those that are ready are given."""
-        stages = Counter("ready" if one in ready else self._stage(one) for one in self._replica_ids)
-        engines = "1 engine" if len(self._replica_ids) == 1 else f"{len(self._replica_ids)} engines"
+        stages = Counter(
+            "ready" if replica_id in ready else _last_line(file) or "starting"
+            for replica_id, file in self._files.items()
+        )
+        engines = "1 engine" if len(self._files) == 1 else f"{len(self._files)} engines"
         self.tell(f"{engines}: {', '.join(f'{num} {stage}' for stage, num in stages.items())}")
 
     def _text(self) -> str:
         seconds = time.monotonic() - self._began
         return f"AsyncVLLM {self._service_name}: {self._told} ({seconds:.0f} s)"
 
-    def _file(self, replica_id: str) -> Path:
-        return Path(self._directory.name, replica_id)
 
-    def _stage(self, replica_id: str) -> str:
-        file = self._file(replica_id)
-        noted = file.read_text().splitlines() if file.exists() else []
-        return noted[-1] if noted else "starting"
+def _last_line(file: Path) -> str:
+    return file.read_text().rstrip("\n").rpartition("\n")[2] if file.exists() else ""

@@ -170,11 +170,10 @@ def launch_timeout_s() -> float:
     )
 
 
-def check_checkpoint(model: str) -> None:
-    """Refuses a path where there is nothing, unless the engines may be on other machines."""
+def _check_checkpoint(model: str) -> None:
+    """Refuses a path where there is nothing, unless engines may be on other machines."""
     is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
-    starts_ray = not ray.is_initialized() and "RAY_ADDRESS" not in os.environ
-    if is_path and starts_ray and not Path(model).exists():
+    if is_path and "RAY_ADDRESS" not in os.environ and not Path(model).exists():
         raise UnsupportedArgumentError(f"model must be a checkpoint, and there is none at {model}")
 
 
@@ -189,7 +188,11 @@ def launch_replicas(
 ) -> list[Member]:
     """Starts replicas, spread over the nodes, and waits until all have started."""
     timeout_s = launch_timeout_s()
-    ensure_ray("local")
+    if not ray.is_initialized():
+        _check_checkpoint(settings.engine_args.model)
+        if progress:
+            progress.tell("starting Ray")
+        ensure_ray("local")
     taken = Counter(
         one.description.processes.node_id
         for one in beside

@@ -7,6 +7,8 @@ import dataclasses
 import logging
 import os
 import pickle
+import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -150,12 +152,21 @@ NEWER_WITHIN_S = 1.0
 def ensure_ray(default: str) -> None:
     """Joins the cluster named by ``RAY_ADDRESS``, or else by ``default``, unless one is joined."""
     if not ray.is_initialized():
+        sigterm = signal.getsignal(signal.SIGTERM)
         # What engines print is in Ray's own log files, unless the user has asked for it.
         ray.init(
             address=os.environ.get("RAY_ADDRESS", default),
             logging_level=logging.ERROR,
             log_to_driver=None if "RAY_LOG_TO_DRIVER" in os.environ else False,
         )
+        # Ray's C++ handler would print a trace and abort. This leaves every ``with`` instead.
+        if threading.current_thread() is threading.main_thread():
+            is_default = sigterm in (signal.SIG_DFL, None)
+            signal.signal(signal.SIGTERM, _exit_on_signal if is_default else sigterm)
+
+
+def _exit_on_signal(number: int, _: object) -> None:
+    sys.exit(128 + number)  # as shells tell it
 
 
 def actor_name(service_name: str, replica_id: str) -> str:

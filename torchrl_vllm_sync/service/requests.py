@@ -29,7 +29,7 @@ from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-    from typing import TypedDict
+    from typing import Generic, TypedDict, TypeVar
 
     import numpy as np
     import torch
@@ -50,9 +50,14 @@ if TYPE_CHECKING:
         min_version: int
         max_version: int
 
-    class GenerateOptions(TypedDict, total=False):
-        """Arguments of ``generate`` that its result does not depend on by type."""
+    Ids = TypeVar("Ids")
+    Errors = TypeVar("Errors")
 
+    class GenerateOptions(TypedDict, Generic[Ids, Errors], total=False):
+        """Keyword arguments of ``generate``, but ``stream``."""
+
+        prompt_token_ids: Ids | None
+        return_exceptions: Errors
         use_tqdm: bool
         lora_request: Any
         timeout_seconds: float | None

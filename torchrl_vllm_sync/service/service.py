@@ -43,12 +43,7 @@ from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker, describe_replicas
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
 from torchrl_vllm_sync.service.fleet import Fleet, ScalingPolicy
-from torchrl_vllm_sync.service.launch import (
-    CLOSE_LINGER_S,
-    check_checkpoint,
-    close_members,
-    launch_replicas,
-)
+from torchrl_vllm_sync.service.launch import CLOSE_LINGER_S, close_members, launch_replicas
 from torchrl_vllm_sync.service.replicas import (
     DEFAULT_REQUEST_TIMEOUT_S,
     Membership,
@@ -77,7 +72,11 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 if TYPE_CHECKING:
+    Batch = Sequence[Prompt] | None
     Params = SamplingParams | Sequence[SamplingParams] | None
+    One = GenerateOptions[list[int], bool]
+    Many = GenerateOptions[list[list[int]], Literal[False]]
+    ManyOrErrors = GenerateOptions[list[list[int]], bool]
 
 
 def of_part(
@@ -318,12 +317,9 @@ class AsyncVLLM(RLvLLMEngine):
         if self._launched:
             raise UnsupportedArgumentError(f"service {self.name} is launched already")
         settings = self.replicas.settings
-        check_checkpoint(settings.engine_args.model)
         ids = [str(index) for index in range(self._num_wanted)]
         progress = LaunchProgress(self.name, ids) if self._verbose else None
         with progress or contextlib.nullcontext():
-            if progress is not None and not ray.is_initialized():
-                progress.tell("starting Ray")
             members = launch_replicas(settings, ids, progress=progress)
         self._set_up(settings, Membership(members))
         try:
@@ -384,25 +380,17 @@ class AsyncVLLM(RLvLLMEngine):
     # fmt: off
     @overload  # with neither prompts nor ids, which is refused, both of these apply
     def generate(self, prompts: Prompt | None = None, sampling_params: Params = None, *,  # pyright: ignore[reportOverlappingOverload]
-                 prompt_token_ids: list[int] | None = None, stream: Literal[False] = False,
-                 return_exceptions: bool = False, **options: Unpack[GenerateOptions],
-                 ) -> ServedOutput: ...
+                 stream: Literal[False] = False, **options: Unpack[One]) -> ServedOutput: ...
     @overload
-    def generate(self, prompts: Sequence[Prompt] | None = None, sampling_params: Params = None, *,
-                 prompt_token_ids: list[list[int]] | None = None, stream: Literal[False] = False,
-                 return_exceptions: Literal[False] = False, **options: Unpack[GenerateOptions],
-                 ) -> list[ServedOutput]: ...
+    def generate(self, prompts: Batch = None, sampling_params: Params = None, *,
+                 stream: Literal[False] = False, **options: Unpack[Many]) -> list[ServedOutput]: ...
     @overload
-    def generate(self, prompts: Sequence[Prompt] | None = None, sampling_params: Params = None, *,
-                 prompt_token_ids: list[list[int]] | None = None, stream: Literal[False] = False,
-                 return_exceptions: Literal[True], **options: Unpack[GenerateOptions],
+    def generate(self, prompts: Batch = None, sampling_params: Params = None, *,
+                 stream: Literal[False] = False, **options: Unpack[ManyOrErrors],
                  ) -> list[ServedOutput | Exception]: ...
     @overload
-    def generate(self, prompts: Prompt | Sequence[Prompt] | None = None,
-                 sampling_params: Params = None, *,
-                 prompt_token_ids: list[int] | list[list[int]] | None = None,
-                 stream: Literal[True], return_exceptions: bool = False,
-                 **options: Unpack[GenerateOptions]) -> Iterator[ServedOutput]: ...
+    def generate(self, prompts: Prompt | None = None, sampling_params: Params = None, *,
+                 stream: Literal[True], **options: Unpack[One]) -> Iterator[ServedOutput]: ...
     # fmt: on
 
     def generate(
@@ -492,21 +480,14 @@ class AsyncVLLM(RLvLLMEngine):
 
     # fmt: off
     @overload
-    async def agenerate(self, prompts: Prompt | None = None, sampling_params: Params = None, *,
-                        prompt_token_ids: list[int] | None = None, return_exceptions: bool = False,
-                        **options: Unpack[GenerateOptions]) -> ServedOutput: ...
+    async def agenerate(self, prompts: Prompt | None = None, sampling_params: Params = None,
+                        **options: Unpack[One]) -> ServedOutput: ...
     @overload
-    async def agenerate(self, prompts: Sequence[Prompt] | None = None,
-                        sampling_params: Params = None, *,
-                        prompt_token_ids: list[list[int]] | None = None,
-                        return_exceptions: Literal[False] = False,
-                        **options: Unpack[GenerateOptions]) -> list[ServedOutput]: ...
+    async def agenerate(self, prompts: Batch = None, sampling_params: Params = None,
+                        **options: Unpack[Many]) -> list[ServedOutput]: ...
     @overload
-    async def agenerate(self, prompts: Sequence[Prompt] | None = None,
-                        sampling_params: Params = None, *,
-                        prompt_token_ids: list[list[int]] | None = None,
-                        return_exceptions: Literal[True],
-                        **options: Unpack[GenerateOptions]) -> list[ServedOutput | Exception]: ...
+    async def agenerate(self, prompts: Batch = None, sampling_params: Params = None,
+                        **options: Unpack[ManyOrErrors]) -> list[ServedOutput | Exception]: ...
     # fmt: on
 
     async def agenerate(
