@@ -246,9 +246,9 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> list[Path]:
     """Runs the benchmark and returns the paths of its records."""
-    end = time.monotonic()
+    begin = time.monotonic()
     arguments = parsed(argv)
-    end += arguments.limit_s
+    end = begin + arguments.limit_s
     Recorder("learning_curves").check(smoke=arguments.smoke)
     set_list_to_stack(True).set()
     paths = []
