@@ -105,7 +105,7 @@ def test_each_problem_held_out_is_asked_once(tutorial, monkeypatch):
     args = tutorial("01_grpo_sync").parse_args(["--dataset", "chain_sum", "--held-out", "5"])
     policy = tutorial("common.engines").make_policy(args, CannedService(), TOKENIZER, temperature=0)
     assert policy.sampling_params.temperature == 0
-    assert task.evaluate(args, TOKENIZER, policy) == pytest.approx(0.2)
+    assert task.evaluate(args, TOKENIZER, policy) == [pytest.approx(0.2)]
     assert seen == [f"{task.HELD_OUT_SEED} {at}" for at in range(5)]
 
 
@@ -127,6 +127,31 @@ def test_the_task_is_one_for_the_machine_and_the_model(tutorial, monkeypatch, ma
     assert found == wanted
     assert args.lr == (5e-3 if args.model == "tiny" else 2e-5)
     assert bool(args.held_out) == (args.dataset != "low-ids")
+
+
+REAL = [("01_grpo_sync", "--dataset=gsm8k"), ("02_grpo_async", "--dataset=gsm8k")]
+REAL += [("03_multi_turn", "--model=x")]
+
+
+@pytest.mark.parametrize(("name", "option"), REAL)
+def test_real_models_run_without_a_gpu_and_say_that_it_takes_long(
+    tutorial, monkeypatch, capsys, name, option
+):
+    datasets = types.ModuleType("datasets")
+    datasets.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    parse_args = tutorial(name).parse_args
+    args = parse_args([option])
+    assert (args.engine_gpus, args.device, args.dtype) == (0, torch.device("cpu"), torch.float32)
+    assert args.model != "tiny"
+    assert "no GPU" in capsys.readouterr().out
+    parse_args([])
+    assert not capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        parse_args([option, "--replicas=2"])
+    assert "--replicas 2 needs 3 GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -155,14 +180,14 @@ def test_steps_end_by_their_number_or_by_time(tutorial):
 
 @pytest.mark.parametrize("after", [0.2, float("nan")])
 def test_a_step_that_made_another_model_is_no_pass(tutorial, after):
-    module = tutorial("01_grpo_sync")
-    args = module.parse_args([])
+    claims = tutorial("common.claims")
+    args = tutorial("01_grpo_sync").parse_args([])
     figures = {"version": 0, "reward": 0.95, "ess": 1.0, "truncated": 0, "seconds": 1.0}
     figures |= {"sample_s": 0.0, "train_s": 0.0, "push_ms": 1.0}
-    good = module.Step(step=0, ess_without_push=0.9, **figures)
-    bad = module.Step(step=1, ess_without_push=after, **figures)
-    stale = module.Step(step=2, ess_without_push=0.9, **figures | {"ess": 0.99})
-    assert module.shortcomings([good], args) == []
-    assert len(module.shortcomings([good, bad], args)) == 1
-    assert "step 1 " in module.shortcomings([good, bad], args)[0]
-    assert "step 2: effective sample size 0.99" in module.shortcomings([good, stale], args)[0]
+    good = claims.SyncStep(step=0, ess_without_push=0.9, **figures)
+    bad = claims.SyncStep(step=1, ess_without_push=after, **figures)
+    stale = claims.SyncStep(step=2, ess_without_push=0.9, **figures | {"ess": 0.99})
+    assert claims.sync_shortcomings([good], args) == []
+    assert len(claims.sync_shortcomings([good, bad], args)) == 1
+    assert "step 1 " in claims.sync_shortcomings([good, bad], args)[0]
+    assert "step 2: effective sample size 0.99" in claims.sync_shortcomings([good, stale], args)[0]

@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-import ray.cloudpickle
 from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
 
@@ -27,18 +26,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def tutorial():
-    """The tutorial as a module, which actors are sent rather than told to import."""
+    """The tutorial as a module."""
     sys.path.insert(0, str(TUTORIALS))
     spec = importlib.util.spec_from_file_location("grpo_async", TUTORIALS / "02_grpo_async.py")
     module = sys.modules["grpo_async"] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        sent = [module, sys.modules["common"]]
-        for one in sent:
-            ray.cloudpickle.register_pickle_by_value(one)
         yield module
-        for one in sent:
-            ray.cloudpickle.unregister_pickle_by_value(one)
     finally:
         sys.path.remove(str(TUTORIALS))
         del sys.modules["grpo_async"]
@@ -49,7 +43,7 @@ def trained(tutorial, service, checkpoint, model, *settings):
     """Runs the tutorial's loop on a service that holds the trainer's weights."""
     service.push_weights(model)
     args = tutorial.parse_args([*SIZE, *settings])
-    run = tutorial.Run()
+    run = tutorial.claims.AsyncRun()
     for _ in tutorial.train(args, service, make_tiny_tokenizer(), str(checkpoint), run):
         pass
     return args, run
@@ -71,7 +65,7 @@ def queries_of_the_synchronous_program(tutorial, args, service, steps):
 
 def test_with_bound_0_the_program_is_the_synchronous_one(tutorial, service, checkpoint, model):
     args, run = trained(tutorial, service, checkpoint, model, "--staleness", "0", "--steps", "5")
-    assert tutorial.unaccounted(run, args) == []
+    assert tutorial.claims.unaccounted(run, args) == []
     wanted = queries_of_the_synchronous_program(tutorial, args, service, 5)
     assert [Counter(one) for one in run.queries] == [Counter(one) for one in wanted]
     assert len({frozenset(one) for one in run.queries}) > 1

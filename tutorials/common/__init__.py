@@ -1,1 +1,3 @@
-"""What several tutorials need: the task, the engines, and quiet libraries."""
+"""What several tutorials need. Import it before the libraries, which it keeps quiet."""
+
+import common.quiet  # noqa: F401

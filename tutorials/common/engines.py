@@ -104,27 +104,34 @@ def make_policy(
 
 
 @contextlib.contextmanager
-def started(
-    args: argparse.Namespace, name: str, **engine: Any
-) -> Iterator[tuple[AsyncVLLM, Any, str]]:
-    """Gives service, tokenizer and checkpoint, and ends in reverse order whatever it started."""
+def prepared(args: argparse.Namespace, name: str) -> Iterator[tuple[str, Any]]:
+    """Gives a checkpoint and its tokenizer, with Ray running; ends Ray and removes what it made."""
     keep_quiet()
     torch.manual_seed(args.seed)
-    began = time.perf_counter()
-    with contextlib.ExitStack() as cleanup:
+    args.began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix=f"{name}-") as directory:
         checkpoint = args.model
         if args.model == TINY:
-            directory = cleanup.enter_context(tempfile.TemporaryDirectory(prefix=f"{name}-"))
             checkpoint = str(make_tiny_checkpoint(directory, seed=args.seed, diverse=False))
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
-
         where = "GPUs" if args.engine_gpus else "the CPU"
         print(f"Starting Ray and {args.replicas} engines on {where}, a minute or so", flush=True)
-        cleanup.enter_context(ray_running(args.engine_gpus))
-        sizes = {"max_model_len": args.max_model_len, "max_num_seqs": max(64, args.batch_size)}
-        engine |= sizes | (CUDA_GRAPHS if args.engine_gpus else {})
-        replicas = {"num_replicas": args.replicas, "seed": args.seed}
-        service = small_service(checkpoint, args.dtype, **replicas, **engine)
-        cleanup.enter_context(service)
-        print(f"Set up in {time.perf_counter() - began:.1f} s", flush=True)
-        yield service, tokenizer, checkpoint
+        with ray_running(args.engine_gpus):
+            yield checkpoint, tokenizer
+
+
+def engine_args(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """How many engines there are, and of what kind: ``AsyncVLLM.from_pretrained``'s arguments."""
+    return {
+        "num_replicas": args.replicas,
+        "num_cpus_per_replica": 0,
+        "dtype": str(args.dtype).removeprefix("torch."),
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": max(64, args.batch_size),
+        "seed": args.seed,
+        "compile": False,
+        "enforce_eager": True,
+        "verbose": False,
+        **(CUDA_GRAPHS if args.engine_gpus else {}),
+        **more,
+    }

@@ -94,6 +94,24 @@ def write(
     print(f"Written to {args.output}: {', '.join(names)}")
 
 
+class Clock:
+    """Times the parts of each step: ``with clock("train_s"): ...``."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._parts[part] = time.perf_counter() - began
+
+    def read(self) -> dict[str, float]:
+        """The seconds of each part that ended last, and all ``seconds`` so far."""
+        return {**self._parts, "seconds": time.perf_counter() - self._began}
+
+
 def counted(args: argparse.Namespace) -> Iterator[int]:
     """Counts steps: as many as there are to be, or until the time is over."""
     end = time.monotonic() + 60 * args.minutes
@@ -108,6 +126,7 @@ def drive(
 ) -> list[Any]:
     """Runs a training loop to its end and returns its steps; a failure ends it, as a problem."""
     steps: list[Any] = []
+    print(f"Set up in {time.perf_counter() - args.began:.1f} s", flush=True)
     try:
         total = args.steps if args.minutes == math.inf else None
         with contextlib.closing(training), tqdm(total=total, desc="GRPO", unit="step") as bar:

@@ -13,50 +13,61 @@ import torch
 from .task import missing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 TINY = "tiny"
-REWARD_TARGET = 0.9
+REWARD_TARGET, TURNS_REWARD_TARGET = 0.9, 0.8
 # By how much the effective sample size of fresh rows may be below 1. bfloat16 rounds coarsely, and
 # trainer and engines round in different places: 0.003 to 0.06 below on an H200.
 ESS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 # What it must be after the step that learned from these rows: one that changes the model more than
 # that, by a learning rate that is too high for it, destroys what it knew.
 ESS_AFTER_STEP = 0.5
+ON_CPU = (
+    "There is no GPU: a step may take an hour, and memory must hold every engine's weights and the "
+    "trainer's. --groups, --group-size and --max-tokens make it shorter."
+)
 # fmt: off
 PRESETS: dict[str, dict[str, Any]] = {
     "low-ids": {
         "model": TINY, "steps": 40, "lr": 5e-3, "group_size": 8, "groups": 4, "rows_per_pass": 32,
-        "max_tokens": 16, "max_model_len": 256, "needs_gpus": False,
+        "max_tokens": 16, "max_model_len": 256,
     },
     "gsm8k": {
         "model": "Qwen/Qwen2.5-0.5B-Instruct", "steps": 100, "lr": 1e-6, "group_size": 16,
         "groups": 8, "rows_per_pass": 8, "max_tokens": 512, "max_model_len": 1024,
-        "needs_gpus": True,
     },
     "reasoning-gym": {
         "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "steps": 100, "lr": 2e-5, "group_size": 16,
         "groups": 16, "rows_per_pass": 64, "max_tokens": 64, "max_model_len": 1024,
-        "needs_gpus": False,
     },
 }
 # fmt: on
+TURNS_PRESETS: dict[bool, dict[str, Any]] = {  # by whether the model is the tiny one
+    True: PRESETS["low-ids"]
+    | {"steps": 45, "max_model_len": 512, "groups": 2, "rows_per_pass": 48},
+    False: PRESETS["gsm8k"] | {"max_tokens": 256, "max_model_len": 2048, "group_size": 8},
+}
 
 
-def make_parser(doc: str, output: str, smoke_steps: int) -> argparse.ArgumentParser:
+def make_parser(doc: str, output: str, *, has_dataset: bool = True) -> argparse.ArgumentParser:
     """Returns a parser that knows the shared settings."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--model", help=f"a Hugging Face name or path, or {TINY!r}")
     parser.add_argument("--replicas", type=int, help="vLLM engines; two, where there is room")
     parser.add_argument("--steps", type=int, help="optimizer steps")
-    parser.add_argument("--seed", type=int, default=0)
+    seeded = "of the tiny model, the prompts and the engines; not of which engine answers what"
+    parser.add_argument("--seed", type=int, default=0, help=seeded)
     parser.add_argument("--minutes", type=float, default=math.inf, help="ends the run by time")
     parser.add_argument("--lr", type=float, help="learning rate of AdamW")
     parser.add_argument("--group-size", type=int, help="answers to each prompt")
     parser.add_argument("--groups", type=int, help="prompts in each step")
     parser.add_argument("--max-tokens", type=int, help="of an answer")
     parser.add_argument("--output", type=Path, default=Path("tutorials/output") / output)
-    parser.add_argument("--smoke", action="store_true", help=f"{smoke_steps} steps, weaker claim")
+    parser.add_argument("--smoke", action="store_true", help="a few steps, weaker claim")
+    if has_dataset:
+        known = "low-ids, gsm8k or a data set of the package reasoning-gym"
+        parser.add_argument("--dataset", help=f"{known}; chain_sum on GPUs, low-ids without")
     return parser
 
 
@@ -91,30 +102,29 @@ def finish(
     args.rows_per_pass = min(args.rows_per_pass, args.batch_size)
     while args.batch_size % args.rows_per_pass:
         args.rows_per_pass -= 1
-    if num_gpus <= args.replicas and (num_gpus or args.needs_gpus):
+    if 0 < num_gpus <= args.replicas:
         parser.error(
             f"--replicas {args.replicas} needs {args.replicas + 1} GPUs, one of them for the "
             f"trainer, and there are {num_gpus}"
         )
+    if not num_gpus and args.model != TINY:
+        print(ON_CPU)
     args.engine_gpus = max(0, num_gpus - 1)
     args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
     args.dtype = torch.bfloat16 if num_gpus else torch.float32  # the engines'
     return args
 
 
-def add_dataset(parser: argparse.ArgumentParser) -> None:
-    """Adds the choice of a task to the parser."""
-    known = "low-ids, gsm8k or a data set of the package reasoning-gym"
-    parser.add_argument("--dataset", help=f"{known}; chain_sum on GPUs, low-ids without")
-
-
 def finish_dataset(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, *, steps: int, smoke_steps: int
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, *, steps: int, smoke_steps: int
 ) -> argparse.Namespace:
     """The same by the preset of ``--dataset``; the tiny model takes ``steps`` to learn its own."""
+    args = parser.parse_args(argv)
     if args.dataset is None:
         is_tiny = args.model == TINY or not (args.model or torch.cuda.device_count())
         args.dataset = "low-ids" if is_tiny else "chain_sum"
+    if args.dataset == "low-ids":
+        args.held_out = 0  # it has nothing to hold out
     if args.dataset == "low-ids" and args.model not in (None, TINY):
         parser.error(f"--dataset low-ids is for --model {TINY}")
     if why := missing(args.dataset):
@@ -124,6 +134,18 @@ def finish_dataset(
     if args.dataset == "low-ids":
         preset, args.reward_target = preset | {"steps": steps}, REWARD_TARGET
     return finish(parser, args, preset, smoke_steps=smoke_steps)
+
+
+def finish_turns(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, *, turns: int, smoke_steps: int
+) -> argparse.Namespace:
+    """The same for conversations of several turns, on two replicas at least."""
+    parser.set_defaults(model=TINY)
+    args = parser.parse_args(argv)
+    args.is_tiny = args.model == TINY
+    args.reward_target = TURNS_REWARD_TARGET if args.is_tiny else None
+    least = {"min_replicas": 2, "turns": turns}
+    return finish(parser, args, TURNS_PRESETS[args.is_tiny], smoke_steps=smoke_steps, **least)
 
 
 # The tutorials that compare an engine's tokens after a push with what they should be.

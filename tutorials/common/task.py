@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import itertools
 import re
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +103,28 @@ def additions(seed: int) -> Iterator[dict[str, list[str]]]:
         yield {"query": [f"What is {a} + {b}?"]}
 
 
+def calculations(seed: int, *, high: int) -> Iterator[dict[str, list[str]]]:
+    """Yields prompts for ever, no two of them equal, with numbers below ``high``."""
+    generator = torch.Generator().manual_seed(seed)
+    for number in itertools.count():
+        a, b, c = torch.randint(1, high, (3,), generator=generator).tolist()
+        yield {"query": [f"Question {seed}.{number}: What is {a} * {b} + {c}?"]}
+
+
+def calculate(expression: str) -> int:
+    """Returns the value of sums, differences and products of whole numbers."""
+    if not re.fullmatch(r"-?\d{1,9}( *[-+*] *\d{1,9})*", expression.strip()):
+        raise ValueError(f"not a sum, difference or product: {expression!r}")
+    return eval(expression.strip())  # numbers and signs, as was just seen
+
+
+def names_result(questions: list[str], answers: list[str]) -> list[float]:
+    """1 for an answer with the right number of a calculation in it, 0 for another."""
+    results = [str(calculate(one.split("What is ")[1].rstrip("?"))) for one in questions]
+    named = [re.findall(r"-?\d+", one.replace(",", "")) for one in answers]
+    return [float(one in those) for one, those in zip(results, named, strict=True)]
+
+
 def school_problems(split: str, seed: int) -> Iterator[dict[str, list[str]]]:
     """Yields questions of GSM8K with their answers, for ever, shuffled anew."""
     from datasets import load_dataset  # pyright: ignore[reportMissingImports]
@@ -142,6 +165,21 @@ def held_out(dataset: str, number: int) -> list[dict[str, list[str]]]:
     return [*itertools.islice(made, number)]
 
 
+class Shared:
+    """Prompts for several collectors, in threads: each goes to one, its number as ``group``."""
+
+    def __init__(self, items: Iterator[dict[str, Any]]) -> None:
+        self._items, self._lock = enumerate(items), threading.Lock()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        with self._lock:
+            number, item = next(self._items)
+        return item | {"group": [number]}
+
+
 def first_twice(items: Iterable[dict[str, Any]], number: int) -> Iterator[dict[str, Any]]:
     """Yields the first ``number`` of ``items`` a second time, and goes on with the others.
 
@@ -167,12 +205,14 @@ def make_env(
     return env.append_transform(StepCounter(max_steps=1)).append_transform(reward(args.dataset))
 
 
-def evaluate(args: argparse.Namespace, tokenizer: Any, policy: vLLMWrapper) -> float:
-    """Returns the mean reward of one answer to each of the problems that are held out."""
-    number = args.held_out
+def evaluate(args: argparse.Namespace, tokenizer: Any, policy: vLLMWrapper) -> list[float]:
+    """The mean reward of one answer to each problem held out; nothing where none are."""
+    if not (number := args.held_out):
+        return []
     args = argparse.Namespace(dataset=args.dataset, groups=number, batch_size=number, group_size=1)
     env = make_env(args, tokenizer, held_out(args.dataset, number))
     collector = RolloutCollector(env, policy=policy, dialog_turns_per_batch=number)
-    rows = next(iter(collector))
+    mean = float(next(iter(collector))["next", "reward"].mean())
     collector.shutdown()
-    return float(rows["next", "reward"].mean())
+    print(f"{number} problems held out: {mean:.3f}", flush=True)
+    return [mean]
