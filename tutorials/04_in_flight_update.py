@@ -37,9 +37,6 @@ import contextlib
 import sys
 from dataclasses import dataclass
 
-import common.quiet  # noqa: F401  sets what the libraries below read
-
-# isort: split
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
 from common.engines import ray_running, scenario, small_service
 from common.equality import Comparison, conclude, greedy, random_prompts, show_kinds

@@ -37,9 +37,6 @@ reason: what a trainer holds does not fit into it.
 # %%
 import sys
 
-import common.quiet  # noqa: F401  sets what the libraries below read
-
-# isort: split
 import torch
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
 from common.engines import SHARED_GPU_UTILIZATION, ray_running, scenario, small_service
