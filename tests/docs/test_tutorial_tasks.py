@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import threading
 import types
 from itertools import islice
 from pathlib import Path
@@ -191,3 +192,53 @@ def test_a_step_that_made_another_model_is_no_pass(tutorial, after):
     assert len(claims.sync_shortcomings([good, bad], args)) == 1
     assert "step 1 " in claims.sync_shortcomings([good, bad], args)[0]
     assert "step 2: effective sample size 0.99" in claims.sync_shortcomings([good, stale], args)[0]
+
+
+@pytest.fixture
+def sampling(tutorial):
+    """Makes the asynchronous tutorial's sampling by some collectors, and ends its threads."""
+    made = []
+
+    def make(*collectors, ahead):
+        made.append(tutorial("02_grpo_async").Sampling(collectors, ahead))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.threads.shutdown()
+
+
+def test_no_batch_begins_before_it_may(tutorial, sampling):
+    shared, sampled = tutorial("common.task").Shared(iter([{"query": ["?"]}] * 9)), []
+
+    def collector():
+        for prompt in shared:
+            sampled.append(prompt["group"])
+            yield
+
+    ahead = sampling(collector(), collector(), ahead=1)
+    for num_finished, num_begun in [(0, 2), (0, 2), (1, 3), (4, 6)]:
+        ahead.begin(num_finished)
+        while ahead.batches:
+            ahead.wait()
+        assert sorted(sampled) == [[number] for number in range(num_begun)]
+
+
+def test_what_fails_in_a_collector_is_raised_and_silence_ends(tutorial, sampling, monkeypatch):
+    monkeypatch.setattr(tutorial("02_grpo_async"), "WAIT_S", 0.0)
+    goes_on = threading.Event()
+
+    def collector():
+        assert goes_on.wait(60)
+        raise RuntimeError("the service is closed")
+        yield
+
+    ahead = sampling(collector(), ahead=0)
+    ahead.begin(0)
+    with pytest.raises(TimeoutError, match="no row came for 0 s"):
+        ahead.wait()
+    monkeypatch.setattr(tutorial("02_grpo_async"), "WAIT_S", 60.0)
+    goes_on.set()
+    with pytest.raises(RuntimeError, match="the service is closed"):
+        ahead.wait()
+    assert ahead.idle.qsize() == 1

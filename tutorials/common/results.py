@@ -70,7 +70,7 @@ def write(
         figure.suptitle(title, fontsize=10)
         first.set_ylabel("mean reward")
         first.plot([one.reward for one in steps], color="tab:blue")
-        if held_out:
+        if len(held_out) == 2:  # the run came to its end
             first.plot([0, len(steps) - 1], held_out, "o--", color="grey", label="held out, greedy")
             first.legend(frameon=False)
         if (target := args.reward_target) is not None:
