@@ -67,7 +67,14 @@ class LoadReport:
         """Seconds by phase, by names that end in ``_s``, and counts; empty for one that failed."""
         return {} if self.error else {name: float(getattr(self, name)) for name in _MEASURED}
 
+    @property
+    def steps(self) -> dict[str, float]:
+        """Seconds of those phases that took time and follow each other, in their order."""
+        return {name: seconds for name in LOAD_STEPS if (seconds := self.phases.get(name, 0.0))}
 
+
+# What a replica does one after the other; it is paused during the last three.
+LOAD_STEPS = ("verify_s", "stage_s", "pause_s", "load_s", "resume_s")
 _FACTS = {"version", "path", "path_reason", "began_at"}
 _FACTS |= {"replica_id", "error", "is_expected", "is_silent"}
 _MEASURED = [one.name for one in fields(LoadReport) if one.name not in _FACTS]
@@ -117,6 +124,12 @@ class PushReport:
     def pause_s(self) -> float | None:
         """Seconds for which generation paused, on the replica where that was longest."""
         return max((one.whole_pause_s for one in self.replicas if not one.error), default=None)
+
+    @property
+    def slowest(self) -> LoadReport | None:
+        """The replica that took longest; ``None`` if none loaded anything."""
+        loaded = [one for one in self.replicas if one.steps]
+        return max(loaded, key=lambda one: sum(one.steps.values()), default=None)
 
     @property
     def gigabytes_per_s(self) -> float | None:

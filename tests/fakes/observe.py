@@ -16,6 +16,7 @@ PHASES = {
     "queue_s": 0.011,
     "transfer_s": 0.038,
     "send_s": 0.056,
+    "acknowledge_s": 0.005,
 }
 
 
@@ -27,9 +28,18 @@ def push(version, ended_at=NOON, **more):
         transport="broadcast",
         num_bytes=16_400_000_000,
         phases=PHASES,
+        phase_starts={"send_s": 0.004},
         replicas=[
-            LoadReport(replica_id="0", version=version, whole_pause_s=0.051, load_s=0.04),
-            LoadReport(replica_id="1", version=version, whole_pause_s=0.053),
+            LoadReport(
+                replica_id="0",
+                version=version,
+                stage_s=0.01,
+                pause_s=0.011,
+                load_s=0.04,
+                whole_pause_s=0.051,
+                began_at=ended_at - 0.062,
+            ),
+            LoadReport(replica_id="1", version=version, load_s=0.034, whole_pause_s=0.053),
         ],
         **more,
     )

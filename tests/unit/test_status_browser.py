@@ -45,7 +45,8 @@ def filled(scene, num_samples=120):
     """A dashboard that has seen a service for two minutes."""
     look = Moving(scene, past_s=num_samples)
     board = Dashboard(look)
-    board._samples.extend(_sample_of(look()) for _ in range(num_samples))
+    seen = [look() for _ in range(num_samples)]
+    board._samples.extend(map(_sample_of, seen, [None, *seen]))
     return board
 
 
@@ -70,9 +71,13 @@ def test_the_page_shows_replicas_plots_pushes_and_failures(browse):
         drawn = re.findall(r'<path class="line" stroke="(#\w+)" d="M[^"]{100,}"', plot)
         assert drawn[:2] == ["#0072b2", "#e69f00"], key
         assert "NaN" not in plot
-    phases = re.findall(r'<div class="phase"><span>(\w+)</span>', page)
-    assert phases == ["prepare", "ready", "queue", "transfer", "send"]
-    assert re.search(r"width: 82\.35\d*%", page)  # 56 of 68 ms
+        assert len(re.findall(r'<path class="push(?: failed)?" d="M[^"]+"', plot)) == 2, key
+    phases = re.findall(r'<div class="phase"><span>([\w ]+)</span>', page)
+    assert phases == ["prepare", "ready", "queue", "transfer", "send", "replica 0", "replica 1"]
+    assert re.search(r"width: 82\.35\d*%; left: 5\.88\d*%", page)  # 56 of 68 ms, from 4 ms on
+    for step, width, left in (("stage", 14.7, 8.8), ("pause", 16.1, 23.5), ("load", 58.8, 39.7)):
+        place = rf"width: {width}\d*%; left: {left}\d*%"
+        assert re.search(rf'<i class="{step}"[^>]*{place}', page), step
     assert any("version 11" in one and "no replica took it" in one for one in texts(page, "li"))
     assert any("replica 3 failed" in one for one in texts(page, "li"))
     assert re.search(r'id="trouble" role="alert"></div>', page)

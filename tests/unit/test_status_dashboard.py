@@ -128,7 +128,38 @@ def test_a_sample_has_what_the_plots_show_and_nothing_invented():
     assert sample == {
         "time": NOON,
         "replicas": {"0": figures, "1": figures | {"in_flight": None, "tokens": None}},
+        "pushes": [
+            {"at": NOON, "version": 12, "failed": False},
+            {"at": NOON - 7, "version": 11, "failed": False},
+        ],
     }
+
+
+def test_a_push_is_in_one_sample_whether_it_failed_or_not():
+    first = status(pushes=(push(12),))
+    second = status(pushes=(push(13, NOON + 1, error="no"), push(12)))
+    assert [one["version"] for one in _sample_of(first)["pushes"]] == [12]
+    assert _sample_of(second, first)["pushes"] == [{"at": NOON + 1, "version": 13, "failed": True}]
+    assert _sample_of(second, second)["pushes"] == []
+
+
+def test_pushes_are_marked_once_though_a_look_fails_between():
+    looks = iter([status(), ZeroDivisionError(), status()])
+    done = threading.Event()
+
+    def look():
+        told = next(looks, None)
+        if told is None:
+            done.set()
+            raise ServiceGoneError("gone")
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    board = Dashboard(look)
+    assert done.wait(20)
+    board.close()
+    assert [len(one["pushes"]) for one in board._samples] == [2, 0]
 
 
 def test_hostile_texts_are_data_only():

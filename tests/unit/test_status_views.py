@@ -87,12 +87,15 @@ def test_the_terminal_shows_replicas_pushes_and_failures():
     text = plain(status_view(troubled()))
     for part in (
         "rollouts version 12, 2 of 4 replicas serve, 64 in flight, 4,874 tokens/s",
-        "transfer 38.0 ms ━━━━",
         "pause 53.0 ms, 1 left behind",
         "replica 3 failed: its actor has not answered for 60.3 s",
         "version 11 failed at",
     ):
         assert part in text
+    assert re.search(r"transfer +38\.0 ms ━━━━", text)
+    assert re.search(r"replica 0: load +40\.0 ms ━━━━", text)
+    assert "acknowledge" not in text  # what the slowest replica did stands for it
+    assert "replica 1: load" not in text
     row = next(line.split() for line in text.splitlines() if line.startswith(" 2 "))
     assert row == ["2", "starting", *[UNKNOWN] * 10]
 

@@ -125,31 +125,43 @@ class Dashboard:
         return {"status": self.status(), "samples": samples}
 
     def _run(self) -> None:
-        next_sample = Deadline(0)
+        next_sample, before = Deadline(0), None
         try:
             while not self._stop.is_set():
                 if next_sample.passed:
                     next_sample = Deadline(INTERVAL_S)
-                    self._sample()
+                    before = self._sample(before)
                 self._server.handle_request()  # returns after ``_POLL_S`` at the latest
                 self._server.end_overdue()
         finally:
             self._server.end()
 
-    def _sample(self) -> None:
+    def _sample(self, before: ServiceStatus | None) -> ServiceStatus | None:
+        """Adds what the plots show of this moment; returns the last status that there was."""
         try:
-            self._samples.append(_sample_of(self._look()))
+            status = self._look()
+            self._samples.append(_sample_of(status, before))
         except ServiceGoneError:
             self._stop.set()
         except Exception:  # of whatever kind: the page says so, and the plots have a gap
             logger.debug("the dashboard has nothing to show now", exc_info=True)
+        else:
+            return status
+        return before
 
 
 class ServiceGoneError(ServiceClosedError):
     """No handle on the service is left in this process."""
 
 
-def _sample_of(status: ServiceStatus) -> dict[str, Any]:
+def _sample_of(status: ServiceStatus, before: ServiceStatus | None = None) -> dict[str, Any]:
+    """What the plots show of a moment, with the pushes that ended since the one before."""
+    known = before.pushes if before else ()
+    pushes = [
+        {"at": one.ended_at, "version": one.version, "failed": bool(one.error)}
+        for one in status.pushes
+        if one not in known
+    ]
     replicas = {
         one.replica_id: {
             "in_flight": one.samples,
@@ -160,7 +172,7 @@ def _sample_of(status: ServiceStatus) -> dict[str, Any]:
         }
         for one in status.replicas
     }
-    return finite({"time": status.time, "replicas": replicas})
+    return finite({"time": status.time, "replicas": replicas, "pushes": pushes})
 
 
 class _Server(ThreadingHTTPServer):

@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.replica import LoadReport, PushReport
+from torchrl_vllm_sync.replica import LOAD_STEPS, LoadReport, PushReport
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
 
 
-# What a replica does before it pauses, in this order; of the latter the former is the beginning.
-_BEFORE = ("verify_s", "stage_s")
-_READY = "ready_s"
-_PAUSED = ("pause_s", "load_s", "resume_s")
+_BEFORE, _PAUSED = LOAD_STEPS[:2], LOAD_STEPS[2:]
+_READY = "ready_s"  # the beginning of ``stage_s``
 _WHOLE_PAUSE = "whole_pause_s"
 
 

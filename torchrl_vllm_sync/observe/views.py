@@ -179,11 +179,19 @@ def _replicas(status: ServiceStatus, width: int) -> Table:
 
 
 def _last_push(push: PushReport) -> list[RenderableType]:
-    """One line for the push, and a bar for each of its phases, as long as its part of the whole."""
+    """One line for the push, and a bar for each of its phases, as long as its part of the whole.
+
+    Instead of how long the trainer waited for replicas, it shows what the slowest of them did.
+    """
     line = Text.assemble(("last push ", "bold"), (push_text(push), "red" if push.error else ""))
     table = Table.grid("", Column(justify="right"), "", padding=(0, 1, 0, 0))
-    for name, seconds in seconds_of(push.phases).items():
+    phases, slowest = seconds_of(push.phases), push.slowest
+    if slowest is not None:
+        phases.pop("acknowledge", None)
+        of_replica = seconds_of(slowest.steps).items()
+        phases |= {f"replica {slowest.replica_id}: {name}": took for name, took in of_replica}
+    for name, seconds in phases.items():
         part = min(max(seconds / push.seconds, 0.0), 1.0) if push.seconds > 0 else 0.0
         bar = Text("━" * max(round(part * BAR_WIDTH), 1), "blue")
         table.add_row(Text(f"  {printable(name)}", "dim"), milliseconds_text(seconds), bar)
-    return [line, table] if push.phases else [line]
+    return [line, table] if phases else [line]
