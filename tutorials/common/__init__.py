@@ -1,3 +1,3 @@
 """What several tutorials need. Import it before the libraries, which it keeps quiet."""
 
-import common.quiet  # noqa: F401
+from . import quiet  # noqa: F401
