@@ -1,8 +1,9 @@
-"""What a launch says of itself, on a terminal and elsewhere, and what it refuses before Ray."""
+"""What a launch says of itself, what it refuses before Ray starts, and how it starts Ray."""
 
 import contextlib
 import io
 import os
+import signal
 
 import pytest
 import ray
@@ -11,6 +12,7 @@ from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.engine import progress as module
 from torchrl_vllm_sync.engine.progress import FILE_VARIABLE, LaunchProgress, note_stage
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.service.replicas import ensure_ray
 
 
 class Terminal(io.StringIO):
@@ -113,3 +115,40 @@ def test_the_launch_says_what_it_does_unless_told_not_to(verbose, monkeypatch, t
     with pytest.raises(StartedError):
         AsyncVLLM.from_pretrained(tmp_path, name="rollouts", verbose=verbose)
     assert capsys.readouterr().err.startswith("AsyncVLLM rollouts: starting Ray") == verbose
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """What Ray is started with; like the real one it takes SIGTERM over."""
+    options = {}
+
+    def init(**given):
+        options.update(given)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_LOG_TO_DRIVER", raising=False)
+    yield options
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_does_what_the_program_wants_or_leaves_its_with_blocks(given):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ensure_ray("local")
+    with pytest.raises(SystemExit, match=f"^{128 + signal.SIGTERM}$"):
+        signal.raise_signal(signal.SIGTERM)
+    for wanted in (signal.SIG_IGN, lambda number, frame: None):
+        signal.signal(signal.SIGTERM, wanted)
+        ensure_ray("local")
+        assert signal.getsignal(signal.SIGTERM) is wanted
+
+
+def test_what_engines_print_is_shown_to_those_who_ask_for_it(given, monkeypatch):
+    ensure_ray("local")
+    assert (given["address"], given["log_to_driver"]) == ("local", False)
+    monkeypatch.setenv("RAY_LOG_TO_DRIVER", "1")
+    ensure_ray("local")
+    assert given["log_to_driver"] is None  # Ray reads the variable
