@@ -23,9 +23,10 @@ ESS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 # What it must be after the step that learned from these rows: one that changes the model more than
 # that, by a learning rate that is too high for it, destroys what it knew.
 ESS_AFTER_STEP = 0.5
+# Measured by 03_multi_turn.py --groups 1 --group-size 2 --max-tokens 32, in SmolLM2-135M's shape.
 ON_CPU = (
-    "There is no GPU: a step may take an hour, and memory must hold every engine's weights and the "
-    "trainer's. --groups, --group-size and --max-tokens make it shorter."
+    "There is no GPU: on two cores a step on six answers of 32 tokens took half a minute with 135 "
+    "million weights. --groups, --group-size and --max-tokens make steps shorter."
 )
 # fmt: off
 PRESETS: dict[str, dict[str, Any]] = {
