@@ -172,7 +172,7 @@ def launch_timeout_s() -> float:
 
 def _check_checkpoint(model: str) -> None:
     """Refuses a path where there is nothing, unless engines may be on other machines."""
-    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    is_path = model.startswith(("/", ".", "~"))  # others may be names on a hub
     if is_path and "RAY_ADDRESS" not in os.environ and not Path(model).exists():
         raise UnsupportedArgumentError(f"model must be a checkpoint, and there is none at {model}")
 
