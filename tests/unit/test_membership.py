@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -165,9 +166,12 @@ print(sorted({"vllm", "torch", "torchrl", "transformers"} & {*sys.modules}))
 def test_what_replicas_keep_is_read_without_vllm_or_torch():
     from vllm import AsyncEngineArgs
 
+    from torchrl_vllm_sync.engine.actor import EngineActor
+
     engine_args = AsyncEngineArgs(model="m")
     replicas = replicas_of(map(member, "01"), engine_args=engine_args, actor_class=Membership)
-    state = replicas.shared_state()
+    kept = SimpleNamespace(_card=replicas.shared_state())
+    state = EngineActor.card(kept, bare=True)
     push = PushReport(began_at=0.0, seconds=1.0, version=7, replicas=[LoadReport(version=7)])
     report = EngineReport(replica_id="0", state=ReplicaState.SERVING, last_push=push)
     found = subprocess.run(
@@ -178,5 +182,5 @@ def test_what_replicas_keep_is_read_without_vllm_or_torch():
         timeout=60,
     )
     assert found.stdout.decode().splitlines() == ["rollouts 2 7", "[]"]
-    assert state["settings"].whole() == replicas.settings
-    assert state["settings"] != replicas.settings
+    assert EngineActor.card(kept) == kept._card  # for those who attach
+    assert EngineActor.card(SimpleNamespace(_card={}), bare=True) == {}  # one that joins has none

@@ -334,8 +334,11 @@ class EngineActor:
         if epoch >= self._membership_epoch:
             self._card, self._membership_epoch = card, epoch
 
-    def card(self) -> dict[str, Any]:
-        return self._card
+    def card(self, bare: bool = False) -> dict[str, Any]:  # see find_service
+        if not bare or not self._card:
+            return self._card
+        settings = dataclasses.replace(self._card["settings"], engine_args=None, actor_class=None)
+        return {**self._card, "settings": settings}
 
     async def model_metadata(self) -> list[list[Any]]:
         """Returns the tensors that a complete push must hold, as ``ParamMeta`` in JSON form."""

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import ray
 import ray.util
-from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
 
 from torchrl_vllm_sync.checks import Deadline
@@ -50,7 +48,7 @@ class ServiceSettings:
     """What a service is launched with; beside the members this is all that copies of it need."""
 
     name: str  # unique on the cluster
-    engine_args: AsyncEngineArgs  # prepared
+    engine_args: AsyncEngineArgs | Any  # prepared; None in bare settings
     claims: Mapping[str, float] = field(default_factory=dict)  # of a replica: "GPU", "CPU", or less
     environment: Mapping[str, str] = field(default_factory=dict)  # of its processes
     actor_class: Any = None  # decorated by ``ray.remote`` or not; ``None`` for ``EngineActor``
@@ -60,16 +58,6 @@ class ServiceSettings:
     max_restarts: int = 0  # of each replica within an hour
     balancing: Mapping[str, Any] = field(default_factory=dict)  # arguments of the balancer
     rendezvous: tuple[str, int | None] | None = None  # once that was named or asked for
-    pickled: bytes = b""  # engine arguments and actor class, where this is :meth:`portable`
-
-    def portable(self) -> ServiceSettings:
-        """Returns a copy that is unpickled without importing vLLM, for :meth:`whole`."""
-        parts = {"engine_args": self.engine_args, "actor_class": self.actor_class}
-        pickled = cloudpickle.dumps(parts)  # pyright: ignore[reportPrivateImportUsage]
-        return dataclasses.replace(self, **dict.fromkeys(parts), pickled=pickled)
-
-    def whole(self) -> ServiceSettings:
-        return dataclasses.replace(self, **pickle.loads(self.pickled), pickled=b"")
 
 
 class Membership:
@@ -206,9 +194,12 @@ def named_actors(service_name: str) -> dict[str, Any]:
 
 
 def find_service(
-    service_name: str, *, timeout_s: float = ATTACH_TIMEOUT_S
+    service_name: str, *, timeout_s: float = ATTACH_TIMEOUT_S, bare: bool = False
 ) -> tuple[ServiceSettings, Membership]:
-    """Returns a running service's portable settings, and its living replicas as its members."""
+    """Returns the settings of a running service, and its living replicas as its members.
+
+    Bare settings lack what cannot be unpickled without vLLM.
+    """
     try:
         ensure_ray("auto")
     except ConnectionError as error:
@@ -224,7 +215,7 @@ def find_service(
             "names another, of which this machine may have several"
         )
     deadline, states = Deadline(timeout_s), []
-    for ref in as_they_end([actor.card.remote() for actor in actors.values()], deadline):
+    for ref in as_they_end([actor.card.remote(bare) for actor in actors.values()], deadline):
         try:
             state = ray.get(ref)
         except RayError as error:
@@ -243,7 +234,7 @@ def find_service(
 @contextlib.contextmanager
 def observed(service_name: str) -> Iterator[Callable[[], ServiceStatus]]:
     """Gives what returns a running service's status, without importing vLLM or PyTorch."""
-    settings, membership = find_service(service_name)
+    settings, membership = find_service(service_name, bare=True)
     replicas = Replicas(settings, membership, is_copy=True)
     log, limit_s = StatusLog(replicas.load), settings.unresponsive_after_s
     monitor = LoadMonitor(replicas.load, replicas.to_ask, unresponsive_after_s=limit_s)
@@ -421,8 +412,7 @@ class Replicas(Sequence[Member]):
 
     def shared_state(self) -> dict[str, Any]:
         """What a process needs to attach; without actor handles, so that an actor may keep it."""
-        membership = self.require().with_actors(None)
-        return {"settings": self.settings.portable(), "membership": membership}
+        return {"settings": self.settings, "membership": self.require().with_actors(None)}
 
     @property
     def service_name(self) -> str:
@@ -570,7 +560,7 @@ class Replicas(Sequence[Member]):
 
     def _follow_found(self) -> None:
         try:
-            _, newer = find_service(self.service_name, timeout_s=LOOK_TIMEOUT_S)
+            _, newer = find_service(self.service_name, timeout_s=LOOK_TIMEOUT_S, bare=True)
         except ServiceClosedError:
             return  # no replica is left to ask
         except RayError as error:

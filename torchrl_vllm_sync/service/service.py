@@ -908,7 +908,7 @@ def attach(name: str, *, supervise: bool = False) -> AsyncVLLM:
             end with the process that launched it.
     """
     settings, membership = find_service(name)
-    service = _rebuild(AsyncVLLM, settings.whole(), membership)
+    service = _rebuild(AsyncVLLM, settings, membership)
     if supervise:
         if not settings.detached:
             raise UnsupportedArgumentError(
