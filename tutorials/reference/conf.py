@@ -5,11 +5,13 @@ where they are, so that links between them are the same here and there.
 """
 
 import ast
+import inspect
 import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sphinx.util.inspect import stringify_signature
 from sphinx.util.nodes import make_refnode
 
 PACKAGE = "torchrl_vllm_sync"
@@ -27,7 +29,7 @@ include_patterns = [
     "tutorials/reference/*.rst",
 ]
 exclude_patterns = [".*", "build", "dist", "tutorials/output"]  # folders that are not looked into
-highlight_language = "text"  # of blocks that name none
+highlight_language = "none"  # of blocks that name none
 myst_heading_anchors = 4
 
 # The menu, whose first page is the README.
@@ -58,6 +60,8 @@ CONTRIBUTING
 ```
 """
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_title = PACKAGE
 html_show_sphinx = False
 html_show_copyright = False
@@ -68,6 +72,7 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_class_signature = "mixed"
 python_use_unqualified_type_names = True
+maximum_signature_line_length = 90  # longer ones have a line for each argument
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
@@ -161,6 +166,17 @@ def escape_stars(_app: Any, _what: str, _name: str, _value: Any, _options: Any, 
     lines[:] = [one.replace("*args, **kwargs:", r"\*args, \*\*kwargs:") for one in lines]
 
 
+def arguments_of_a_class(
+    _app: Any, what: str, _name: str, value: Any, _options: Any, signature: str, _result: Any
+) -> tuple[str, None] | None:
+    """Shows what a class's own constructor takes where its ``__new__`` takes anything."""
+    if what != "class" or "__init__" not in vars(value) or not signature.startswith("(*args"):
+        return None
+    taken = inspect.signature(value.__init__)
+    own = taken.replace(parameters=[*taken.parameters.values()][1:])
+    return stringify_signature(own, show_return_annotation=False, unqualified_typehints=True), None
+
+
 def write_entrance(app: Any, error: Exception | None) -> None:
     """Leads from ``index.html`` to the README's page."""
     if error is None:
@@ -173,4 +189,5 @@ def setup(app: Any) -> None:
     app.connect("missing-reference", find_by_last_name)
     app.connect("source-read", prepare_page)
     app.connect("autodoc-process-docstring", escape_stars, priority=400)
+    app.connect("autodoc-process-signature", arguments_of_a_class)
     app.connect("build-finished", write_entrance)
