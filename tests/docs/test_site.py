@@ -92,3 +92,16 @@ def test_no_code_of_a_tutorial_is_left_out(site, path):
 def test_every_guide_is_in_the_menu_once(site):
     found = sorted(f"tutorials/guides/{one.stem}" for one in (TUTORIALS / "guides").glob("*.md"))
     assert sorted(site.guides()) == found
+
+
+def test_what_runs_printed_stands_on_the_page_of_their_tutorial(site):
+    runs = sorted(site.PRINTED.glob("*.txt"))
+    assert runs
+    stems = {path.stem for path in TUTORIALS.glob("[0-9]*.py")}
+    for run in runs:
+        command, *_, last = run.read_text().splitlines()
+        (stem,) = (one for one in stems if run.name.startswith(f"{one}_"))
+        assert command.startswith(f"$ python tutorials/{stem}.py"), run.name
+        assert last.startswith("PASS "), run.name
+        assert last in site.printed(stem)
+    assert site.printed("no_such_tutorial") == ""

@@ -15,6 +15,7 @@ from sphinx.util.inspect import stringify_signature
 from sphinx.util.nodes import make_refnode
 
 PACKAGE = "torchrl_vllm_sync"
+PRINTED = Path(__file__).resolve().parents[1] / "printed"
 
 project = PACKAGE
 release = metadata.version("torchrl-vllm-sync")
@@ -153,10 +154,22 @@ def tutorial_page(source: str) -> str:
     return "\n\n".join([f"# {heading}", title, *parts])
 
 
+def printed(stem: str) -> str:
+    """Returns what recorded runs of a tutorial printed and drew, as Markdown."""
+    runs = sorted(PRINTED.glob(f"{stem}_*.txt"))
+    parts = ["## What it prints"] if runs else []
+    for run in runs:
+        parts.append(f"```\n{run.read_text().strip()}\n```")
+        if run.with_suffix(".png").exists():
+            parts.append(f"![What this run drew](printed/{run.stem}.png)")
+    return "\n\n".join(parts)
+
+
 def prepare_page(_app: Any, name: str, source: list[str]) -> None:
-    """Turns a tutorial into Markdown, and adds the site's menu to the README."""
+    """Makes a tutorial Markdown, with its recorded runs; adds the menu to the README."""
     if name.startswith("tutorials/0"):
-        source[0] = tutorial_page(source[0])
+        stem = name.removeprefix("tutorials/")
+        source[0] = f"{tutorial_page(source[0])}\n\n{printed(stem)}\n"
     elif name == root_doc:
         source[0] += CONTENTS.replace("GUIDES", "\n".join(guides()))
 
