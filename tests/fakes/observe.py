@@ -65,6 +65,8 @@ def replica(replica_id, **more):
             "node": "10.0.0.7",
             "pid": 4711,
             "device_type": "cuda",
+            "device_name": "NVIDIA H100 80GB HBM3",
+            "num_workers": 2,
         }
         | more,
     )
@@ -74,6 +76,8 @@ def status(*replicas, **more):
     return ServiceStatus(
         **{"name": "rollouts", "time": NOON, "weight_version": 12, "in_flight": 60}
         | {"replicas": replicas, "pushes": (push(12), push(11, NOON - 7))}
+        | {"model": "Qwen/Qwen2.5-7B", "launched_at": NOON - 8000}
+        | {"versions": {"torchrl": "0.14.1", "vllm": "0.32.0"}}
         | more
     )
 
@@ -107,6 +111,7 @@ def hostile():
     return status(
         replica(HOSTILE, node=HOSTILE, reason=HOSTILE, state=ReplicaState.STALE),
         name=HOSTILE,
+        model=HOSTILE,
         pushes=(
             replace(pushed, transport=HOSTILE, phases={f"{HOSTILE}_s": 0.05}),
             replace(pushed, began_at=NOON - 1, error=HOSTILE),

@@ -33,7 +33,9 @@ def member(replica_id, actor="actor", **facts):
 
 def replicas_of(members=(), *, load=None, launched=True, **settings):
     """Replicas with a ledger of the test's own, if it gives one."""
-    known = ServiceSettings(**{"name": "rollouts", "engine_args": SimpleNamespace()} | settings)
+    known = ServiceSettings(
+        **{"name": "rollouts", "engine_args": SimpleNamespace(model="tiny")} | settings
+    )
     replicas = Replicas(known)
     replicas.membership = Membership(members) if launched else None
     if load is None:

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.fakes.observe import replica
+from tests.fakes.observe import status as told
 from tests.fakes.service import replicas_of, service_of
 from torchrl_vllm_sync import AsyncVLLM, LoadReport, PushReport, ReplicaState
 from torchrl_vllm_sync.errors import ServiceClosedError, WeightSyncError
@@ -39,7 +41,10 @@ class Scene:
         self.clock = Clock()
         self.load = LoadTracker(replica_ids, state=SERVING, clock=self.clock)
         self.log = StatusLog(self.load, wall_clock=lambda: 5000.0)
-        description = SimpleNamespace(node_ip="10.0.0.7", pid=42, device_type="cuda")
+        description = SimpleNamespace(
+            node_ip="10.0.0.7", pid=42, device_type="cuda", vllm_version="0.32.0",
+            device_name="NVIDIA H100", num_workers=2,
+        )  # fmt: skip
         self.members = [
             SimpleNamespace(replica_id=one, num_restarts=2, description=description)
             for one in replica_ids
@@ -90,6 +95,25 @@ def test_a_replica_that_is_no_member_yet_has_no_node():
     scene = Scene("0")
     scene.members = []
     assert (scene.replica().node, scene.replica().num_restarts) == (None, None)
+
+
+def test_what_the_service_is_and_runs_on():
+    scene = Scene("0", "1")
+    status = view(scene).status()
+    assert (status.model, status.launched_at, status.uptime_s) == ("tiny", None, None)
+    assert status.hardware == "4 x NVIDIA H100, 1 node"
+    assert set(status.versions) == {"vllm", "torchrl", "torchrl_vllm_sync"}
+    assert status.versions["vllm"] == "0.32.0"
+    status = view(scene, launched_at=status.time - 60.0).status()
+    assert 60.0 <= status.uptime_s < 120.0
+    assert status.as_dict()["hardware"] == status.hardware
+
+
+def test_cores_of_a_cpu_are_not_added_up_and_nodes_are():
+    cpu = {"device_type": "cpu", "device_name": "CPU with 8 cores", "num_workers": 2}
+    replicas = (replica("0", **cpu), replica("1", **cpu), replica("2", **cpu, node="10.0.0.8"))
+    assert told(*replicas).hardware == "CPU with 8 cores, 2 nodes"
+    assert told(replica("0", device_name=None)).hardware == ""
 
 
 def test_figures_are_the_last_reports_and_in_flight_is_counted_here():
@@ -300,9 +324,9 @@ def test_a_report_says_when_it_ended_and_how_long_engines_paused_and_tells_secon
 # ---------------------------------------------------------------- the method
 
 
-def view(scene, *, launched=True):
+def view(scene, *, launched=True, **settings):
     """A service of the scene's replicas."""
-    replicas = replicas_of(scene.members, load=scene.load, launched=launched)
+    replicas = replicas_of(scene.members, load=scene.load, launched=launched, **settings)
     return service_of(replicas, log=scene.log, committed=2)
 
 

@@ -61,6 +61,8 @@ def test_the_page_shows_replicas_plots_pushes_and_failures(browse):
         page = browse(board.url, "--dump-dom")
     assert "<title>rollouts, version 12</title>" in page
     assert re.search(r'id="serving">2 of 4<', page)
+    about = "Qwen/Qwen2.5-7B · up 2 h 13 min · 4 x NVIDIA H100 80GB HBM3, 1 node · torchrl 0.14.1"
+    assert f'id="about">{about}, vllm 0.32.0<' in page
     rows = [texts(one, "td") for one in re.findall(r"<tr>.*?</tr>", page, re.DOTALL)]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert rows[0][1] == "serving"
@@ -92,7 +94,7 @@ def test_texts_of_a_service_are_never_markup(browse):
     assert "\x1b" not in page
     assert "\u202e" not in page
     shown = html.escape(clean, quote=False)
-    assert page.count(shown) >= 7  # name, replica, reason, node, phase, pushes, failures
+    assert page.count(shown) >= 8  # name, model, replica, reason, node, phase, pushes, failures
 
 
 def test_a_service_that_cannot_tell_is_said_to(browse):

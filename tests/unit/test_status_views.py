@@ -88,6 +88,7 @@ def test_the_terminal_shows_replicas_pushes_and_failures():
     for part in (
         "rollouts version 12, 2 of 4 replicas serve, 64 in flight, 4,874 tokens/s",
         "pause 53.0 ms, 1 left behind",
+        "Qwen/Qwen2.5-7B; up 2:13:20; 4 x NVIDIA H100 80GB HBM3, 1 node; torchrl 0.14.1, vllm 0.32",
         "replica 3 failed: its actor has not answered for 60.3 s",
         "version 11 failed at",
     ):

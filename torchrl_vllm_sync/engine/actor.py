@@ -208,6 +208,7 @@ class EngineActor:
         self._last_push: PushReport | None = None
         self._joins_later = self._started = False
         self._device_uuids: tuple[str, ...] = ()
+        self._device_name = ""
 
     # ---------------------------------------------------------------- lifecycle
 
@@ -245,8 +246,9 @@ class EngineActor:
     async def _begin(self) -> None:
         """Builds the parts that need the engine, and begins to serve."""
         internals.watch_samples(self.engine, self._gate.register)
-        found = await internals.call_workers(self.engine, "native_device_uuid", ())
-        self._device_uuids = tuple(uuid for uuid in found if uuid)
+        found = await internals.call_workers(self.engine, "native_device", ())
+        self._device_uuids = tuple(uuid for uuid, _ in found if uuid)
+        self._device_name = found[0][1]
         self._updates = updates = Updates(self.engine, self._gate)
         self._answers.begin(self.engine, updates)
         self._native = NativeCalls(updates, self.engine, self._gate)
@@ -287,6 +289,7 @@ class EngineActor:
             num_workers=parallel.world_size * parallel.data_parallel_size,
             node_id=this_node(),
             device_uuids=self._device_uuids,
+            device_name=self._device_name,
             processes=processes,
         )
 

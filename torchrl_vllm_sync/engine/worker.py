@@ -33,7 +33,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.weights.metadata import from_json
-from torchrl_vllm_sync.weights.places import device_uuid
+from torchrl_vllm_sync.weights.places import device_name, device_uuid
 from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
 
 if TYPE_CHECKING:
@@ -364,9 +364,9 @@ class SyncWorkerExtension:
     def native_engine_name(self) -> str:
         return type(self.weight_transfer_engine).__name__
 
-    def native_device_uuid(self) -> str:
-        """Returns the UUID of this worker's GPU; empty on a CPU."""
-        return device_uuid(self.device)
+    def native_device(self) -> tuple[str, str]:
+        """Returns the UUID of this worker's GPU, empty on a CPU, and the name of its device."""
+        return device_uuid(self.device), device_name(self.device)
 
     @answered
     def native_check(self) -> None:

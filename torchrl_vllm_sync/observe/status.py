@@ -7,9 +7,13 @@ import dataclasses
 import json
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+import torchrl
 
 from torchrl_vllm_sync.replica import EngineCounters, Member, PushReport, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker, token_rates
@@ -89,8 +93,10 @@ class StatusLog:
         for listener in listeners:
             listener(push)
 
-    def status(self, name: str, weight_version: int, members: Sequence[Member]) -> ServiceStatus:
-        """Puts together what is known of a service, without actor calls."""
+    def status(
+        self, name: str, weight_version: int, members: Sequence[Member], **about: Any
+    ) -> ServiceStatus:
+        """Puts together what is known of a service, without actor calls, and ``about`` it."""
         snapshots, now = self._load.snapshots(), self._load.clock()
         self.add_pushes(one.last_push for one in snapshots if one.last_push is not None)
         known = {one.replica_id: one for one in members}
@@ -102,6 +108,8 @@ class StatusLog:
             replicas=tuple(_of_replica(one, known.get(one.replica_id), now) for one in snapshots),
             pushes=self.pushes,
             failures=self.failures,
+            versions=_versions(members),
+            **about,
         )
 
     def _note_failures(self) -> None:
@@ -145,6 +153,8 @@ class ReplicaStatus:
         node: Address of its node.
         pid: Process id of its actor on that node.
         device_type: Where its weights are: ``"cpu"`` or ``"cuda"``.
+        device_name: Name of the first of its GPUs, or how many cores of a CPU it may use.
+        num_workers: GPUs that it uses; processes on a CPU.
     """
 
     replica_id: str
@@ -166,6 +176,8 @@ class ReplicaStatus:
     node: str | None = None
     pid: int | None = None
     device_type: str | None = None
+    device_name: str | None = None
+    num_workers: int | None = None
 
     @property
     def samples(self) -> int | None:
@@ -189,6 +201,9 @@ class ServiceStatus:
         replicas: Its replicas, in the order of their joining.
         pushes: The last pushes that this process made or heard of from replicas, newest first.
         failures: What went wrong lately, newest first.
+        model: The checkpoint's name or path; empty if unknown.
+        launched_at: When it was launched, in seconds since 1970.
+        versions: Name to version of the libraries: the engines' vLLM, and this process's TorchRL.
     """
 
     name: str
@@ -198,6 +213,28 @@ class ServiceStatus:
     replicas: tuple[ReplicaStatus, ...]
     pushes: tuple[PushReport, ...] = ()
     failures: tuple[FailureStatus, ...] = ()
+    model: str = ""
+    launched_at: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def uptime_s(self) -> float | None:
+        """Seconds since the launch."""
+        return None if self.launched_at is None else max(0.0, self.time - self.launched_at)
+
+    @property
+    def hardware(self) -> str:
+        """GPUs or CPUs of all replicas, and how many nodes these are; empty if unknown.
+
+        Such as ``"4 x NVIDIA H100 80GB HBM3, 1 node"``.
+        """
+        known = [one for one in self.replicas if one.device_name and one.num_workers]
+        gpus = Counter[str]()
+        for one in known:
+            gpus[f"{one.device_name}"] += (one.num_workers or 0) * (one.device_type != "cpu")
+        names = [f"{number} x {name}" if number else name for name, number in gpus.items()]
+        num_nodes = len({one.node for one in known})
+        return ", ".join([*names, f"{num_nodes} node{'s' * (num_nodes > 1)}"]) if names else ""
 
     @property
     def num_serving(self) -> int:
@@ -226,11 +263,29 @@ class ServiceStatus:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as dictionaries, lists, strings and finite numbers, for JSON."""
-        totals = ("num_serving", "samples", "generated_tokens_per_s", "prompt_tokens_per_s")
+        totals = (
+            "uptime_s",
+            "hardware",
+            "num_serving",
+            "samples",
+            "generated_tokens_per_s",
+            "prompt_tokens_per_s",
+        )
         whole = dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
         for one, shown in zip(self.replicas, whole["replicas"], strict=True):
             shown["samples"] = one.samples
         return finite(whole)
+
+
+def _versions(members: Sequence[Member]) -> dict[str, str]:
+    engines = sorted({one.description.vllm_version for one in members})
+    own = {"torchrl": torchrl.__version__, "torchrl_vllm_sync": _own_version()}
+    return ({"vllm": ", ".join(engines)} if engines else {}) | own
+
+
+@cache  # reading a distribution's metadata takes longer than the rest
+def _own_version() -> str:
+    return version("torchrl-vllm-sync")
 
 
 def finite(value: Any) -> Any:
@@ -250,6 +305,7 @@ def _of_replica(known: LoadSnapshot, member: Member | None, now: float) -> Repli
     if member is not None:
         about = member.description
         figures |= {"node": about.node_ip, "pid": about.pid, "device_type": about.device_type}
+        figures |= {"device_name": about.device_name, "num_workers": about.num_workers}
         figures["num_restarts"] = member.num_restarts
     if known.is_fresh(now, MAX_AGE_S):
         figures |= {name: getattr(known, name) for name in _REPORTED}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from html import escape
 from typing import TYPE_CHECKING
@@ -101,6 +102,18 @@ def headline(status: ServiceStatus) -> str:
     )
 
 
+def about_text(status: ServiceStatus) -> str:
+    """Returns what a service is, on one line: model, time since launch, hardware and versions."""
+    versions = ", ".join(f"{name} {number}" for name, number in status.versions.items())
+    since = (
+        ""
+        if status.uptime_s is None
+        else f"up {datetime.timedelta(seconds=round(status.uptime_s))}"
+    )
+    parts = (status.model, since, status.hardware, versions)
+    return "; ".join(printable(one) for one in parts if one)
+
+
 def push_text(push: PushReport) -> str:
     version = UNKNOWN if push.version is None else push.version
     if push.error:
@@ -131,6 +144,7 @@ def status_html(status: ServiceStatus) -> str:
     pushed = f"<div>last push: {escape(push_text(status.pushes[0]))}</div>" if status.pushes else ""
     return (
         f"<div><b>AsyncVLLM {escape(status.name)}</b> {escape(headline(status))}"
+        f"<div>{escape(about_text(status))}</div>"
         f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{pushed}</div>"
     )
 
@@ -143,7 +157,8 @@ def absent_html(name: str) -> str:
 def status_view(status: ServiceStatus, width: int = WIDE) -> RenderableType:
     """Returns a status for ``rich``; none of its texts is taken for markup or terminal codes."""
     title = Text.assemble((printable(status.name), "bold"), " ", headline(status))
-    parts: list[RenderableType] = [title, _replicas(status, width)]
+    about = Text(about_text(status), "dim")
+    parts: list[RenderableType] = [title, about, _replicas(status, width)]
     if status.pushes:
         parts += _last_push(status.pushes[0])
         parts += [Text(f"before it: {push_text(one)}", "dim") for one in status.pushes[1:4]]

@@ -52,6 +52,7 @@ class ServiceSettings:
     claims: Mapping[str, float] = field(default_factory=dict)  # of a replica: "GPU", "CPU", or less
     environment: Mapping[str, str] = field(default_factory=dict)  # of its processes
     actor_class: Any = None  # decorated by ``ray.remote`` or not; ``None`` for ``EngineActor``
+    launched_at: float | None = None  # in seconds since 1970
     detached: bool = False  # whether replicas outlive the process that starts them
     request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
     unresponsive_after_s: float = UNRESPONSIVE_AFTER_S

@@ -12,6 +12,7 @@ import math
 import operator
 import re
 import secrets
+import time
 import uuid
 import weakref
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, overload
@@ -316,7 +317,7 @@ class AsyncVLLM(RLvLLMEngine):
         """Starts the replicas; TorchRL's name for it."""
         if self._launched:
             raise UnsupportedArgumentError(f"service {self.name} is launched already")
-        settings = self.replicas.settings
+        settings = dataclasses.replace(self.replicas.settings, launched_at=time.time())
         ids = [str(index) for index in range(self._num_wanted)]
         progress = LaunchProgress(self.name, ids) if self._verbose else None
         with progress or contextlib.nullcontext():
@@ -817,7 +818,14 @@ class AsyncVLLM(RLvLLMEngine):
         Asks nobody, but for the first time in a pickled or attached copy.
         """
         self.replicas.require()
-        return self.weights.log.status(self.name, self.weight_version, self.replicas.members)
+        settings = self.replicas.settings
+        return self.weights.log.status(
+            self.name,
+            self.weight_version,
+            self.replicas.members,
+            model=str(settings.engine_args.model),
+            launched_at=settings.launched_at,
+        )
 
     def dashboard(self, port: int = 0, host: str = "127.0.0.1") -> Dashboard:
         """Returns the server of a page that shows the service, until this process lets it go.

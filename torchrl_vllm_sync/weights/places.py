@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,13 @@ def this_node() -> str:
 def device_uuid(device: torch.device) -> str:
     """Returns the UUID of a GPU, the same in every process; empty for a CPU."""
     return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+def device_name(device: torch.device) -> str:
+    """Returns a GPU's name, or how many cores of a CPU this process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {len(os.sched_getaffinity(0))} cores"
 
 
 # A transport sends from where the weights are. The current CUDA device says little of that: it is
