@@ -67,7 +67,7 @@ def busy(service: AsyncVLLM) -> Iterator[None]:
 def draw_terminal(status: ServiceStatus, path: Path) -> None:
     """Draws what the command shows."""
     console = Console(width=110, record=True, file=io.StringIO())
-    console.print(status_view(status))
+    console.print(status_view(status, console.width))
     drawn = console.export_svg(title=f"torchrl-vllm-sync status {status.name}")
     # rich names a font on another site; whoever has none of that name sees their own.
     drawn = re.sub(r"@font-face \{.*?\}\n", "", drawn, flags=re.DOTALL)

@@ -204,6 +204,14 @@ class EngineCounters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """How long something took of late: in half of the cases at most, and in 99 % of them."""
+
+    p50_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
     """What one replica last said of itself; ``None`` wherever the engine has not said yet."""
 
@@ -222,6 +230,9 @@ class EngineReport:
     num_span_disagreements: int = 0
     membership_epoch: int = 0  # changes of the service's membership that it knows of
     counters: EngineCounters | None = None
+    # Of the last 256 requests, from their arrival on, and of the last 4,096 tokens after a first.
+    time_to_first_token: Latency | None = None
+    inter_token_latency: Latency | None = None
     last_push: PushReport | None = None  # that it knows of, which need not have reached it
 
 

@@ -71,6 +71,9 @@ def test_counters_are_what_was_asked_for_and_rates_show_while_it_runs(service):
     assert any(one.num_running for status in seen for one in status.replicas)
     assert all(0 <= one.kv_cache_usage <= 1 for one in service.status().replicas)
     assert all(0 < one.prefix_cache_hit_rate < 1 for one in service.status().replicas)
+    for one in service.status().replicas:
+        for latency in (one.time_to_first_token, one.inter_token_latency):
+            assert 0 < latency.p50_s <= latency.p99_s < whole_s
 
 
 def test_pushes_and_their_failures_are_told_here_and_to_others(service, model):
@@ -103,9 +106,16 @@ def test_facts_of_replicas(service):
     assert [one.replica_id for one in told.replicas] == ["0", "1"]
     for one in told.replicas:
         assert (str(one.state), one.num_restarts, one.device_type) == ("serving", 0, "cpu")
+        assert "CPU with" in one.device_name
         assert one.node == ray.util.get_node_ip_address()
         assert one.report_age_s < 20
     assert len({one.pid for one in told.replicas}) == 2
+    assert told.hardware.startswith("CPU with")
+    assert told.hardware.endswith(" cores, 1 node")
+    assert told.model == service.engine_args.model
+    assert 0 < told.uptime_s < 3600
+    with attach(service.name) as other:
+        assert other.status().launched_at == told.launched_at
     assert "serving" in service._repr_html_()
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.observe.status import FailureStatus, ReplicaStatus, ServiceStatus
-from torchrl_vllm_sync.replica import LoadReport, PushReport
+from torchrl_vllm_sync.replica import Latency, LoadReport, PushReport
 
 NOON = 1_750_000_000.0
 HOSTILE = "<img src=x onerror=document.title=1>&\"'[red]\x1b[31m\u202e"
@@ -60,6 +60,8 @@ def replica(replica_id, **more):
             "prefix_cache_hit_rate": 0.87,
             "generated_tokens_per_s": 2483.0,
             "prompt_tokens_per_s": 612.0,
+            "time_to_first_token": Latency(p50_s=0.05, p99_s=0.4),
+            "inter_token_latency": Latency(p50_s=0.012, p99_s=0.09),
             "report_age_s": 0.4,
             "num_restarts": 0,
             "node": "10.0.0.7",
@@ -77,6 +79,7 @@ def status(*replicas, **more):
         **{"name": "rollouts", "time": NOON, "weight_version": 12, "in_flight": 60}
         | {"replicas": replicas, "pushes": (push(12), push(11, NOON - 7))}
         | {"model": "Qwen/Qwen2.5-7B", "launched_at": NOON - 8000}
+        | {"requests": {"answered": 5120, "lost": 1, "failed": 0, "cancelled": 0, "retried": 12}}
         | {"versions": {"torchrl": "0.14.1", "vllm": "0.32.0"}}
         | more
     )
@@ -141,6 +144,7 @@ class Moving:
                 in_flight=round(60 * part),
                 num_waiting=max(0, round(30 * (part - 0.6))),
                 kv_cache_usage=part,
+                time_to_first_token=Latency(p50_s=0.1 * part, p99_s=0.3 * part + 0.1),
                 generated_tokens_per_s=3000 * part if at % 50 > 5 else None,
                 weight_version=12 + at // 20 - (1 if i else 0) * (at % 20 < 4),
             )

@@ -6,6 +6,7 @@ from typing import Any
 from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.replica import EngineDescription, Member
 from torchrl_vllm_sync.service.replicas import Membership, Replicas, ServiceSettings
+from torchrl_vllm_sync.service.requests import RequestCounts
 from torchrl_vllm_sync.service.weights import Weights
 
 
@@ -53,5 +54,6 @@ def service_of(replicas, *, log=None, committed=0):
     service.replicas, service.weights = replicas, weights
     if log is not None:
         service.weights.log = log
+    service.requests = SimpleNamespace(counts=RequestCounts())
     service._dashboards, service._exporter = [], None
     return service

@@ -83,6 +83,16 @@ def test_the_error_names_every_attempt_and_survives_pickling():
         )
 
 
+async def test_each_request_that_is_sent_again_is_counted():
+    retried = []
+    dead, other = FakeActor("a", 1, raises(ActorDiedError())), FakeActor("b")
+    rig = Rig(dead, other)
+    rig.dispatcher._on_retry = retried.append
+    results = await rig.run(make_requests(6))
+    assert {one.error for one in results} == {None}
+    assert retried == [len(dead.calls[0]) - 1]
+
+
 async def test_after_the_last_attempt_a_request_says_what_each_replica_did():
     actors = [FakeActor(name, 0, raises(ActorDiedError())) for name in "abcd"]
     rig = Rig(*actors)

@@ -16,7 +16,7 @@ from torchrl_vllm_sync.observe.metrics import (
     status_readings,
 )
 from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
-from torchrl_vllm_sync.replica import EngineCounters, LoadReport, PushReport
+from torchrl_vllm_sync.replica import EngineCounters, Latency, LoadReport, PushReport
 from torchrl_vllm_sync.service.requests import REQUEST_ENDS, RequestCounts
 
 GUIDE = Path(__file__).resolve().parents[2] / "tutorials" / "guides" / "metrics.md"
@@ -29,6 +29,7 @@ KNOWN = ReplicaStatus(
     num_waiting=1,
     kv_cache_usage=0.25,
     prefix_cache_hit_rate=0.5,
+    time_to_first_token=Latency(p50_s=0.05, p99_s=0.4),
     counters=EngineCounters(num_prompt_tokens=100, num_generated_tokens=40),
     num_restarts=1,
 )
@@ -87,6 +88,8 @@ def test_what_a_replica_has_said_is_read():
         ("replica_waiting", "0"): 1,
         ("replica_kv_cache_usage", "0"): 0.25,
         ("replica_prefix_cache_hit_rate", "0"): 0.5,
+        ("replica_time_to_first_token", "0", "0.5"): 0.05,
+        ("replica_time_to_first_token", "0", "0.99"): 0.4,
         ("replica_prompt_tokens_total", "0"): 100,
         ("replica_generated_tokens_total", "0"): 40,
         ("replica_restarts_total", "0"): 1,
@@ -135,12 +138,16 @@ def test_a_push_that_failed_is_only_counted():
 
 
 def test_requests_that_ended_in_between_are_read():
-    readings = request_readings({"answered": 2, "lost": 1}, {"answered": 5, "lost": 1})
-    assert told(readings) == {("requests_total", "answered"): 3, ("requests_total", "lost"): 0}
+    before, now = {"answered": 2, "lost": 1, "retried": 0}, {"answered": 5, "lost": 1, "retried": 4}
+    assert told(request_readings(before, now)) == {
+        ("requests_total", "answered"): 3,
+        ("requests_total", "lost"): 0,
+        ("requests_retried_total",): 4,
+    }
 
 
 def totals(**counts):
-    return dict.fromkeys(REQUEST_ENDS, 0) | counts
+    return dict.fromkeys((*REQUEST_ENDS, "retried"), 0) | counts
 
 
 def test_each_request_is_counted_by_its_end():

@@ -16,7 +16,7 @@ from torchrl_vllm_sync.observe.status import (
     MAX_PUSHES,
     StatusLog,
 )
-from torchrl_vllm_sync.replica import EngineCounters, EngineReport, seconds_of
+from torchrl_vllm_sync.replica import EngineCounters, EngineReport, Latency, seconds_of
 from torchrl_vllm_sync.routing.ledger import LoadTracker, token_rates
 from torchrl_vllm_sync.service.weights import Weights
 from torchrl_vllm_sync.weights.push import failed_push
@@ -105,6 +105,7 @@ def test_what_the_service_is_and_runs_on():
     assert set(status.versions) == {"vllm", "torchrl", "torchrl_vllm_sync"}
     assert status.versions["vllm"] == "0.32.0"
     status = view(scene, launched_at=status.time - 60.0).status()
+    assert status.requests["answered"] == status.requests["retried"] == 0
     assert 60.0 <= status.uptime_s < 120.0
     assert status.as_dict()["hardware"] == status.hardware
 
@@ -123,18 +124,21 @@ def test_figures_are_the_last_reports_and_in_flight_is_counted_here():
     replica = scene.replica()
     assert (replica.in_flight, replica.elsewhere, replica.num_unfinished) == (3, 2, 5)
     assert (replica.num_running, replica.num_waiting, replica.kv_cache_usage) == (4, 1, 0.25)
+    assert replica.time_to_first_token is None
     assert scene.status().in_flight == 3
     assert scene.replica(1).num_running is None
 
 
 def test_figures_that_are_too_old_are_unknown_but_the_version_is_what_it_last_said():
     scene = Scene("0")
-    scene.report(num_running=4, kv_cache_usage=0.5, weight_version=7)
+    latency = Latency(p50_s=0.1, p99_s=0.5)
+    scene.report(num_running=4, kv_cache_usage=0.5, weight_version=7, time_to_first_token=latency)
     scene.clock.now += 4.9
-    assert scene.replica().num_running == 4
+    assert (scene.replica().num_running, scene.replica().time_to_first_token) == (4, latency)
     scene.clock.now += 0.2
     replica = scene.replica()
     assert (replica.num_running, replica.kv_cache_usage) == (None, None)
+    assert replica.time_to_first_token is None
     assert replica.weight_version == 7
     assert replica.report_age_s == pytest.approx(5.1)
 

@@ -18,7 +18,7 @@ from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.observe.page import Dashboard, _sample_of
 from torchrl_vllm_sync.observe.views import UNKNOWN, printable
 
-PLOTS = ("in_flight", "waiting", "kv", "tokens", "version")
+PLOTS = ("in_flight", "waiting", "kv", "tokens", "ttft", "itl", "version")
 
 
 @pytest.fixture
@@ -66,13 +66,14 @@ def test_the_page_shows_replicas_plots_pushes_and_failures(browse):
     rows = [texts(one, "td") for one in re.findall(r"<tr>.*?</tr>", page, re.DOTALL)]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert rows[0][1] == "serving"
-    assert rows[2] == ["2", "starting", *[UNKNOWN] * 10]
+    assert rows[2] == ["2", "starting", *[UNKNOWN] * 12]
     assert rows[3][1] == "failed its actor has not answered for 60.3 s"
     for key in PLOTS:
         (plot,) = re.findall(rf'<svg id="plot-{key}".*?</svg>', page, re.DOTALL)
         drawn = re.findall(r'<path class="line" stroke="(#\w+)" d="M[^"]{100,}"', plot)
         assert drawn[:2] == ["#0072b2", "#e69f00"], key
         assert "NaN" not in plot
+        assert ('class="line tail"' in plot) == (key in ("ttft", "itl"))
         assert len(re.findall(r'<path class="push(?: failed)?" d="M[^"]+"', plot)) == 2, key
     phases = re.findall(r'<div class="phase"><span>([\w ]+)</span>', page)
     assert phases == ["prepare", "ready", "queue", "transfer", "send", "replica 0", "replica 1"]
@@ -82,6 +83,8 @@ def test_the_page_shows_replicas_plots_pushes_and_failures(browse):
         assert re.search(rf'<i class="{step}"[^>]*{place}', page), step
     assert any("version 11" in one and "no replica took it" in one for one in texts(page, "li"))
     assert any("replica 3 failed" in one for one in texts(page, "li"))
+    assert "1 lost" in texts(page, "li")
+    assert "12 retried" in texts(page, "li")
     assert re.search(r'id="trouble" role="alert"></div>', page)
 
 

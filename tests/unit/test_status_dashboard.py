@@ -125,6 +125,7 @@ def test_a_sample_has_what_the_plots_show_and_nothing_invented():
     )
     sample = _sample_of(told)
     figures = {"in_flight": 32, "waiting": 4, "kv": 0.43, "tokens": 2483.0, "version": 12}
+    figures |= {"ttft": 0.05, "ttft_p99": 0.4, "itl": 0.012, "itl_p99": 0.09}
     assert sample == {
         "time": NOON,
         "replicas": {"0": figures, "1": figures | {"in_flight": None, "tokens": None}},

@@ -84,8 +84,13 @@ def test_texts_are_one_short_line_without_control_characters():
 
 
 def test_the_terminal_shows_replicas_pushes_and_failures():
-    text = plain(status_view(troubled()))
+    text = plain(status_view(troubled(), 120))
+    assert "TTFT" not in text
+    wide = plain(status_view(troubled(), 150), 150)
+    assert "50.0 ms / 400 ms" in wide
+    assert "12.0 ms / 90.0 ms" in wide
     for part in (
+        "5,120 answered, 1 lost, 0 failed, 0 cancelled, 12 retried",
         "rollouts version 12, 2 of 4 replicas serve, 64 in flight, 4,874 tokens/s",
         "pause 53.0 ms, 1 left behind",
         "Qwen/Qwen2.5-7B; up 2:13:20; 4 x NVIDIA H100 80GB HBM3, 1 node; torchrl 0.14.1, vllm 0.32",

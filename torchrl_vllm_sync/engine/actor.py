@@ -316,6 +316,7 @@ class EngineActor:
             figures["weight_version"] = self._updates.version
             figures["num_unfinished"] = self.get_num_unfinished_requests()
             figures["counters"] = self._stats.counters()
+            figures |= self._stats.latencies()
         return EngineReport(
             replica_id=self.replica_id,
             state=self._gate.state,

@@ -12,22 +12,23 @@ import os
 import re
 import stat
 import time
-from collections import Counter
+from collections import Counter, deque
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from packaging.version import Version
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from torchrl_vllm_sync.replica import EngineCounters
+from torchrl_vllm_sync.replica import EngineCounters, Latency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput
@@ -56,6 +57,11 @@ def installed_vllm() -> Version:
     return Version(Version(found).base_version)
 
 
+# The last of these, of which the quantiles of latencies are.
+MAX_FIRST_TOKENS = 256
+MAX_TOKEN_GAPS = 4096
+
+
 class EngineStats(NamedTuple):
     """The scheduler's figures after one step."""
 
@@ -71,6 +77,8 @@ class StatsRecorder(StatLoggerBase):
     def __init__(self) -> None:
         self._by_engine: dict[int, EngineStats] = {}
         self._totals = Counter[str]()  # by the names of EngineCounters
+        self._first_token_s = deque[float](maxlen=MAX_FIRST_TOKENS)
+        self._between_tokens_s = deque[float](maxlen=MAX_TOKEN_GAPS)
 
     def __call__(self, *_: Any, **__: Any) -> StatsRecorder:
         """Serves as its own factory, as ``AsyncLLM(stat_loggers=[...])`` expects."""
@@ -86,6 +94,8 @@ class StatsRecorder(StatLoggerBase):
         if iteration_stats is not None:
             self._totals["num_prompt_tokens"] += iteration_stats.num_prompt_tokens
             self._totals["num_generated_tokens"] += iteration_stats.num_generation_tokens
+            self._first_token_s.extend(iteration_stats.time_to_first_tokens_iter)
+            self._between_tokens_s.extend(iteration_stats.inter_token_latencies_iter)
         if scheduler_stats is None:
             return
         self._totals["prefix_cache_queries"] += scheduler_stats.prefix_cache_stats.queries
@@ -109,6 +119,20 @@ class StatsRecorder(StatLoggerBase):
 
     def counters(self) -> EngineCounters:
         return EngineCounters(**self._totals)
+
+    def latencies(self) -> dict[str, Latency | None]:
+        """Quantiles over the last requests and tokens, by the names of ``EngineReport``."""
+        return {
+            "time_to_first_token": _latency(self._first_token_s),
+            "inter_token_latency": _latency(self._between_tokens_s),
+        }
+
+
+def _latency(seconds: Sequence[float]) -> Latency | None:
+    if not seconds:
+        return None
+    p50, p99 = np.quantile(np.fromiter(seconds, float, len(seconds)), (0.5, 0.99))
+    return Latency(p50_s=float(p50), p99_s=float(p99))
 
 
 async def call_workers(

@@ -74,6 +74,10 @@ replica_kv_cache_usage; share, 0 to 1; replica; kv_cache_usage
     KV-cache blocks in use
 replica_prefix_cache_hit_rate; share, 0 to 1; replica; prefix_cache_hit_rate
     Prompt tokens found in the prefix cache since the engine's start, of those looked up
+replica_time_to_first_token; seconds; replica quantile
+    From a request's arrival to its first token, over the last 256 requests
+replica_inter_token_latency; seconds; replica quantile
+    From one token of a request to its next, over the last 4,096 tokens
 replica_prompt_tokens_total; tokens; replica; num_prompt_tokens
     Tokens of prompts whose prefill has ended, cached ones included
 replica_generated_tokens_total; tokens; replica; num_generated_tokens
@@ -82,6 +86,8 @@ replica_restarts_total; restarts; replica; num_restarts
     How often the replica's actor was replaced
 requests_total; requests; end
     Requests of the exporting process that ended: answered, lost, failed or cancelled
+requests_retried_total; requests;
+    How often a request of the exporting process was sent again, after a replica lost or refused it
 pushes_total; pushes; end
     Pushes of the exporting process that ended: committed or failed
 pushed_bytes_total; bytes;
@@ -121,6 +127,10 @@ def status_readings(status: ServiceStatus) -> Iterator[Reading]:
             yield Reading("replica_state", state is one.state, (*tags, ("state", state.value)))
         known = dataclasses.asdict(one)
         known |= known["counters"] or {}
+        for name in ("time_to_first_token", "inter_token_latency"):
+            if (latency := getattr(one, name)) is not None:
+                for quantile, seconds in (("0.5", latency.p50_s), ("0.99", latency.p99_s)):
+                    yield Reading(f"replica_{name}", seconds, (*tags, ("quantile", quantile)))
         for metric in METRICS.values():
             if (value := known.get(metric.figure)) is not None:
                 yield Reading(metric.name, value, tags)
@@ -129,7 +139,11 @@ def status_readings(status: ServiceStatus) -> Iterator[Reading]:
 def request_readings(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[Reading]:
     """Yields what requests that have ended in between add to counters."""
     for end, total in now.items():
-        yield Reading("requests_total", total - before[end], (("end", end),))
+        gained = total - before[end]
+        if end == "retried":
+            yield Reading("requests_retried_total", gained)
+        else:
+            yield Reading("requests_total", gained, (("end", end),))
 
 
 def push_readings(push: PushReport) -> Iterator[Reading]:

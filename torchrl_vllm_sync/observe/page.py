@@ -24,6 +24,8 @@ from torchrl_vllm_sync.observe.status import ServiceStatus, finite
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchrl_vllm_sync.replica import Latency
+
 
 logger = logging.getLogger(__name__)
 
@@ -169,10 +171,16 @@ def _sample_of(status: ServiceStatus, before: ServiceStatus | None = None) -> di
             "kv": one.kv_cache_usage,
             "tokens": one.generated_tokens_per_s,
             "version": one.weight_version,
+            **_quantiles("ttft", one.time_to_first_token),
+            **_quantiles("itl", one.inter_token_latency),
         }
         for one in status.replicas
     }
     return finite({"time": status.time, "replicas": replicas, "pushes": pushes})
+
+
+def _quantiles(name: str, known: Latency | None) -> dict[str, float | None]:
+    return {name: known and known.p50_s, f"{name}_p99": known and known.p99_s}
 
 
 class _Server(ThreadingHTTPServer):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torchrl
 
-from torchrl_vllm_sync.replica import EngineCounters, Member, PushReport, ReplicaState
+from torchrl_vllm_sync.replica import EngineCounters, Latency, Member, PushReport, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker, token_rates
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class ReplicaStatus:
             since the engine's start that were found there.
         generated_tokens_per_s: Tokens sampled, over the last 2 s or so.
         prompt_tokens_per_s: The same of prompts whose prefill ended, cached tokens included.
+        time_to_first_token: Seconds from a request's arrival to its first token, over the last 256.
+        inter_token_latency: Seconds from one token of a request to its next, over the last 4,096.
         counters: What the engine has done since it started.
         report_age_s: Seconds since its last report.
         num_restarts: How often its actor was replaced.
@@ -170,6 +172,8 @@ class ReplicaStatus:
     prefix_cache_hit_rate: float | None = None
     generated_tokens_per_s: float | None = None
     prompt_tokens_per_s: float | None = None
+    time_to_first_token: Latency | None = None
+    inter_token_latency: Latency | None = None
     counters: EngineCounters | None = None
     report_age_s: float | None = None
     num_restarts: int | None = None
@@ -201,6 +205,8 @@ class ServiceStatus:
         replicas: Its replicas, in the order of their joining.
         pushes: The last pushes that this process made or heard of from replicas, newest first.
         failures: What went wrong lately, newest first.
+        requests: Requests of this process that were ``answered``, ``lost`` with their replicas,
+            ``failed`` or ``cancelled``, and how often one was ``retried``: sent again.
         model: The checkpoint's name or path; empty if unknown.
         launched_at: When it was launched, in seconds since 1970.
         versions: Name to version of the libraries: the engines' vLLM, and this process's TorchRL.
@@ -213,6 +219,7 @@ class ServiceStatus:
     replicas: tuple[ReplicaStatus, ...]
     pushes: tuple[PushReport, ...] = ()
     failures: tuple[FailureStatus, ...] = ()
+    requests: dict[str, int] = field(default_factory=dict)
     model: str = ""
     launched_at: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
@@ -293,9 +300,10 @@ def finite(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
-# What a status has by the names of the ledger's record: always, and while its report is fresh.
+# What a status has by the names of the ledger's record, and of its report while that is fresh.
 _HERE = ("replica_id", "state", "reason", "in_flight", "weight_version")
 _REPORTED = ("num_unfinished", "num_running", "num_waiting", "kv_cache_usage", "counters")
+_REPORTED += ("time_to_first_token", "inter_token_latency")
 
 
 def _of_replica(known: LoadSnapshot, member: Member | None, now: float) -> ReplicaStatus:
@@ -308,7 +316,7 @@ def _of_replica(known: LoadSnapshot, member: Member | None, now: float) -> Repli
         figures |= {"device_name": about.device_name, "num_workers": about.num_workers}
         figures["num_restarts"] = member.num_restarts
     if known.is_fresh(now, MAX_AGE_S):
-        figures |= {name: getattr(known, name) for name in _REPORTED}
+        figures |= {name: getattr(known.report, name) for name in _REPORTED}
         figures |= token_rates(known.counted)
         figures["elsewhere"] = known.num_elsewhere
         if known.counters is not None:

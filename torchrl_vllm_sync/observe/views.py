@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from torchrl_vllm_sync.replica import PushReport, seconds_of
+from torchrl_vllm_sync.replica import Latency, PushReport, seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,9 +24,10 @@ UNKNOWN = "\N{EN DASH}"
 MAX_LENGTH = 300  # of a text
 MAX_FAILURES = 5
 BAR_WIDTH = 40
-# Columns of a terminal from which on all of the table is shown.
-WIDE = 100
-_FOR_WIDE = ("prompt/s", "restarts", "node")
+# Columns of a terminal from which on all of the table is shown, and those that one needs for more
+# than the rest of it.
+WIDE = 150
+_WIDTHS = {"prompt/s": 100, "restarts": 100, "node": 100, "TTFT": WIDE, "ITL": WIDE}
 _STYLES = {
     "serving": "green",
     "updating": "cyan",
@@ -65,6 +66,13 @@ def milliseconds_text(seconds: float | None) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds < 0.1 else f"{1e3 * seconds:,.0f} ms"
 
 
+def latency_text(latency: Latency | None) -> str:
+    """Returns the median and the 99th percentile."""
+    if latency is None:
+        return UNKNOWN
+    return f"{milliseconds_text(latency.p50_s)} / {milliseconds_text(latency.p99_s)}"
+
+
 def clock_text(at: float) -> str:
     """Returns a time in seconds since 1970 as one of day, of this machine's zone."""
     return time.strftime("%H:%M:%S", time.localtime(at))
@@ -82,6 +90,8 @@ COLUMNS: dict[str, Callable[[ReplicaStatus], str]] = {
     "hits": lambda one: share_text(one.prefix_cache_hit_rate),
     "tokens/s": lambda one: number_text(one.generated_tokens_per_s),
     "prompt/s": lambda one: number_text(one.prompt_tokens_per_s),
+    "TTFT": lambda one: latency_text(one.time_to_first_token),
+    "ITL": lambda one: latency_text(one.inter_token_latency),
     "restarts": lambda one: number_text(one.num_restarts),
     "node": lambda one: UNKNOWN if one.node is None else printable(one.node),
 }
@@ -112,6 +122,11 @@ def about_text(status: ServiceStatus) -> str:
     )
     parts = (status.model, since, status.hardware, versions)
     return "; ".join(printable(one) for one in parts if one)
+
+
+def requests_text(requests: Mapping[str, int]) -> str:
+    ends = ", ".join(f"{number_text(number)} {printable(end)}" for end, number in requests.items())
+    return f"requests of this process: {ends}"
 
 
 def push_text(push: PushReport) -> str:
@@ -164,6 +179,8 @@ def status_view(status: ServiceStatus, width: int = WIDE) -> RenderableType:
         parts += [Text(f"before it: {push_text(one)}", "dim") for one in status.pushes[1:4]]
     else:
         parts.append(Text("no push yet that this process heard of", "dim"))
+    if status.requests:
+        parts.append(Text(requests_text(status.requests), "dim"))
     for one in status.replicas:
         if one.reason:
             why = f"replica {printable(one.replica_id)}: {printable(one.reason)}"
@@ -183,7 +200,7 @@ def services_view(services: Mapping[str, int]) -> RenderableType:
 
 def _replicas(status: ServiceStatus, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
-    shown = [one for one in COLUMNS if width >= WIDE or one not in _FOR_WIDE]
+    shown = [one for one in COLUMNS if width >= _WIDTHS.get(one, 0)]
     for column in shown:
         justify = "left" if column in ("replica", "state", "node") else "right"
         table.add_column(column, justify=justify, no_wrap=column == "state", overflow="fold")

@@ -213,8 +213,11 @@ class Dispatcher:
         replicas: Callable[[], Sequence[Replica]],
         load: LoadTracker,
         recovers: Callable[[], bool] = lambda: False,
+        *,
+        on_retry: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._replicas, self._load, self._recovers = replicas, load, recovers
+        self._on_retry = on_retry
 
     async def run(
         self,
@@ -304,6 +307,8 @@ class Dispatcher:
         actor = replica.actor
         await self._end_former(actor, share)
         asked = [one.send(actor) for one in share]
+        if num_retries := sum(one.attempt > 0 for one in asked):
+            self._on_retry(num_retries)
         left = {one.request_id: one.abort_id for one in asked}
         limit_s = max(one.timeout_s for one in asked) + GRACE_S
         end, watch = time.monotonic() + limit_s, ReplicaWatch(self._replicas, self._load, replica)

@@ -69,14 +69,15 @@ if TYPE_CHECKING:
 
 REQUEST_ENDS: tuple[str, ...] = ("answered", "lost", "failed", "cancelled")
 """Each request ends in one of these ways; ``lost`` is by a ``RequestLostError``."""
+RETRIED = "retried"
 
 
 class RequestCounts:
-    """Counts requests by their end. Safe for threads."""
+    """Counts requests by their end, and how often one was sent again. Safe for threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(REQUEST_ENDS, 0)
+        self._counts = dict.fromkeys((*REQUEST_ENDS, RETRIED), 0)
 
     def totals(self) -> dict[str, int]:
         with self._lock:
@@ -105,6 +106,10 @@ class RequestCounts:
             self._add("cancelled", left)
             raise
 
+    def retry(self, num_requests: int) -> None:
+        """Counts requests that are sent again, after a replica has lost or refused them."""
+        self._add(RETRIED, num_requests)
+
     def _add(self, end: str, number: int) -> None:
         with self._lock:
             self._counts[end] += number
@@ -132,8 +137,10 @@ class Requests:
         self, replicas: Replicas, balancer: LoadBalancer | None, recovers: Callable[[], bool]
     ) -> None:
         self._replicas, self._balancer = replicas, balancer
-        self._dispatcher = Dispatcher(replicas.current, replicas.load, recovers)
         self.counts = RequestCounts()  # of this process
+        self._dispatcher = Dispatcher(
+            replicas.current, replicas.load, recovers, on_retry=self.counts.retry
+        )
         self._tokenizer: Any = None
         self._prefix = uuid.uuid4().hex[:12]
         self._counter = itertools.count()

@@ -825,6 +825,7 @@ class AsyncVLLM(RLvLLMEngine):
             self.replicas.members,
             model=str(settings.engine_args.model),
             launched_at=settings.launched_at,
+            requests=self.requests.counts.totals(),
         )
 
     def dashboard(self, port: int = 0, host: str = "127.0.0.1") -> Dashboard:
