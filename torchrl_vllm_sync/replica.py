@@ -284,6 +284,7 @@ class EngineDescription:
     num_workers: int = 1  # tensor x pipeline x data parallel size
     node_id: str = ""  # of its machine, or container; empty if unknown
     device_uuids: tuple[str, ...] = ()  # GPUs of its workers
+    model: str = ""  # name or path of its checkpoint; empty if unknown
     device_name: str = ""  # of its first worker: the GPU's, or a CPU's cores; empty if unknown
     processes: ReplicaProcesses | None = None  # None if unknown
 

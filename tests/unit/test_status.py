@@ -43,7 +43,7 @@ class Scene:
         self.log = StatusLog(self.load, wall_clock=lambda: 5000.0)
         description = SimpleNamespace(
             node_ip="10.0.0.7", pid=42, device_type="cuda", vllm_version="0.32.0",
-            device_name="NVIDIA H100", num_workers=2,
+            model="tiny", device_name="NVIDIA H100", num_workers=2,
         )  # fmt: skip
         self.members = [
             SimpleNamespace(replica_id=one, num_restarts=2, description=description)

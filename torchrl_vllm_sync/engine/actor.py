@@ -289,6 +289,7 @@ class EngineActor:
             num_workers=parallel.world_size * parallel.data_parallel_size,
             node_id=this_node(),
             device_uuids=self._device_uuids,
+            model=config.model_config.model,
             device_name=self._device_name,
             processes=processes,
         )

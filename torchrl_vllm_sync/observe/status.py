@@ -13,8 +13,6 @@ from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-import torchrl
-
 from torchrl_vllm_sync.replica import EngineCounters, Latency, Member, PushReport, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker, token_rates
 
@@ -109,6 +107,7 @@ class StatusLog:
             pushes=self.pushes,
             failures=self.failures,
             versions=_versions(members),
+            model=next((one.description.model for one in members), ""),
             **about,
         )
 
@@ -286,13 +285,12 @@ class ServiceStatus:
 
 def _versions(members: Sequence[Member]) -> dict[str, str]:
     engines = sorted({one.description.vllm_version for one in members})
-    own = {"torchrl": torchrl.__version__, "torchrl_vllm_sync": _own_version()}
-    return ({"vllm": ", ".join(engines)} if engines else {}) | own
+    return ({"vllm": ", ".join(engines)} if engines else {}) | _own_versions()
 
 
-@cache  # reading a distribution's metadata takes longer than the rest
-def _own_version() -> str:
-    return version("torchrl-vllm-sync")
+@cache  # reading the metadata of distributions takes longer than the rest
+def _own_versions() -> dict[str, str]:
+    return {"torchrl": version("torchrl"), "torchrl_vllm_sync": version("torchrl-vllm-sync")}
 
 
 def finite(value: Any) -> Any:

@@ -240,8 +240,9 @@ def observed(service_name: str) -> Iterator[Callable[[], ServiceStatus]]:
     log, limit_s = StatusLog(replicas.load), settings.unresponsive_after_s
     monitor = LoadMonitor(replicas.load, replicas.to_ask, unresponsive_after_s=limit_s)
     monitor.start()
+    about = {"launched_at": settings.launched_at}
     try:
-        yield lambda: log.status(service_name, replicas.served_version(), replicas.members)
+        yield lambda: log.status(service_name, replicas.served_version(), replicas.members, **about)
     finally:
         monitor.stop()
 

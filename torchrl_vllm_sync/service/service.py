@@ -818,13 +818,11 @@ class AsyncVLLM(RLvLLMEngine):
         Asks nobody, but for the first time in a pickled or attached copy.
         """
         self.replicas.require()
-        settings = self.replicas.settings
         return self.weights.log.status(
             self.name,
             self.weight_version,
             self.replicas.members,
-            model=str(settings.engine_args.model),
-            launched_at=settings.launched_at,
+            launched_at=self.replicas.settings.launched_at,
             requests=self.requests.counts.totals(),
         )
 
