@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from torchrl_vllm_sync import AsyncVLLM, ServiceStatus
+from torchrl_vllm_sync import AsyncVLLM, DashboardLogger, ServiceStatus
 from torchrl_vllm_sync.observe.views import status_view
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
 
@@ -38,7 +38,7 @@ BROWSER = ("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hid
 
 
 @contextlib.contextmanager
-def busy(service: AsyncVLLM) -> Iterator[None]:
+def busy(service: AsyncVLLM, logger: DashboardLogger) -> Iterator[None]:
     """Has requests run, in waves: prompts that share their beginnings, answers of any length."""
     from vllm import SamplingParams
 
@@ -51,7 +51,12 @@ def busy(service: AsyncVLLM) -> Iterator[None]:
             own = torch.randint(5, 500, (48, 20), generator=generator).tolist()
             lengths = torch.randint(20, 400, (48,), generator=generator).tolist()
             sampling = [SamplingParams(max_tokens=one, ignore_eos=True) for one in lengths]
-            service.generate([shared + one for one in own], sampling, use_tqdm=False)
+            began = time.monotonic()
+            outputs = service.generate([shared + one for one in own], sampling, use_tqdm=False)
+            logger.log_scalar("seconds of a wave of 48 requests", time.monotonic() - began)
+            logger.log_histogram(
+                "tokens of an answer", [len(one.outputs[0].token_ids) for one in outputs]
+            )
 
     asking = [threading.Thread(target=ask) for _ in range(2)]
     for one in asking:
@@ -78,7 +83,7 @@ def draw_page(url: str, path: Path) -> None:
     """Draws the page, in few colors so that the file is small."""
     with tempfile.TemporaryDirectory() as folder:
         shot = Path(folder, "shot.png")
-        options = (f"--screenshot={shot}", "--window-size=1240,920", "--virtual-time-budget=3000")
+        options = (f"--screenshot={shot}", "--window-size=1240,1190", "--virtual-time-budget=3000")
         subprocess.run([*BROWSER, *options, url], check=True, capture_output=True, timeout=60)
         Image.open(shot).convert("RGB").quantize(128).save(path, optimize=True)
 
@@ -98,7 +103,7 @@ def main() -> None:
             max_num_seqs=32,
             verbose=False,
         )
-        with service, service.dashboard() as board, busy(service):
+        with service, service.dashboard() as board, busy(service, DashboardLogger(board)):
             began, killed = time.monotonic(), False
             while (passed := time.monotonic() - began) < RUNS_S:
                 if passed > KILLED_AFTER_S and not killed:

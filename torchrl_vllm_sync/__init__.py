@@ -29,7 +29,12 @@ if TYPE_CHECKING:
         WeightSyncScheme,
     )
     from torchrl_vllm_sync.rl.staleness import StalenessFilter, StalenessWeight, VersionStamp
-    from torchrl_vllm_sync.rl.statistics import GenerationStatistics, log_pushes, log_rollouts
+    from torchrl_vllm_sync.rl.statistics import (
+        DashboardLogger,
+        GenerationStatistics,
+        log_pushes,
+        log_rollouts,
+    )
     from torchrl_vllm_sync.rl.trainer import TrainerPolicy
     from torchrl_vllm_sync.rl.updater import WeightUpdater
     from torchrl_vllm_sync.routing.balancer import LoadBalancer
@@ -60,6 +65,7 @@ __all__ = [
     "AutoTransport",
     "BroadcastTransport",
     "Dashboard",
+    "DashboardLogger",
     "GenerationStatistics",
     "GroupAdvantage",
     "IPCTransport",

@@ -9,7 +9,13 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
 
 from tests.fakes.rl import Service, stamped_rows
-from torchrl_vllm_sync import LoadReport, PushReport, log_pushes, log_rollouts
+from torchrl_vllm_sync import (
+    DashboardLogger,
+    LoadReport,
+    PushReport,
+    log_pushes,
+    log_rollouts,
+)
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.weights.push import VersionHooks
 
@@ -184,3 +190,59 @@ def test_tensorboard_gets_the_same(tmp_path):
     }
     assert found["push/replica/load_s"] == [(3, 0.25)]
     assert found["rollout/staleness"] == [(9, 2.5)]
+
+
+# ---------------------------------------------------------------- on the dashboard
+
+
+class Board:
+    """A dashboard that keeps what is logged to it."""
+
+    def __init__(self):
+        self.shown = {}
+        self.log = self.shown.__setitem__
+
+
+def test_the_dashboard_shows_what_is_logged_and_another_logger_gets_it_too(csv):
+    board = Board()
+    logger = DashboardLogger(board, csv)
+    logger.log_metrics({"loss": torch.tensor(0.5, dtype=torch.bfloat16), "ESS": 0.75}, step=3)
+    logger.log_scalar("reward", torch.ones(1, 1), step=4)
+    assert board.shown == {"loss": 0.5, "ESS": 0.75, "reward": 1.0}
+    assert scalars(csv) == {"loss": [(3, 0.5)], "ESS": [(3, 0.75)], "reward": [(4, 1.0)]}
+    with pytest.raises(NotImplementedError):  # of CSVLogger's
+        logger.log_histogram("length", torch.arange(3))
+    assert board.shown["length"] == [0.0, 1.0, 2.0]
+    assert (logger.exp_name, logger.experiment) == (csv.exp_name, csv.experiment)
+
+
+def test_a_logger_of_the_dashboard_alone_takes_all_that_loggers_take():
+    board = Board()
+    logger = DashboardLogger(board)
+    logger.log_hparams({"lr": 1.0})
+    logger.log_video("video", torch.zeros(1, 1, 3, 2, 2))
+    logger.log_metrics({"a": torch.arange(3)})
+    logger.log_metrics(TensorDict({"b": {"c": torch.tensor(2)}}))
+    logger.close()
+    assert board.shown == {"a": [0.0, 1.0, 2.0], "b/c": 2.0}
+
+
+def test_what_is_no_number_is_refused_before_anybody_gets_it(csv):
+    board = Board()
+    with pytest.raises(UnsupportedArgumentError, match="'name' must be a number or several"):
+        DashboardLogger(board, csv).log_scalar("name", "text")
+    assert (board.shown, scalars(csv)) == ({}, {})
+
+
+@LAYOUTS
+def test_the_dashboard_gets_figures_of_single_rows_and_other_loggers_do_not(csv, padded):
+    rows, board = stamped_rows([1, 1, 4], [4], padded=padded), Board()
+    rows["next", "reward"] = torch.tensor([[[1.0]], [[0.5]]])
+    found = log_rollouts(DashboardLogger(board, csv), rows, 1, version=Service(5))
+    assert {f"rollout/{name}" for name in found} == scalars(csv).keys()
+    by_row = {name: shown for name, shown in board.shown.items() if name.endswith(" by row")}
+    assert by_row == {
+        "rollout/staleness by row": [4, 1],
+        "rollout/reward by row": [1.0, 0.5],
+        "rollout/response_length by row": [3, 1],
+    }

@@ -69,7 +69,7 @@ def test_the_page_shows_replicas_plots_pushes_and_failures(browse):
     assert rows[2] == ["2", "starting", *[UNKNOWN] * 12]
     assert rows[3][1] == "failed its actor has not answered for 60.3 s"
     for key in PLOTS:
-        (plot,) = re.findall(rf'<svg id="plot-{key}".*?</svg>', page, re.DOTALL)
+        (plot,) = re.findall(rf'<svg [^>]*id="plot-{key}".*?</svg>', page, re.DOTALL)
         drawn = re.findall(r'<path class="line" stroke="(#\w+)" d="M[^"]{100,}"', plot)
         assert drawn[:2] == ["#0072b2", "#e69f00"], key
         assert "NaN" not in plot
@@ -86,6 +86,24 @@ def test_the_page_shows_replicas_plots_pushes_and_failures(browse):
     assert "1 lost" in texts(page, "li")
     assert "12 retried" in texts(page, "li")
     assert re.search(r'id="trouble" role="alert"></div>', page)
+
+
+def test_what_a_run_logged_has_a_plot_or_a_histogram(browse):
+    with filled(troubled) as board:
+        first, *_, last = board._samples
+        first["numbers"] = {"reward": -0.5, "loss": None, HOSTILE: 1.0}
+        last["numbers"] = {"reward": 0.25}
+        last["histograms"] = {"length": {"edges": [-0.5, 0.5, 1.5], "counts": [3, 1]}}
+        page = browse(board.url, "--dump-dom")
+    (logged,) = re.findall(r'id="logged">.*?</section>', page, re.DOTALL)
+    clean = printable(HOSTILE).strip()
+    assert [one.split()[0] for one in texts(logged, "h2")] == [clean.split()[0], "reward", "length"]
+    assert "reward  0.25" in texts(logged, "h2")
+    drawn = r'class="line" stroke="#0072b2" d="M50.0 130.0l0.1 0L[\d.]+ 38.5"'  # from -0.5 to 0.25
+    assert re.search(drawn, logged), re.findall('class="line"[^>]*', logged)
+    heights = [float(one) for one in re.findall(r'class="bar"[^>]* height="([\d.]+)"', logged)]
+    assert heights == [pytest.approx(3 * heights[1]), pytest.approx(30.5)]
+    assert "<img" not in page
 
 
 def test_texts_of_a_service_are_never_markup(browse):

@@ -133,7 +133,48 @@ def test_a_sample_has_what_the_plots_show_and_nothing_invented():
             {"at": NOON, "version": 12, "failed": False},
             {"at": NOON - 7, "version": 11, "failed": False},
         ],
+        "numbers": {},
+        "histograms": {},
     }
+
+
+def test_what_a_run_logs_is_in_the_next_sample_alone():
+    sampled = threading.Semaphore(0)
+    looks = 0
+
+    def look():
+        nonlocal looks
+        sampled.release()
+        looks += 1
+        if looks == 2:
+            board.log("reward", 0.25)
+            board.log("reward", 0.5)
+            board.log("loss", math.nan)
+            board.log("age", [0, 1, 1, 3, math.inf])
+            board.log("length", [0.5, 24.5])
+            board.log("none", [])
+        elif looks == 4:
+            raise ServiceGoneError("gone")
+        return status()
+
+    board = Dashboard(look)
+    for _ in range(4):
+        assert sampled.acquire(timeout=20)
+    board.close()
+    assert [one["numbers"] for one in board._samples] == [{}, {"reward": 0.5, "loss": None}, {}]
+    assert board._samples[0]["histograms"] == {}
+    age, length = board._samples[1]["histograms"].values()
+    assert age == {"edges": [-0.5, 0.5, 1.5, 2.5, 3.5], "counts": [1, 2, 0, 1]}
+    assert (len(length["edges"]), length["counts"]) == (25, [1, *[0] * 22, 1])
+
+
+def test_a_run_that_logs_many_names_is_told_once_that_the_others_do_not_show(board, caplog):
+    for i in range(page_module.MAX_NAMES + 5):
+        board.log(f"figure {i}", i)
+        board.log("figure 0", i)
+    assert len(board._names) == page_module.MAX_NAMES
+    (told,) = caplog.messages
+    assert "64 names, and not 'figure 64'" in told
 
 
 def test_a_push_is_in_one_sample_whether_it_failed_or_not():

@@ -22,6 +22,7 @@ from torchrl_vllm_sync.observe.views import (
     COLUMNS,
     UNKNOWN,
     absent_html,
+    latency_text,
     milliseconds_text,
     printable,
     replica_cells,
@@ -29,6 +30,7 @@ from torchrl_vllm_sync.observe.views import (
     status_html,
     status_view,
 )
+from torchrl_vllm_sync.replica import Latency
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -74,6 +76,11 @@ def test_times_are_short(seconds, text):
     assert milliseconds_text(seconds) == text
 
 
+def test_a_latency_names_its_unit_once_if_there_is_one():
+    assert latency_text(Latency(p50_s=0.012, p99_s=0.4)) == "12.0 / 400 ms"
+    assert latency_text(Latency(p50_s=0.5, p99_s=12.0)) == "500 ms / 12.0 s"
+
+
 def test_texts_are_one_short_line_without_control_characters():
     assert printable("\n a\rb\x1b[31m\u202ec\nd") == "a b [31m c"
     assert len(printable("x" * 10_000)) == 300
@@ -86,9 +93,9 @@ def test_texts_are_one_short_line_without_control_characters():
 def test_the_terminal_shows_replicas_pushes_and_failures():
     text = plain(status_view(troubled(), 120))
     assert "TTFT" not in text
-    wide = plain(status_view(troubled(), 150), 150)
-    assert "50.0 ms / 400 ms" in wide
-    assert "12.0 ms / 90.0 ms" in wide
+    wide = plain(status_view(troubled(), 140), 140)
+    assert "50.0 / 400 ms" in wide
+    assert "12.0 / 90.0 ms" in wide
     for part in (
         "5,120 answered, 1 lost, 0 failed, 0 cancelled, 12 retried",
         "rollouts version 12, 2 of 4 replicas serve, 64 in flight, 4,874 tokens/s",

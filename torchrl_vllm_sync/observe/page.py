@@ -14,15 +14,17 @@ from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from socketserver import TCPServer
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
 
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe.status import ServiceStatus, finite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torchrl_vllm_sync.replica import Latency
 
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 MAX_SAMPLES = 900  # of the plots: a quarter of an hour
+MAX_NAMES = 64  # that a run logs
+NUM_BINS = 24  # of a histogram
 MAX_CONNECTIONS = 64  # at once; each holds a file descriptor and a thread of the trainer's process
 _REQUEST_S = 10.0  # for one connection, from its beginning to the last byte of the answer
 _POLL_S = 0.2  # between looks whether the thread is to end
@@ -76,6 +80,8 @@ class Dashboard:
             raise UnsupportedArgumentError(f"host must be a name or an address, got {host!r}")
         self._look = look
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._logged, self._logging = Logged({}, {}), threading.Lock()
+        self._names, self._is_full = set[str](), False
         self._stop = threading.Event()
         try:
             self._server = _Server(self, host, port)
@@ -113,6 +119,29 @@ class Dashboard:
     def __repr__(self) -> str:
         return f"Dashboard({self.url!r}{'' if self.is_open else ', closed'})"
 
+    def log(self, name: str, value: float | Sequence[float]) -> None:
+        """Shows a figure of the run: a number over time, or of several the last histogram.
+
+        ``DashboardLogger`` calls it for whatever logs to one of TorchRL's loggers. The page shows
+        the first 64 names, and a warning names the first of the others.
+
+        Args:
+            name: What it is called on the page.
+            value: A number, or several, such as the lengths of a batch's responses.
+        """
+        values = np.asarray(value, dtype=float)
+        with self._logging:
+            if name not in self._names and len(self._names) == MAX_NAMES:
+                if not self._is_full:
+                    logger.warning("the dashboard shows %d names, and not %r", MAX_NAMES, name)
+                self._is_full = True
+                return
+            self._names.add(name)
+            if not values.ndim:
+                self._logged.numbers[name] = float(values)
+            elif (known := values[np.isfinite(values)]).size:
+                self._logged.histograms[name] = _histogram(known)
+
     def status(self) -> dict[str, Any]:
         """Returns what ``/status.json`` shows; raises what the service raises."""
         return self._look().as_dict()
@@ -142,7 +171,9 @@ class Dashboard:
         """Adds what the plots show of this moment; returns the last status that there was."""
         try:
             status = self._look()
-            self._samples.append(_sample_of(status, before))
+            with self._logging:
+                logged, self._logged = self._logged, Logged({}, {})
+            self._samples.append(_sample_of(status, before, logged))
         except ServiceGoneError:
             self._stop.set()
         except Exception:  # of whatever kind: the page says so, and the plots have a gap
@@ -156,7 +187,25 @@ class ServiceGoneError(ServiceClosedError):
     """No handle on the service is left in this process."""
 
 
-def _sample_of(status: ServiceStatus, before: ServiceStatus | None = None) -> dict[str, Any]:
+class Logged(NamedTuple):
+    """What a run has logged since the last sample: the last of each name."""
+
+    numbers: dict[str, float]
+    histograms: dict[str, dict[str, list[float]]]
+
+
+def _histogram(values: np.ndarray[Any, Any]) -> dict[str, list[float]]:
+    """Counts of finite values and the edges between these; few whole numbers have a bin each."""
+    low, high = values.min(), values.max()
+    is_whole = high - low < NUM_BINS and np.array_equal(values, values.round())
+    bins = np.arange(low - 0.5, high + 1) if is_whole else NUM_BINS
+    counts, edges = np.histogram(values, bins)
+    return {"edges": edges.tolist(), "counts": counts.tolist()}
+
+
+def _sample_of(
+    status: ServiceStatus, before: ServiceStatus | None = None, logged: Logged | None = None
+) -> dict[str, Any]:
     """What the plots show of a moment, with the pushes that ended since the one before."""
     known = before.pushes if before else ()
     pushes = [
@@ -176,7 +225,8 @@ def _sample_of(status: ServiceStatus, before: ServiceStatus | None = None) -> di
         }
         for one in status.replicas
     }
-    return finite({"time": status.time, "replicas": replicas, "pushes": pushes})
+    sample = {"time": status.time, "replicas": replicas, "pushes": pushes}
+    return finite(sample | (logged or Logged({}, {}))._asdict())
 
 
 def _quantiles(name: str, known: Latency | None) -> dict[str, float | None]:

@@ -26,7 +26,7 @@ MAX_FAILURES = 5
 BAR_WIDTH = 40
 # Columns of a terminal from which on all of the table is shown, and those that one needs for more
 # than the rest of it.
-WIDE = 150
+WIDE = 140
 _WIDTHS = {"prompt/s": 100, "restarts": 100, "node": 100, "TTFT": WIDE, "ITL": WIDE}
 _STYLES = {
     "serving": "green",
@@ -70,7 +70,8 @@ def latency_text(latency: Latency | None) -> str:
     """Returns the median and the 99th percentile."""
     if latency is None:
         return UNKNOWN
-    return f"{milliseconds_text(latency.p50_s)} / {milliseconds_text(latency.p99_s)}"
+    p50, p99 = milliseconds_text(latency.p50_s), milliseconds_text(latency.p99_s)
+    return f"{p50.removesuffix(' ms') if p99.endswith('ms') else p50} / {p99}"
 
 
 def clock_text(at: float) -> str:

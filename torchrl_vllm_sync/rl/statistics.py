@@ -9,6 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.tensor_specs import Composite, Unbounded
 from torchrl.envs.transforms import Transform
+from torchrl.record.loggers.common import Logger
 
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl import keys
@@ -23,8 +24,7 @@ from torchrl_vllm_sync.rl.staleness import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchrl.record.loggers import Logger
-
+    from torchrl_vllm_sync.observe.page import Dashboard
     from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.service.service import AsyncVLLM
@@ -225,6 +225,81 @@ def _texts(entry: Any) -> list[str]:
 # ---- Pushes and rollouts in TorchRL's loggers
 
 
+class DashboardLogger(Logger):
+    """A TorchRL logger that shows what a run logs on a service's dashboard.
+
+    Numbers become plots, several values at once a histogram. It takes the place of any logger:
+    ``log_rollouts``, ``log_pushes`` and TorchRL's recipes and trainers log to it unchanged.
+
+    Example:
+        >>> logger = DashboardLogger(service.dashboard(), WandbLogger("grpo"))
+        >>> logger.log_metrics({"loss": loss, "ESS": loss_td["ESS"]}, step)
+        >>> log_rollouts(logger, batch, step, version=service)
+
+    Raises:
+        UnsupportedArgumentError: In its methods: what is logged is no number.
+
+    Args:
+        board: The dashboard, which closing the logger leaves open.
+        also: Another logger, which gets everything as well.
+    """
+
+    def __init__(self, board: Dashboard, also: Logger | None = None) -> None:
+        self.board, self.also = board, also
+        super().__init__(also.exp_name if also else "dashboard", also.log_dir if also else "")
+
+    def _create_experiment(self) -> Any:
+        return self.also.experiment if self.also else None
+
+    def log_scalar(self, name: str, value: Any, step: int | None = None) -> None:
+        """Adds a number to its plot; several, as ``log_metrics`` passes on, make a histogram.
+
+        Args:
+            name: What it is called.
+            value: The number, or a tensor of them.
+            step: Step for the other logger; the page has the time instead.
+        """
+        self.board.log(name, _numbers(name, value))
+        if self.also:
+            self.also.log_scalar(name, value, step=step)
+
+    def log_histogram(self, name: str, data: Any, **kwargs: Any) -> None:
+        """Shows the histogram of values.
+
+        Args:
+            name: What they are called.
+            data: The values.
+            **kwargs: For the other logger.
+        """
+        self.board.log(name, _numbers(name, data))
+        if self.also:
+            self.also.log_histogram(name, data, **kwargs)
+
+    def log_video(self, name: str, video: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Passes a video on to the other logger; the page has none."""
+        if self.also:
+            self.also.log_video(name, video, step=step, **kwargs)
+
+    def log_hparams(self, cfg: Any) -> None:
+        """Passes settings on to the other logger; the page has none."""
+        if self.also:
+            self.also.log_hparams(cfg)
+
+    def __repr__(self) -> str:
+        return f"DashboardLogger({self.board!r}, {self.also!r})"
+
+
+def _numbers(name: str, value: Any) -> Any:
+    """A number for one value, and a list for several."""
+    try:
+        tensor = torch.as_tensor(value).detach().double()
+    except (TypeError, ValueError, RuntimeError) as error:  # as torch says it of other values
+        raise UnsupportedArgumentError(
+            f"{name!r} must be a number or several, got {value!r}"
+        ) from error
+    return tensor.item() if tensor.numel() == 1 else tensor.flatten().tolist()
+
+
 def log_pushes(
     service: AsyncVLLM | LocalLLM, logger: Logger, *, prefix: str = "push"
 ) -> Callable[[], None]:
@@ -286,6 +361,7 @@ def log_rollouts(
     greatest age in versions of the rows' oldest tokens (``staleness``, ``staleness_max``), and
     means of what ``GenerationStatistics`` finds, by its names. What cannot be known is not logged:
     lengths, times and ages without stamps of ``vLLMWrapper``, ages without ``version``.
+    A ``DashboardLogger`` also shows how lengths, ages and rewards are distributed over the rows.
 
     Example:
         >>> log_rollouts(logger, replay_buffer[:], step, version=service)
@@ -314,7 +390,22 @@ def log_rollouts(
     if found["rows"]:
         found |= _generated(batch) | _ages(batch, version) | _earned(batch, reward)
     _log(logger, prefix, found, step)
+    if isinstance(logger, DashboardLogger) and found["rows"]:
+        for name, values in _distributions(batch, version, reward).items():
+            logger.board.log(f"{prefix}/{name} by row", values.flatten().tolist())
     return found
+
+
+def _distributions(
+    batch: TensorDictBase, version: VersionLike | None, reward: NestedKey
+) -> dict[str, torch.Tensor]:
+    """What is known of each row."""
+    found = {"staleness": _row_ages(batch, version), "reward": _rewards(batch, reward)}
+    if _entry(batch, keys.RESPONSE_VERSIONS) is not None:
+        found["response_length"] = GenerationStatistics().measure(batch).get("response_length")
+    return {
+        name: values for name, values in found.items() if values is not None and values.numel() > 1
+    }
 
 
 def _generated(batch: TensorDictBase) -> dict[str, float]:
@@ -327,23 +418,34 @@ def _generated(batch: TensorDictBase) -> dict[str, float]:
     return known | {"tokens": round(known["response_length"] * known["rows"])}
 
 
-def _ages(batch: TensorDictBase, version: VersionLike | None) -> dict[str, float]:
+def _row_ages(batch: TensorDictBase, version: VersionLike | None) -> torch.Tensor | None:
+    """Age of each stamped row's oldest token; ``None`` where none is known."""
     if version is None:
-        return {}
+        return None
     source = as_version_source(version)
     versions = oldest_versions(batch, keys.POLICY_VERSION)
     stamped = versions[versions >= 0]
-    if not stamped.numel():
+    return staleness_of(stamped, source) if stamped.numel() else None
+
+
+def _ages(batch: TensorDictBase, version: VersionLike | None) -> dict[str, float]:
+    ages = _row_ages(batch, version)
+    if ages is None:
         return {}
-    ages = staleness_of(stamped, source)
     return {"staleness": float(ages.double().mean()), "staleness_max": float(ages.max())}
 
 
-def _earned(batch: TensorDictBase, key: NestedKey) -> dict[str, float]:
-    """The mean reward over all rows, whose rewards may be ragged."""
+def _rewards(batch: TensorDictBase, key: NestedKey) -> torch.Tensor | None:
+    """The rewards of all rows, which may be ragged."""
     rewards = _entry(batch.reshape(-1), key)
     if rewards is None:
-        return {}
+        return None
     parts = [rewards] if isinstance(rewards, torch.Tensor) else rewards
-    values = torch.cat([one.flatten() for one in parts])
-    return {"reward": float(values.double().mean())} if values.numel() else {}
+    return torch.cat([one.flatten() for one in parts])
+
+
+def _earned(batch: TensorDictBase, key: NestedKey) -> dict[str, float]:
+    values = _rewards(batch, key)
+    if values is None or not values.numel():
+        return {}
+    return {"reward": float(values.double().mean())}
