@@ -99,7 +99,8 @@ def train(args, service, checkpoint, tokenizer, held_out):
     updater = tvs.WeightUpdater(service, source=model)
     collector = tvs.RolloutCollector(
         make_env(args, tokenizer), policy=make_policy(args, service, tokenizer),
-        replay_buffer=buffer, dialog_turns_per_batch=args.batch_size, weight_updater=updater,
+        replay_buffer=buffer, dialog_turns_per_batch=args.batch_size,
+        weight_updater=updater, track_policy_version=True,
     )  # fmt: skip
     greedy = make_policy(args, service, tokenizer, temperature=0.0)
     held_out += evaluate(args, tokenizer, greedy)
