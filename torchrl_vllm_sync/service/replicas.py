@@ -216,7 +216,9 @@ def find_service(
             "names another, of which this machine may have several"
         )
     deadline, states = Deadline(timeout_s), []
-    for ref in as_they_end([actor.card.remote(bare) for actor in actors.values()], deadline):
+    # By keyword: where Ray has only the methods' names, it takes no positional arguments.
+    calls = [actor.card.remote(bare=bare) for actor in actors.values()]
+    for ref in as_they_end(calls, deadline):
         try:
             state = ray.get(ref)
         except RayError as error:
