@@ -32,7 +32,7 @@ TEST_LOGS := build/tests
 ENGINE_TESTS := tests/engine tests/ray tests/chaos tests/gpu
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 
-.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos kills soak lint format bench-smoke bench-table sync-table step-pictures learning-curves routing-table tutorial-smoke docs upstream-tests public-api lock dist extras clean
+.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos kills soak lint format bench-smoke bench-table sync-table step-pictures learning-curves routing-table tutorial-smoke tutorial-pages docs upstream-tests public-api lock dist extras clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -125,6 +125,16 @@ routing-table: $(STAMP)  ## Print the guide's tables of routing
 
 tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
 	@for file in $(TUTORIALS); do echo "== $$file --smoke"; $(BIN)/python "$$file" --smoke; done
+
+# MACHINE ends the files' names, MACHINE_IS their first line.
+tutorial-pages: MACHINE ?= cpu2
+tutorial-pages: MACHINE_IS ?= two CPU cores
+tutorial-pages: $(STAMP)  ## Run every tutorial in full, and keep what it prints and draws for its page
+	@for file in $(TUTORIALS); do name=$$(basename "$$file" .py); kept=tutorials/printed/$${name}_$(MACHINE); \
+	    rm -f "tutorials/output/$$name/curve.png"; \
+	    { echo "\$$ python $$file    # $(MACHINE_IS)"; $(BIN)/python "$$file"; } | tee "$$kept.txt"; \
+	    if test -e "tutorials/output/$$name/curve.png"; then cp "tutorials/output/$$name/curve.png" "$$kept.png"; fi; \
+	done
 
 # -W -n: every link must lead somewhere, every name that a docstring refers to must be found. Examples run under pytest, since most of
 # those that need no engine stand in modules that the reference does not show.
