@@ -65,6 +65,47 @@ class Answers(EngineAnswers):
         await asyncio.Event().wait()
 
 
+def engine(generate, *, is_encoder_decoder=False):
+    model = SimpleNamespace(is_encoder_decoder=is_encoder_decoder)
+    return SimpleNamespace(generate=generate, vllm_config=SimpleNamespace(model_config=model))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_encoder_decoder", "salt", "is_rendered"),
+    [
+        ({"prompt_token_ids": [5, 6]}, False, "v1", True),
+        (
+            {"prompt_token_ids": [5, 6], "prompt": "text", "cache_salt": "own"},
+            False,
+            "v1:own",
+            True,
+        ),
+        ({"prompt_token_ids": [5, 6], "multi_modal_data": {}}, False, "v1", False),
+        ({"prompt_token_ids": [5, 6]}, True, "v1", False),
+    ],
+)
+async def test_an_engine_gets_token_ids_ready_made_and_parameters_that_it_need_not_copy(
+    gate, prompt, is_encoder_decoder, salt, is_rendered
+):
+    from vllm import SamplingParams
+
+    asked = []
+
+    async def generate(prompt, params, engine_id, lora_request):
+        asked.append((prompt, params.clone().skip_clone))
+        return
+        yield
+
+    answers = EngineAnswers("0", gate)
+    answers.begin(
+        engine(generate, is_encoder_decoder=is_encoder_decoder), SimpleNamespace(salt="v1")
+    )
+    params = SamplingParams()
+    await answers._answer(dataclasses.replace(request(), prompt=prompt, sampling_params=params))
+    kind = {"type": "token"} if is_rendered else {}
+    assert asked == [({**prompt, **kind, "cache_salt": salt}, True)]
+
+
 async def test_what_was_aborted_is_turned_away_until_it_is_sent_again(gate):
     asked, taken = [], []
 
@@ -74,7 +115,7 @@ async def test_what_was_aborted_is_turned_away_until_it_is_sent_again(gate):
         yield
 
     answers = Answers(gate)
-    answers.begin(SimpleNamespace(generate=generate), SimpleNamespace(salt=""))
+    answers.begin(engine(generate), SimpleNamespace(salt=""))
     assert await answers.abort([request().abort_id]) == 0
     with pytest.raises(GenerationError, match="its caller gave it up"):
         await answers._sample(request(), 0, None, None, taken.append)
@@ -90,7 +131,8 @@ async def answers(gate):
 
 
 def request():
-    return EngineRequest(request_id="r", prompt={}, sampling_params=None, timeout_s=9.0)
+    prompt = {"prompt_token_ids": [5, 6]}
+    return EngineRequest(request_id="r", prompt=prompt, sampling_params=None, timeout_s=9.0)
 
 
 async def test_the_answer_of_a_request_inside_outlives_the_draining(answers):

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
+from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What a prompt may hold that vLLM need not render.
+_OF_TOKENS = {"prompt_token_ids", "prompt", "cache_salt"}
 # Seconds that finished outputs of a batch wait at most, to be sent back together.
 BATCH_LINGER_S = 0.05
 # How many ids are remembered of requests that were given up before they arrived.
@@ -53,6 +56,7 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
     samples vLLM can send back neither the others alone, which must not start on keys of the old
     weights, nor all, which would lose tokens.
     """
+    params.skip_clone = True  # nobody else has it: vLLM need not copy each field for each request
     if params.n == 1 and params.logprobs is None and params.prompt_logprobs is None:
         return [params]
     samples = [copy.copy(params) for _ in range(params.n)]
@@ -102,6 +106,7 @@ class Answers:
     def begin(self, engine: AsyncLLM, updates: Updates) -> None:
         """Runs requests with ``engine`` from now on; until then the gate refuses them."""
         self.engine, self._updates = engine, updates
+        self._renders = engine.vllm_config.model_config.is_encoder_decoder
 
     async def run_batch(
         self, requests: list[EngineRequest], *, want_prompt: bool
@@ -235,10 +240,11 @@ class Answers:
             self._restarts += 1
             begun, engine_id = request.begun, f"{request.abort_id}~{self._restarts}"
             running = RunningRequest(engine_id, owner, request=request if begun else None)
-            prompt: Any = {**request.prompt, "cache_salt": self._salt(request)}
+            prompt: Any = request.prompt
             asked = params
             if begun is not None:
                 prompt, asked = longer_prompt(prompt, begun), remaining_params(params, begun)
+            prompt = self._rendered(prompt)
             self._gate.running[engine_id] = running
             try:
                 outputs = self.engine.generate(
@@ -258,10 +264,15 @@ class Answers:
             finally:
                 del self._gate.running[engine_id]
 
-    def _salt(self, request: EngineRequest) -> str:
-        """Restricts prefix-cache hits to the same weights and to the caller's own salt."""
-        own = request.prompt.get("cache_salt")
-        return self._updates.salt if own is None else f"{self._updates.salt}:{own}"
+    def _rendered(self, prompt: dict[str, Any]) -> Any:
+        """A prompt as the engine takes it; its salt allows for hits on the same weights alone."""
+        own = prompt.get("cache_salt")
+        salt = self._updates.salt if own is None else f"{self._updates.salt}:{own}"
+        if self._renders or not prompt.keys() <= _OF_TOKENS:
+            return {**prompt, "cache_salt": salt}
+        # As vLLM's renderer makes it, which it is slow at, and some versions do in a thread.
+        ids, text = prompt["prompt_token_ids"], prompt.get("prompt")
+        return tokens_input(ids, prompt=text, cache_salt=salt)
 
     def _result(
         self,
