@@ -165,6 +165,36 @@ def test_watch_samples_tells_of_each_sample_and_what_it_has(inside):
         assert num_cached == 0
 
 
+def test_deliver_to_hands_on_each_output_while_vllm_works_on_its_step(inside):
+    async def check(actor):
+        from vllm import SamplingParams
+
+        from torchrl_vllm_sync.engine import internals
+
+        engine, taken, has_ended = actor.engine, [], asyncio.Event()
+
+        class Taker:
+            def put(self, output):
+                taken.append(len(output.outputs[0].token_ids))
+                if output.finished:
+                    has_ended.set()
+
+        def register(state):
+            if state.engine_id == "handed":
+                state.deliver_to(Taker())
+
+        internals.watch_samples(engine, register)
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        queue = await engine.add_request("handed", {"prompt_token_ids": IDS}, params)
+        async with asyncio.timeout(20):
+            await has_ended.wait()
+        return taken, queue.output
+
+    taken, queued = inside(check)
+    assert taken == [1, 2, 3, 4, 5]  # none was put together with another
+    assert queued is None
+
+
 def test_settle_outputs_takes_up_all_that_was_sent(inside):
     """The labels of vLLM, which the engine core puts on, are the witness."""
 

@@ -38,17 +38,17 @@ def doomed(hurt):
 
 def listen(actor):
     """Has an actor keep what its engine is asked for: tokens of the prompt, and to sample."""
-    actor.asked, generate = [], actor.engine.generate
+    actor.asked, add_request = [], actor.engine.add_request
 
-    def heard(prompt, params, *args, **kwargs):
+    async def heard(name, prompt, params, **kwargs):
         actor.asked.append((len(prompt["prompt_token_ids"]), params.max_tokens, params.min_tokens))
-        return generate(prompt, params, *args, **kwargs)
+        return await add_request(name, prompt, params, **kwargs)
 
-    actor.engine.generate = heard
+    actor.engine.add_request = heard
 
 
 def fall_silent(actor):
-    del actor.engine.generate
+    del actor.engine.add_request
 
 
 def asked(service, replica_id):

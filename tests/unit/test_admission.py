@@ -1,16 +1,21 @@
 """The gate of a replica: who passes, waits, is turned away or ended in each state."""
 
 import asyncio
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.engine.answers import Answers as EngineAnswers
+from torchrl_vllm_sync.engine.answers import Answers, Batch
 from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest
-from torchrl_vllm_sync.errors import GenerationError, ReplicaUnavailableError
-from torchrl_vllm_sync.requests.messages import EngineRequest
+from torchrl_vllm_sync.errors import (
+    GenerationError,
+    GenerationTimeoutError,
+    ReplicaUnavailableError,
+)
+from torchrl_vllm_sync.requests.messages import EngineRequest, SampleReport
 
 ENDING = (ReplicaState.STALE, ReplicaState.FAILED, ReplicaState.CLOSED)
 
@@ -20,11 +25,15 @@ async def gate():
     return AdmissionGate("0", ReplicaState.SERVING)
 
 
-def inside(gate):
-    """A request that has passed the gate and is being worked on."""
-    task = asyncio.create_task(asyncio.Event().wait())
-    gate.running["e"] = RunningRequest("e", task)
-    return task
+class Owner:
+    """Of a request that has passed the gate and is being worked on."""
+
+    def __init__(self, gate):
+        self.refused = []
+        gate.running["e"] = RunningRequest("e", request(), self)
+
+    def refuse(self, running):
+        self.refused.append(running.engine_id)
 
 
 async def test_a_draining_replica_turns_new_requests_away_and_waiting_ones_too(gate):
@@ -42,44 +51,75 @@ async def test_a_draining_replica_turns_new_requests_away_and_waiting_ones_too(g
 
 @pytest.mark.parametrize("state", list(ReplicaState))
 async def test_those_inside_are_ended_in_states_without_whole_weights_only(gate, state):
-    task = inside(gate)
+    owner = Owner(gate)
     gate.set(state)
-    await asyncio.sleep(0)
-    assert task.cancelled() is (state in ENDING)
+    assert owner.refused == ["e"] * (state in ENDING)
     assert gate.has_ended_requests is (state in ENDING)
-    task.cancel()
 
 
-class Answers(EngineAnswers):
-    """The request side of a replica, whose engine never answers."""
+class Engine:
+    """Takes requests, which end as the test says; the rest of vLLM's ``AsyncLLM`` is not there."""
 
-    def __init__(self, gate):
-        super().__init__("0", gate)
-        self.entered = asyncio.Event()
+    def __init__(self, gate, *, is_encoder_decoder=False):
+        model = SimpleNamespace(is_encoder_decoder=is_encoder_decoder)
+        self.vllm_config = SimpleNamespace(model_config=model)
+        self.gate, self.asked, self.aborted = gate, {}, []
 
-    async def _run(self, request, on_step):
-        await self._gate.enter()
-        inside = RunningRequest("e", asyncio.current_task())
-        self._gate.running["e"] = inside
-        self.entered.set()
-        await asyncio.Event().wait()
+    async def add_request(self, engine_id, prompt, params, *, lora_request):
+        self.asked[engine_id] = prompt, params
+        self.gate.running[engine_id].sample = SimpleNamespace(
+            report=lambda completion, checker: SampleReport(), has_begun=False
+        )
+
+    async def abort(self, engine_ids):
+        self.aborted += engine_ids
+
+    def put(self, engine_id, *, finish_reason="stop", error=None):
+        completion = SimpleNamespace(index=0, finish_reason=finish_reason, token_ids=[7])
+        output = SimpleNamespace(outputs=[completion], finished=finish_reason is not None)
+        self.gate.running[engine_id].put(error or output)
 
 
-def engine(generate, *, is_encoder_decoder=False):
-    model = SimpleNamespace(is_encoder_decoder=is_encoder_decoder)
-    return SimpleNamespace(generate=generate, vllm_config=SimpleNamespace(model_config=model))
+@pytest.fixture
+async def engine(gate):
+    return Engine(gate)
+
+
+@pytest.fixture
+async def answers(gate, engine):
+    answers = Answers("0", gate)
+    answers.begin(engine, SimpleNamespace(salt="v1", version=0))
+    return answers
+
+
+def request(request_id="r", **fields):
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return EngineRequest(
+        request_id=request_id,
+        prompt=fields.pop("prompt", {"prompt_token_ids": [5, 6]}),
+        timeout_s=fields.pop("timeout_s", 9.0),
+        sampling_params=SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY),
+        **fields,
+    )
+
+
+def started(answers, *requests):
+    """Results by request, of a batch whose requests are inside at the next turn of the loop."""
+
+    async def run():
+        async with contextlib.aclosing(Batch(answers, answers._gate, requests).run()) as ends:
+            return {one.request_id: one async for results in ends for one in results}
+
+    return asyncio.create_task(run())
 
 
 @pytest.mark.parametrize(
     ("prompt", "is_encoder_decoder", "salt", "is_rendered"),
     [
         ({"prompt_token_ids": [5, 6]}, False, "v1", True),
-        (
-            {"prompt_token_ids": [5, 6], "prompt": "text", "cache_salt": "own"},
-            False,
-            "v1:own",
-            True,
-        ),
+        ({"prompt_token_ids": [5], "prompt": "text", "cache_salt": "own"}, False, "v1:own", True),
         ({"prompt_token_ids": [5, 6], "multi_modal_data": {}}, False, "v1", False),
         ({"prompt_token_ids": [5, 6]}, True, "v1", False),
     ],
@@ -87,72 +127,128 @@ def engine(generate, *, is_encoder_decoder=False):
 async def test_an_engine_gets_token_ids_ready_made_and_parameters_that_it_need_not_copy(
     gate, prompt, is_encoder_decoder, salt, is_rendered
 ):
-    from vllm import SamplingParams
-
-    asked = []
-
-    async def generate(prompt, params, engine_id, lora_request):
-        asked.append((prompt, params.clone().skip_clone))
-        return
-        yield
-
-    answers = EngineAnswers("0", gate)
-    answers.begin(
-        engine(generate, is_encoder_decoder=is_encoder_decoder), SimpleNamespace(salt="v1")
-    )
-    params = SamplingParams()
-    await answers._answer(dataclasses.replace(request(), prompt=prompt, sampling_params=params))
+    engine, answers = Engine(gate, is_encoder_decoder=is_encoder_decoder), Answers("0", gate)
+    answers.begin(engine, SimpleNamespace(salt="v1"))
+    task = started(answers, request(prompt=prompt))
+    await asyncio.sleep(0)
+    ((given, params),) = engine.asked.values()
     kind = {"type": "token"} if is_rendered else {}
-    assert asked == [({**prompt, **kind, "cache_salt": salt}, True)]
+    assert given == {**prompt, **kind, "cache_salt": salt}
+    assert params.clone().skip_clone
+    engine.put("r~1")
+    await task
 
 
-async def test_what_was_aborted_is_turned_away_until_it_is_sent_again(gate):
-    asked, taken = [], []
-
-    async def generate(prompt, params, engine_id, lora_request):
-        asked.append(engine_id)
-        return
-        yield
-
-    answers = Answers(gate)
-    answers.begin(engine(generate), SimpleNamespace(salt=""))
+async def test_what_was_aborted_is_turned_away_until_it_is_sent_again(answers, engine):
     assert await answers.abort([request().abort_id]) == 0
-    with pytest.raises(GenerationError, match="its caller gave it up"):
-        await answers._sample(request(), 0, None, None, taken.append)
-    again = dataclasses.replace(request(), attempt=1)
-    await answers._sample(again, 0, None, None, taken.append)
-    assert taken == []
-    assert asked == ["r~1~1"]
+    task = started(answers, dataclasses.replace(request(), attempt=1))
+    refused = (await started(answers, request()))["r"]
+    assert isinstance(refused.error, GenerationError)
+    assert "its caller gave it up" in str(refused.error)
+    engine.put("r~1~1")
+    assert (await task)["r"].error is None
+    assert [*engine.asked] == ["r~1~1"]
 
 
-@pytest.fixture
-async def answers(gate):
-    return Answers(gate)
+async def test_requests_of_a_batch_have_no_task_each(answers, engine):
+    before = len(asyncio.all_tasks())
+    task = started(answers, *(request(f"r{i}") for i in range(20)))
+    await asyncio.sleep(0)
+    assert len(engine.asked) == 20
+    assert len(asyncio.all_tasks()) == before + 1
+    for engine_id in engine.asked:
+        engine.put(engine_id)
+    assert [one.output.request_id for one in (await task).values()] == [f"r{i}" for i in range(20)]
 
 
-def request():
-    prompt = {"prompt_token_ids": [5, 6]}
-    return EngineRequest(request_id="r", prompt=prompt, sampling_params=None, timeout_s=9.0)
+async def test_a_request_that_waits_at_the_gate_keeps_none_back(answers, engine):
+    task = started(answers, request("late", min_version=3), request("now"))
+    await asyncio.sleep(0)
+    assert [*engine.asked] == ["now~1"]
+    engine.put("now~1")
+    answers._gate.switch(3)
+    answers._gate.set(ReplicaState.SERVING)
+    await asyncio.sleep(0.01)
+    engine.put("late~2")
+    assert [one.error for one in (await task).values()] == [None, None]
+
+
+async def test_what_an_update_sends_back_enters_again(answers, engine):
+    task = started(answers, request())
+    await asyncio.sleep(0)
+    answers._gate.set(ReplicaState.UPDATING)
+    answers._gate.running["r~1"].restart = True
+    engine.put("r~1", finish_reason="abort")
+    await asyncio.sleep(0.01)
+    assert [*engine.asked] == ["r~1"]
+    answers._gate.set(ReplicaState.SERVING)
+    await asyncio.sleep(0.01)
+    engine.put("r~2")
+    assert (await task)["r"].output.outputs[0].finish_reason == "stop"
+
+
+async def test_one_failure_is_one_requests_and_its_work_in_the_engine_ends(answers, engine):
+    add = engine.add_request
+
+    async def failing(engine_id, *args, **kwargs):
+        if engine_id.startswith("bad"):
+            raise ValueError("no such thing")
+        await add(engine_id, *args, **kwargs)
+
+    async def abort(engine_ids):
+        engine.aborted += engine_ids
+        if "late~2" in engine_ids:
+            engine.put("good~3")
+
+    engine.add_request, engine.abort = failing, abort
+    task = started(answers, request("bad"), request("late", timeout_s=0.02), request("good"))
+    await asyncio.sleep(0)
+    results = await task
+    assert "ValueError: no such thing" in str(results["bad"].error)
+    assert isinstance(results["late"].error, GenerationTimeoutError)
+    assert results["good"].error is None
+    assert engine.aborted == ["bad~1", "late~2"]
+    assert answers._gate.running == {}
+
+
+async def test_an_output_that_cannot_be_taken_fails_its_request_and_not_vllm(answers, engine):
+    task = started(answers, request())
+    await asyncio.sleep(0)
+    engine.gate.running["r~1"].sample.report = None
+    engine.put("r~1")
+    assert "TypeError" in str((await task)["r"].error)
+
+
+async def test_a_dead_engine_ends_all_that_is_inside(answers, engine):
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    task = started(answers, request("a"), request("b"))
+    await asyncio.sleep(0)
+    engine.put("a~1", error=EngineDeadError())
+    results = await task
+    assert [one.error.state for one in results.values()] == [ReplicaState.FAILED] * 2
+    assert answers._gate.state is ReplicaState.FAILED
 
 
 async def test_the_answer_of_a_request_inside_outlives_the_draining(answers):
-    task = asyncio.create_task(answers._answer(request()))
-    await answers.entered.wait()
+    task = started(answers, request())
+    await asyncio.sleep(0)
     answers._gate.set(ReplicaState.DRAINING)
     await asyncio.sleep(0.01)
     assert not task.done()
-    refused = await answers._answer(request())
+    refused = (await started(answers, request()))["r"]
     assert refused.error.state is ReplicaState.DRAINING
     answers._gate.set(ReplicaState.CLOSED)  # what is left at its end is told
-    ended = await task
+    ended = (await task)["r"]
     assert ended.error.state is ReplicaState.CLOSED
 
 
-async def test_a_caller_that_cancels_at_a_draining_replica_has_cancelled(answers):
-    """And was not refused: the gate did not end its request."""
-    task = asyncio.create_task(answers._answer(request()))
-    await answers.entered.wait()
+async def test_a_caller_that_cancels_has_nothing_left_in_the_engine(answers, engine):
+    task = started(answers, request())
+    await asyncio.sleep(0)
     answers._gate.set(ReplicaState.DRAINING)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert engine.aborted == ["r~1"]
+    assert answers._gate.running == {}

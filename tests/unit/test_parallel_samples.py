@@ -1,12 +1,13 @@
 """Samples of one request as requests of their own, and their outputs together again."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.engine.answers import Answers, split_samples
+from torchrl_vllm_sync.engine.answers import Answers, Batch, split_samples
 from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.requests.messages import EngineRequest
 
@@ -32,89 +33,94 @@ def test_one_sample_is_the_request_itself():
 
 
 class Engine:
-    """Samples that yield what they are fed, and know whether they were closed."""
+    """Samples that yield what they are fed, and know whether they were aborted."""
 
-    def __init__(self, count):
-        self.queues = [asyncio.Queue() for _ in range(count)]
-        self.closed = []
+    def __init__(self, gate):
+        model = SimpleNamespace(is_encoder_decoder=False)
+        self.vllm_config = SimpleNamespace(model_config=model)
+        self.gate, self.aborted = gate, []
 
-    async def sample(self, request, index, params, owner, take):
-        try:
-            while (item := await self.queues[index].get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                take(index, output(item, finished=item == "end"), item)
-        finally:
-            self.closed.append(index)
+    async def add_request(self, engine_id, prompt, params, *, lora_request):
+        assert params.n == 1
+        self.gate.running[engine_id].sample = SimpleNamespace(
+            report=lambda completion, checker: completion.text
+        )
+
+    async def abort(self, engine_ids):
+        self.aborted += engine_ids
+
+    def feed(self, index, item):
+        if not isinstance(item, Exception):
+            item = output(item, finished=item == "end")
+        self.gate.running[f"r~{index + 1}"].put(item)
 
 
 def output(text, *, finished):
     return SimpleNamespace(outputs=[SimpleNamespace(index=0, text=text)], finished=finished)
 
 
-def run(engine, kind, on_step=None):
-    """Runs a request of as many samples, none of which an engine answers but as it is fed."""
+async def start(count, kind, on_step=None):
+    """Has an engine begin a request of so many samples; gives the engine, and the result's task."""
     from vllm import SamplingParams
 
-    answers = Answers("0", AdmissionGate("0", ReplicaState.SERVING))
-    answers._sample = engine.sample
-    params = SamplingParams(n=len(engine.queues), output_kind=kind)
-    request = EngineRequest(request_id="r", prompt={}, sampling_params=params, timeout_s=9.0)
-    return asyncio.create_task(answers._run(request, on_step))
+    answers = Answers("0", gate := AdmissionGate("0", ReplicaState.SERVING))
+    answers.begin(engine := Engine(gate), SimpleNamespace(salt="", version=0))
+    params = SamplingParams(n=count, output_kind=kind)
+    prompt = {"prompt_token_ids": [5]}
+    request = EngineRequest(request_id="r", prompt=prompt, sampling_params=params, timeout_s=9.0)
+
+    async def run():
+        async with contextlib.aclosing(Batch(answers, gate, [request], on_step).run()) as ends:
+            ((result,),) = [results async for results in ends]
+        return result
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    return engine, task
 
 
 async def test_items_come_in_the_order_of_arrival():
     from vllm.sampling_params import RequestOutputKind
 
-    engine, found = Engine(2), []
-    running = run(engine, RequestOutputKind.CUMULATIVE, found.append)
-    await asyncio.sleep(0)
-    for index, item in ((1, "a"), (0, "b"), (1, "c"), (1, "end"), (0, "d"), (0, "end")):
-        engine.queues[index].put_nowait(item)
-        await asyncio.sleep(0.01)
-    for queue in engine.queues:
-        queue.put_nowait(None)
-    last = await running
+    found = []
+    engine, task = await start(2, RequestOutputKind.CUMULATIVE, found.append)
+    fed = [(1, "a"), (0, "b"), (1, "c"), (1, "end"), (0, "d"), (0, "end")]
+    for one in fed:
+        engine.feed(*one)
+    last = await task
     told = [(one.output.outputs[0].index, *one.samples) for one in [*found, last]]
-    assert told == [(1, "a"), (0, "b"), (1, "c"), (1, "end"), (0, "d"), (0, "end")]
+    assert told == fed
     assert [one.finished for one in [*found, last]] == [False] * 5 + [True]
-    assert sorted(engine.closed) == [0, 1]
+    assert engine.aborted == []
 
 
 async def test_finished_samples_come_together_in_their_order():
     from vllm.sampling_params import RequestOutputKind
 
-    engine = Engine(2)
-    running = run(engine, RequestOutputKind.FINAL_ONLY)
+    engine, task = await start(2, RequestOutputKind.FINAL_ONLY)
     for index in (1, 0):
-        engine.queues[index].put_nowait("end")
-        engine.queues[index].put_nowait(None)
-        await asyncio.sleep(0.01)
-    assert [one.index for one in (await running).output.outputs] == [0, 1]
+        assert not task.done()
+        engine.feed(index, "end")
+    assert [one.index for one in (await task).output.outputs] == [0, 1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 async def test_a_failure_ends_the_others(count):
     from vllm.sampling_params import RequestOutputKind
 
-    engine = Engine(count)
-    running = run(engine, RequestOutputKind.FINAL_ONLY)
-    await asyncio.sleep(0)
-    engine.queues[-1].put_nowait(KeyError("lost"))
-    with pytest.raises(KeyError, match="lost"):
-        await running
-    assert sorted(engine.closed) == [*range(count)]
+    engine, task = await start(count, RequestOutputKind.FINAL_ONLY)
+    engine.feed(count - 1, KeyError("lost"))
+    assert "KeyError: 'lost'" in str((await task).error)
+    assert engine.aborted == [f"r~{index + 1}" for index in range(count)]
+    assert engine.gate.running == {}
 
 
 @pytest.mark.parametrize("count", [1, 2])
-async def test_cancelling_whoever_waits_closes_all(count):
+async def test_cancelling_whoever_waits_ends_all(count):
     from vllm.sampling_params import RequestOutputKind
 
-    engine = Engine(count)
-    running = run(engine, RequestOutputKind.FINAL_ONLY)
-    await asyncio.sleep(0.01)
-    running.cancel()
-    running.cancel()  # as a gate does that counts two samples of one request
+    engine, task = await start(count, RequestOutputKind.FINAL_ONLY)
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await running
-    assert sorted(engine.closed) == [*range(count)]
+        await task
+    assert engine.aborted == [f"r~{index + 1}" for index in range(count)]

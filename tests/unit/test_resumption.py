@@ -45,7 +45,8 @@ class Engine:
         from vllm.v1.outputs import LogprobsLists
 
         params, prompt, begun = request.sampling_params, request.prompt, request.begun
-        running = RunningRequest("e", None, request=request if begun else None)
+        running, made = RunningRequest("e", request, self), []
+        self.take = lambda _, output: made.append(output)
         self.gate.running["e"] = running
         if begun is not None:
             params, prompt = remaining_params(params, begun), longer_prompt(prompt, begun)
@@ -80,8 +81,9 @@ class Engine:
                 finish_reason=FinishReason.LENGTH if is_last else None,
             )
             label = "default" if self.version == 0 else str(self.version)
-            made = self.output_processor.process_outputs([core], weight_version=label)
-            for output in made.request_outputs:
+            made.clear()
+            self.output_processor.process_outputs([core], weight_version=label)
+            for output in made:
                 report = running.sample.report(output.outputs[0], SpanChecker("0"))
                 result = EngineResult(
                     request_id=request.request_id,

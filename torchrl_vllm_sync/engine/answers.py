@@ -7,6 +7,7 @@ import contextlib
 import copy
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
@@ -27,7 +28,7 @@ from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 
     from vllm import RequestOutput
     from vllm.outputs import CompletionOutput
@@ -91,6 +92,197 @@ def tell_of_first_replica(output: RequestOutput, begun: BegunAnswer) -> None:
             completion.sampling_mask = None
 
 
+@dataclass(slots=True, eq=False)
+class Answer:
+    """What there is of the answer to one request."""
+
+    request: EngineRequest
+    samples: list[SamplingParams]  # the parameters of each
+    final_only: bool
+    running: dict[str, RunningRequest] = field(default_factory=dict)  # by engine id
+    finished: dict[int, tuple[CompletionOutput, SampleReport]] = field(default_factory=dict)
+    has_ended: bool = False
+
+
+class Batch:
+    """Requests of one call, side by side in the engine; each of them ends once.
+
+    They have no task or queue each: vLLM calls :meth:`take` with every output of theirs.
+    """
+
+    def __init__(
+        self,
+        replica: Answers,
+        gate: AdmissionGate,
+        requests: Sequence[EngineRequest],
+        on_step: Callable[[EngineResult], None] | None = None,
+    ) -> None:
+        self._replica, self._gate, self._on_step = replica, gate, on_step
+        self._clock = asyncio.get_running_loop().time
+        self._begin = self._clock()
+        self._left: dict[Answer, None] = {}
+        for one in requests:
+            final_only = one.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
+            self._left[Answer(one, split_samples(one.sampling_params), final_only)] = None
+        self._ended: list[EngineResult] = []
+        self._some, self._every = asyncio.Event(), asyncio.Event()
+        self._late: list[asyncio.Task[None]] = []  # wait at the gate
+        self._unwanted: list[str] = []  # engine ids of samples whose request has ended
+
+    async def run(self) -> AsyncGenerator[list[EngineResult]]:
+        """Yields the ends of the requests, several at a time."""
+        try:
+            for answer in [*self._left]:
+                for index in range(len(answer.samples)):
+                    if self._gate.is_open(answer.request.min_version):
+                        await self._enter(answer, index)
+                    else:
+                        self._enter_later(answer, index)
+            while self._ended or self._left:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(self._next_limit()):
+                        await self._some.wait()
+                if not self._ended:
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(BATCH_LINGER_S):
+                        await self._every.wait()
+                await self._abort_unwanted()
+                results, self._ended = self._ended, []
+                self._some.clear()
+                yield results
+        finally:
+            for task in self._late:
+                task.cancel()
+            for answer in self._left:
+                answer.has_ended = True
+                self._drop(answer)
+            await self._abort_unwanted()
+
+    def _next_limit(self) -> float:
+        """Ends what has reached its time limit; returns when the next one will."""
+        limits = {one: self._begin + one.request.timeout_s for one in self._left}
+        now = self._clock()
+        for one, limit in limits.items():
+            if limit <= now:
+                self._fail(one, TimeoutError())
+        return min(limits.values(), default=now)
+
+    def _enter_later(self, answer: Answer, index: int) -> None:
+        self._late.append(asyncio.create_task(self._enter(answer, index)))
+
+    async def _enter(self, answer: Answer, index: int) -> None:
+        """Gives a sample to the engine.
+
+        One that an update finds before its first token comes here again: it must not start on
+        cached keys of the old weights.
+        """
+        request = answer.request
+        try:
+            await self._gate.enter(request.min_version)
+            if answer.has_ended:
+                return
+            engine_id = self._replica.new_engine_id(request)
+            prompt, params = request.prompt, answer.samples[index]
+            if (begun := request.begun) is not None:
+                prompt, params = longer_prompt(prompt, begun), remaining_params(params, begun)
+            running = RunningRequest(engine_id, request, self, answer, index)
+            self._gate.running[engine_id] = answer.running[engine_id] = running
+            await self._replica.engine.add_request(
+                engine_id, self._replica.rendered(prompt), params, lora_request=request.lora_request
+            )
+        except Exception as failure:  # noqa: BLE001  a result, too
+            self._fail(answer, failure)
+            return
+        if answer.has_ended:  # meanwhile: what was not there could not be aborted
+            await self._replica.engine.abort(engine_id)
+
+    def take(self, running: RunningRequest, output: RequestOutput | Exception) -> None:
+        """Takes an output of a sample, or why there is none; vLLM, which calls, must not fail."""
+        answer = running.answer
+        if answer.has_ended:
+            return
+        if isinstance(output, Exception):
+            self._fail(answer, output)
+            return
+        try:
+            if output.finished:
+                self._leave(running)
+                if running.restart and _was_aborted(output):
+                    self._enter_later(answer, running.index)
+                    return
+            self._add(running, output)
+        except Exception as failure:  # noqa: BLE001  a result, too
+            self._fail(answer, failure)
+
+    def _add(self, running: RunningRequest, output: RequestOutput) -> None:
+        """Adds an output to its answer; final outputs of several samples are put together."""
+        answer, (completion,) = running.answer, output.outputs
+        request = answer.request
+        output.request_id, completion.index = request.request_id, running.index
+        if request.begun is not None:
+            tell_of_first_replica(output, request.begun)
+        assert running.sample is not None, "vLLM registers it before any output"
+        report = running.sample.report(completion, self._replica.checker)
+        if output.finished:
+            answer.finished[running.index] = completion, report
+        output.finished = len(answer.finished) == len(answer.samples)
+        reports = (report,)
+        if answer.final_only:
+            if not output.finished:
+                return
+            together = [answer.finished[one] for one in range(len(answer.samples))]
+            output.outputs = [one for one, _ in together]
+            reports = tuple(one for _, one in together)
+        result = EngineResult(
+            request_id=request.request_id,
+            replica_id=self._gate.replica_id,
+            output=output,
+            finished=output.finished,
+            samples=reports,
+            version=self._gate.version,
+        )
+        if output.finished:
+            self._end(answer, result)
+        elif self._on_step is not None:
+            self._on_step(result)
+
+    def refuse(self, running: RunningRequest) -> None:
+        """Ends a request whose replica has stopped serving."""
+        self._fail(running.answer, self._gate.refusal())
+
+    def _fail(self, answer: Answer, failure: Exception) -> None:
+        if not answer.has_ended:
+            self._end(answer, self._replica.failure(answer.request, failure))
+
+    def _end(self, answer: Answer, result: EngineResult) -> None:
+        # Failing may have stopped the replica, which ends all that is inside.
+        if answer.has_ended:
+            return
+        answer.has_ended = True
+        del self._left[answer]
+        self._drop(answer)
+        self._ended.append(result)
+        self._some.set()
+        if not self._left:
+            self._every.set()
+
+    def _leave(self, running: RunningRequest) -> None:
+        del self._gate.running[running.engine_id], running.answer.running[running.engine_id]
+
+    def _drop(self, answer: Answer) -> None:
+        """Has nothing of a request run on in the engine."""
+        self._unwanted += answer.running
+        for running in [*answer.running.values()]:
+            self._leave(running)
+        self._replica.forget(answer.request)
+
+    async def _abort_unwanted(self) -> None:
+        if self._unwanted:
+            unwanted, self._unwanted = self._unwanted, []
+            await self._replica.engine.abort(unwanted)
+
+
 class Answers:
     """The part of a replica that runs requests."""
 
@@ -115,34 +307,9 @@ class Answers:
 
         Every request gets exactly one result, an output or an error, within its own ``timeout_s``.
         """
-        ended: list[asyncio.Task[EngineResult]] = []
-        some, every = asyncio.Event(), asyncio.Event()
-
-        def end(task: asyncio.Task[EngineResult]) -> None:
-            nonlocal num_left
-            num_left -= 1
-            ended.append(task)
-            some.set()
-            if not num_left:
-                every.set()
-
-        tasks = [asyncio.create_task(self._answer(one)) for one in requests]
-        num_left = len(tasks)
-        for task in tasks:
-            task.add_done_callback(end)
-        try:
-            while ended or num_left:
-                await some.wait()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(BATCH_LINGER_S):
-                        await every.wait()
-                results = [task.result() for task in ended]
-                ended.clear()
-                some.clear()
+        async with contextlib.aclosing(Batch(self, self._gate, requests).run()) as ends:
+            async for results in ends:
                 yield PackedResults(results, want_prompt=want_prompt)
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineResult]:
         """Yields every partial output of one request as vLLM makes it, the last one finished."""
@@ -152,119 +319,33 @@ class Answers:
             (packed,) = PackedResults([step], want_prompt=False)  # at once: vLLM adds to its lists
             steps.put_nowait(packed)
 
-        # In a task of its own: Ray would take the cancellation of its task for the caller's.
-        task = asyncio.create_task(self._answer(request, on_step=keep))
+        async def run() -> None:
+            async with contextlib.aclosing(Batch(self, self._gate, [request], keep).run()) as ends:
+                async for (last,) in ends:
+                    keep(last)
+
+        # In a task of its own, as the time limit holds while nobody reads, too.
+        task = asyncio.create_task(run())
         task.add_done_callback(lambda _: steps.put_nowait(None))
         try:
             while (step := await steps.get()) is not None:
                 yield step
-            (last,) = PackedResults([task.result()], want_prompt=False)
-            yield last
+            task.result()
         finally:
             task.cancel()
 
-    async def _answer(
-        self,
-        request: EngineRequest,
-        on_step: Callable[[EngineResult], None] | None = None,
-    ) -> EngineResult:
-        """Runs one request to its end; a failure is a result, so that its batch goes on."""
-        try:
-            async with asyncio.timeout(request.timeout_s):
-                result = await self._run(request, on_step)
-        except (Exception, asyncio.CancelledError) as failure:  # noqa: BLE001  a result, too
-            return self._failure(request, failure)
-        finally:
-            self._given_up.pop(request.abort_id, None)
-        if result is None:
-            nothing = GenerationError(request.request_id, "the engine returned nothing")
-            return self._failure(request, nothing)
-        return result
+    def new_engine_id(self, request: EngineRequest) -> str:
+        """A name for a sample that enters, unless its request was given up."""
+        if request.abort_id in self._given_up:
+            raise GenerationError(request.request_id, "its caller gave it up")
+        self._restarts += 1
+        return f"{request.abort_id}~{self._restarts}"
 
-    async def _run(
-        self, request: EngineRequest, on_step: Callable[[EngineResult], None] | None
-    ) -> EngineResult | None:
-        """Gives outputs as vLLM does to ``on_step``, and returns the last, of all samples."""
-        owner = asyncio.current_task()
-        samples = split_samples(request.sampling_params)
-        final_only = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
-        finished: dict[int, tuple[CompletionOutput, SampleReport]] = {}
-        last: EngineResult | None = None
+    def forget(self, request: EngineRequest) -> None:
+        """Forgets that a request which has ended was given up."""
+        self._given_up.pop(request.abort_id, None)
 
-        def take(index: int, output: RequestOutput, report: SampleReport) -> None:
-            nonlocal last
-            (completion,) = output.outputs
-            completion.index = index
-            if output.finished:
-                finished[index] = completion, report
-            output.finished = len(finished) == len(samples)
-            reports = (report,)
-            if final_only:
-                if not output.finished:
-                    return
-                together = [finished[one] for one in range(len(samples))]
-                output.outputs = [one for one, _ in together]
-                reports = tuple(one for _, one in together)
-            last = self._result(request, output, reports)
-            if on_step is not None and not output.finished:
-                on_step(last)
-
-        if len(samples) == 1:
-            await self._sample(request, 0, samples[0], owner, take)
-            return last
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, params in enumerate(samples):
-                    group.create_task(self._sample(request, index, params, owner, take))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return last
-
-    async def _sample(
-        self,
-        request: EngineRequest,
-        index: int,
-        params: SamplingParams,
-        owner: asyncio.Task[object] | None,
-        take: Callable[[int, RequestOutput, SampleReport], None],
-    ) -> None:
-        """Runs one sample and gives its outputs to ``take``.
-
-        One that an update finds before its first token begins again at the gate: it must not start
-        on cached keys of the old weights.
-        """
-        while True:
-            await self._gate.enter(request.min_version)
-            if request.abort_id in self._given_up:
-                raise GenerationError(request.request_id, "its caller gave it up")
-            self._restarts += 1
-            begun, engine_id = request.begun, f"{request.abort_id}~{self._restarts}"
-            running = RunningRequest(engine_id, owner, request=request if begun else None)
-            prompt: Any = request.prompt
-            asked = params
-            if begun is not None:
-                prompt, asked = longer_prompt(prompt, begun), remaining_params(params, begun)
-            prompt = self._rendered(prompt)
-            self._gate.running[engine_id] = running
-            try:
-                outputs = self.engine.generate(
-                    prompt, asked, engine_id, lora_request=request.lora_request
-                )
-                async with contextlib.aclosing(outputs):
-                    async for output in outputs:
-                        if running.restart and _was_aborted(output):
-                            break
-                        output.request_id = request.request_id
-                        if begun is not None:
-                            tell_of_first_replica(output, begun)
-                        assert running.sample is not None, "vLLM registers it before any output"
-                        take(index, output, running.sample.report(output.outputs[0], self.checker))
-                    else:
-                        return
-            finally:
-                del self._gate.running[engine_id]
-
-    def _rendered(self, prompt: dict[str, Any]) -> Any:
+    def rendered(self, prompt: dict[str, Any]) -> Any:
         """A prompt as the engine takes it; its salt allows for hits on the same weights alone."""
         own = prompt.get("cache_salt")
         salt = self._updates.salt if own is None else f"{self._updates.salt}:{own}"
@@ -274,29 +355,10 @@ class Answers:
         ids, text = prompt["prompt_token_ids"], prompt.get("prompt")
         return tokens_input(ids, prompt=text, cache_salt=salt)
 
-    def _result(
-        self,
-        request: EngineRequest,
-        output: RequestOutput,
-        samples: tuple[SampleReport, ...],
-    ) -> EngineResult:
-        return EngineResult(
-            request_id=request.request_id,
-            replica_id=self.replica_id,
-            output=output,
-            finished=output.finished,
-            samples=samples,
-            version=self._gate.version,
-        )
-
-    def _failure(self, request: EngineRequest, failure: BaseException) -> EngineResult:
+    def failure(self, request: EngineRequest, failure: Exception) -> EngineResult:
         """Returns the error that the caller of ``request`` gets for ``failure``."""
         error: Exception
-        if isinstance(failure, asyncio.CancelledError):
-            if not self._gate.has_ended_requests:
-                raise failure
-            error = self._gate.refusal()  # the gate ended it: stale, failed or closed
-        elif isinstance(failure, EngineDeadError):
+        if isinstance(failure, EngineDeadError):
             self._gate.set(ReplicaState.FAILED, f"engine core died: {failure}")
             error = self._gate.refusal()
         elif isinstance(failure, SyncError):
@@ -362,7 +424,9 @@ class Answers:
                 lora_request=lora_request,
             )
             requests.append(request)
-        results = await asyncio.gather(*map(self._answer, requests))
+        async with contextlib.aclosing(Batch(self, self._gate, requests).run()) as ends:
+            ended = {one.request_id: one async for results in ends for one in results}
+        results = [ended[request.request_id] for request in requests]
         for request, result in zip(requests, results, strict=True):
             if result.error is not None:
                 raise result.error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.internals import UNLABELLED
@@ -17,6 +17,7 @@ from torchrl_vllm_sync.versions import slice_spans, spans_from_starts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm import RequestOutput
     from vllm.outputs import CompletionOutput
 
     from torchrl_vllm_sync.engine.internals import SampleState
@@ -112,19 +113,37 @@ def versions_of_labels(
     return spans_from_starts(starts, num_tokens)
 
 
-@dataclass(slots=True)
+class Owner(Protocol):
+    """What a sample belongs to."""
+
+    def take(self, running: RunningRequest, output: RequestOutput | Exception) -> None:
+        """Takes an output, or the reason why there will be none."""
+        ...
+
+    def refuse(self, running: RunningRequest) -> None:
+        """Ends the sample's request: the replica has stopped serving."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
 class RunningRequest:
     """One sample of a request that is inside the engine."""
 
     engine_id: str  # a new one after each restart
-    task: asyncio.Task[object] | None  # cancelled when the replica stops serving
+    request: EngineRequest
+    owner: Owner
+    answer: Any = None  # the owner's, of which it is a sample
+    index: int = 0  # of the sample in its request
     sample: SampleVersions | None = None  # None until vLLM has registered it
     restart: bool = False  # an update sends it back to the gate before its first token
-    request: EngineRequest | None = None  # set if another replica has begun the answer
 
     @property
     def has_begun(self) -> bool:
         return self.sample is not None and self.sample.has_begun
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Takes what vLLM would put into the request's queue."""
+        self.owner.take(self, output)
 
 
 @dataclass
@@ -149,8 +168,7 @@ class AdmissionGate:
         self._changed = asyncio.Event()
         if self.has_ended_requests:
             for request in list(self.running.values()):
-                if request.task is not None:
-                    request.task.cancel()  # it reports the refusal
+                request.owner.refuse(request)
 
     def refusal(self) -> ReplicaUnavailableError:
         return ReplicaUnavailableError(self.replica_id, self.state, self.reason)
@@ -167,10 +185,10 @@ class AdmissionGate:
         running = self.running.get(state.engine_id)
         if running is None:
             return
-        begun = None
-        if running.request is not None and (begun := running.request.begun):
+        if begun := running.request.begun:
             state.resume(begun, running.request.sampling_params)
         running.sample = SampleVersions(state, self.version, begun)
+        state.deliver_to(running)
 
     def switch(self, version: int) -> None:
         """Notes that ``version`` samples from now on: the engine is paused, its outputs settled."""
@@ -179,9 +197,13 @@ class AdmissionGate:
             if request.sample is not None:
                 request.sample.switch(version)
 
+    def is_open(self, min_version: int = 0) -> bool:
+        """Whether a request may enter now."""
+        return self.state is ReplicaState.SERVING and self.version >= min_version
+
     async def enter(self, min_version: int = 0) -> None:
         """Waits until the replica serves, with ``min_version`` or later; the caller bounds it."""
-        while self.state is not ReplicaState.SERVING or self.version < min_version:
+        while not self.is_open(min_version):
             if not self.state.admits_requests:
                 raise self.refusal()
             await self._changed.wait()

@@ -193,6 +193,13 @@ class SampleState:
     prefill_s = property(lambda self: self._between("scheduled_ts", "first_token_ts"))
     decode_s = property(lambda self: self._between("first_token_ts", "last_token_ts"))
 
+    def deliver_to(self, taker: Any) -> None:
+        """Has vLLM call ``taker.put`` with each output, and with an error, instead of queueing it.
+
+        ``put`` is called while vLLM works on a step: it must neither fail nor call the engine.
+        """
+        self._state.queue = taker
+
     def resume(self, begun: BegunAnswer, params: SamplingParams) -> None:
         """Makes the answer begin with another replica's tokens, which end the prompt until now."""
         state, tokens = self._state, list(begun.token_ids)
