@@ -8,6 +8,7 @@ import secrets
 import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -446,9 +447,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             return Texts.late([num_rows], lambda: objects(make()))
 
         def sequences() -> list[list[int]]:
-            return [one + said.tolist() for one, said in zip(wholes, answers.tokens, strict=True)]
+            return [[*one, *said] for one, said in zip(wholes, answers.ids, strict=True)]
 
-        replies = late(lambda: self._decoded(answers.tokens))
+        replies = late(lambda: self._decoded(answers.ids))
         told = {
             "prompt": Texts.late([num_rows], lambda: objects(texts)[where]),
             "response": replies,
@@ -457,10 +458,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         entries = {
             self.text_key: (Text, told),
             self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),
-            **self._columns(answers, prompt, is_prompt, self._padded_right),
+            **self._columns(answers.dense(self.padding_value), prompt, is_prompt),
+            **answers.stamps(),
         }
         if self.return_log_probs:
-            log_probs = self._padded_right(answers.log_probs(), 0.0)
+            log_probs, _ = _right_padded(answers.log_probs(), torch.float32, 0.0)
             full = _joined(torch.full(prompt.shape, math.nan), log_probs)
             entries[self.log_probs_key] = LogProbs, {"response": log_probs, "full": full}
         self._mark_padded(entries, MetaData(True))
@@ -563,7 +565,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
                 if isinstance(prompt, torch.Tensor)
                 else [one >= 0 for one in prompt]
             )
-        entries |= self._columns(answers, prompt, is_prompt, self._laid_out)
+        response = self._laid_out(answers.tokens, self.padding_value)
+        versions = self._laid_out(answers.versions(), keys.NO_VERSION)
+        is_answer = self._laid_out([one >= 0 for one in answers.tokens], False)
+        entries |= self._columns((response, versions, is_answer), prompt, is_prompt)
+        entries |= _apart(answers.stamps())
         if self.return_log_probs:
             entries[self.log_probs_key] = LogProbs, self._log_probs(answers, prompts)
         self._mark_padded(entries, [MetaData(self.pad_output)] * len(answers.samples))
@@ -574,15 +580,13 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return lazy_stack(rows)
 
     def _columns(
-        self, answers: _Answers, prompt: _Entry, is_prompt: _Entry, laid_out: Callable[..., _Entry]
+        self, answers: tuple[_Entry, _Entry, _Entry], prompt: _Entry, is_prompt: _Entry
     ) -> dict[Any, Any]:
-        """Tokens, masks and stamps of all rows; of prompts there may be no tokens."""
-        response = laid_out(answers.tokens, self.padding_value)
-        versions = laid_out(answers.versions(), keys.NO_VERSION)
+        """Tokens, masks and versions of all rows; of prompts there may be no tokens."""
+        response, versions, is_answer = answers
         tokens, stamps = {"response": response}, {"response": versions}
         masks: dict[str, _Entry] = {}
         if prompt is not None:
-            is_answer = laid_out([one >= 0 for one in answers.tokens], False)
             tokens |= {"prompt": prompt, "full": _joined(prompt, response)}
             masks["all_attention_mask"] = _joined(is_prompt, is_answer)
             masks["all_assistant_mask"] = _joined(_filled(is_prompt, False), is_answer)
@@ -591,7 +595,6 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             self.tokens_key: (Tokens, tokens),
             self.masks_key: (Masks, masks),
             keys.POLICY_VERSIONS: stamps,
-            **answers.stamps(),
         }
 
     def _mark_padded(self, entries: dict[Any, Any], padded: MetaData | list[MetaData]) -> None:
@@ -600,7 +603,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
                 entries[name][1]["padded"] = padded
 
     def _log_probs(self, answers: _Answers, prompts: _Entry) -> dict[str, _Entry]:
-        response = self._laid_out(answers.log_probs(), self.padding_value)
+        log_probs = [torch.tensor(one, dtype=torch.float32) for one in answers.log_probs()]
+        response = self._laid_out(log_probs, self.padding_value)
         if prompts is None:
             return {"response": response, "full": response}
         if self.num_samples is not None:
@@ -625,11 +629,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     def _padded(self, values: list[torch.Tensor], padding: float, side: str) -> torch.Tensor:
         return pad_sequence(values, batch_first=True, padding_value=padding, padding_side=side)
 
-    def _padded_right(self, responses: list[torch.Tensor], padding: float) -> torch.Tensor:
-        return self._padded(responses, padding, "right")
-
     def _laid_out(self, responses: list[torch.Tensor], padding: float) -> _Entry:
-        return self._padded_right(responses, padding) if self.pad_output else responses
+        return self._padded(responses, padding, "right") if self.pad_output else responses
 
     def _decoded(self, tokens: Sequence[Any]) -> list[str]:
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=False)
@@ -657,7 +658,11 @@ class _Answers:
         self._prompts, self._num_samples = prompts, num_samples
         self.samples = [one for output in self.outputs for one in output.outputs]
         self._reports = [(one, of) for of in self.outputs for one in of.sample_reports]
-        self.tokens = [torch.tensor(one.token_ids, dtype=torch.int64) for one in self.samples]
+        self.ids = [one.token_ids for one in self.samples]
+
+    @cached_property
+    def tokens(self) -> list[torch.Tensor]:
+        return [torch.tensor(one, dtype=torch.int64) for one in self.ids]
 
     @property
     def sequences(self) -> list[torch.Tensor]:
@@ -669,8 +674,21 @@ class _Answers:
             return of_prompts.repeat_interleave(self._num_samples, 0)
         return [one for one in of_prompts for _ in range(self._num_samples)]
 
-    def log_probs(self) -> list[torch.Tensor]:
-        return [torch.tensor(sampled_log_probs(one), dtype=torch.float32) for one in self.samples]
+    def dense(self, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, the versions that sampled them, and where they are, padded on the right.
+
+        A few operations for all rows: each would have a trainer in another thread wait for Python.
+        """
+        tokens, is_answer = _right_padded(self.ids, torch.int64, padding)
+        versions = torch.full_like(tokens, keys.NO_VERSION)
+        spans = [span for one, _ in self._reports for span in one.spans]
+        each = torch.tensor([one for one, *_ in spans], dtype=torch.int64)
+        lengths = torch.tensor([end - begin for _, begin, end in spans], dtype=torch.int64)
+        versions[is_answer] = each.repeat_interleave(lengths)
+        return tokens, versions, is_answer
+
+    def log_probs(self) -> list[Any]:
+        return [sampled_log_probs(one) for one in self.samples]
 
     def versions(self) -> list[torch.Tensor]:
         """The version that sampled each token."""
@@ -682,23 +700,44 @@ class _Answers:
         return [torch.cat([none, *each]) for each in parts]
 
     def stamps(self) -> dict[str, Any]:
-        """Entries of one value a row."""
+        """Columns of one value a row."""
         oldest = [min_version(one.spans, default=of.min_version) for one, of in self._reports]
         newest = [max_version(one.spans, default=of.max_version) for one, of in self._reports]
-        generation: dict[str, _Entry] = {
-            key[-1]: [
-                torch.tensor(unknown if value is None else value, dtype=dtype)
-                for value in (getattr(one, name) for one, _ in self._reports)
-            ]
-            for key, name, unknown, dtype in _FIGURES
-        }
+        generation: dict[str, _Entry] = {}
+        for key, name, unknown, dtype in _FIGURES:
+            known = [getattr(one, name) for one, _ in self._reports]
+            values = [unknown if one is None else one for one in known]
+            generation[key[-1]] = torch.tensor(values, dtype=dtype)
         generation[keys.REPLICA_ID[-1]] = [of.replica_id for _, of in self._reports]
         return {
-            keys.POLICY_VERSION: [torch.tensor(one) for one in oldest],
-            keys.MAX_POLICY_VERSION: [torch.tensor(one) for one in newest],
+            keys.POLICY_VERSION: torch.tensor(oldest),
+            keys.MAX_POLICY_VERSION: torch.tensor(newest),
             keys.FINISH_REASON: [one.finish_reason for one in self.samples],
             keys.GENERATION: generation,
         }
+
+
+def _right_padded(
+    rows: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype, padding: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of unequal length as one tensor, and a mask of where they are."""
+    lengths = torch.tensor([len(one) for one in rows])
+    is_there = torch.arange(int(lengths.max())) < lengths[:, None]
+    padded = torch.full(is_there.shape, padding, dtype=dtype)
+    padded[is_there] = torch.from_numpy(np.concatenate(rows)).to(dtype)
+    return padded, is_there
+
+
+def _apart(columns: dict[str, Any]) -> dict[str, Any]:
+    """Columns as lists of rows, each tensor with memory of its own, as each may be sent alone."""
+    return {
+        name: _apart(column)
+        if isinstance(column, dict)
+        else [one.clone() for one in column.unbind(0)]
+        if isinstance(column, torch.Tensor)
+        else column
+        for name, column in columns.items()
+    }
 
 
 def _chats(prompts: list[Any], replies: list[str]) -> dict[str, _Entry]:
