@@ -3,10 +3,12 @@
 import gc
 import itertools
 import threading
+import weakref
 
 import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import StepCounter, Transform
@@ -148,6 +150,35 @@ def test_rows_are_those_of_torchrls_collector(case):
             found.reshape(-1).unbind(0), wanted.reshape(-1).unbind(0), strict=True
         ):
             assert_same_row(one, other)
+
+
+def test_dense_rows_take_as_many_operations_however_many_they_are():
+    """An operation of torch lets go of Python's lock, and a trainer's thread waits for it anew."""
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += 1
+            return function(*args, **(kwargs or {}))
+
+    policy, chats = make_policy(), [[{"role": "user", "content": "Why?"}]]
+    counts = []
+    for num_rows in (4, 64):
+        with Counting() as counting:
+            policy.answer_chats(chats, [0] * num_rows)
+        counts.append(counting.count)
+    assert counts[0] == counts[1] > 0
+
+
+def test_dense_rows_that_are_kept_keep_no_outputs():
+    service = CannedService()
+    rows = make_policy(service).answer_chats([[{"role": "user", "content": "Why?"}]], [0, 0])
+    outputs = [weakref.ref(one) for one in service.outputs]
+    said = [one.outputs[0].token_ids for one in service.outputs]
+    del service.outputs
+    assert [one() for one in outputs] == [None, None]
+    assert rows["text"].response == TOKENIZER.batch_decode(said)
 
 
 def test_several_steps_are_one_batch_in_torchrls_order():

@@ -442,14 +442,15 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         is_prompt = self._padded([one >= 0 for one in prompts], False, "left")[of_row]
         wholes = [ids[at] for at in of_row.tolist()]
         num_rows, where = len(wholes), of_row.numpy()
+        said = answers.ids  # all that texts hold on to: rows may be kept, the outputs need not be
 
         def late(make: Callable[[], list[str]]) -> Texts:
             return Texts.late([num_rows], lambda: objects(make()))
 
         def sequences() -> list[list[int]]:
-            return [[*one, *said] for one, said in zip(wholes, answers.ids, strict=True)]
+            return [[*one, *answer] for one, answer in zip(wholes, said, strict=True)]
 
-        replies = late(lambda: self._decoded(answers.ids))
+        replies = late(lambda: self._decoded(said))
         told = {
             "prompt": Texts.late([num_rows], lambda: objects(texts)[where]),
             "response": replies,

@@ -107,19 +107,21 @@ class TextReward(Transform):
             )
         chat = env.base_env
         answers: Any = rows.get(("tokens", "response"), as_list=True)
+        answers = [one.cpu().numpy() for one in answers]
         if isinstance(rows, TensorDict):  # dense: the end of a row is where its mask says
-            is_answer = rows["masks", "all_assistant_mask"][
-                :, -rows["tokens", "response"].shape[1] :
-            ]
+            width = rows["tokens", "response"].shape[1]
+            is_answer = rows["masks", "all_assistant_mask"][:, -width:].cpu().numpy()
             answers = [one[mask] for one, mask in zip(answers, is_answer, strict=True)]
-        answers = [one.tolist() for one in answers]
         if self._over == "text":
             tokenizer = self._tokenizer or chat.tokenizer
             if tokenizer is None:
                 raise UnsupportedArgumentError(
                     f"TextReward({self._name}) needs a tokenizer, as the environment has none"
                 )
+            # Arrays, as of a list each number would be looked at in Python.
             answers = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        else:
+            answers = [one.tolist() for one in answers]
         known: list[Any] = [*_primer(env).primers.keys()]
         missing = [one for one, needed in self._columns.items() if needed and one not in known]
         if missing:
