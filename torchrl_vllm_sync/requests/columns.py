@@ -245,7 +245,7 @@ class OutputRow:
     @property
     def answers(self) -> list[np.ndarray]:
         """Token ids of each sample, of shape ``(num_tokens,)``."""
-        return [samples.fields["token_ids"].array(at) for samples, at in self._samples()]
+        return [samples.fields["token_ids"].array(at) for samples, at in self.samples()]
 
     def make(self) -> RequestOutput:
         """vLLM's output without its prompt; log-probabilities are ``FlatLogprobs``."""
@@ -253,27 +253,37 @@ class OutputRow:
 
     def unread(self, result: EngineResult, request: EngineRequest) -> RequestOutput:
         """vLLM's output with the caller's prompt, and what only this library knows; made late."""
-        assert result.version is not None, "a replica that answers tells its version"
-        version, prompt = result.version, request.prompt
-        has_dicts = not request.sampling_params.flat_logprobs
+        return _unread(self.outputs.kind, {}, _Output(self, result, request))
 
-        def attributes() -> dict[str, Any]:
-            prompt_logprobs = self.outputs.fields["prompt_logprobs"][self.at]
-            made = self.outputs.attributes(
-                self.at,
-                prompt=prompt.get("prompt"),
-                prompt_token_ids=list(prompt["prompt_token_ids"]),
-                prompt_logprobs=as_dicts(prompt_logprobs) if has_dicts else prompt_logprobs,
-                outputs=[_sample(*one, has_dicts=has_dicts) for one in self._samples()],
-            )
-            return made | marks(result.samples, replica_id=result.replica_id, version=version)
-
-        return _unread(self.outputs.kind, {}, attributes)
-
-    def _samples(self) -> Iterator[tuple[_Records, int]]:
+    def samples(self) -> Iterator[tuple[_Records, int]]:
         """The column of each sample, and its row there."""
         samples: Any = self.outputs.fields["outputs"]
         return ((samples.items, at) for at in range(*samples.bounds(self.at)))
+
+
+# Not a function within a function: each of its variables would be one more object a row, for
+# Python's garbage collector to look at.
+@dataclass(slots=True)
+class _Output:
+    """The attributes of one output."""
+
+    row: OutputRow
+    result: EngineResult
+    request: EngineRequest
+
+    def __call__(self) -> dict[str, Any]:
+        row, result, prompt = self.row, self.result, self.request.prompt
+        assert result.version is not None, "a replica that answers tells its version"
+        has_dicts = not self.request.sampling_params.flat_logprobs
+        prompt_logprobs = row.outputs.fields["prompt_logprobs"][row.at]
+        made = row.outputs.attributes(
+            row.at,
+            prompt=prompt.get("prompt"),
+            prompt_token_ids=list(prompt["prompt_token_ids"]),
+            prompt_logprobs=as_dicts(prompt_logprobs) if has_dicts else prompt_logprobs,
+            outputs=[_sample(*one, has_dicts=has_dicts) for one in row.samples()],
+        )
+        return made | marks(result.samples, replica_id=result.replica_id, version=result.version)
 
 
 def _sample(samples: _Records, at: int, *, has_dicts: bool) -> Any:
