@@ -1,4 +1,4 @@
-"""Tutorials that are stopped in the middle: what they had started is gone, checkpoints too."""
+"""Programs that are stopped in the middle: what they had started is gone, checkpoints too."""
 
 import os
 import signal
@@ -61,3 +61,52 @@ def test_an_interrupted_tutorial_leaves_nothing(directory):
         tutorial.stdout.close()
     # An engine that is killed leaves vLLM's sockets and the file by which its workers have met.
     assert not made_directories(directory)
+
+
+# The library starts Ray here; tutorials start it themselves.
+PROGRAM = """
+import signal, sys
+from vllm import SamplingParams
+from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync.testing import make_tiny_checkpoint
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where this is run
+    checkpoint = make_tiny_checkpoint(sys.argv[1])
+    with AsyncVLLM.from_pretrained(checkpoint, num_cpus_per_replica=0, max_model_len=2048) as service:
+        print("it generates", file=sys.stderr, flush=True)
+        while True:
+            service.generate("Hello", SamplingParams(max_tokens=1500, ignore_eos=True))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("sent", "after"),
+    [(signal.SIGTERM, "1 engine: 1 starting"), (signal.SIGINT, "it generates")],
+)
+def test_an_interrupted_program_leaves_nothing_and_says_nothing_of_ray(directory, sent, after):
+    (directory / "program.py").write_text(PROGRAM)
+    program = subprocess.Popen(
+        [sys.executable, directory / "program.py", directory / "model"],
+        env=os.environ | {"TMPDIR": str(directory), "PYTHONPATH": str(TUTORIALS.parent)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert any(after in line for line in program.stderr)
+        started = started_by(program)
+        assert len(started) > 5
+        program.send_signal(sent)
+        rest = program.stderr.read()
+        # It exits, and is not aborted; while Ray waits, it makes of any exit one with status 1.
+        assert program.wait(END_TIMEOUT_S) in (1, 128 + sent, -signal.SIGINT)
+        _, alive = psutil.wait_procs(started, timeout=END_TIMEOUT_S)
+        assert not alive, [one.cmdline() for one in alive]
+    finally:
+        program.kill()
+        program.wait(END_TIMEOUT_S)
+        program.stderr.close()
+    assert rest.splitlines()[-1:] == (["KeyboardInterrupt"] if sent == signal.SIGINT else []), rest
