@@ -109,7 +109,7 @@ bench-smoke: $(STAMP)  ## Run every benchmark for a few seconds, and the tests o
 bench-table: $(STAMP)  ## Print the table of all recorded results
 	@$(BIN)/python -m benchmarks.record benchmarks/results/*.json
 
-# Also draws a timeline beside each record of weight synchronisation.
+# Also draws a timeline beside each record of weight synchronisation, and the pauses of all.
 sync-table: $(STAMP)  ## Print the guide's table of weight synchronisation
 	@$(BIN)/python -m benchmarks.weight_sync_report
 

@@ -1,7 +1,7 @@
-"""The table of weight synchronisation, and a timeline of one push, from the records.
+"""The table of weight synchronisation, and its pictures, from the records.
 
 ``python -m benchmarks.weight_sync_report`` prints the table of all records in
-``benchmarks/results`` and draws one PNG a record beside it.
+``benchmarks/results``, draws one PNG a record beside it, and ``weight_sync_pauses.png`` of all.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 
 SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged")
+PAUSES = {
+    "raw NCCL, no engine": "tab:gray",
+    "vLLM's NCCL engine": "tab:red",
+    "broadcast": "tab:blue",
+    "broadcast, staged": "tab:green",
+}
 HEADS = (
     "| case | raw NCCL | `vllm-nccl` | `broadcast` | staged | running: `vllm-nccl` | `broadcast` "
     "| staged | engine step | tokens/s | while staged weights arrive |",
@@ -62,6 +68,42 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def pauses(runs: list[dict[str, Any]], path: Path) -> None:
+    """Draws the whole pause of idle engines for each case and system, the least bytes first."""
+    found = {}
+    for run in runs:
+        medians = _medians(run)
+        case = min((one for one, _, _ in medians), key=len)
+        of_systems = [medians.get((case, one, "whole_pause")) for one in SYSTEMS[1:]]
+        found[case] = [medians.get((case, "raw-nccl", "whole")), *of_systems]
+    cases = sorted(found, key=lambda case: found[case][0])
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
+    for at, (label, colour) in enumerate(PAUSES.items()):
+        points = [(place, found[case][at]) for place, case in enumerate(cases) if found[case][at]]
+        axes.scatter(*zip(*points, strict=True), color=colour, label=label)
+        for place, pause in points:
+            text = f"{pause:.0f}" if pause > 100 else f"{pause:.1f}"
+            left = label.startswith("raw")  # it lies beside the broadcast's
+            where = {"ha": "right" if left else "left", "va": "center"}
+            axes.text(
+                place + (-0.06 if left else 0.06), pause, text, color=colour, fontsize=8, **where
+            )
+    axes.set_yscale("log")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_xlim(-0.5, len(cases) - 0.5)
+    axes.set_xticks(range(len(cases)), cases)
+    axes.set_ylabel("pause of idle engines, ms")
+    figure.legend(loc="outside upper center", ncols=4, fontsize=7, frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 def timeline(run: dict[str, Any], path: Path) -> None:
     """Draws one push to idle engines of each system, by the medians of its phases."""
     import matplotlib
@@ -103,10 +145,11 @@ def _medians(run: dict[str, Any]) -> dict[tuple[str, str, str], float]:
 
 
 def main() -> int:
-    """Prints the table and draws the timelines."""
+    """Prints the table and draws the pictures."""
     paths = sorted(RESULTS.glob("weight_sync_*.json"))
     for path, run in zip(paths, records(paths), strict=True):
         timeline(run, path.with_suffix(".png"))
+    pauses(records(paths), RESULTS / "weight_sync_pauses.png")
     print(table(records(paths)), end="")
     return 0
 

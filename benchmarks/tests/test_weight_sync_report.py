@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.weight_sync_report import records, table, timeline
+from benchmarks.weight_sync_report import pauses, records, table, timeline
 
 GUIDE = Path(__file__).resolve().parents[2] / "tutorials" / "guides" / "measured.md"
 RUN = {
@@ -47,3 +47,8 @@ def test_medians_and_blanks():
 def test_the_timeline_is_drawn(tmp_path):
     timeline(RUN, tmp_path / "push.png")
     assert (tmp_path / "push.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_pauses_are_drawn(tmp_path):
+    pauses(records(), tmp_path / "pauses.png")
+    assert (tmp_path / "pauses.png").read_bytes().startswith(b"\x89PNG")
