@@ -119,7 +119,7 @@ step-pictures: $(STAMP)  ## Draw where the seconds of recorded GRPO steps go
 learning-curves: $(STAMP)  ## Draw how fast recorded set-ups of GRPO learn
 	@$(BIN)/python -m benchmarks.learning_curves_report
 
-# Also draws the plots beside the record.
+# Also draws the plots beside the records.
 routing-table: $(STAMP)  ## Print the guide's tables of routing
 	@$(BIN)/python -m benchmarks.routing_report
 

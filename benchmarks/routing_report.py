@@ -1,7 +1,8 @@
 """A table and a plot of a record of ``benchmarks.routing``: who wins where, and by how much.
 
 ``python -m benchmarks.routing_report [RECORD ...]`` prints Markdown and draws a PNG file beside
-each record, of those in ``benchmarks/results`` unless named.
+each record, of those in ``benchmarks/results`` unless named; without names also one beside each
+record of ``benchmarks.routing_live``.
 
 Differences are paired: of each seed's makespan to ours on the same seed, in percent, with the
 standard error of their mean in brackets. One counts as a win or a loss if it is more than twice its
@@ -15,7 +16,7 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from benchmarks.record import RESULTS
 
@@ -26,6 +27,18 @@ Samples: TypeAlias = "dict[tuple[str, str, str], list[float]]"
 """By case, system and metric, in the order of seeds."""
 
 OURS = "ours"
+# Of the record of real engines: its cases and systems as the guides name them.
+LIVE_CASES = {
+    "grpo": "48 prompts, 8 samples of each",
+    "multi-turn": "64 conversations of 5 turns",
+    "shared-system-prompt": "512 questions, one system prompt",
+}
+LIVE_SYSTEMS = {
+    OURS: ("this library", "tab:blue"),
+    "round-robin": ("round robin", "tab:gray"),
+    "torchrl, wrapper": ("TorchRL's balancer, called by its wrapper", "tab:orange"),
+    "torchrl": ("TorchRL's balancer, called with token ids", "tab:red"),
+}
 
 
 def read(path: Path) -> Samples:
@@ -136,13 +149,44 @@ def draw(samples: Samples, path: Path) -> None:
     pyplot.close(figure)
 
 
+def draw_live(run: dict[str, Any], path: Path) -> None:
+    """Bars: median seconds that real engines took under each router."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    medians = {
+        (one["case"], one["system"]): statistics.median(one["samples"])
+        for one in run["records"]
+        if one["metric"] == "wall_time"
+    }
+    figure, panels = pyplot.subplots(1, len(LIVE_CASES), figsize=(9, 2.2), layout="constrained")
+    for axes, (case, title) in zip(panels, LIVE_CASES.items(), strict=True):
+        for place, (system, (label, colour)) in enumerate(LIVE_SYSTEMS.items()):
+            bar = axes.barh(place, medians[case, system], color=colour, label=label)
+            axes.bar_label(bar, fmt=" %.2f s", fontsize=8)
+        axes.set(
+            title=title, yticks=[], xlim=(0, 1.3 * max(medians[case, one] for one in LIVE_SYSTEMS))
+        )
+        axes.title.set_fontsize(9)
+        axes.invert_yaxis()
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables and draws the plots; returns 1 if there is no record."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("records", nargs="*", type=Path, metavar="RECORD")
-    paths = parser.parse_args(argv).records or recorded(RESULTS)
+    named = parser.parse_args(argv).records
+    for path in [] if named else sorted(RESULTS.glob("routing_live_*.json")):
+        draw_live(json.loads(path.read_text()), path.with_suffix(".png"))
+    paths = named or recorded(RESULTS)
     if not paths:
         print(f"no record of benchmarks.routing in {RESULTS}; name one, or make one")
         return 1

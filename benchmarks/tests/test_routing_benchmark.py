@@ -151,3 +151,9 @@ def test_the_report_says_that_there_is_no_record(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(routing_report, "RESULTS", tmp_path)
     assert routing_report.main([]) == 1
     assert "no record of benchmarks.routing in" in capsys.readouterr().out
+
+
+def test_the_record_of_real_engines_is_drawn(tmp_path):
+    (path,) = sorted(routing_report.RESULTS.glob("routing_live_*.json"))
+    routing_report.draw_live(json.loads(path.read_text()), tmp_path / "live.png")
+    assert (tmp_path / "live.png").read_bytes().startswith(b"\x89PNG")

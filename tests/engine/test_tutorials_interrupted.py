@@ -73,7 +73,8 @@ from torchrl_vllm_sync.testing import make_tiny_checkpoint
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where this is run
     checkpoint = make_tiny_checkpoint(sys.argv[1])
-    with AsyncVLLM.from_pretrained(checkpoint, num_cpus_per_replica=0, max_model_len=2048) as service:
+    settings = {"num_cpus_per_replica": 0, "max_model_len": 2048}
+    with AsyncVLLM.from_pretrained(checkpoint, **settings) as service:
         print("it generates", file=sys.stderr, flush=True)
         while True:
             service.generate("Hello", SamplingParams(max_tokens=1500, ignore_eos=True))
