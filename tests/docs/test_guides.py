@@ -15,6 +15,7 @@ from tests.test_public_api import METHODS
 from torchrl_vllm_sync import AsyncVLLM, PushReport, WeightUpdater, errors
 from torchrl_vllm_sync.engine.args import make_engine_args
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot
+from torchrl_vllm_sync.weights.places import Place, choose_transport
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = torchrl_vllm_sync.__name__
@@ -228,6 +229,32 @@ def test_how_texts_are_compared():
     assert templates(expression) == ["version \0 of \0 rows", "version \0 of none"]
     assert "version \0 did not reach every replica: \0" in source_texts()
     assert "version \0 did not arrive at every replica: \0" not in source_texts()
+
+
+# ---------------------------------------------------------------- the choice of a transport
+
+
+def place(node, kind, *uuids):
+    return Place(node_id=node, device_type=kind, device_uuids=uuids)
+
+
+def chosen(trainer, engine):
+    try:
+        return f"`{choose_transport(trainer, {'0': engine})}`"
+    except errors.UnsupportedArgumentError:
+        return "none: an error"
+
+
+def test_the_choice_of_a_transport_is_that_of_the_code():
+    text = (ROOT / "tutorials" / "guides" / "choose_a_transport.md").read_text()
+    (rows,) = re.findall(
+        r"^\| the trainer and all engines \|.*\n\|.*\n((?:\|.*\n)+)", text, re.MULTILINE
+    )
+    first, second = (place("a", "cuda", one) for one in ("GPU-1", "GPU-2"))
+    cpu, far_cpu = place("a", "cpu"), place("b", "cpu")
+    cases = [(first, first), (first, second), (first, cpu), (cpu, far_cpu), (first, far_cpu)]
+    told = [row.split("|")[2].strip() for row in rows.splitlines()]
+    assert told == [chosen(*one) for one in cases]
 
 
 # ---------------------------------------------------------------- files and links
