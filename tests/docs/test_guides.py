@@ -217,6 +217,16 @@ def test_quoted_errors_are_those_of_the_code():
     assert not unknown, "\n".join(unknown)
 
 
+def test_headings_are_texts_of_errors_or_their_beginnings():
+    page = ROOT / "tutorials" / "guides" / "troubleshooting.md"
+    headings = re.findall(r"^### `(.*)`$", page.read_text(), re.MULTILINE)
+    assert len(headings) > 10
+    found = [(one, re.sub(r"<[^<>]*>", "\0", one)) for one in headings]
+    known = source_texts()
+    unknown = [one for one, start in found if not any(text.startswith(start) for text in known)]
+    assert not unknown, "\n".join(unknown)
+
+
 def test_named_errors_exist():
     text = (ROOT / "tutorials" / "guides" / "troubleshooting.md").read_text()
     named = set(re.findall(r"`(\w+Error)`", text)) - {"RuntimeError", "TimeoutError", "ValueError"}
