@@ -28,8 +28,8 @@ DEFAULT_WATCH_S = 1.0
 FIRST_LOOK_S = 1.5
 CONNECT_TIMEOUT_S = 5.0
 _EPILOG = """\
-exit status: 0 when it has shown what there is, 1 when there is no such service or no Ray cluster,
-2 when the arguments are wrong"""
+exit status: 0 when it has shown what there is, 1 when there is no such service, no Ray cluster
+or no history, 2 when the arguments are wrong"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = _parser().parse_args(arguments)
     try:
+        if "file" in options:
+            return _show_history(options, Console())
         with _without_vllm():
             _connect(options.address)
             show = _list_services if options.name is None else _show_service
@@ -66,6 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument(
         "--address", metavar="ADDR", help="Ray cluster; RAY_ADDRESS, or this machine's, by default"
     )
+    about = "show the history that a dashboard has kept in a file, in a browser"
+    dashboard = commands.add_parser("dashboard", help=about, description=about, epilog=_EPILOG)
+    dashboard.add_argument("file", metavar="FILE", help="what dashboard(history=FILE) has written")
+    dashboard.add_argument("--port", type=int, default=0, help="port to listen on; a free one")
     return parser
 
 
@@ -128,6 +134,18 @@ def _looks(watch_s: float | None) -> Iterator[None]:
     while watch_s is not None:
         time.sleep(watch_s)
         yield
+
+
+def _show_history(options: argparse.Namespace, console: Console) -> int:
+    """Shows a file until it is interrupted."""
+    from torchrl_vllm_sync.observe.page import Dashboard
+
+    with Dashboard(None, port=options.port, history=options.file) as board:
+        console.print(f"{options.file} is shown at {board.url} until Ctrl-C", markup=False)
+        for _ in _looks(DEFAULT_WATCH_S):
+            if not board.is_open:
+                break
+    return 0
 
 
 def _list_services(options: argparse.Namespace, console: Console) -> None:

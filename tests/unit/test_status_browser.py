@@ -15,6 +15,7 @@ import pytest
 
 from tests.fakes.observe import HOSTILE, Moving, hostile, troubled
 from torchrl_vllm_sync.errors import ServiceClosedError
+from torchrl_vllm_sync.observe.history import History
 from torchrl_vllm_sync.observe.page import Dashboard, _sample_of
 from torchrl_vllm_sync.observe.views import UNKNOWN, printable
 
@@ -46,7 +47,7 @@ def filled(scene, num_samples=120):
     look = Moving(scene, past_s=num_samples)
     board = Dashboard(look)
     seen = [look() for _ in range(num_samples)]
-    board._samples.extend(map(_sample_of, seen, [None, *seen]))
+    board._history.samples.extend(map(_sample_of, seen, [None, *seen]))
     return board
 
 
@@ -90,7 +91,7 @@ def test_the_page_shows_replicas_plots_pushes_and_failures(browse):
 
 def test_what_a_run_logged_has_a_plot_or_a_histogram(browse):
     with filled(troubled) as board:
-        first, *_, last = board._samples
+        first, *_, last = board._history.samples
         first["numbers"] = {"reward": -0.5, "loss": None, HOSTILE: 1.0}
         last["numbers"] = {"reward": 0.25}
         last["histograms"] = {"length": {"edges": [-0.5, 0.5, 1.5], "counts": [3, 1]}}
@@ -104,6 +105,23 @@ def test_what_a_run_logged_has_a_plot_or_a_histogram(browse):
     heights = [float(one) for one in re.findall(r'class="bar"[^>]* height="([\d.]+)"', logged)]
     assert heights == [pytest.approx(3 * heights[1]), pytest.approx(30.5)]
     assert "<img" not in page
+
+
+def test_a_file_is_shown_as_such_with_its_gaps_joined(browse, tmp_path):
+    look, path = Moving(), tmp_path / "run.jsonl"
+    history, before = History(path), None
+    for i in range(40):
+        told = look()
+        if not i % 10:  # every 10 s, which on a live page would be a gap
+            history.add(_sample_of(told, before), told.as_dict())
+            before = told
+    history.close()
+    with Dashboard(None, history=path) as board:
+        page = browse(board.url, "--dump-dom")
+    assert re.search(r'id="time">until [\d/]+, [\d:]+, from a file<', page)
+    (plot,) = re.findall(r'<svg [^>]*id="plot-kv".*?</svg>', page, re.DOTALL)
+    (first, _) = re.findall(r'class="line" stroke="[^"]*" d="([^"]+)"', plot)
+    assert (first.count("M"), first.count("L")) == (1, 3)
 
 
 def test_texts_of_a_service_are_never_markup(browse):

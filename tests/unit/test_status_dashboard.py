@@ -108,7 +108,7 @@ def test_elsewhere_any_name_is_answered():
 
 def test_the_history_grows_and_can_be_asked_for_in_parts():
     with Dashboard(Moving()) as board:
-        until(lambda: len(board._samples) >= 2)
+        until(lambda: len(board._history.samples) >= 2)
         whole = json.loads(ask(board, "/history.json")[2])["samples"]
         assert [one["time"] for one in whole] == sorted(one["time"] for one in whole)
         later = json.loads(ask(board, f"/history.json?since={whole[0]['time']}")[2])
@@ -161,9 +161,13 @@ def test_what_a_run_logs_is_in_the_next_sample_alone():
     for _ in range(4):
         assert sampled.acquire(timeout=20)
     board.close()
-    assert [one["numbers"] for one in board._samples] == [{}, {"reward": 0.5, "loss": None}, {}]
-    assert board._samples[0]["histograms"] == {}
-    age, length = board._samples[1]["histograms"].values()
+    assert [one["numbers"] for one in board._history.samples] == [
+        {},
+        {"reward": 0.5, "loss": None},
+        {},
+    ]
+    assert board._history.samples[0]["histograms"] == {}
+    age, length = board._history.samples[1]["histograms"].values()
     assert age == {"edges": [-0.5, 0.5, 1.5, 2.5, 3.5], "counts": [1, 2, 0, 1]}
     assert (len(length["edges"]), length["counts"]) == (25, [1, *[0] * 22, 1])
 
@@ -201,7 +205,7 @@ def test_pushes_are_marked_once_though_a_look_fails_between():
     board = Dashboard(look)
     assert done.wait(20)
     board.close()
-    assert [len(one["pushes"]) for one in board._samples] == [2, 0]
+    assert [len(one["pushes"]) for one in board._history.samples] == [2, 0]
 
 
 def test_hostile_texts_are_data_only():
@@ -392,7 +396,7 @@ def test_a_look_that_fails_is_shown_until_one_works():
         return status(replica("0"))
 
     with Dashboard(look) as board:
-        until(lambda: len(board._samples) == 1)
+        until(lambda: len(board._history.samples) == 1)
         broken.set()
         looked = num_looks
         until(lambda: num_looks > looked)  # by the dashboard itself
@@ -401,7 +405,7 @@ def test_a_look_that_fails_is_shown_until_one_works():
             assert (code, json.loads(told)) == (503, {"error": "ZeroDivisionError: no replicas"})
         assert ask(board, "/")[0] == 200
         broken.clear()
-        until(lambda: len(board._samples) == 2)
+        until(lambda: len(board._history.samples) == 2)
         assert ask(board, "/history.json")[0] == 200
 
 
@@ -411,7 +415,7 @@ def test_figures_that_are_not_finite_are_unknown_wherever_they_are():
         pushes=(push(12, left_behind={}), push(11, ended_at=-math.inf)),
     )
     with Dashboard(lambda: told) as board:
-        until(lambda: board._samples)
+        until(lambda: board._history.samples)
         text = ask(board, "/history.json")[2].decode()
     assert "NaN" not in text
     assert "Infinity" not in text

@@ -9,7 +9,6 @@ import logging
 import socket
 import sys
 import threading
-from collections import deque
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -21,9 +20,11 @@ import numpy as np
 
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
+from torchrl_vllm_sync.observe.history import History, read_history
 from torchrl_vllm_sync.observe.status import ServiceStatus, finite
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Sequence
 
     from torchrl_vllm_sync.replica import Latency
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-MAX_SAMPLES = 900  # of the plots: a quarter of an hour
 MAX_NAMES = 64  # that a run logs
 NUM_BINS = 24  # of a histogram
+MAX_BINNED = 1e12  # numbers as far as this from 0 count as unknown in histograms
 MAX_CONNECTIONS = 64  # at once; each holds a file descriptor and a thread of the trainer's process
 _REQUEST_S = 10.0  # for one connection, from its beginning to the last byte of the answer
 _POLL_S = 0.2  # between looks whether the thread is to end
@@ -63,29 +64,45 @@ class Dashboard:
 
     Args:
         look: Returns the status. Called once a second and for each request, in threads of the
-            dashboard. ``ServiceGoneError`` ends it; the page shows any other error.
+            dashboard. ``ServiceGoneError`` ends it; the page shows any other error. ``None`` shows
+            what is in ``history``, which is only read.
         host: Name or address to listen on; afterwards the address.
         port: Port to listen on; 0 takes a free one.
+        history: File that keeps what the plots show, one line of JSON a second, and goes on with
+            what it holds. From 64 MiB on it is renamed, to end in ``.1``, and begun anew.
 
     Raises:
-        UnsupportedArgumentError: There is no such host or port, or it is taken.
+        UnsupportedArgumentError: There is no such host or port, or it is taken; or ``history`` is
+            no file that a dashboard wrote, cannot be written, or another one writes to it.
     """
 
     def __init__(
-        self, look: Callable[[], ServiceStatus], *, host: str = "127.0.0.1", port: int = 0
+        self,
+        look: Callable[[], ServiceStatus] | None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        history: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
             raise UnsupportedArgumentError(f"port must be an integer from 0 to 65535, got {port!r}")
         if not isinstance(host, str) or not host:
             raise UnsupportedArgumentError(f"host must be a name or an address, got {host!r}")
+        if history is None and look is None:
+            raise UnsupportedArgumentError("look must be a function unless there is a history")
         self._look = look
-        self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._recorded: dict[str, Any] = {}
+        self._history = History(None if look is None else history)
+        if look is None:
+            self._recorded, samples = read_history(history or "")
+            self._history.samples.extend(samples)
         self._logged, self._logging = Logged({}, {}), threading.Lock()
         self._names, self._is_full = set[str](), False
         self._stop = threading.Event()
         try:
             self._server = _Server(self, host, port)
         except (OSError, UnicodeError) as error:
+            self._history.close()
             raise UnsupportedArgumentError(
                 f"host and port must be free to listen on, got {host!r} and {port}: {error}"
             ) from error
@@ -139,11 +156,13 @@ class Dashboard:
             self._names.add(name)
             if not values.ndim:
                 self._logged.numbers[name] = float(values)
-            elif (known := values[np.isfinite(values)]).size:
+            elif (known := values[np.abs(values) < MAX_BINNED]).size:
                 self._logged.histograms[name] = _histogram(known)
 
     def status(self) -> dict[str, Any]:
         """Returns what ``/status.json`` shows; raises what the service raises."""
+        if self._look is None:
+            return self._recorded
         return self._look().as_dict()
 
     def history(self, since: float) -> dict[str, Any]:
@@ -152,28 +171,33 @@ class Dashboard:
         Args:
             since: Only what was later than this, in seconds since 1970.
         """
-        samples = [one for one in list(self._samples) if one["time"] > since]
-        return {"status": self.status(), "samples": samples}
+        known = list(self._history.samples)
+        samples = [one for one in known if one["time"] > since]
+        is_live = self._look is not None
+        return {"status": self.status(), "samples": samples, "is_live": is_live}
 
     def _run(self) -> None:
         next_sample, before = Deadline(0), None
         try:
             while not self._stop.is_set():
-                if next_sample.passed:
+                if self._look is not None and next_sample.passed:
                     next_sample = Deadline(INTERVAL_S)
-                    before = self._sample(before)
+                    before = self._sample(self._look, before)
                 self._server.handle_request()  # returns after ``_POLL_S`` at the latest
                 self._server.end_overdue()
         finally:
             self._server.end()
+            self._history.close()
 
-    def _sample(self, before: ServiceStatus | None) -> ServiceStatus | None:
+    def _sample(
+        self, look: Callable[[], ServiceStatus], before: ServiceStatus | None
+    ) -> ServiceStatus | None:
         """Adds what the plots show of this moment; returns the last status that there was."""
         try:
-            status = self._look()
+            status = look()
             with self._logging:
                 logged, self._logged = self._logged, Logged({}, {})
-            self._samples.append(_sample_of(status, before, logged))
+            self._history.add(_sample_of(status, before, logged), status.as_dict())
         except ServiceGoneError:
             self._stop.set()
         except Exception:  # of whatever kind: the page says so, and the plots have a gap
@@ -195,11 +219,15 @@ class Logged(NamedTuple):
 
 
 def _histogram(values: np.ndarray[Any, Any]) -> dict[str, list[float]]:
-    """Counts of finite values and the edges between these; few whole numbers have a bin each."""
+    """Counts of values and the edges between these; few whole numbers have a bin each."""
     low, high = values.min(), values.max()
-    is_whole = high - low < NUM_BINS and np.array_equal(values, values.round())
-    bins = np.arange(low - 0.5, high + 1) if is_whole else NUM_BINS
-    counts, edges = np.histogram(values, bins)
+    if high - low < NUM_BINS and np.array_equal(values, values.round()):
+        edges = np.arange(low - 0.5, high + 1)
+    elif high - low > 1e-9 * max(abs(low), abs(high)):
+        edges = np.linspace(low, high, NUM_BINS + 1)
+    else:  # numbers have too few digits for bins between these
+        edges = np.array([low - 0.5, high + 0.5])
+    counts, edges = np.histogram(values, edges)
     return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 

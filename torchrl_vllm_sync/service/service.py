@@ -826,13 +826,20 @@ class AsyncVLLM(RLvLLMEngine):
             requests=self.requests.counts.totals(),
         )
 
-    def dashboard(self, port: int = 0, host: str = "127.0.0.1") -> Dashboard:
+    def dashboard(
+        self,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        history: str | os.PathLike[str] | None = None,
+    ) -> Dashboard:
         """Returns the server of a page that shows the service, until this process lets it go.
 
         Args:
             port: Port to listen on, which must be free; 0 takes a free one.
             host: Name or address to listen on. Other than the loopback address it can be read by
                 everybody who reaches this machine.
+            history: File that keeps what the plots show, and goes on with what it holds;
+                ``torchrl-vllm-sync dashboard FILE`` shows it when the service has ended.
         """
         self.replicas.require()
         me: weakref.ref[AsyncVLLM] = weakref.ref(self)
@@ -843,7 +850,7 @@ class AsyncVLLM(RLvLLMEngine):
                 raise ServiceGoneError("the service is gone")
             return service.status()
 
-        board = Dashboard(look, host=host, port=port)
+        board = Dashboard(look, host=host, port=port, history=history)
         self._dashboards = [*(one for one in self._dashboards if one.is_open), board]
         return board
 
