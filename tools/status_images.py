@@ -83,9 +83,9 @@ def draw_page(url: str, path: Path) -> None:
     """Draws the page, in few colors so that the file is small."""
     with tempfile.TemporaryDirectory() as folder:
         shot = Path(folder, "shot.png")
-        options = (f"--screenshot={shot}", "--window-size=1240,1190", "--virtual-time-budget=3000")
+        options = (f"--screenshot={shot}", "--window-size=1240,1330", "--virtual-time-budget=3000")
         subprocess.run([*BROWSER, *options, url], check=True, capture_output=True, timeout=60)
-        Image.open(shot).convert("RGB").quantize(128).save(path, optimize=True)
+        Image.open(shot).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ SOURCE = Path(__file__).resolve().parents[2] / PACKAGE
 SPOKEN_OF = {
     "AsyncVLLM",
     "Dashboard",
+    "DashboardLogger",
     "GenerationStatistics",
     "LoadBalancer",
     "LocalLLM",

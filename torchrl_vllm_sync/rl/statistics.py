@@ -236,12 +236,12 @@ class DashboardLogger(Logger):
         >>> logger.log_metrics({"loss": loss, "ESS": loss_td["ESS"]}, step)
         >>> log_rollouts(logger, batch, step, version=service)
 
-    Raises:
-        UnsupportedArgumentError: In its methods: what is logged is no number.
-
     Args:
         board: The dashboard, which closing the logger leaves open.
         also: Another logger, which gets everything as well.
+
+    Raises:
+        UnsupportedArgumentError: By its methods: what is logged is no number.
     """
 
     def __init__(self, board: Dashboard, also: Logger | None = None) -> None:
@@ -276,12 +276,23 @@ class DashboardLogger(Logger):
             self.also.log_histogram(name, data, **kwargs)
 
     def log_video(self, name: str, video: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Passes a video on to the other logger; the page has none."""
+        """Passes a video on to the other logger; the page has none.
+
+        Args:
+            name: What it is called.
+            video: Its frames.
+            step: Step for the other logger.
+            **kwargs: For the other logger.
+        """
         if self.also:
             self.also.log_video(name, video, step=step, **kwargs)
 
     def log_hparams(self, cfg: Any) -> None:
-        """Passes settings on to the other logger; the page has none."""
+        """Passes settings on to the other logger; the page has none.
+
+        Args:
+            cfg: The settings.
+        """
         if self.also:
             self.also.log_hparams(cfg)
 
