@@ -245,6 +245,8 @@ def test_stats_recorder_gets_the_schedulers_figures(inside):
     assert in_the_past
     assert report.num_unfinished == 0
     assert report.stats_age_s >= 0
+    for latency in (report.time_to_first_token, report.inter_token_latency):
+        assert 0 < latency.p50_s <= latency.p99_s
     assert report.counters.num_generated_tokens >= 40 * 240
     assert report.counters.num_prompt_tokens >= 40 * len(IDS)
     assert report.counters.prefix_cache_queries >= 40 * len(IDS)

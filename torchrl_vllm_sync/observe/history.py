@@ -30,14 +30,7 @@ STATUS_EVERY_S = 60.0
 
 
 class History:
-    """The samples of one dashboard; those that a file holds already come first.
-
-    Args:
-        path: File to go on with, which no other dashboard may be writing; ``None`` for none.
-
-    Raises:
-        UnsupportedArgumentError: The file cannot be written, is another's, or holds something else.
-    """
+    """The samples of one dashboard, and the file, if any, that it goes on with and alone writes."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
@@ -103,21 +96,13 @@ class History:
 def read_history(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns the last status of a file and its former one, and samples of their whole time.
 
-    There are at most ``MAX_SAMPLES``: of several that follow each other, the last with all that the
-    others have and it has not.
-
-    Args:
-        path: File that a dashboard wrote, or is writing.
-
-    Raises:
-        UnsupportedArgumentError: There is no such file, or it holds something else.
+    Of several that follow each other one is left, with the pushes and what was logged of all.
     """
     status: dict[str, Any] = {}
     samples: list[dict[str, Any]] = []
     group: list[dict[str, Any]] = []  # those that become the next one
-    size = 1
-    files = [one for one in (_former(Path(path)), Path(path)) if one.exists() or one == Path(path)]
-    for file in files:
+    size, former = 1, _former(Path(path))
+    for file in [former, Path(path)] if former.exists() else [Path(path)]:
         for line, _ in _lines(file):
             status = line.get("status", status)
             if "sample" not in line:
