@@ -31,8 +31,9 @@ TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 TEST_LOGS := build/tests
 ENGINE_TESTS := tests/engine tests/ray tests/chaos tests/gpu
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
+REPORTS := $(sort $(wildcard benchmarks/*_report.py))
 
-.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos kills soak lint format bench-smoke bench-table sync-table step-pictures learning-curves routing-table tutorial-smoke tutorial-pages docs upstream-tests public-api lock dist extras clean
+.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos kills soak lint format bench-smoke bench-table sync-table routing-table pictures tutorial-smoke tutorial-pages docs upstream-tests public-api lock dist extras clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -109,19 +110,15 @@ bench-smoke: $(STAMP)  ## Run every benchmark for a few seconds, and the tests o
 bench-table: $(STAMP)  ## Print the table of all recorded results
 	@$(BIN)/python -m benchmarks.record benchmarks/results/*.json
 
-# Also draws a timeline beside each record of weight synchronisation, and the pauses of all.
+# Both tables draw the pictures of their records, too.
 sync-table: $(STAMP)  ## Print the guide's table of weight synchronisation
 	@$(BIN)/python -m benchmarks.weight_sync_report
 
-step-pictures: $(STAMP)  ## Draw where the seconds of recorded GRPO steps go
-	@$(BIN)/python -m benchmarks.grpo_step_report
-
-learning-curves: $(STAMP)  ## Draw how fast recorded set-ups of GRPO learn
-	@$(BIN)/python -m benchmarks.learning_curves_report
-
-# Also draws the plots beside the records.
 routing-table: $(STAMP)  ## Print the guide's tables of routing
 	@$(BIN)/python -m benchmarks.routing_report
+
+pictures: $(STAMP)  ## Draw the pictures of all recorded results
+	@for file in $(REPORTS); do name=$${file%.py}; $(BIN)/python -m "$${name//\//.}" >/dev/null; done
 
 tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
 	@for file in $(TUTORIALS); do echo "== $$file --smoke"; $(BIN)/python "$$file" --smoke; done
