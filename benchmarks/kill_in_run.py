@@ -8,7 +8,8 @@ restarts it.
 
 Each series has the seconds of its samples (``at_s``), from the beginning of the first step: reward,
 version and number of rows of each step, and the number of replicas that serve, at each change.
-Resumed rows are those that the killed replica got in that step and did not answer. A run ends after
+Rows that were begun again are those that the killed replica got in that step and did not answer:
+a collector does not stream, so their first tokens are lost and sampled anew. A run ends after
 ``--seconds``, or later, when all replicas have served again for a while.
 
 ``python -m benchmarks.kill_in_run`` takes six minutes on two cores, ``--smoke`` until the replica
@@ -45,7 +46,7 @@ from torchrl_vllm_sync import AsyncVLLM, ReplicaState
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 SYSTEMS = ("undisturbed", "killed")
-RESUMED = "rows resumed on the other replica"
+BEGUN_AGAIN = "rows begun again on the other replica"
 NUM_REPLICAS, LIMIT_S = 2, 300.0
 CASE = Case("tiny", rows=32, tokens=64, minibatch=32, group=8)
 TRAINING = {"case": CASE, "dataset": "low-ids", "held_out": 0, "seed": 0, "lr": 1e-3}
@@ -120,8 +121,8 @@ def train(setup: Any, service: Any, *, seconds: float, kill_at: int | None) -> S
             found["rows", "rows"].append((now, setup.rows.total()))
             if struck is not None:
                 killed_at, held = struck.result(timeout=LIMIT_S)
-                resumed = held - setup.rows[service.status().replicas[-1].replica_id]
-                found[RESUMED, "rows"].append((killed_at - begin, resumed))
+                lost = held - setup.rows[service.status().replicas[-1].replica_id]
+                found[BEGUN_AGAIN, "rows"].append((killed_at - begin, lost))
     return found
 
 

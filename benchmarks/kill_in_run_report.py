@@ -55,9 +55,9 @@ def picture(run: dict[str, Any], path: Path) -> None:
     below.step(
         [*serving[0], end], [*serving[1], serving[1][-1]], where="post", color=LINES["killed"][1]
     )
-    ((killed_at, *_), (resumed, *_)) = found["killed", "rows resumed on the other replica"]
+    ((killed_at, *_), (lost, *_)) = found["killed", "rows begun again on the other replica"]
     marks = {
-        killed_at: f" killed, {resumed:.0f} rows resumed",
+        killed_at: f" killed, {lost:.0f} rows begun again",
         returned_at(serving, killed_at): " serves again",
     }
     for at, text in marks.items():
@@ -70,10 +70,10 @@ def picture(run: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
     above.set_ylabel("reward")
-    above.legend(frameon=False, fontsize=8)
+    above.legend(frameon=False, fontsize=8, loc="upper left")
     below.set_ylabel("replicas\nserving")
     below.set_ylim(0, 1.2 * max(serving[1]))
-    below.set_xlim(left=0)
+    below.set_xlim(0, 1.1 * end)
     below.set_xlabel(f"seconds, {run['records'][0]['case']} on {run['hardware']}")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import kill_in_run, kill_in_run_report
-from benchmarks.kill_in_run import RESUMED, SYSTEMS, Answers, OverService, strike, train
+from benchmarks.kill_in_run import BEGUN_AGAIN, SYSTEMS, Answers, OverService, strike, train
 from benchmarks.kill_in_run_report import LINES, returned_at
 from torchrl_vllm_sync import ReplicaState
 
@@ -86,7 +86,7 @@ def test_a_run_with_a_kill_goes_on_until_all_serve_for_a_while(now, monkeypatch)
     scripted.away_from = 2
     found = train(scripted, scripted, seconds=25, kill_at=2)
     assert found["replicas serving", "replicas"] == [(0, 2), (20, 1), (50, 2)]
-    assert found[RESUMED, "rows"] == [(15, 14)]
+    assert found[BEGUN_AGAIN, "rows"] == [(15, 14)]
     assert scripted.steps == 6  # 3.125 s after the return at least
     scripted = Scripted(now)
     scripted.states[1] = STARTING
@@ -135,7 +135,7 @@ def test_a_picture_lies_beside_its_record(tmp_path, monkeypatch):
 
     records = [record(one, "reward", [1.0, 9.0], [0.1, 0.5]) for one in SYSTEMS]
     records.append(record("killed", "replicas serving", [0.0, 2.1, 7.0], [2.0, 1.0, 2.0]))
-    records.append(record("killed", RESUMED, [2.0], [16.0]))
+    records.append(record("killed", BEGUN_AGAIN, [2.0], [16.0]))
     run = {"hardware": "cpu2", "records": records}
     monkeypatch.setattr(kill_in_run_report, "RESULTS", tmp_path)
     (tmp_path / "kill_in_run_a.json").write_text(json.dumps(run))
