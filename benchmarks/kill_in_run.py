@@ -12,7 +12,7 @@ Rows that were begun again are those that the killed replica got in that step an
 a collector does not stream, so their first tokens are lost and sampled anew. A run ends after
 ``--seconds``, or later, when all replicas have served again for a while.
 
-``python -m benchmarks.kill_in_run`` takes six minutes on two cores, ``--smoke`` until the replica
+``python -m benchmarks.kill_in_run`` takes some minutes on two cores, ``--smoke`` until the replica
 is back. ``benchmarks.kill_in_run_report`` draws the records.
 """
 

@@ -19,7 +19,8 @@ class Scripted:
     """Service and set-up in one: steps take 10 s, and what is killed is away for three of them."""
 
     def __init__(self, now):
-        self.now, self.steps, self.away_from = now, 0, None
+        self.now, self.steps = now, 0
+        self.away_from: int | None = None
         self.states = [SERVING, SERVING]
         self.load = self
         self.actors = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _: [4711]))]
