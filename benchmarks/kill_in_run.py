@@ -12,8 +12,8 @@ Rows that were begun again are those that the killed replica got in that step an
 a collector does not stream, so their first tokens are lost and sampled anew. A run ends after
 ``--seconds``, or later, when all replicas have served again for a while.
 
-``python -m benchmarks.kill_in_run`` takes some minutes on two cores, ``--smoke`` until the replica
-is back. ``benchmarks.kill_in_run_report`` draws the records.
+``python -m benchmarks.kill_in_run`` takes some minutes on two cores; ``--smoke`` only kills, and
+ends when the replica is back. ``benchmarks.kill_in_run_report`` draws the records.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> Path:
         arguments.checkpoint = make_tiny_checkpoint(folder, seed=arguments.seed, diverse=False)
         ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
         cleanup.callback(ray.shutdown)
-        for system in SYSTEMS:
+        for system in SYSTEMS[1:] if arguments.smoke else SYSTEMS:
             found = run(arguments, arguments.kill_at if system == "killed" else None)
             for (metric, unit), points in found.items():
                 at_s, samples = zip(*points, strict=True)
