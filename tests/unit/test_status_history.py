@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import pytest
 
@@ -133,6 +134,7 @@ def test_a_full_disk_ends_the_file_and_not_the_dashboard(path, caplog):
         '{"status": []}',
         '{"status": {"time": "x"}}',
         "{}",
+        "[" * 100_000,
     ],
 )
 def test_what_is_no_history_is_refused_and_left_as_it_was(path, text):
@@ -144,11 +146,33 @@ def test_what_is_no_history_is_refused_and_left_as_it_was(path, text):
     assert path.read_text() == text
 
 
+@pytest.mark.parametrize("text", ['{"hidden_size": 64}', "\x00", '{"sample"}'])
+def test_a_file_that_ends_within_a_line_of_something_else_is_not_cut_off(path, text):
+    path.write_text(text)
+    for use in (History, read_history):
+        with pytest.raises(UnsupportedArgumentError, match="does not begin like a sample"):
+            use(path)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("text", ['{"sa', '{"sample": {', '{"status": '])
+def test_a_file_in_which_no_line_was_ended_is_begun_anew(path, text):
+    path.write_text(text)
+    History(path).close()
+    assert path.read_bytes() == b""
+
+
 def test_a_place_where_no_file_can_be_is_refused(path, tmp_path):
     for use in (History, read_history):
         for bad in (tmp_path, tmp_path / "none" / "run.jsonl"):
             with pytest.raises(UnsupportedArgumentError, match="history must be a file"):
                 use(bad)
+    os.mkfifo(tmp_path / "pipe")
+    for bad in (tmp_path / "pipe", "/dev/null", 5, "a\0b"):
+        with pytest.raises(UnsupportedArgumentError, match="history must be a file to write"):
+            History(bad)
+    with pytest.raises(UnsupportedArgumentError, match="history must be a file to read"):
+        read_history(tmp_path / ("a" * 254))
     path.touch()
     with pytest.raises(UnsupportedArgumentError, match="holds no history of a dashboard yet"):
         read_history(path)

@@ -34,11 +34,11 @@ class History:
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
-        self._path, self._file = None if path is None else Path(path), None
+        self._path, self._file = None, None
         self._status: dict[str, Any] = {}  # the last one
         self._written: dict[str, Any] = {}  # the last one that is in the file
-        if self._path is not None:
-            self._open(self._path)
+        if path is not None:
+            self._open(path)
 
     def add(self, sample: dict[str, Any], status: dict[str, Any]) -> None:
         """Adds a moment's sample; a file that cannot be written any more ends, with a warning."""
@@ -58,22 +58,25 @@ class History:
             self._file.close()
             self._file = None
 
-    def _open(self, path: Path) -> None:
+    def _open(self, given: str | os.PathLike[str]) -> None:
         with contextlib.ExitStack() as stack:
             try:
+                path = Path(given)
+                if path.exists() and not path.is_file():  # opening a pipe may never return
+                    raise OSError("it is no regular file")
                 file = stack.enter_context(path.open("ab"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except (OSError, TypeError, ValueError) as error:
                 is_taken = isinstance(error, BlockingIOError)
                 why = "another dashboard writes to it" if is_taken else str(error)
                 raise UnsupportedArgumentError(
-                    f"history must be a file to write, got {str(path)!r}: {why}"
+                    f"history must be a file to write, got {str(given)!r}: {why}"
                 ) from error
             lines = deque(_lines(path), MAX_SAMPLES)
             self.samples.extend(line["sample"] for line, _ in lines if "sample" in line)
             # Without a line that was cut off as a process ended.
             file.truncate(lines[-1][1] if lines else 0)
-            self._file = file
+            self._path, self._file = path, file
             stack.pop_all()
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -101,8 +104,8 @@ def read_history(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dic
     status: dict[str, Any] = {}
     samples: list[dict[str, Any]] = []
     group: list[dict[str, Any]] = []  # those that become the next one
-    size, former = 1, _former(Path(path))
-    for file in [former, Path(path)] if former.exists() else [Path(path)]:
+    size = 1
+    for file in [*_kept_former(Path(path)), Path(path)]:
         for line, _ in _lines(file):
             status = line.get("status", status)
             if "sample" not in line:
@@ -128,6 +131,14 @@ def _former(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
 
 
+def _kept_former(path: Path) -> list[Path]:
+    """The former file, if there is one."""
+    try:
+        return [_former(path)] if _former(path).exists() else []
+    except OSError as error:
+        raise UnsupportedArgumentError(f"history must be a file to read: {error}") from error
+
+
 _PARTS = {"time": float, "replicas": dict, "pushes": list, "numbers": dict, "histograms": dict}
 
 
@@ -136,17 +147,27 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     number = end = 0
     try:
         with path.open("rb") as file:
-            for text in file:
+            while text := file.readline(MAX_FILE_BYTES):
+                number += 1
                 if not text.endswith(b"\n"):
+                    _check_beginning(text)
                     return
-                number, end = number + 1, end + len(text)
+                end += len(text)
                 yield _checked(text), end
     except OSError as error:
         raise UnsupportedArgumentError(f"history must be a file to read: {error}") from error
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise UnsupportedArgumentError(
             f"{path} is no history of a dashboard: line {number}: {error!r}"
         ) from error
+
+
+def _check_beginning(text: bytes) -> None:
+    """Raises unless a line without an end is one of a dashboard, which may be cut off."""
+    for whole in (b'{"sample": ', b'{"status": '):
+        if text.startswith(whole) or whole.startswith(text):
+            return
+    raise ValueError("it does not begin like a sample or a status")
 
 
 def _checked(text: bytes) -> dict[str, Any]:
