@@ -172,6 +172,15 @@ def test_what_a_run_logs_is_in_the_next_sample_alone():
     assert (len(length["edges"]), length["counts"]) == (25, [1, *[0] * 22, 1])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [(("a", "b"), 1.0), (5, 1.0), ("a", "x"), ("a", [[1], []])]
+)
+def test_what_is_no_figure_is_refused_and_the_page_goes_on(board, name, value):
+    with pytest.raises(UnsupportedArgumentError, match="must be"):
+        board.log(name, value)
+    assert not board._names
+
+
 def test_a_run_that_logs_many_names_is_told_once_that_the_others_do_not_show(board, caplog):
     for i in range(page_module.MAX_NAMES + 5):
         board.log(f"figure {i}", i)

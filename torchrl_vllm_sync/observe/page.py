@@ -145,8 +145,18 @@ class Dashboard:
         Args:
             name: What it is called on the page.
             value: A number, or several, such as the lengths of a batch's responses.
+
+        Raises:
+            UnsupportedArgumentError: ``name`` is no text, or ``value`` no number and no several.
         """
-        values = np.asarray(value, dtype=float)
+        if not isinstance(name, str):
+            raise UnsupportedArgumentError(f"name must be text, got {name!r}")
+        try:
+            values = np.asarray(value, dtype=float)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedArgumentError(
+                f"{name!r} must be a number or several, got {value!r}"
+            ) from error
         with self._logging:
             if name not in self._names and len(self._names) == MAX_NAMES:
                 if not self._is_full:
