@@ -92,6 +92,37 @@ def test_engines_that_outlive_the_launch_or_are_elsewhere_note_nothing(err, monk
     note_stage("warming up")
 
 
+def closed():
+    file = io.StringIO()
+    file.close()
+    return file
+
+
+class Refusing(io.StringIO):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def write(self, _):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "stderr",
+    [closed, lambda: Refusing(OSError()), lambda: Refusing(BrokenPipeError()), lambda: None],
+)
+def test_a_launch_goes_on_where_nothing_can_be_told(err, monkeypatch, stderr):
+    err(stderr())
+    assert not os.path.exists(launched(monkeypatch))
+
+
+def test_an_engine_that_may_not_note_its_stage_starts_all_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv(
+        FILE_VARIABLE, str(tmp_path)
+    )  # opening it fails, as another user's file does
+    note_stage("warming up")
+
+
 @pytest.mark.parametrize("model", ["/no/such/model", "./model", "~/model"])
 def test_a_checkpoint_that_is_not_there_is_refused_before_ray_starts(model, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,8 @@ FILE_VARIABLE = "TORCHRL_VLLM_SYNC_STAGES"
 def note_stage(stage: str) -> None:
     """Notes what this engine does now, if a launch on this machine still shows it."""
     if path := os.environ.get(FILE_VARIABLE):
-        with contextlib.suppress(FileNotFoundError), Path(path).open("a") as file:
+        # The file is gone, another user's, or on a full disk: the engine starts all the same.
+        with contextlib.suppress(OSError), Path(path).open("a") as file:
             file.write(f"{stage}\n")
 
 
@@ -43,7 +44,7 @@ class LaunchProgress:
         self._line.stop()
         self._directory.cleanup()
         if error is None and self._console.is_terminal:
-            self._console.print(self._text())  # what was shown is wiped out
+            self._print()  # what was shown is wiped out
 
     def environment(self, replica_id: str) -> dict[str, str]:
         """What an engine's processes need to note their stages."""
@@ -53,7 +54,7 @@ class LaunchProgress:
         is_new, self._told = what != self._told, what
         self._line.update(self._text())
         if is_new and not self._console.is_terminal:
-            self._console.print(self._text())
+            self._print()
 
     def tell_stages(self, ready: Collection[str]) -> None:
         """Tells how many engines are at which stage; those that are ready are given."""
@@ -63,6 +64,13 @@ class LaunchProgress:
         )
         engines = "1 engine" if len(self._files) == 1 else f"{len(self._files)} engines"
         self.tell(f"{engines}: {', '.join(f'{num} {stage}' for stage, num in stages.items())}")
+
+    def _print(self) -> None:
+        """Prints a line; once stderr takes none, the launch goes on without."""
+        try:
+            self._console.print(self._text())
+        except (OSError, ValueError, SystemExit):  # full, closed, or a broken pipe, as rich has it
+            self._console.quiet = True
 
     def _text(self) -> str:
         seconds = time.monotonic() - self._began
