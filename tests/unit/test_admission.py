@@ -105,8 +105,14 @@ def request(request_id="r", **fields):
     )
 
 
+async def inside():
+    """Lets what was started enter, which takes the batch, its task and perhaps one more a turn."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
 def started(answers, *requests):
-    """Results by request, of a batch whose requests are inside at the next turn of the loop."""
+    """Results by request, of a batch."""
 
     async def run():
         async with contextlib.aclosing(Batch(answers, answers._gate, requests).run()) as ends:
@@ -130,7 +136,7 @@ async def test_an_engine_gets_token_ids_ready_made_and_parameters_that_it_need_n
     engine, answers = Engine(gate, is_encoder_decoder=is_encoder_decoder), Answers("0", gate)
     answers.begin(engine, SimpleNamespace(salt="v1"))
     task = started(answers, request(prompt=prompt))
-    await asyncio.sleep(0)
+    await inside()
     ((given, params),) = engine.asked.values()
     kind = {"type": "token"} if is_rendered else {}
     assert given == {**prompt, **kind, "cache_salt": salt}
@@ -153,7 +159,7 @@ async def test_what_was_aborted_is_turned_away_until_it_is_sent_again(answers, e
 async def test_requests_of_a_batch_have_no_task_each(answers, engine):
     before = len(asyncio.all_tasks())
     task = started(answers, *(request(f"r{i}") for i in range(20)))
-    await asyncio.sleep(0)
+    await inside()
     assert len(engine.asked) == 20
     assert len(asyncio.all_tasks()) == before + 1
     for engine_id in engine.asked:
@@ -163,7 +169,7 @@ async def test_requests_of_a_batch_have_no_task_each(answers, engine):
 
 async def test_a_request_that_waits_at_the_gate_keeps_none_back(answers, engine):
     task = started(answers, request("late", min_version=3), request("now"))
-    await asyncio.sleep(0)
+    await inside()
     assert [*engine.asked] == ["now~1"]
     engine.put("now~1")
     answers._gate.switch(3)
@@ -175,7 +181,7 @@ async def test_a_request_that_waits_at_the_gate_keeps_none_back(answers, engine)
 
 async def test_what_an_update_sends_back_enters_again(answers, engine):
     task = started(answers, request())
-    await asyncio.sleep(0)
+    await inside()
     answers._gate.set(ReplicaState.UPDATING)
     answers._gate.running["r~1"].restart = True
     engine.put("r~1", finish_reason="abort")
@@ -202,7 +208,7 @@ async def test_one_failure_is_one_requests_and_its_work_in_the_engine_ends(answe
 
     engine.add_request, engine.abort = failing, abort
     task = started(answers, request("bad"), request("late", timeout_s=0.02), request("good"))
-    await asyncio.sleep(0)
+    await inside()
     results = await task
     assert "ValueError: no such thing" in str(results["bad"].error)
     assert isinstance(results["late"].error, GenerationTimeoutError)
@@ -211,9 +217,47 @@ async def test_one_failure_is_one_requests_and_its_work_in_the_engine_ends(answe
     assert answers._gate.running == {}
 
 
+@pytest.mark.parametrize("prompt", [{"prompt_token_ids": [5]}, {"multi_modal_data": {}}])
+async def test_one_that_the_engine_does_not_take_up_ends_in_time_and_keeps_no_result(
+    answers, engine, prompt
+):
+    add = engine.add_request
+
+    async def hanging(engine_id, *args, **kwargs):
+        if engine_id.startswith("hangs"):
+            await asyncio.Event().wait()
+        await add(engine_id, *args, **kwargs)
+
+    engine.add_request = hanging
+    hangs, later = request("hangs", prompt=prompt, timeout_s=0.2), request("later", timeout_s=0.2)
+    task = started(answers, request("first"), hangs, later)
+    await inside()
+    engine.put("first~1")
+    is_held_up = "multi_modal_data" not in prompt  # vLLM takes up token ids in no time
+    assert ("later~2" in engine.asked) is not is_held_up
+    results = await asyncio.wait_for(task, 9)
+    assert results["first"].error is None
+    assert isinstance(results["hangs"].error, GenerationTimeoutError)
+    assert isinstance(results["later"].error, GenerationTimeoutError)
+    assert answers._gate.running == {}
+
+
+async def test_an_engine_that_dies_before_it_is_told_what_to_end_loses_no_result(answers, engine):
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    async def abort(engine_ids):
+        raise EngineDeadError
+
+    engine.abort = abort
+    task = started(answers, request("a", timeout_s=0.01), request("b"))
+    await inside()
+    engine.put("b~2", error=EngineDeadError())
+    assert [one.error is not None for one in (await task).values()] == [True, True]
+
+
 async def test_an_output_that_cannot_be_taken_fails_its_request_and_not_vllm(answers, engine):
     task = started(answers, request())
-    await asyncio.sleep(0)
+    await inside()
     engine.gate.running["r~1"].sample.report = None
     engine.put("r~1")
     assert "TypeError" in str((await task)["r"].error)
@@ -223,7 +267,7 @@ async def test_a_dead_engine_ends_all_that_is_inside(answers, engine):
     from vllm.v1.engine.exceptions import EngineDeadError
 
     task = started(answers, request("a"), request("b"))
-    await asyncio.sleep(0)
+    await inside()
     engine.put("a~1", error=EngineDeadError())
     results = await task
     assert [one.error.state for one in results.values()] == [ReplicaState.FAILED] * 2
@@ -232,7 +276,7 @@ async def test_a_dead_engine_ends_all_that_is_inside(answers, engine):
 
 async def test_the_answer_of_a_request_inside_outlives_the_draining(answers):
     task = started(answers, request())
-    await asyncio.sleep(0)
+    await inside()
     answers._gate.set(ReplicaState.DRAINING)
     await asyncio.sleep(0.01)
     assert not task.done()
@@ -245,7 +289,7 @@ async def test_the_answer_of_a_request_inside_outlives_the_draining(answers):
 
 async def test_a_caller_that_cancels_has_nothing_left_in_the_engine(answers, engine):
     task = started(answers, request())
-    await asyncio.sleep(0)
+    await inside()
     answers._gate.set(ReplicaState.DRAINING)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -75,7 +75,8 @@ async def start(count, kind, on_step=None):
         return result
 
     task = asyncio.create_task(run())
-    await asyncio.sleep(0)
+    for _ in range(2):  # one for the batch, one for what enters its requests
+        await asyncio.sleep(0)
     return engine, task
 
 

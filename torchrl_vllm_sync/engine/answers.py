@@ -126,18 +126,14 @@ class Batch:
             self._left[Answer(one, split_samples(one.sampling_params), final_only)] = None
         self._ended: list[EngineResult] = []
         self._some, self._every = asyncio.Event(), asyncio.Event()
-        self._late: list[asyncio.Task[None]] = []  # wait at the gate
+        self._tasks: list[asyncio.Task[None]] = []  # one enters requests, others wait at the gate
         self._unwanted: list[str] = []  # engine ids of samples whose request has ended
 
     async def run(self) -> AsyncGenerator[list[EngineResult]]:
         """Yields the ends of the requests, several at a time."""
         try:
-            for answer in [*self._left]:
-                for index in range(len(answer.samples)):
-                    if self._gate.is_open(answer.request.min_version):
-                        await self._enter(answer, index)
-                    else:
-                        self._enter_later(answer, index)
+            # In a task, as the time limits hold while the engine takes them, too.
+            self._tasks.append(asyncio.create_task(self._enter_all()))
             while self._ended or self._left:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(self._next_limit()):
@@ -152,7 +148,7 @@ class Batch:
                 self._some.clear()
                 yield results
         finally:
-            for task in self._late:
+            for task in self._tasks:
                 task.cancel()
             for answer in self._left:
                 answer.has_ended = True
@@ -168,8 +164,17 @@ class Batch:
                 self._fail(one, TimeoutError())
         return min(limits.values(), default=now)
 
+    async def _enter_all(self) -> None:
+        for answer in [*self._left]:
+            is_quick = not self._replica.needs_rendering(answer.request.prompt)
+            for index in range(len(answer.samples)):
+                if is_quick and self._gate.is_open(answer.request.min_version):
+                    await self._enter(answer, index)
+                else:
+                    self._enter_later(answer, index)
+
     def _enter_later(self, answer: Answer, index: int) -> None:
-        self._late.append(asyncio.create_task(self._enter(answer, index)))
+        self._tasks.append(asyncio.create_task(self._enter(answer, index)))
 
     async def _enter(self, answer: Answer, index: int) -> None:
         """Gives a sample to the engine.
@@ -195,7 +200,8 @@ class Batch:
             self._fail(answer, failure)
             return
         if answer.has_ended:  # meanwhile: what was not there could not be aborted
-            await self._replica.engine.abort(engine_id)
+            self._unwanted.append(engine_id)
+            await self._abort_unwanted()
 
     def take(self, running: RunningRequest, output: RequestOutput | Exception) -> None:
         """Takes an output of a sample, or why there is none; vLLM, which calls, must not fail."""
@@ -280,7 +286,8 @@ class Batch:
     async def _abort_unwanted(self) -> None:
         if self._unwanted:
             unwanted, self._unwanted = self._unwanted, []
-            await self._replica.engine.abort(unwanted)
+            with contextlib.suppress(EngineDeadError):  # nothing runs on in it
+                await self._replica.engine.abort(unwanted)
 
 
 class Answers:
@@ -345,11 +352,15 @@ class Answers:
         """Forgets that a request which has ended was given up."""
         self._given_up.pop(request.abort_id, None)
 
+    def needs_rendering(self, prompt: dict[str, Any]) -> bool:
+        """Whether vLLM prepares a prompt itself, which may take it long."""
+        return self._renders or not prompt.keys() <= _OF_TOKENS
+
     def rendered(self, prompt: dict[str, Any]) -> Any:
         """A prompt as the engine takes it; its salt allows for hits on the same weights alone."""
         own = prompt.get("cache_salt")
         salt = self._updates.salt if own is None else f"{self._updates.salt}:{own}"
-        if self._renders or not prompt.keys() <= _OF_TOKENS:
+        if self.needs_rendering(prompt):
             return {**prompt, "cache_salt": salt}
         # As vLLM's renderer makes it, which it is slow at, and some versions do in a thread.
         ids, text = prompt["prompt_token_ids"], prompt.get("prompt")
