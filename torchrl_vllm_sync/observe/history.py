@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
@@ -62,9 +62,7 @@ class History:
         with contextlib.ExitStack() as stack:
             try:
                 path = Path(given)
-                if path.exists() and not path.is_file():  # opening a pipe may never return
-                    raise OSError("it is no regular file")
-                file = stack.enter_context(path.open("ab"))
+                file = stack.enter_context(_opened(path))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (OSError, TypeError, ValueError) as error:
                 is_taken = isinstance(error, BlockingIOError)
@@ -125,6 +123,13 @@ def read_history(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dic
 def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     logged = {name: first[name] | second[name] for name in ("numbers", "histograms")}
     return second | logged | {"pushes": first["pushes"] + second["pushes"]}
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Opens a file to write at its end."""
+    if path.exists() and not path.is_file():  # opening a pipe may never return
+        raise OSError("it is no regular file")
+    return path.open("ab")
 
 
 def _former(path: Path) -> Path:
