@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -106,18 +107,13 @@ def test_a_full_disk_ends_the_file_and_not_the_dashboard(path, caplog):
     history = History(path)
     fill(history, 1)
 
-    class Full:
-        def tell(self):
-            raise OSError("no space left")
-
-        def close(self):
-            pass
-
     history._file.close()
-    history._file = Full()
-    fill(history, 3, first=1)
+    with Path("/dev/full").open("ab") as full:
+        history._file = full
+        fill(history, 3, first=1)
+        assert full.closed
     history.close()
-    assert caplog.messages == ["the dashboard's history ends: no space left"]
+    assert caplog.messages == ["the dashboard's history ends: [Errno 28] No space left on device"]
     assert len(history.samples) == 4
 
 

@@ -90,6 +90,8 @@ class History:
             self._file.flush()
         except (OSError, UnsupportedArgumentError) as error:
             logger.warning("the dashboard's history ends: %s", error)
+            with contextlib.suppress(OSError):  # what is left of the line cannot be written
+                self._file.close()
             self._file = None
         self._written = line.get("status", self._written)
 
