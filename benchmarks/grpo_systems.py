@@ -449,6 +449,7 @@ def trl(bench: Bench) -> TRL:
         engine=options_of(has_weights(bench.learner.checkpoint), case.rows),
         sampling=bench.task.sampling,
         first_step=True,
+        alone=False,
     )
 
 

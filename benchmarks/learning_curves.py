@@ -6,10 +6,10 @@ the same order, and have the sizes, learning rate and clipping of ``tutorials/01
 - ``ours``: ``RolloutCollector``, ``GroupAdvantage``, ``RolloutStorage``, ``TrainerPolicy``, push.
 - ``one-off``: the same with ``max_staleness=1``.
 - ``torchrl-classes``: ``LLMCollector``, ``MCAdvantage``, ``LazyStackStorage`` and
-  ``TransformersWrapper``; on GPUs vLLM's own NCCL push, see ``peers/vllm_nccl.py``. Service,
+  ``TransformersWrapper``; on two GPUs vLLM's own NCCL push, see ``peers/vllm_nccl.py``. Service,
   policy and ``TextReward`` are this library's.
 - ``trl``: ``GRPOTrainer`` with its vLLM in the trainer's process, see ``peers/trl_grpo.py``: on one
-  GPU where the others have two.
+  GPU, whose memory and time all set-ups' trainers and engines share where there is no other.
 
 The clock stands still while engines start and while held-out problems are answered, greedily and by
 the set-up's own engine, before the first step, every ``--every`` seconds, and after the last step.
@@ -17,7 +17,7 @@ What the systems do for the first time (kernels, memory) counts. Of a set-up's p
 is one evaluation; ``mean reward`` and ``throughput`` are of the time since the one before it, and
 have one sample fewer.
 
-``python -m benchmarks.learning_curves --model FOLDER`` takes five minutes a set-up on two GPUs,
+``python -m benchmarks.learning_curves --model FOLDER`` takes five minutes a set-up on GPUs,
 and each set-up leaves a record of its own; ``--smoke`` takes half a minute.
 ``benchmarks.learning_curves_report`` draws the records in one picture.
 """
@@ -73,7 +73,7 @@ class OverService:
         learner = Learner(arguments.checkpoint, Clock(), arguments.lr, MAX_NORM)
         questions = prompts(dataset, arguments.seed, arguments.held_out)
         transport = "auto"
-        if name == "torchrl-classes" and torch.cuda.is_available():
+        if name == "torchrl-classes" and torch.cuda.device_count() > 1:  # NCCL needs one a rank
             transport = VLLMNCCLTransport()
         self.bench = Bench(
             service,
@@ -127,8 +127,8 @@ class OverService:
 class OverTRL:
     """TRL's trainer, told the same."""
 
-    def __init__(self, name: str, arguments: argparse.Namespace, service: None) -> None:
-        del name, service
+    def __init__(self, name: str, arguments: argparse.Namespace, service: Any) -> None:
+        del name
         case, dataset = arguments.case, arguments.dataset
         scored = scorer(dataset)
         num_problems = NUM_TRL_STEPS * case.rows // case.group
@@ -138,6 +138,7 @@ class OverTRL:
             str(arguments.checkpoint),
             [*itertools.islice(problems, num_problems)],
             first_step=False,
+            alone=service is None,
             rows=case.rows,
             tokens=case.tokens,
             minibatch=case.minibatch,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 SETUPS = {
     "ours": ("this library", "tab:blue"),
     "one-off": ("this library, one step off", "tab:green"),
-    "torchrl-classes": ("TorchRL's classes, vLLM's push", "tab:orange"),
-    "trl": ("TRL, on one GPU", "tab:gray"),
+    "torchrl-classes": ("TorchRL's classes", "tab:orange"),
+    "trl": ("TRL", "tab:gray"),
 }
 Lines = dict[str, tuple[list[float], list[float]]]
 

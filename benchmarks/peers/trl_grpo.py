@@ -32,7 +32,7 @@ STEP_TIMEOUT_S = 240
 
 
 class TRL:
-    """The trainer in a process with a GPU of its own."""
+    """The trainer in a process with a GPU of its own; the only one, if ``alone``."""
 
     name = "trl"
 
@@ -42,13 +42,14 @@ class TRL:
         problems: list[dict[str, list[str]]],
         *,
         first_step: bool,
+        alone: bool,
         **settings: Any,
     ) -> None:
         self.version = metadata.version("trl")  # raises where there is none
         num_gpus = torch.cuda.device_count()
-        if num_gpus == 1:
+        if num_gpus == 1 and not alone:
             raise RuntimeError("the trainer needs another GPU than the engine's")
-        self.trainer: Any = spawn(Trainer, num_gpus=int(num_gpus > 1))
+        self.trainer: Any = spawn(Trainer, num_gpus=int(num_gpus > 0))
         try:
             beginning = self.trainer.begin.remote(checkpoint, problems, **settings)
             ray.get(beginning, timeout=LAUNCH_TIMEOUT_S)

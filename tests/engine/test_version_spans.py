@@ -174,7 +174,7 @@ async def test_a_sample_that_has_not_begun_begins_under_the_new_weights(service,
     prompt = list(range(5, 45))  # a block and more, which the first sample leaves in the cache
     long, both = (
         SamplingParams(max_tokens=240, **options),
-        SamplingParams(n=2, max_tokens=40, **options),
+        SamplingParams(n=2, max_tokens=120, **options),
     )
     requests = [([number, 7, 9], long) for number in range(5, 5 + places)] + [(prompt, both)]
     running = asyncio.gather(
@@ -183,7 +183,10 @@ async def test_a_sample_that_has_not_begun_begins_under_the_new_weights(service,
     old, target = service.weight_version, service.load.replica_ids[0]
     async with asyncio.timeout(30):
         ask = service.replicas.call_replicas
-        while (await asyncio.to_thread(ask, "report"))[target].num_waiting != 1:  # noqa: ASYNC110
+        queued = (0, 0)
+        while queued != (places + 1, 1):
+            report = (await asyncio.to_thread(ask, "report"))[target]
+            queued = report.num_running, report.num_waiting
             await asyncio.sleep(0.005)
     await asyncio.to_thread(service.push_weights, weights.at(old + 1), clear_cache=False)
     *others, output = await running
