@@ -113,7 +113,7 @@ class OverService:
     def evaluate(self) -> float:
         before = self.num_tokens
         greedy = self.bench.policy(temperature=0.0)
-        found = evaluate(self.arguments, self.bench.tokenizer, greedy)
+        (found,) = evaluate(self.arguments, self.bench.tokenizer, greedy)
         self.num_tokens = before
         return found
 
