@@ -92,7 +92,7 @@ def main() -> None:
     """Runs the service and takes both pictures near its end."""
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        # The page shows the checkpoint's name. Replicas begin in the directory where Ray is started.
+        # The page shows the checkpoint's name. Replicas begin where Ray is started.
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
         checkpoint = make_tiny_checkpoint("tiny-model", seed=0)
         model = load_tiny_model(checkpoint)
