@@ -52,6 +52,34 @@ def num_tokens(outputs):
     return len(outputs[-1].outputs[0].token_ids)
 
 
+def test_log_probabilities_of_a_step_come_in_one_piece(inside):
+    async def check(actor):
+        from vllm import SamplingParams
+
+        from torchrl_vllm_sync.engine import logprobs
+
+        unpack, pieces = logprobs.unpack, []
+
+        def watching(outputs, samples):
+            pieces.append(sum(one.new_logprobs is not None for one in outputs))
+            unpack(outputs, samples)
+
+        async def one(name):
+            params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=0, temperature=0.0)
+            async for output in actor.engine.generate({"prompt_token_ids": IDS}, params, name):
+                last = output
+            return len(last.outputs[0].logprobs), len(last.outputs[0].token_ids)
+
+        logprobs.unpack = watching
+        found = await asyncio.gather(*(one(f"packed-{at}") for at in range(4)))
+        logprobs.unpack = unpack
+        return found, pieces
+
+    found, pieces = inside(check)
+    assert found == [(20, 20)] * 4
+    assert set(pieces) == {1} or set(pieces) == {0, 1}  # steps without an output carry none
+
+
 @pytest.mark.parametrize("clear_cache", [False, True])
 def test_pause_scheduler_freezes_requests_and_resume_lets_them_finish(inside, clear_cache):
     async def check(actor):

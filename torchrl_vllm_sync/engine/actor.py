@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray.util
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from torchrl_vllm_sync.checks import Deadline
-from torchrl_vllm_sync.engine import internals
+from torchrl_vllm_sync.engine import internals, logprobs
 from torchrl_vllm_sync.engine.answers import Answers
 from torchrl_vllm_sync.engine.arrivals import BroadcastLoads, PeerLoads, SnapshotLoads
 from torchrl_vllm_sync.engine.gate import AdmissionGate
@@ -236,7 +237,14 @@ class EngineActor:
         os.environ.update(self._environment)
         check_can_be_filled(self._engine_args.create_model_config())
         note_stage("loading weights")
-        self.engine = AsyncLLM.from_engine_args(self._engine_args, stat_loggers=[self._stats])
+        config = self._engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        logprobs.pack_on_the_way(config)
+        self.engine = AsyncLLM.from_vllm_config(
+            config,
+            stat_loggers=[self._stats],
+            disable_log_stats=self._engine_args.disable_log_stats,
+        )
+        logprobs.unpack_on_arrival(self.engine)
         for refusal in await internals.call_workers(self.engine, "sync_staging_refusal", ()):
             if refusal:
                 await asyncio.to_thread(self.engine.shutdown)
