@@ -10,10 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import re
-import time
 from collections import deque
-from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchrl_vllm_sync.checks import Deadline, in_thread
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightMismatchError
+from torchrl_vllm_sync.weights.broadcast.group import wait_until
 from torchrl_vllm_sync.weights.metadata import metadata_digest
 from torchrl_vllm_sync.weights.module import (
     check_readable,
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # ---- Gathers of a few sharded parameters to the sending rank
-
-
-# Seconds between looks at what other ranks have reported, while a gather is waited for.
-LOOK_S = 0.1
 
 
 class Gather:
@@ -92,8 +88,7 @@ class Gather:
                     self._queued.record(stream)
 
         launched = in_thread("gather", block)
-        while wait([launched], timeout=LOOK_S).not_done:
-            watch()
+        wait_until(launched.done, math.inf, watch, poll_s=1e-3)
         launched.result()
 
     def is_completed(self) -> bool:
@@ -166,8 +161,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # a verdict is JSON of bounded size, and whatever a key may hold ends in a ``TrainerRankError``.
 
 
-FAILED, GATHER, VERDICT = "!", "g", "v"
-BROKEN = "broken"
+FAILED, GATHER, VERDICT, BROKEN = "!", "g", "v", "broken"
 STORE_ERRORS = dist.DistStoreError, dist.DistNetworkError
 # Of one value, checked once it is here: the store has no call for less.
 MOST_BYTES = 1 << 22
@@ -222,18 +216,11 @@ class TrainerRanks:
         """Enters the round that the leader has begun or begins next; ``outcome`` is a type."""
         self._refuse_broken()
         number = _number(self.await_text("rounds", timeout_s, "begin a push"), self.leader)
-        if self.store.check([f"{number}/over"]) or self.store.check([self._joined(number)]):
-            number += 1
+        ended = f"{number}/over", f"{number}/joined/{self.rank}"
+        number += any(self.store.check([key]) for key in ended)
         self.await_text(f"{number}/begun", timeout_s, "begin a push")
-        self.store.set(self._joined(number), "")
+        self.store.set(f"{number}/joined/{self.rank}", "")
         return FollowingRound(self, number, timeout_s, outcome)
-
-    def break_step(self, error: BaseException) -> None:
-        """Notes that this rank could not begin a gather that all were called for."""
-        self.is_broken = True
-        with self.logged("the other ranks could not be told of a failure"):
-            if not self.store.check([BROKEN]):
-                self.store.set(BROKEN, _written(self.failure(error)))
 
     def failure(self, error: BaseException) -> Verdict:
         if isinstance(error, TrainerRankError):
@@ -264,23 +251,14 @@ class TrainerRanks:
         except dist.DistStoreError as error:
             reason = f"did not {what} within {timeout_s:g} s"
             raise TrainerRankError(self.leader, reason) from error
-        return self.text(key)
-
-    def text(self, key: str) -> str:
         return _text(self.store.get(key))
 
     def _refuse_broken(self) -> None:
         """Raises if a rank left the others in a gather."""
         if self.store.check([BROKEN]):
-            broken = _read(self.text(BROKEN))
-            raise TrainerRankError(
-                broken.failed_rank,
-                "left the process group out of step in an earlier push, make another group: "
-                + broken.reason,
-            )
-
-    def _joined(self, number: int) -> str:
-        return f"{number}/joined/{self.rank}"
+            broken = _read(_text(self.store.get(BROKEN)))
+            why = "left the process group out of step in an earlier push, make another group"
+            raise TrainerRankError(broken.failed_rank, f"{why}: {broken.reason}")
 
 
 class LeadingRound:
@@ -293,7 +271,8 @@ class LeadingRound:
     def call(self, index: int) -> None:
         """Waits until all are ready, and has them gather group ``index``."""
         self._await_ready(self._ranks.timeout_s)
-        self._say(GATHER + str(index))
+        self._store.set(f"{self._number}/next/{self._step}", GATHER + str(index))
+        self._step += 1
 
     def succeed(self, outcome: Any) -> None:
         """Ends the round with success on all ranks; a rank that is gone is logged."""
@@ -320,12 +299,12 @@ class LeadingRound:
 
     def _await_ready(self, timeout_s: float) -> None:
         """Waits until the others have begun what was called for before."""
-        keys = self._keys()
+        there = self._ranks.others
         try:
-            self._store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+            self._store.wait(list(map(self._key, there)), timedelta(seconds=timeout_s))
         except dist.DistStoreError:
-            keys = self._present()
-        reports = self._reports(keys)
+            there = self._present()
+        reports = self._reports(there)
         if missing := [rank for rank in self._ranks.others if rank not in reports]:
             more = f", as ranks {missing[1:]}" if missing[1:] else ""
             raise TrainerRankError(missing[0], f"was not ready within {timeout_s:g} s{more}")
@@ -333,25 +312,20 @@ class LeadingRound:
             if self._step == 0 and digest != self._digest:
                 raise TrainerRankError(rank, "holds other tensors than the sending rank")
 
-    def _reports(self, keys: dict[int, str]) -> dict[int, str]:
+    def _present(self) -> list[int]:
+        return [rank for rank in self._ranks.others if self._store.check([self._key(rank)])]
+
+    def _reports(self, there: list[int]) -> dict[int, str]:
         """Returns what ranks that are ready wrote; raises if one of them failed."""
-        values = self._store.multi_get(list(keys.values()))
-        reports = {rank: _text(value) for rank, value in zip(keys, values, strict=True)}
+        values = self._store.multi_get(list(map(self._key, there)))
+        reports = dict(zip(there, map(_text, values), strict=True))
         for rank, text in reports.items():
             if text.startswith(FAILED):
                 raise TrainerRankError(rank, text.removeprefix(FAILED))
         return reports
 
-    def _present(self) -> dict[int, str]:
-        return {rank: key for rank, key in self._keys().items() if self._store.check([key])}
-
-    def _keys(self) -> dict[int, str]:
-        ready = f"{self._number}/ready/{self._step}"
-        return {rank: f"{ready}/{rank}" for rank in self._ranks.others}
-
-    def _say(self, text: str) -> None:
-        self._store.set(f"{self._number}/next/{self._step}", text)
-        self._step += 1
+    def _key(self, rank: int) -> str:
+        return f"{self._number}/ready/{self._step}/{rank}"
 
     def _end(self, verdict: Verdict, meanwhile: str, *, waits: bool) -> None:
         text = _written(verdict)
@@ -359,7 +333,7 @@ class LeadingRound:
             with self._ranks.logged(meanwhile):
                 self._await_ready(self._ranks.timeout_s)
         with self._ranks.logged("the other ranks could not be told how the push ended"):
-            self._say(text)
+            self._store.set(f"{self._number}/next/{self._step}", text)
             self._store.set(f"{self._number}/over", "")
             self._forget(self._number - 1)
 
@@ -388,8 +362,7 @@ class FollowingRound:
 
     def next(self, timeout_s: float | None = None) -> int | Verdict:
         """Waits for the leader's call: the index of the group to gather, or the verdict."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        call = self._read(self._ranks.await_text(self._next, timeout_s, "say what comes next"))
+        call = self._read(self._timeout_s if timeout_s is None else timeout_s)
         if isinstance(call, Verdict):
             self._store.delete_key(self._ready(self._step))
         else:
@@ -398,12 +371,14 @@ class FollowingRound:
 
     def raise_reported(self) -> None:
         """Raises if the push has failed, without waiting."""
-        if self._store.check([self._next]):
-            call = self._read(self._ranks.text(self._next))
+        if self._store.check([f"{self._number}/next/{self._step}"]):
+            call = self._read(GRACE_S)
             if isinstance(call, Verdict) and call.reason:
                 raise call.error
 
-    def _read(self, call: str) -> int | Verdict:
+    def _read(self, timeout_s: float) -> int | Verdict:
+        key = f"{self._number}/next/{self._step}"
+        call = self._ranks.await_text(key, timeout_s, "say what comes next")
         if call.startswith(VERDICT):
             return _read(call, self._outcome)
         return _number(call.removeprefix(GATHER), self._ranks.leader)
@@ -426,10 +401,6 @@ class FollowingRound:
 
     def _ready(self, step: int) -> str:
         return f"{self._number}/ready/{step}/{self._ranks.rank}"
-
-    @property
-    def _next(self) -> str:
-        return f"{self._number}/next/{self._step}"
 
 
 def _written(verdict: Verdict) -> str:
@@ -499,7 +470,10 @@ class ShardedModuleSource:
             raise UnsupportedArgumentError(
                 f"rank {rank} must be one of the model's ranks, {list(ranks)}"
             )
-        self._ranks = TrainerRanks(ranks, rank, _store_for(module), timeout_s=timeout_s)
+        default, known = _get_default_store(), known_of(module)
+        if known.store is None or known.store[0] is not default:
+            known.store = default, default.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        self._ranks = TrainerRanks(ranks, rank, known.store[1], timeout_s=timeout_s)
         self._round: LeadingRound | None = None
         self._failure: TrainerRankError | None = None
 
@@ -608,10 +582,10 @@ class ShardedModuleSource:
         expected, prepared = 0, self._prepare(groups[0])
         followed.ready(metadata_digest(self.metadata()))
         while not isinstance(call := followed.next(), Verdict):
-            with self._launching(followed) as watch:
+            with self._breaking():
                 if call != expected:  # a reader that stopped early begins again
                     prepared = self._prepare(self._called(groups, call))
-                prepared.launch(watch)
+                prepared.launch(self._watch(followed))
             under_way.append(prepared)
             expected = (call + 1) % len(groups)
             prepared = self._prepare(groups[expected])
@@ -627,8 +601,8 @@ class ShardedModuleSource:
         gather = self._prepare(group)
         with self._ranks.store_errors():
             leading.call(index)
-        with self._launching(leading) as watch:
-            gather.launch(watch)
+        with self._breaking():
+            gather.launch(self._watch(leading))
         return gather
 
     def _called(self, groups: list[Group], call: int) -> Group:
@@ -640,12 +614,16 @@ class ShardedModuleSource:
         return Gather(group.tensors, receives=self.leads)
 
     @contextmanager
-    def _launching(self, turn: LeadingRound | FollowingRound) -> Iterator[Callable[[], None]]:
-        """Reports to the others if this rank cannot begin what all were called for."""
+    def _breaking(self) -> Iterator[None]:
+        """Notes, for good, if this rank cannot begin a gather that all were called for."""
+        ranks = self._ranks
         try:
-            yield self._watch(turn)
+            yield
         except BaseException as error:
-            self._ranks.break_step(error)
+            ranks.is_broken = True
+            with ranks.logged("the other ranks could not be told of a failure"):
+                if not ranks.store.check([BROKEN]):
+                    ranks.store.set(BROKEN, _written(ranks.failure(error)))
             raise
 
     def _watch(self, turn: LeadingRound | FollowingRound) -> Callable[[], None]:
@@ -664,12 +642,7 @@ class ShardedModuleSource:
         self, gather: Gather, turn: LeadingRound | FollowingRound
     ) -> dict[str, torch.Tensor]:
         """Waits for a gather and returns whole tensors by name, none on ranks that do not send."""
-        watch, look = self._watch(turn), Deadline(LOOK_S)
-        while not gather.is_completed():
-            if look.passed:
-                watch()
-                look = Deadline(LOOK_S)
-            time.sleep(5e-5)
+        wait_until(gather.is_completed, math.inf, self._watch(turn))
         try:
             return gather.result()
         except RuntimeError as error:  # torch.distributed's backends raise nothing narrower
@@ -730,11 +703,3 @@ def _ranks_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
             f"all sharded parameters must be on the same ranks, got {sorted(members)}"
         )
     return min(members)
-
-
-def _store_for(module: torch.nn.Module) -> Store:
-    """Returns the module's own connection to the process group's store."""
-    default, known = _get_default_store(), known_of(module)
-    if known.store is None or known.store[0] is not default:
-        known.store = default, default.clone()  # pyright: ignore[reportAttributeAccessIssue]
-    return known.store[1]
