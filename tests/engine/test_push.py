@@ -101,7 +101,7 @@ def test_versions_may_skip_but_not_go_back(pushed):
     service, model = pushed
     version = service.weight_version + 10
     assert service.push_weights(model, version=version).version == version
-    for older in (version - 1, 0, -1):
+    for older in (version - 1, 0):
         with pytest.raises(StaleVersionError, match=f"version must be at least {version}, got"):
             service.push_weights(model, version=older)
     assert service.push_weights(model).version == service.weight_version == version + 1

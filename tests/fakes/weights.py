@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.replica import EngineReport
-from torchrl_vllm_sync.weights.history import errors_of
-from torchrl_vllm_sync.weights.push import deliver
+from torchrl_vllm_sync.weights.push import deliver, errors_of
 from torchrl_vllm_sync.weights.transport import Members, Push, Standing
 
 SERVING = Standing(state=ReplicaState.SERVING)

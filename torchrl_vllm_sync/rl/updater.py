@@ -12,7 +12,7 @@ from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.replica import PushReport
 from torchrl_vllm_sync.rl.collectors import CollectorVersions
 from torchrl_vllm_sync.weights.auto import TRANSPORTS
-from torchrl_vllm_sync.weights.history import FIRST_TIMEOUT_S
+from torchrl_vllm_sync.weights.push import FIRST_TIMEOUT_S
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
 from torchrl_vllm_sync.weights.source import as_weight_source
 from torchrl_vllm_sync.weights.transport import (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import threading
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import (
@@ -20,16 +22,8 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
-from torchrl_vllm_sync.versions import MAX_VERSION
+from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.weights.auto import AutoTransport
-from torchrl_vllm_sync.weights.history import (
-    PushDeadlines,
-    PushKind,
-    VersionLedger,
-    commits,
-    errors_of,
-    reached_some,
-)
 from torchrl_vllm_sync.weights.sharded import leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
@@ -52,18 +46,126 @@ from torchrl_vllm_sync.weights.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
+    from torchrl_vllm_sync.weights.transport import PauseMode
+
+
+# ---- Earlier pushes: their times, and their versions
+
+FIRST_TIMEOUT_S = 300.0
+"""Seconds for a push of a kind that was not measured yet: groups form, plans are made."""
+SLACK_S, MULTIPLE, NUM_SAMPLES = 30.0, 3.0, 9
+
+
+class PushKind(NamedTuple):
+    """What pushes must have in common for their times to be comparable."""
+
+    transport: str
+    num_bytes: int
+    mode: PauseMode
+    clear_cache: bool
+    members: frozenset[tuple[str, str]] = frozenset()  # replicas and their incarnations
+
+
+class PushDeadlines:
+    """Time limits of pushes: 30 s and three times the median of the last ones of the same kind.
+
+    Before there is a measurement, and where requests in flight are waited for, 300 s at least: how
+    long those take says nothing of the next.
+    """
+
+    def __init__(self) -> None:
+        self._kind: PushKind | None = None
+        self._seconds: deque[float] = deque(maxlen=NUM_SAMPLES)
+
+    def record(self, kind: PushKind, seconds: float) -> None:
+        """Records the time of a push that every replica acknowledged."""
+        if kind != self._kind:
+            self._kind = kind
+            self._seconds.clear()
+        self._seconds.append(seconds)
+
+    def timeout_s(self, kind: PushKind) -> float:
+        """Returns the seconds after which a replica that is silent in such a push has failed."""
+        if kind != self._kind:
+            return FIRST_TIMEOUT_S
+        measured = SLACK_S + MULTIPLE * statistics.median(self._seconds)
+        return max(measured, FIRST_TIMEOUT_S) if kind.mode == "wait" else measured
+
+
+class VersionLedger:
+    """The versions this trainer knows of, and which one is committed.
+
+    A version is committed once every replica holds it, or, if pushes are not strict, once one does:
+    the others take no requests until they hold it too. A push that fails commits nothing.
+    """
+
+    def __init__(self) -> None:
+        self.committed = 0  # newest version that was; 0 is what engines launch with
+        self.run_id: str | None = None  # run that it belongs to; ``None`` if unknown here
+        self.newest = 0  # that any replica, stale ones included, was at when it last said
+        self.reached = 0  # newest version that a replica took from this process
+        self.attempted = 0  # newest version that this process began to send
+        self.is_current = False  # whether no replica need be asked what it holds
+
+    def take_stock(self, answers: Mapping[str, Any]) -> None:
+        """Takes over what the replicas report."""
+        reports = [one for one in answers.values() if isinstance(one, EngineReport)]
+        whole = [one.weight_version for one in reports if one.state.admits_requests]
+        held = [one for one in whole if one is not None]
+        oldest = min(held, default=0) if len(held) == len(answers) else 0
+        if oldest > self.committed:
+            self.committed, self.run_id = oldest, None
+        self.newest = max([self.committed, *(one.weight_version or 0 for one in reports)])
+        self.is_current = True
+
+    def next_version(self, wanted: int | None, stored: int) -> int:
+        """Returns the version to send, by default an unused one."""
+        if wanted is None:
+            # A version that failed everywhere may be stored already: its number is used up.
+            wanted = max(self.newest, self.attempted, stored) + 1
+        elif wanted < max(self.newest, 1):
+            raise StaleVersionError(f"version must be at least {max(self.newest, 1)}, got {wanted}")
+        self.attempted = max(self.attempted, wanted)
+        return wanted
+
+    def record(self, reports: list[LoadReport], version: int, run_id: str, *, strict: bool) -> bool:
+        """Records the replicas' answers; returns whether they newly commit ``version``."""
+        is_news = commits(reports, strict=strict) and version > self.committed
+        if is_news or version == self.committed:
+            self.committed, self.run_id = version, run_id
+        self.newest = max([self.newest, self.committed, *(one.version or 0 for one in reports)])
+        if reached_some(reports):
+            self.reached = max(self.reached, version)
+        return is_news
+
+
+def reached_some(reports: list[LoadReport]) -> bool:
+    """Whether at least one replica reached the version of a push."""
+    return not reports or not all(one.error for one in reports)
+
+
+def commits(reports: list[LoadReport], *, strict: bool) -> bool:
+    """Whether a version counts as committed: on all expected replicas, or at least on one."""
+    is_complete = not any(one.error and one.is_expected for one in reports)
+    return reached_some(reports) and (is_complete or not strict)
+
+
+def errors_of(reports: list[LoadReport]) -> dict[str, str]:
+    """Returns the reason of each replica that did not reach the version, by id."""
+    return {one.replica_id: one.error for one in reports if one.error}
+
+
+# ---- A push
 
 
 class VersionHooks:
     """The hooks of one service in this process; a pickled copy has none."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._hooks: list[Callable[[PushReport], object]] = []
         self._listeners: list[Callable[[int], object]] = []
 
@@ -74,21 +176,21 @@ class VersionHooks:
         """Adds a hook; returns an idempotent function that removes it."""
         if not callable(hook):
             raise UnsupportedArgumentError(f"hook must be callable, got {hook!r}")
-        with self._lock:
-            if hook in self._hooks:
-                raise UnsupportedArgumentError(f"hook is registered already: {hook!r}")
-            self._hooks.append(hook)
-        return lambda: self._remove(self._hooks, hook)
+        if hook in self._hooks:
+            raise UnsupportedArgumentError(f"hook is registered already: {hook!r}")
+        return self._add(self._hooks, hook)
 
     def listen(self, listener: Callable[[int], object]) -> Callable[[], None]:
         """Adds a function that :meth:`moved` calls; returns one that removes it."""
-        with self._lock:
-            self._listeners.append(listener)
-        return lambda: self._remove(self._listeners, listener)
+        return self._add(self._listeners, listener)
 
-    def _remove(self, known: list[Any], one: object) -> None:
-        with self._lock, contextlib.suppress(ValueError):  # it is gone already
-            known.remove(one)
+    def _add(self, known: list[Any], one: object) -> Callable[[], None]:
+        def remove() -> None:
+            with contextlib.suppress(ValueError):  # it is gone already
+                known.remove(one)
+
+        known.append(one)  # as thread-safe as removing is
+        return remove
 
     def moved(self, version: int) -> None:
         """Notifies listeners of the version that this process brought the service to."""
@@ -136,14 +238,17 @@ def catch_up_from_others(
     Pushes to that one wait for a chunk at most. A silent replica gets nothing.
     """
     answers: dict[str, Any] = {}
-    sources = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
-    told = sources.answers(deadline.min(PROBE_TIMEOUT_S).left_s).values()
+
+    def ask(method: str, names: Collection[str]) -> dict[str, Any]:
+        calls = client.start_calls(method, dict.fromkeys(names, ()))
+        return calls.answers(deadline.min(PROBE_TIMEOUT_S).left_s)
+
+    told = ask("snapshot_source", givers).values()
     if stored := next((one for one in told if isinstance(one, dict)), None):
         limit_s = max(deadline.left_s, LEAST_S)
         answers = load_snapshot(client, replica_ids, stored, version, limit_s)
         replica_ids = failed(answers)
-    probes = client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
-    silent = failed(probes.answers(deadline.min(PROBE_TIMEOUT_S).left_s))
+    silent = failed(ask("probe_workers", replica_ids))
     answers |= silent
     left = [one for one in replica_ids if one not in silent]
     reason: BaseException = RuntimeError(f"no replica is there that serves version {version}")
@@ -175,52 +280,6 @@ TURN_TIMEOUT_S = 3600.0
 TURN_CALL_TIMEOUT_S = 5.0
 # Seconds between signs of life to the replicas, which drop a trainer that gives none for long.
 SIGN_OF_LIFE_S = 5.0
-
-
-@contextlib.contextmanager
-def turn(
-    members: Members, push_id: tuple[str, int], ending: contextlib.ExitStack
-) -> Iterator[Callable[[], bool]]:
-    """Excludes pushes of other trainers, in whatever process, or is refused by one.
-
-    All trainers ask the same replica first, so that one of two that begin at once goes on, and then
-    the others, in case that one dies. Yields what waits for their answers and returns whether the
-    push before was this trainer's too. ``ending`` waits until those that respond know of the end.
-    """
-    members.look()
-    members.choose(members.silent)
-    replicas, ended = sorted(members.incarnations), threading.Event()
-
-    def call(names: Collection[str], method: str, *args: Any) -> PendingCalls:
-        return members.client.start_calls(method, dict.fromkeys(names, (*args, *push_id)))
-
-    def granted(calls: PendingCalls) -> bool:
-        answers = calls.answers(TURN_CALL_TIMEOUT_S).values()
-        for answer in answers:
-            if isinstance(answer, PushUnderWayError):
-                raise answer
-        return all(one is not False for one in answers)
-
-    def give_signs() -> None:
-        with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
-            while not ended.wait(SIGN_OF_LIFE_S):
-                call(replicas, "keep_push")
-
-    signs = threading.Thread(target=give_signs, name="push-signs-of-life", daemon=True)
-    signs.start()
-    try:
-        trainer = ProcessIdentity.current()
-        is_same = granted(call(replicas[:1], "begin_push", trainer))
-        others = call(replicas[1:], "begin_push", trainer)
-        yield lambda: granted(others) and is_same
-    finally:
-        ended.set()
-        signs.join()
-        silent = members.silent.keys() & replicas
-        with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
-            call(silent, "end_push")
-            awake = call(set(replicas) - silent, "end_push")
-            ending.callback(awake.answers, TURN_CALL_TIMEOUT_S)
 
 
 def deliver(transport: WeightTransport, members: Members, push: Push) -> list[LoadReport]:
@@ -268,7 +327,7 @@ class WeightPusher:
         self._client, self._expected = client, expected
         self._on_commit, self._strict = on_commit, strict
         self._members, self._ledger = Members(client), VersionLedger()
-        self._pushed: tuple[int, Content] | None = None
+        self._pushed: dict[int | None, Content] = {}  # the last version that a replica may hold
         self._missed: set[str] = set()
         self._sender, self._numbers = uuid.uuid4().hex, itertools.count(1)
         self._deadlines = PushDeadlines()
@@ -298,8 +357,49 @@ class WeightPusher:
         finally:
             self._lock.release()
 
-    def _turn(self, ending: contextlib.ExitStack) -> AbstractContextManager[Callable[[], bool]]:
-        return turn(self._members, (self._sender, next(self._numbers)), ending)
+    @contextlib.contextmanager
+    def _turn(self, ending: contextlib.ExitStack) -> Iterator[Callable[[], bool]]:
+        """Excludes pushes of other trainers, in whatever process, or is refused by one.
+
+        All trainers ask the same replica first, so that one of two that begin at once goes on, and
+        then the others, in case that one dies. Yields what waits for their answers and returns
+        whether the push before was this trainer's too. ``ending`` waits for those told of the end.
+        """
+        members, push_id = self._members, (self._sender, next(self._numbers))
+        members.look()
+        members.choose(members.silent)
+        replicas, ended = sorted(members.incarnations), threading.Event()
+
+        def call(names: Collection[str], method: str, *args: Any) -> PendingCalls:
+            return self._client.start_calls(method, dict.fromkeys(names, (*args, *push_id)))
+
+        def granted(calls: PendingCalls) -> bool:
+            answers = calls.answers(TURN_CALL_TIMEOUT_S).values()
+            for answer in answers:
+                if isinstance(answer, PushUnderWayError):
+                    raise answer
+            return all(one is not False for one in answers)
+
+        def give_signs() -> None:
+            with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
+                while not ended.wait(SIGN_OF_LIFE_S):
+                    call(replicas, "keep_push")
+
+        signs = threading.Thread(target=give_signs, name="push-signs-of-life", daemon=True)
+        signs.start()
+        try:
+            trainer = ProcessIdentity.current()
+            is_same = granted(call(replicas[:1], "begin_push", trainer))
+            others = call(replicas[1:], "begin_push", trainer)
+            yield lambda: granted(others) and is_same
+        finally:
+            ended.set()
+            signs.join()
+            silent = members.silent.keys() & replicas
+            with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
+                call(silent, "end_push")
+                awake = call(set(replicas) - silent, "end_push")
+                ending.callback(awake.answers, TURN_CALL_TIMEOUT_S)
 
     @property
     def transport(self) -> WeightTransport:
@@ -349,18 +449,17 @@ class WeightPusher:
 
         ``on_end`` gets the report ahead of hooks, a failed push's too; ``None`` after an interrupt.
         """
-        begin = time.perf_counter()
-        ended: PushReport | None = None
+        begin, ended = time.perf_counter(), None
         with contextlib.ExitStack() as ending:
             try:
                 source = as_weight_source(weights)
                 with leading(source) as announcement:
-                    _check_version(version)
+                    if version is not None:
+                        check_version("version", version)
                     given = PushOptions(**options)
                     with self.exclusive(TURN_TIMEOUT_S):
                         report, is_news = self._push(source, version, given, begin, ending)
-                    announcement.outcome = report
-                ended = report
+                    announcement.outcome = ended = report
             except Exception as error:
                 ended = failed_push(error, version, time.perf_counter() - begin, time.time())
                 raise
@@ -382,7 +481,7 @@ class WeightPusher:
         """Sends once, or twice if another process pushed first; returns whether it commits anew."""
         times, transport, ledger = PhaseTimes(), self._transport, self._ledger
         strict = self._strict if options.strict is None else options.strict
-        alike: dict[str, Any] = {"mode": options.mode, "clear_cache": options.clear_cache}
+        mode, clear_cache = options.mode, options.clear_cache
         with contextlib.ExitStack() as stack:
             with times.measure("open_s"):
                 self._client.refresh_members()
@@ -393,13 +492,12 @@ class WeightPusher:
                 self._open(source)
                 self._take_stock()
             num_bytes = sum(meta.num_bytes for meta in source.metadata())
-            awaited = awaited_replicas(self._client.standings())
-            to, members = self.transport.name, frozenset(awaited.items())
-            kind = PushKind(transport=to, num_bytes=num_bytes, members=members, **alike)
+            awaited, to = awaited_replicas(self._client.standings()), self.transport.name
+            kind = PushKind(to, num_bytes, mode, clear_cache, frozenset(awaited.items()))
             for last_try in (version is not None, True):
                 chosen = ledger.next_version(version, transport.last_version)
                 limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
-                push = Push(source=source, version=chosen, timeout_s=limit_s, **alike)
+                push = Push(source, chosen, limit_s, mode, clear_cache)
                 content, start = Content(given), time.perf_counter()
                 reports = deliver(transport, self._members, push)
                 seconds = time.perf_counter() - start
@@ -422,16 +520,16 @@ class WeightPusher:
                 self._open(source)
         if not commits(reports, strict=strict):
             raise WeightSyncError(chosen, failures)
-        now, starts = time.perf_counter(), times.starts | push.times.starts
+        seconds, starts = time.perf_counter() - begin, times.starts | push.times.starts
         report = PushReport(
             version=chosen,
             transport=to,
             num_bytes=num_bytes,
-            seconds=now - begin,
+            seconds=seconds,
             phases=times.seconds | push.times.seconds,
             replicas=reports,
             left_behind=failures,
-            began_at=time.time() - (now - begin),
+            began_at=time.time() - seconds,
             phase_starts={name: at - begin for name, at in starts.items()},
         )
         return report, is_news
@@ -444,10 +542,8 @@ class WeightPusher:
 
     def _check_repeat(self, source: WeightSource, version: int | None) -> None:
         """Refuses other weights under the version that this process pushed last."""
-        known, content = self._pushed or (None, None)
-        if content is None or version != known:
-            return
-        if problem := content.difference(source):
+        content = self._pushed.get(version)
+        if content is not None and (problem := content.difference(source)):
             raise StaleVersionError(
                 f"version {version} was pushed already, and what is pushed now cannot be called "
                 f"the same: {problem}; give other weights a version of their own"
@@ -456,9 +552,8 @@ class WeightPusher:
     def _keep(self, content: Content, reports: list[LoadReport], version: int) -> None:
         """Remembers what was pushed if a replica, even a silent one, may hold this version."""
         may_have = reached_some(reports) or any(one.is_silent for one in reports)
-        is_known = self._pushed is not None and self._pushed[0] == version
-        if (may_have or self._transport.last_version >= version) and not is_known:
-            self._pushed = version, content
+        if may_have or self._transport.last_version >= version:
+            self._pushed = {version: self._pushed.get(version, content)}
 
     def _was_overtaken(self, reports: list[LoadReport], version: int) -> bool:
         """Whether no replica took ``version`` because another process pushed as many in between."""
@@ -523,7 +618,8 @@ class WeightPusher:
             if left and (givers or not answers):  # such as on a node that the store is not on
                 answers |= catch_up_from_others(self._client, left, givers, version, deadline)
             failures = failed(answers)
-            self._members.forget_silence(answers.keys() - failures.keys())
+            for name in answers.keys() - failures.keys():  # these have done something
+                self._members.silent.pop(name, None)
             self._ledger.is_current = False
         return {name: reason_of(one) for name, one in failures.items()}
 
@@ -537,11 +633,3 @@ def failed_push(
         about = {"version": error.version, "left_behind": dict(error.failures)}
     began_at, reason = ended_at - seconds, reason_of(error)
     return PushReport(began_at=began_at, seconds=seconds, error=reason, **about)
-
-
-def _check_version(version: object) -> None:
-    """Refuses what can be no version; one that is too old is refused by the ledger."""
-    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
-        raise UnsupportedArgumentError(f"version must be an integer or None, got {version!r}")
-    if version is not None and version > MAX_VERSION:
-        raise UnsupportedArgumentError(f"version must be at most {MAX_VERSION}, got {version}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from torchrl_vllm_sync.checks import check_seconds
 from torchrl_vllm_sync.errors import (
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.source import WeightSource
 
 
+# A replica keeps to the time limit itself. One silent for this much longer has hung.
 GRACE_S = 10.0
-"""A replica keeps to the time limit itself. One silent for this much longer has hung."""
 DESCRIBE_TIMEOUT_S = 30.0
+# How often one push sends everything: again without replicas that were lost, and again.
 MOST_ATTEMPTS = 3
-"""How often one push sends everything: again without replicas that were lost, and again."""
 
 # What becomes of requests in flight: they freeze and go on, are waited for, or end as they are.
 PauseMode = Literal["keep", "wait", "abort"]
@@ -81,16 +81,21 @@ class PhaseTimes:
             self.note(phase, begin)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Push:
     """One version on its way: what a transport sends, and how."""
 
     source: WeightSource  # complete, and fitting the engines' model
     version: int
     timeout_s: float  # after which a silent replica counts as failed
-    clear_cache: bool = False
     mode: PauseMode = "keep"
+    clear_cache: bool = False
     times: PhaseTimes = field(default_factory=PhaseTimes)
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What every replica is told of it."""
+        return {"version": self.version, "mode": self.mode, "clear_cache": self.clear_cache}
 
 
 # ---- Answers of replicas, and the outcome of a push
@@ -156,7 +161,6 @@ class PendingCalls(Protocol):
 
     # Those that have ended with an exception by now, without waiting.
     def failures(self) -> dict[str, BaseException]: ...
-
     # Waits for all; an exception stands for a replica that failed or did not answer.
     def answers(self, deadline_s: float) -> dict[str, Any]: ...
 
@@ -166,32 +170,19 @@ class ReplicaClient(Protocol):
 
     @property
     def service_name(self) -> str: ...  # unique on the cluster
-
     # This host's address as the replicas reach it, and a port if one was asked for.
     @property
     def rendezvous(self) -> tuple[str, int | None]: ...
-
     # Follows replicas that have come or gone; asks one of them if others change the set.
     def refresh_members(self) -> None: ...
-
     # What is known of every replica, by id, without asking any.
     def standings(self) -> dict[str, Standing]: ...
-
     # Takes these out of this process's rotation until they report ``version``.
     def note_left_behind(self, version: int, replica_ids: Collection[str]) -> None: ...
-
     # Calls an engine actor's method on some replicas and does not wait.
     def start_calls(
         self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any
     ) -> PendingCalls: ...
-
-
-class _Silence(NamedTuple):
-    reason: str  # what the replica was silent about
-    incarnation: str
-    # A question that nothing waits for. It passes through the actor and the engine core to every
-    # worker, so an answer means that all of them run again.
-    probe: PendingCalls
 
 
 class Members:
@@ -205,20 +196,18 @@ class Members:
         self.client = client
         self.incarnations: dict[str, str] = {}  # of the replicas that the push goes to, by id
         self.missing: dict[str, str] = {}  # id of each other replica, to the reason
-        self._silences: dict[str, _Silence] = {}
-
-    @property
-    def silent(self) -> dict[str, str]:
-        """Id of each silent replica, and what it was silent about."""
-        return {name: one.reason for name, one in self._silences.items()}
+        self.silent: dict[str, str] = {}  # id of each silent replica, to what it was silent about
+        # Of each, its incarnation and a question that nothing waits for. It passes through actor
+        # and engine core to every worker, so an answer means that all of them run again.
+        self._probes: dict[str, tuple[str, PendingCalls]] = {}
 
     def choose(self, without: Mapping[str, str] | None = None) -> None:
         """Starts over with every replica that is present, except ``without``."""
         standings = self.client.standings()
-        missing = {n: one.absence for n, one in standings.items() if one.absence}
-        missing |= {n: why for n, why in (without or {}).items() if n in standings}
-        self.missing = missing
-        self.incarnations = {n: s.incarnation for n, s in standings.items() if n not in missing}
+        self.missing = {n: one.absence for n, one in standings.items() if one.absence}
+        self.missing |= {n: why for n, why in (without or {}).items() if n in standings}
+        present = standings.keys() - self.missing.keys()
+        self.incarnations = {n: one.incarnation for n, one in standings.items() if n in present}
 
     def drop(self, answers: Mapping[str, BaseException]) -> None:
         """Leaves these out, for what they answered."""
@@ -233,11 +222,9 @@ class Members:
 
     def describe(self) -> dict[str, EngineDescription]:
         """Asks each for its description, and drops those that do not answer."""
-        is_empty = not self.incarnations
-        answers = {} if is_empty else self.start("describe").answers(DESCRIBE_TIMEOUT_S)
+        answers = self.start("describe").answers(DESCRIBE_TIMEOUT_S) if self.incarnations else {}
         self.drop(failed(answers))
-        alive = {name: one for name, one in answers.items() if name not in self.missing}
-        if not alive:
+        if not (alive := {n: one for n, one in answers.items() if n not in self.missing}):
             raise TransferError(f"no replica can be reached: {self.missing}")
         return alive
 
@@ -246,45 +233,37 @@ class Members:
         standings = self.client.standings()
         for name, one in answers.items():
             if is_silent(one) and name in standings:
-                probe = self.client.start_calls("probe_workers", {name: ()})
-                incarnation = standings[name].incarnation
-                self._silences[name] = _Silence(reason_of(one), incarnation, probe)
+                self.silent[name] = reason_of(one)
+                self._probe(name, standings[name].incarnation)
+
+    def _probe(self, name: str, incarnation: str) -> None:
+        self._probes[name] = incarnation, self.client.start_calls("probe_workers", {name: ()})
 
     def look(self) -> None:
         """Forgets silent replicas that have answered since, are dead, or were replaced."""
         awaited = awaited_replicas(self.client.standings())
-        for name, (reason, incarnation, probe) in list(self._silences.items()):
+        for name in list(self.silent):
+            incarnation, probe = self._probes[name]
             is_same = awaited.get(name) == incarnation
             answer = probe.answers(0.0).get(name) if is_same else None
             if isinstance(answer, SilentEngineError):  # the actor lives, its engine does not answer
-                probe = self.client.start_calls("probe_workers", {name: ()})
-                self._silences[name] = _Silence(reason, incarnation, probe)
+                self._probe(name, incarnation)
             elif not is_silent(answer):
-                del self._silences[name]
-
-    def forget_silence(self, replica_ids: Collection[str]) -> None:
-        """Counts these as awake: they have done something."""
-        for name in replica_ids:
-            self._silences.pop(name, None)
+                del self.silent[name]
 
     def reports(self, answers: Mapping[str, Any]) -> list[LoadReport]:
         """Returns what each replica answered, and why each missing one did not."""
         standings = self.client.standings()
         starting = {n for n, one in standings.items() if one.state is ReplicaState.STARTING}
-        errors = {n: reason_of(one) for n, one in failed(answers).items()}
-        errors |= {n: why for n, why in self.missing.items() if n not in answers}
-        return [
-            LoadReport(**{**answers[name], "replica_id": name})
-            if name not in errors
-            else LoadReport(
-                replica_id=name,
-                version=None,
-                error=errors[name],
-                is_expected=name not in starting,
-                is_silent=name in self._silences,
-            )
-            for name in {**answers, **errors}
-        ]
+
+        def failure(name: str, error: str) -> dict[str, Any]:
+            about = {"is_expected": name not in starting, "is_silent": name in self.silent}
+            return {"version": None, "error": error, **about}
+
+        reasons = {n: why for n, why in self.missing.items() if n not in answers}
+        reasons |= {n: reason_of(one) for n, one in failed(answers).items()}
+        facts = answers | {n: failure(n, why) for n, why in reasons.items()}
+        return [LoadReport(**{**one, "replica_id": name}) for name, one in facts.items()]
 
 
 class WeightTransport(Protocol):
