@@ -79,13 +79,20 @@ def assert_equal(found, wanted):
         assert torch.equal(found[name], tensor), name
 
 
+def unchanged(bundle, tensors):
+    """Whether the one published tensor is the source itself, perhaps renamed."""
+    whole, windows = tensors[bundle.sources[0]], bundle.windows or ()
+    extents = [(one.shape, one.stride(), one.storage_offset()) for one in windows]
+    return extents == [(whole.shape, whole.stride(), 0)]
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_published_is_what_transformers_saves(kind):
     model = random_model(MODELS[kind])
     tensors = tensors_of(model)
     assert_equal(published(model, tensors), revert_weight_conversion(model, dict(tensors)))
     bundles = bundles_of(model, described(tensors))
-    assert sum(not one.unchanged for one in bundles) == VIEWS[kind]
+    assert sum(not unchanged(one, tensors) for one in bundles) == VIEWS[kind]
     assert all(one.windows is not None for one in bundles)
 
 
@@ -178,7 +185,8 @@ def test_other_conversions(kind):
     )
     assert_equal(published(model, tensors), wanted)
     assert_equal(tensors, before)
-    bundles = [one for one in bundles_of(model, described(tensors)) if not one.unchanged]
+    bundles = bundles_of(model, described(tensors))
+    bundles = [one for one in bundles if not unchanged(one, tensors)]
     assert len(bundles) == model.config.num_hidden_layers
     assert all((one.windows is not None) is is_view for one in bundles)
     assert {len(one.sources) for one in bundles} == {2 if kind == "joined" else 1}
@@ -188,4 +196,4 @@ def test_other_modules_keep_their_names():
     module = nn.Linear(2, 3)
     tensors = tensors_of(module)
     assert_equal(published(module, tensors), tensors)
-    assert all(one.unchanged for one in bundles_of(module, described(tensors)))
+    assert all(unchanged(one, tensors) for one in bundles_of(module, described(tensors)))

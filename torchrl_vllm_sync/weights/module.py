@@ -17,7 +17,7 @@ from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 
 # ---- Tensors of a module: its state dict, with LoRA adapters merged in
@@ -113,8 +113,6 @@ def _lora_tensors(
         for name, module in base_model(model).named_modules()
         if isinstance(module, LoraLayer | ModulesToSaveWrapper)
     }
-    for name, wrapper in wrappers.items():
-        _check_biases(name, wrapper)
     tensors: dict[str, torch.Tensor] = {}
     deltas: dict[str, list[Delta]] = {}
     for name, tensor in held.items():
@@ -139,18 +137,6 @@ def _lora_tensors(
     return tensors, {name: found for name, found in deltas.items() if found}
 
 
-def _check_biases(name: str, wrapper: Any) -> None:
-    """Refuses biases of adapters on a layer that has none: the engines' has none either."""
-    biased = getattr(wrapper, "lora_bias", {})
-    adapters = [one for one in wrapper.active_adapters if biased.get(one, False)]
-    has_none = adapters and getattr(wrapper.get_base_layer(), "bias", None) is None
-    if has_none and not (wrapper.disable_adapters or wrapper.merged):
-        raise WeightMismatchError(
-            f"{name}: adapter {adapters[0]!r} has a bias (lora_bias=True) and the layer has none, "
-            "so that they cannot be merged"
-        )
-
-
 def _lora_deltas(name: str, leaf: str, layer: Any) -> list[Delta]:
     """Returns what computes each active adapter's addition to ``leaf`` of ``layer``."""
     from peft.tuners.lora import Embedding
@@ -160,22 +146,21 @@ def _lora_deltas(name: str, leaf: str, layer: Any) -> list[Delta]:
             layer = layer.base_layer
             if not hasattr(layer, "parameter_name"):
                 return []
-    elif leaf not in ("weight", "bias"):
+    elif leaf != "weight":
         return []
     if layer.disable_adapters or layer.merged:
         return []
     active = [
         one for one in layer.active_adapters if one in layer.lora_A or one in layer.lora_embedding_A
     ]
-    if variants := [one for one in active if one in getattr(layer, "lora_variant", {})]:
-        raise WeightMismatchError(
-            f"{name}: adapter {variants[0]!r} is no plain LoRA ("
-            f"{type(layer.lora_variant[variants[0]]).__name__}), which cannot be merged tensor by "
-            "tensor; merge it and push the merged model"
-        )
-    if leaf == "bias":
-        active = [one for one in active if layer.lora_bias.get(one, False)]
-        return [lambda one=one: layer.lora_B[one].bias * layer.scaling[one] for one in active]
+    for one in active:
+        variant = getattr(layer, "lora_variant", {}).get(one)
+        if variant is not None or getattr(layer, "lora_bias", {}).get(one):
+            kind = "lora_bias" if variant is None else type(variant).__name__
+            raise WeightMismatchError(
+                f"{name}: adapter {one!r} is no plain LoRA ({kind}), which cannot be merged tensor "
+                "by tensor; merge it and push the merged model"
+            )
     if isinstance(layer, Embedding):  # of which alone PEFT rounds the addition first
         dtype = layer.get_base_layer().weight.dtype
         return [lambda one=one: layer.get_delta_weight(one).to(dtype) for one in active]
@@ -203,14 +188,10 @@ class Bundle:
     metadata: tuple[ParamMeta, ...]
     # each of these without storage, as it lies in the one source; `None` if they must be computed
     windows: tuple[torch.Tensor, ...] | None = None
-    # whether the one published tensor is the source itself, perhaps renamed
-    unchanged: bool = False
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]] | None:
         """Returns name and view of each published tensor, without copying anything."""
         whole = tensors[0]
-        if self.unchanged:
-            return [(self.metadata[0].name, whole)]
         if self.windows is None or not whole.is_contiguous():
             return None
         start = whole.storage_offset()
@@ -241,10 +222,13 @@ def bundles_of(
     with _Origins(stand_ins) as origins:
         found = _revert(model, dict(stand_ins))
     makings = {name: origins.of(tensor) for name, tensor in found.items()}
-    component = _components(makings.values())
+    whole_of: dict[str, frozenset[str]] = {}  # each source to all that it is linked to
+    for group in makings.values():
+        union = group.union(*(whole_of.get(one, frozenset()) for one in group))
+        whole_of.update(dict.fromkeys(union, union))
     grouped: dict[frozenset[str], list[str]] = {}
     for name, sources in makings.items():
-        grouped.setdefault(component[next(iter(sources))], []).append(name)
+        grouped.setdefault(whole_of[next(iter(sources))], []).append(name)
     order = {name: i for i, name in enumerate(stand_ins)}
     bundles: list[Bundle] = []
     for members, names in grouped.items():
@@ -255,22 +239,8 @@ def bundles_of(
             names.sort(key=lambda name: found[name].storage_offset())
             windows = tuple(found[name] for name in names)
         metadata = tuple(ParamMeta.of(name, found[name]) for name in names)
-        unchanged = windows is not None and [_extent(one) for one in windows] == [_extent(whole)]
-        bundles.append(Bundle(sources, metadata, windows, unchanged))
+        bundles.append(Bundle(sources, metadata, windows))
     return sorted(bundles, key=lambda one: order[one.sources[0]])
-
-
-def _extent(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
-def _components(groups: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
-    """Returns, for each member of any group, the union of all groups it is linked to."""
-    whole_of: dict[str, frozenset[str]] = {}
-    for group in groups:
-        union = group.union(*(whole_of.get(one, frozenset()) for one in group))
-        whole_of.update(dict.fromkeys(union, union))
-    return whole_of
 
 
 def _revert(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -298,11 +268,8 @@ class _Origins(TorchDispatchMode):
     def is_view(self, tensor: torch.Tensor, whole: torch.Tensor) -> bool:
         """Whether ``tensor`` is some elements of ``whole``, unchanged."""
         storage = storage_key(tensor)
-        return (
-            storage == storage_key(whole)
-            and storage not in self._written
-            and tensor.dtype == whole.dtype
-        )
+        is_same = storage == storage_key(whole) and tensor.dtype == whole.dtype
+        return is_same and storage not in self._written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -314,14 +281,13 @@ class _Origins(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         made = [one for one in tensors_in(out) if storage_key(one) not in self._sources]
-        if made or func._schema.is_mutable:
-            inputs = tensors_in((args, kwargs))
-            if func._schema.is_mutable:
-                self._written.update(map(storage_key, inputs))
-            known = (self._sources.get(storage_key(one), frozenset()) for one in inputs)
-            made_from: frozenset[str] = frozenset().union(*known)
-            self._sources.update((storage_key(one), made_from) for one in made)
-            self._kept += made
+        inputs = tensors_in((args, kwargs))
+        if func._schema.is_mutable:
+            self._written.update(map(storage_key, inputs))
+        known = (self._sources.get(storage_key(one), frozenset()) for one in inputs)
+        made_from: frozenset[str] = frozenset().union(*known)
+        self._sources.update((storage_key(one), made_from) for one in made)
+        self._kept += made
         return out
 
 
@@ -424,13 +390,9 @@ class ModuleSource:
         """Returns what iteration yields as aliases of the parameters."""
         state = self._state()
         if state.views is None and not state.deltas:
-            found: list[tuple[str, torch.Tensor]] = []
-            for bundle in state.plan.bundles:
-                views = bundle.views(state.read(bundle))
-                if views is None:
-                    return None
-                found += views
-            state.views = found
+            found = [bundle.views(state.read(bundle)) for bundle in state.plan.bundles]
+            if None not in found:
+                state.views = list(itertools.chain(*filter(None, found)))
         return state.views
 
     def same_values(self, name: str, other: str) -> bool:
@@ -442,12 +404,8 @@ class ModuleSource:
         module, known = self._module, known_of(self._module)
         # What adapters add, and to what, may change at any time.
         layout = None if is_peft(module) else layout_of(module)
-        state = known.state
-        if (
-            state is not None
-            and state.layout == layout
-            and state.left_out == repeated(module, state.tensors, state.is_same)
-        ):
+        state = known.state if known.state and known.state.layout == layout else None
+        if state and state.left_out == repeated(module, state.tensors, state.is_same):
             return state
         tensors, deltas = base_model(module).state_dict(), {}
         check_readable(tensors)
@@ -486,11 +444,12 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     from torch.nn.parallel import DistributedDataParallel
     from torchrl.modules.llm.policies.common import LLMWrapperBase
 
-    inner: Any = None
-    if isinstance(module, LLMWrapperBase):
-        inner = getattr(module, "model", None)
-    elif isinstance(module, OptimizedModule):
-        inner = module._orig_mod
-    elif isinstance(module, TensorDictModuleBase | DistributedDataParallel):
-        inner = getattr(module, "module", None)
+    within = {
+        LLMWrapperBase: "model",  # first: it is a TensorDictModuleBase too
+        OptimizedModule: "_orig_mod",
+        TensorDictModuleBase: "module",
+        DistributedDataParallel: "module",
+    }
+    name = next((name for kind, name in within.items() if isinstance(module, kind)), "")
+    inner = getattr(module, name, None)
     return unwrap(inner) if isinstance(inner, torch.nn.Module) else module
