@@ -92,10 +92,9 @@ class PushReport:
         num_bytes: Bytes of all tensors, once; ``None`` if it failed.
         phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
             ``open_s`` comes before the transport's own; the first time it chooses a transport,
-            forms its group and asks replicas what they hold. ``copy_s`` and ``hash_s`` of
-            ``memmap`` are sums of several threads. ``compare_s`` reads all weights once, to know a
-            retry by. After a second attempt ``lost_s`` is from the beginning of the first to that
-            of the last, of which ``last_words_s`` from when the one before broke off, and
+            forms its group and asks replicas what they hold. ``compare_s`` reads all weights once,
+            to know a retry by. After a second attempt ``lost_s`` is from the beginning of the first
+            to that of the last, of which ``last_words_s`` from when the one before broke off, and
             ``again_s`` is the last one.
         replicas: What each replica answered.
         left_behind: Id of each replica that did not reach the version, and takes no requests until

@@ -68,13 +68,11 @@ def test_every_byte_is_where_it_belongs_and_hashed(place, dtype, stays, num_thre
         tensors = [one.to(dtype) for one in many(seed=seed)]
         wanted = torch.cat(tensors).view(torch.uint8)
         file = Memory(len(wanted))
-        found, seconds = fill(
+        found = fill(
             file, many(seed=seed), dtype, num_threads=num_threads, stays=stays, buffers=buffers
         )
         assert torch.equal(file.content, wanted)
         assert found == tuple(checksum(one) for one in tensors)
-        assert seconds["copy"] > 0
-        assert seconds["hash"] > 0
 
 
 def test_tensors_that_stay_are_stored_at_the_same_time(place):
@@ -132,7 +130,7 @@ def test_a_slow_disk_has_the_caller_wait_for_buffers(place):
     slow = threading.Event()
     tensor = torch.arange(PIECE * (BUFFERS_PER_THREAD + 5), dtype=torch.float32)
     file = Memory(tensor.nbytes, lambda offset: slow.wait(0.02))
-    found, _ = fill(file, [tensor])
+    found = fill(file, [tensor])
     assert torch.equal(file.content.view(torch.float32), tensor)
     assert found == (checksum(tensor),)
 

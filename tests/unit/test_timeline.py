@@ -226,7 +226,6 @@ def test_a_real_push_is_measured_where_it_happens(tmp_path):
     ]
     for one in phases:
         assert one["dur"] == pytest.approx(report.phases[f"{one['name']}_s"] * 1e6, abs=0.002)
-    assert {"source_s", "copy_s", "hash_s"} <= set(whole["args"])
     outer = [one["dur"] for one in phases if one["name"] in ("open", "publish", "acknowledge")]
     assert sum(outer) <= whole["dur"]
     replica_load = tracks(trace)["replica a"][2]

@@ -28,8 +28,7 @@ def save_timeline(path: str | os.PathLike[str], reports: PushReport | Iterable[P
     """Writes pushes into a file that ``chrome://tracing`` and ``ui.perfetto.dev`` open.
 
     One track is the trainer's, one is each replica's, by its host's clock, with each phase where
-    the one before ends. Phases without a start of their own, such as a snapshot's ``copy_s`` and
-    ``hash_s``, which take turns, are among the arguments of their push.
+    the one before ends. Phases without a start of their own are among the arguments of their push.
 
     Example:
         >>> service.register_version_hook(reports.append)

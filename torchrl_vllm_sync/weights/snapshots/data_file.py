@@ -155,10 +155,9 @@ class ManifestFile:
             except (FileNotFoundError, NotADirectoryError):
                 return None
         if content != self._content:
-            known = None if self._manifest is None else self._manifest.data
             record = files.parse_json(content, self.path)
-            self._manifest = Manifest.from_record(record, self.path, known)
-            self._content = content
+            known = self._manifest and self._manifest.data
+            self._manifest, self._content = Manifest.from_record(record, self.path, known), content
         return self._manifest
 
     def write(self, manifest: Manifest, *, fsync: bool) -> None:
@@ -304,8 +303,6 @@ BUFFERS_PER_THREAD = 8
 STORE_TIMEOUT_S = 600.0
 # A part of a tensor, and the buffer that it is in.
 _Piece = tuple[torch.Tensor, torch.Tensor | None]
-# A tensor's checksum, and the seconds of copying and of hashing it.
-_Stored = tuple[int, float, float]
 
 
 class TensorWriter:
@@ -326,7 +323,7 @@ class TensorWriter:
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in buffers:
             self._free.put(buffer)
-        self._tensors: list[Future[_Stored]] = []
+        self._checksums: list[Future[int]] = []
         self._num_stored = 0  # pieces: shows progress
         self._failure: BaseException | None = None
 
@@ -346,7 +343,7 @@ class TensorWriter:
         arrived: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         try:
             stored = self._threads.submit(self._store, iter(arrived.get, None), meta.dtype, offset)
-            self._tensors.append(stored)
+            self._checksums.append(stored)
             on_host = is_on_host(flat)
             pieces = ((part, None) for part in parts) if on_host else self._copied_out(parts, meta)
             for piece in pieces:
@@ -357,35 +354,29 @@ class TensorWriter:
             wait([stored])
             self._raise_failure()
 
-    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
-        """Waits until all is stored; returns checksums, and seconds of all threads together."""
+    def finish(self) -> tuple[int, ...]:
+        """Waits until all is stored; returns the checksums."""
         num_stored = -1
-        while wait(self._tensors, STORE_TIMEOUT_S).not_done:
+        while wait(self._checksums, STORE_TIMEOUT_S).not_done:
             if num_stored == self._num_stored:
                 raise self._too_slow()
             num_stored = self._num_stored
         self._raise_failure()
-        results = [tensor.result() for tensor in self._tensors]
-        seconds = {"copy": sum(one[1] for one in results), "hash": sum(one[2] for one in results)}
-        return tuple(one[0] for one in results), seconds
+        return tuple(one.result() for one in self._checksums)
 
-    def _store(self, pieces: Iterable[_Piece], dtype: torch.dtype, offset: int) -> _Stored:
-        state, cast_to, copy_s, hash_s = xxhash.xxh3_64(), None, 0.0, 0.0
+    def _store(self, pieces: Iterable[_Piece], dtype: torch.dtype, offset: int) -> int:
+        state, cast_to = xxhash.xxh3_64(), None
         for piece, buffer in pieces:
             part = piece
             try:
                 if self._failure is not None:
                     continue  # pieces that have arrived still return their buffers
-                begin = time.perf_counter()
                 if part.dtype != dtype:
                     if cast_to is None:
                         cast_to = torch.empty(part.numel(), dtype=dtype)
                     part = cast_to[: part.numel()].copy_(part)
                 stored = self._file.write(part.view(torch.uint8).numpy(), offset)
-                copied = time.perf_counter()
                 state.update(cast("bytes", stored))
-                copy_s += copied - begin
-                hash_s += time.perf_counter() - copied
                 offset += len(stored)
                 self._num_stored += 1
             except BaseException as error:  # noqa: BLE001  raised where it is waited for
@@ -393,7 +384,7 @@ class TensorWriter:
             finally:
                 if buffer is not None:
                     self._free.put(buffer)
-        return state.intdigest(), copy_s, hash_s
+        return state.intdigest()
 
     def _copied_out(self, parts: Sequence[torch.Tensor], meta: ParamMeta) -> Iterator[_Piece]:
         """Yields a device tensor's parts and their buffers; copies one while the last is stored."""

@@ -113,15 +113,12 @@ def _open(path: Path, flags: int, folder: int | None = None) -> int:
 
 def _owner_here(folder: int) -> int:
     """The owner that the file system gives to what this process makes in ``folder``."""
-    device = os.fstat(folder).st_dev
-    if device not in _mapped_owners:
-        try:
-            place = f"/proc/self/fd/{folder}"
+    device, place = os.fstat(folder).st_dev, f"/proc/self/fd/{folder}"
+    with suppress(OSError):  # then this process cannot have made anything there
+        if device not in _mapped_owners:
             with tempfile.TemporaryFile(prefix=TEMPORARY_PREFIX, dir=place) as probe:
                 _mapped_owners[device] = os.fstat(probe.fileno()).st_uid
-        except OSError:  # this process cannot have made anything there
-            return os.geteuid()
-    return _mapped_owners[device]
+    return _mapped_owners.get(device, os.geteuid())
 
 
 def require_folder(path: Path) -> None:
@@ -197,13 +194,12 @@ def is_locked(path: Path) -> bool:
 
 def lock_holders(path: Path) -> str:
     """Names who locked a file, as far as this pid namespace shows it, for messages."""
-    pids: set[int] = set()
+    pids: set[str] = set()
     with suppress(OSError):  # released since, or a container without such a list
         inode = path.lstat().st_ino
         rows = map(str.split, Path("/proc/locks").read_text().splitlines())
-        found = [row for row in rows if row[1] == "FLOCK" and row[5].endswith(f":{inode}")]
-        pids = {int(row[4]) for row in found}
-    processes = [one for one in psutil.process_iter(["name"]) if one.pid in pids]
+        pids = {row[4] for row in rows if row[1] == "FLOCK" and row[5].endswith(f":{inode}")}
+    processes = [one for one in psutil.process_iter(["name"]) if str(one.pid) in pids]
     names = [f"pid {one.pid} ({one.info['name']})" for one in processes]
     return ", ".join(names) or "an unknown process"
 
@@ -371,8 +367,7 @@ class WriterLock:
         found = Owner.before(self._directory, layout, run_id, takeover=takeover)
         me = ProcessIdentity.current()
         last = found or Owner(run_id or secrets.token_hex(16), layout, 0, me, True, reusable_from=1)
-        gone = last.released or last.process.is_gone()
-        path = self._directory / LOCK
+        gone, path = last.released or last.process.is_gone(), self._directory / LOCK
         handle = open_file(path, os.O_RDWR | os.O_CREAT)
         locked = not take_lock(handle)
         # A dead owner's lock lives on in processes that it forked; those are no owners.
@@ -386,15 +381,12 @@ class WriterLock:
             os.close(handle)
             os.unlink(path)
             handle = new_file(path)
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(handle)
         self._handle = handle
         # No other writer has a temporary file here: each makes them inside its commit.
-        names = list_folder(self._directory)
-        left = [name for name in names if name.startswith(TEMPORARY_PREFIX)]
-        if found is not None:  # a user named it: it is not the first writer's alone
-            left.append(TEMPORARY)
-        if run_id not in {None, last.run_id}:
-            left.append(CURRENT)
+        left = [n for n in list_folder(self._directory) if n.startswith(TEMPORARY_PREFIX)]
+        left += [TEMPORARY] if found else []  # a user named it: it is not the first writer's alone
+        left += [] if run_id in {None, last.run_id} else [CURRENT]
         for name in left:
             (self._directory / name).unlink(missing_ok=True)
         epoch = last.epoch + 1

@@ -88,13 +88,10 @@ class Store:
             if free:
                 return free[0], self._open(free[0], layout)
             if deadline.passed:
-                others = [name for name in self._folders if name != self._current]
-                held = "; ".join(
-                    f"{files.lock_holders(self._path(one))} reads {one}" for one in others
-                )
+                held = [f"{files.lock_holders(self._path(n))} reads {n}" for n in self._others()]
                 raise SnapshotError(
                     f"{self._directory}: all {num} slots (max_slots={self._limit}) are current or "
-                    f"being read: {held}"
+                    f"being read: {'; '.join(held)}"
                 )
             time.sleep(_POLL_S)
 
@@ -136,9 +133,11 @@ class Store:
         matches = map(FOLDER.fullmatch, files.list_folder(self._directory))
         return {match[0]: int(match["epoch"]) for match in matches if match}
 
+    def _others(self) -> list[str]:
+        return [name for name in self._folders if name != self._current]
+
     def _free(self) -> list[str]:
-        others = [name for name in self._folders if name != self._current]
-        return [name for name in others if not files.is_locked(self._path(name))]
+        return [name for name in self._others() if not files.is_locked(self._path(name))]
 
     def _new(self, version: int, layout: DataLayout) -> tuple[str, DataFile]:
         """Makes a folder, if what is to be in it fits."""
@@ -197,9 +196,9 @@ class PublishReport:
     num_bytes: int  # bytes of the parameters
     seconds: float  # from call to return
     # Seconds of `acquire` (a folder to write into), `fill`, `flush`, `flip` and `collect` (removing
-    # old folders); and in `fill` of `source` (waiting for it), and all threads' `copy` and `hash`.
+    # old folders).
     phases: Mapping[str, float]
-    phase_starts: Mapping[str, float]  # of the first five, in seconds of `time.perf_counter()`
+    phase_starts: Mapping[str, float]  # in seconds of `time.perf_counter()`
 
 
 class SnapshotWriter:
@@ -263,11 +262,11 @@ class SnapshotWriter:
                 owner = self._lock.owner
                 self._current = self.current()
                 if self._current is not None and self._current.run_id != owner.run_id:
-                    place, stray = self._manifest_file.path, self._current.run_id
                     raise SnapshotError(
-                        f"{place}: is of run {stray}, the directory of run {owner.run_id}"
+                        f"{self._manifest_file.path}: is of run {self._current.run_id}, the "
+                        f"directory of run {owner.run_id}"
                     )
-                current = None if self._current is None else self._current.path
+                current = self._current and self._current.path
                 self._store = Store(self.directory, owner, current, (num_slots, max_slots))
             undo.pop_all()
 
@@ -284,7 +283,7 @@ class SnapshotWriter:
     @property
     def last_version(self) -> int | None:
         """The version that is current as far as this writer knows; None before the first."""
-        return None if self._current is None else self._current.version
+        return self._current and self._current.version
 
     @property
     def is_removed(self) -> bool:
@@ -346,7 +345,7 @@ class SnapshotWriter:
                 undo.callback(self._store.abandon, name)
                 file.tag()
             with times.measure("fill"):
-                checksums = self._fill(file, tensors, doing, times.seconds)
+                checksums = self._fill(file, tensors, doing)
             owner = self._lock.owner
             manifest = Manifest(
                 owner.run_id, owner.epoch, version, owner.layout, name, layout, checksums
@@ -409,29 +408,21 @@ class SnapshotWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fill(
-        self, file: DataFile, tensors: Tensors, doing: str, phases: dict[str, float]
-    ) -> tuple[int, ...]:
+    def _fill(self, file: DataFile, tensors: Tensors, doing: str) -> tuple[int, ...]:
         """Writes all tensors, which must be as announced, and returns their checksums."""
         layout, stays = file.layout, isinstance(tensors, Sequence)
-        source_s, items = 0.0, checked(tensors, layout.metadata)
+        items = zip(checked(tensors, layout.metadata), layout.offsets, strict=True)
         with TensorWriter(file, self._buffers) as writer:
-            for offset in layout.offsets:
-                asked = time.perf_counter()
-                meta, tensor = next(items)
-                source_s += time.perf_counter() - asked
+            for (meta, tensor), offset in items:
                 with self._storage(doing):
                     writer.add(tensor, meta, offset, stays=stays)
-            next(items, None)  # refuses what is left over
             with self._storage(doing):
-                checksums, seconds = writer.finish()
-        phases |= {"source": source_s, **seconds}
-        return checksums
+                return writer.finish()
 
     def _layout_of(self, metadata: Sequence[ParamMeta]) -> DataLayout:
         if self._closed:
             raise SnapshotError(f"{self.directory}: this writer is closed")
-        return DataLayout.of(metadata, None if self._current is None else self._current.data)
+        return DataLayout.of(metadata, self._current and self._current.data)
 
     @contextmanager
     def _storage(self, doing: str) -> Iterator[None]:
