@@ -109,9 +109,6 @@ class Deadline:
         """Returns the earlier of this one and ``timeout_s`` seconds from now."""
         return Deadline(min(timeout_s, self.at - self._clock()), clock=self._clock)
 
-    def extended(self, seconds: float) -> Deadline:
-        return Deadline(self.at - self._clock() + seconds, clock=self._clock)
-
     def shorten(self, timeout_s: float) -> None:
         """Moves this one forward to ``timeout_s`` seconds from now, unless it is earlier."""
         self.at = self.min(timeout_s).at

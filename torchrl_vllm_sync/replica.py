@@ -94,8 +94,7 @@ class PushReport:
             ``open_s`` comes before the transport's own; the first time it chooses a transport,
             forms its group and asks replicas what they hold. ``compare_s`` reads all weights once,
             to know a retry by. After a second attempt ``lost_s`` is from the beginning of the first
-            to that of the last, of which ``last_words_s`` from when the one before broke off, and
-            ``again_s`` is the last one.
+            to that of the last.
         replicas: What each replica answered.
         left_behind: Id of each replica that did not reach the version, and takes no requests until
             it does, to the reason. After a strict push only replicas that were starting.

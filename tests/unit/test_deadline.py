@@ -35,10 +35,3 @@ def test_a_part_ends_with_the_whole_at_the_latest(clock):
     clock.now = 110.0
     assert deadline.min(3.0).at == 105.0
     assert deadline.min(3.0).passed
-
-
-def test_a_later_one_keeps_to_the_same_beginning(clock):
-    deadline = Deadline(5.0, clock=clock)
-    clock.now = 103.0
-    assert deadline.extended(10.0).at == 115.0
-    assert deadline.at == 105.0

@@ -284,24 +284,6 @@ def test_nobody_is_held_back_when_all_failed_and_the_number_is_used_up(pusher, r
     assert push(pusher).version == 3
 
 
-def test_a_push_that_another_process_overtook_takes_the_next_number(pusher, replicas, transport):
-    push(pusher)
-    replicas.held = {"a": 3, "b": 3}  # pushed by somebody else
-    send = transport.send
-
-    def refuse_old(members, push):
-        if push.version <= 3:
-            transport.sent.append(push.version)
-            return dict.fromkeys(replicas.held, OSError("holds 3"))
-        return send(members, push)
-
-    transport.send = refuse_old
-    assert push(pusher).version == 4
-    assert transport.sent == [1, 2, 4]
-    replicas.held = {"a": 9, "b": 9}
-    assert push(pusher).version == 5  # this transport takes any
-
-
 def test_weights_that_do_not_fit_are_not_sent_and_use_no_number(pusher, transport):
     for weights in ({}, {"w": torch.ones(3)}, {"v": torch.ones(2)}):
         with pytest.raises(WeightMismatchError):
@@ -714,7 +696,7 @@ def test_a_transfer_is_sent_again_without_the_lost_who_are_reported(pusher, repl
     assert report.left_behind == {"b": "no answer"}
     assert {one.replica_id: one.version for one in report.replicas} == {"a": 1, "b": None, "c": 1}
     assert report.phases["attempts"] == 2
-    assert report.phases["lost_s"] >= report.phases["last_words_s"] >= 0
+    assert report.phases["lost_s"] >= 0
     again = push(pusher, strict=False)
     assert transport.sent_to[2:] == [["a", "c"]]
     assert again.left_behind == {"b": "no answer"}

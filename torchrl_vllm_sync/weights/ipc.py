@@ -105,13 +105,9 @@ class IPCTransport:
             for name, tensor in views_of(push.source) or ():
                 check_device(name, tensor, self._device)
             self._make_buffer(push.source.metadata())
+            limit_s = push.timeout_s
             calls = members.start(
-                "start_weight_update",
-                version=push.version,
-                run_id=self.run_id,
-                mode=push.mode,
-                clear_cache=push.clear_cache,
-                timeout_s=push.timeout_s,
+                "start_weight_update", run_id=self.run_id, timeout_s=limit_s, **push.terms
             )
             answers = calls.answers(deadline.left_s + GRACE_S)
         with push.times.measure("send_s"):
@@ -147,8 +143,7 @@ class IPCTransport:
             "shapes": [list(one.shape) for one in chunk],
             "tensor_sizes": [one.num_bytes for one in chunk],
         }
-        left = max(deadline.left_s, 1e-3)
-        calls = {}
+        left, calls = max(deadline.left_s, 1e-3), {}
         for name in members.incarnations:
             # An export is counted once, and released by the process that opens it.
             handles = {device_uuid(self._device): reduce_tensor(self._buffer)[1]}
@@ -198,12 +193,12 @@ class IPCTransport:
 def _device_for(home: torch.device | None, alive: Mapping[str, EngineDescription]) -> torch.device:
     """Returns the one device of trainer and engines."""
     need = "the ipc transport needs trainer and engines on one CUDA device, and"
-    kinds = {one.device_type for one in alive.values()}
+    kinds, where = {one.device_type for one in alive.values()}, ""
     if kinds != {"cuda"}:
         where = f"the engines are on {' and '.join(sorted(kinds))}"
-        raise UnsupportedArgumentError(f"{need} {where}: use the memmap transport")
-    if not torch.cuda.is_available():
+    elif not torch.cuda.is_available():
         where = "the trainer is on a host without CUDA"
+    if where:
         raise UnsupportedArgumentError(f"{need} {where}: use the memmap transport")
     device = home or current_device("cuda")
     own = device_uuid(device)

@@ -297,14 +297,11 @@ def deliver(transport: WeightTransport, members: Members, push: Push) -> list[Lo
                 break  # no replica is left: earlier answers stand
             times.seconds["attempts"] = attempt + 1
             times.note("lost_s", start, begin)
-            times.note("last_words_s", times.broke_off or begin, begin)
         if transport.is_collective:
             times.note("join_s", begin)
         now = transport.send(members, push)
         answers |= now
         members.note_silent(now)
-        if attempt:
-            times.note("again_s", begin)
         gone = {name: reason_of(one) for name, one in now.items() if is_lost(one)}
         broke_off = failed(now).keys() - gone.keys()  # for others, who may get it without them
         if not (transport.is_collective and gone and broke_off):
@@ -478,7 +475,7 @@ class WeightPusher:
         begin: float,
         ending: contextlib.ExitStack,
     ) -> tuple[PushReport, bool]:
-        """Sends once, or twice if another process pushed first; returns whether it commits anew."""
+        """Sends, and returns whether that commits a version anew."""
         times, transport, ledger = PhaseTimes(), self._transport, self._ledger
         strict = self._strict if options.strict is None else options.strict
         mode, clear_cache = options.mode, options.clear_cache
@@ -490,34 +487,28 @@ class WeightPusher:
                 self._check_repeat(given, version)
                 ledger.is_current &= was_ours()  # another trainer may have pushed since
                 self._open(source)
-                self._take_stock()
+                if not ledger.is_current:  # before the first push, and after one that failed
+                    ledger.take_stock(self._reports())
             num_bytes = sum(meta.num_bytes for meta in source.metadata())
             awaited, to = awaited_replicas(self._client.standings()), self.transport.name
             kind = PushKind(to, num_bytes, mode, clear_cache, frozenset(awaited.items()))
-            for last_try in (version is not None, True):
-                chosen = ledger.next_version(version, transport.last_version)
-                limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
-                push = Push(source, chosen, limit_s, mode, clear_cache)
-                content, start = Content(given), time.perf_counter()
-                reports = deliver(transport, self._members, push)
-                seconds = time.perf_counter() - start
-                is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
-                failures = errors_of(reports)
-                self._keep(content, reports, chosen)
-                self._keep_out(reports, chosen)
-                missed = failures.keys() & awaited.keys()
-                if not missed and all(one.loaded for one in reports if not one.error):
-                    self._deadlines.record(kind, seconds)
-                news, self._missed = missed - self._missed, missed
-                if not failures:
-                    break
-                ledger.is_current = False  # the next push asks again what the replicas hold
-                if news:  # this may well be sent again
-                    with times.measure("compare_s"):
-                        content.summed(given)
-                if last_try or not self._was_overtaken(reports, chosen):
-                    break
-                self._open(source)
+            chosen = ledger.next_version(version, transport.last_version)
+            limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
+            push = Push(source, chosen, limit_s, mode, clear_cache)
+            content, start = Content(given), time.perf_counter()
+            reports = deliver(transport, self._members, push)
+            seconds, failures = time.perf_counter() - start, errors_of(reports)
+            is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
+            self._keep(content, reports, chosen)
+            self._keep_out(reports, chosen)
+            missed = failures.keys() & awaited.keys()
+            if not missed and all(one.loaded for one in reports if not one.error):
+                self._deadlines.record(kind, seconds)
+            ledger.is_current &= not failures  # else the next push asks what the replicas hold
+            if missed - self._missed:  # this may well be sent again
+                with times.measure("compare_s"):
+                    content.summed(given)
+            self._missed = missed
         if not commits(reports, strict=strict):
             raise WeightSyncError(chosen, failures)
         seconds, starts = time.perf_counter() - begin, times.starts | push.times.starts
@@ -555,13 +546,6 @@ class WeightPusher:
         if may_have or self._transport.last_version >= version:
             self._pushed = {version: self._pushed.get(version, content)}
 
-    def _was_overtaken(self, reports: list[LoadReport], version: int) -> bool:
-        """Whether no replica took ``version`` because another process pushed as many in between."""
-        if reached_some(reports):
-            return False
-        self._take_stock()
-        return self._ledger.newest >= version
-
     def _keep_out(self, reports: list[LoadReport], version: int) -> None:
         """Keeps those left behind, or joined meanwhile, from requests until they hold ``version``.
 
@@ -578,11 +562,6 @@ class WeightPusher:
         awake = self._client.start_calls("hold_back", dict.fromkeys(told - silent, stamp))
         if errors:  # pushes need not wait for those that have just joined
             awake.answers(HOLD_BACK_TIMEOUT_S)
-
-    def _take_stock(self) -> None:
-        """Asks the replicas what they hold: before the first push, and after one that failed."""
-        if not self._ledger.is_current:
-            self._ledger.take_stock(self._reports())
 
     def _reports(self, without: Collection[str] = ()) -> dict[str, Any]:
         """Returns reports of the replicas that were not silent a moment ago."""

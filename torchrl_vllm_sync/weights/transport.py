@@ -64,8 +64,6 @@ class PhaseTimes:
         self.seconds: dict[str, float] = {}
         # When each phase began, by ``time.perf_counter()``; not of sums of many pieces.
         self.starts: dict[str, float] = {}
-        # When the last attempt broke off, if one did.
-        self.broke_off: float | None = None
 
     def note(self, phase: str, begin: float, end: float | None = None) -> None:
         self.seconds[phase] = (time.perf_counter() if end is None else end) - begin

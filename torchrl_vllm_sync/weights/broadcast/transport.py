@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 import uuid
@@ -44,11 +45,7 @@ if TYPE_CHECKING:
 
 DEFAULT_JOIN_TIMEOUT_S = 120.0
 LEAVE_TIMEOUT_S = 15.0
-# An announcement gets this many times longer than the slowest one took, beside the time to send.
-ANNOUNCE_MULTIPLE = 3.0
 GROUP_ID_BITS = 32
-
-_SETTINGS = "_bucket_bytes _interface _staged _given_device _verify _join_timeout_s".split()  # noqa: SIM905
 Verify = Literal["first", "always", "never"]
 
 
@@ -99,6 +96,10 @@ class BroadcastTransport:
         self._bucket_bytes, self._interface, self._staged = bucket_bytes, interface, staged
         self._given_device = None if device is None else torch.device(device)
         self._verify, self._join_timeout_s = verify, join_timeout_s
+        # A copy in another process forms a group of its own.
+        options = {"bucket_bytes": bucket_bytes, "device": device, "interface": interface}
+        options |= {"staged": staged, "verify": verify, "join_timeout_s": join_timeout_s}
+        self._copy = functools.partial(type(self), **options)
         self._forget()
 
     def _forget(self) -> None:
@@ -115,7 +116,6 @@ class BroadcastTransport:
         self._packer: Packer | None = None
         self._whole: list[torch.Tensor] | None = None
         self._checked: set[tuple[str, str, str]] = set()
-        self._announce_s = 0.0
         self._has_plans = self._takes_direct = False
 
     @property
@@ -180,11 +180,8 @@ class BroadcastTransport:
         group = BroadcastGroup.host(address, port=port, device=device, timeout_s=limit_s, **shared)
         at = group.rendezvous
         shared |= {"master_address": at.address, "master_port": at.port, "group_id": group_id}
-        calls = members.client.start_calls(
-            "join_broadcast",
-            {name: ({**shared, "rank_offset": own[0]},) for name, own in ranks.items()},
-            timeout_s=limit_s,
-        )
+        infos = {name: ({**shared, "rank_offset": own[0]},) for name, own in ranks.items()}
+        calls = members.client.start_calls("join_broadcast", infos, timeout_s=limit_s)
         try:
             group.connect(timeout_s=limit_s, watch=lambda: raise_exceptions(calls.failures()))
             raise_exceptions(calls.answers(limit_s + GRACE_S))
@@ -210,9 +207,9 @@ class BroadcastTransport:
         return True
 
     def _leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+        if self._group is not None:
+            self._group.close()
+        self._group = None
 
     def _give_up(self, members: Members, answers: Mapping[str, Any]) -> None:
         """Abandons the group on both sides; the next push forms another."""
@@ -244,18 +241,18 @@ class BroadcastTransport:
         layout = self._laid_out(push.source, group.device)
         answers: dict[str, Any] = {}
         if self._announced != layout.digest:
-            deadline = deadline.extended(ANNOUNCE_MULTIPLE * self._announce_s)
             answers = self._announce(members, layout, deadline)
-            self._announce_s = max(self._announce_s, time.perf_counter() - begin)
         times.note("prepare_s", begin)
         if unable := failed(answers):
-            times.broke_off = begin
             self._give_up(members, answers)
             why = SyncError(f"nothing was sent: replica {', '.join(unable)} could not prepare")
             return {name: unable.get(name, why) for name in answers}
-        num_passes = self._num_passes(layout.digest)
+        # Engines of the group, with the digest of what is sent, that have not loaded it yet: a
+        # second pass checks their load plans.
+        unchecked = {(layout.digest, *one) for one in self._joined.items()} - self._checked
+        wanted = self._verify == "always" or (self._verify == "first" and unchecked)
+        num_passes = 2 if wanted and self._has_plans and not self._staged else 1
         whole = self._whole if self._takes_direct else None
-
         num_packed = num_passes if whole is None else num_passes - 1
 
         def transfer() -> None:
@@ -287,9 +284,7 @@ class BroadcastTransport:
             num_passes=num_passes,
             staged=self._staged,
             timeout_s=max(deadline.left_s, 1.0),
-            version=push.version,
-            mode=push.mode,
-            clear_cache=push.clear_cache,
+            **push.terms,
         )
         limits: dict[str, Any]
         limits = {"deadline": deadline.at, "watch": lambda: raise_exceptions(calls.failures())}
@@ -303,10 +298,13 @@ class BroadcastTransport:
         if failure is not None and not failed(answers):
             answers = dict.fromkeys(answers, failure)
         if failed(answers):
-            times.broke_off = sent if failure is not None else time.perf_counter()
             self._give_up(members, answers)
         else:
-            self._note_loaded(layout.digest, {one["path"] for one in answers.values()})
+            self._checked |= unchecked
+            paths = {one["path"] for one in answers.values()}
+            # A check may have ended a worker's trust in its plan.
+            self._takes_direct = self._takes_direct and paths == {"plan"}
+            self._has_plans = any("plan" in path for path in paths)
         if whole is not None:
             self._packer, self._buffers = None, []  # until the next check
         return {name: _with_cause(one, cause) for name, one in answers.items()}
@@ -315,31 +313,14 @@ class BroadcastTransport:
         self, members: Members, layout: BucketLayout, deadline: Deadline
     ) -> dict[str, Any]:
         """Sends the replicas the metadata of this push and all later ones."""
-        timeout_s = max(deadline.left_s, 1.0)
-        content = to_json(layout.metadata), self._bucket_bytes
-        calls = members.start("prepare_broadcast", *content, timeout_s=timeout_s)
+        timeout_s, rows = max(deadline.left_s, 1.0), to_json(layout.metadata)
+        calls = members.start("prepare_broadcast", rows, self._bucket_bytes, timeout_s=timeout_s)
         answers = calls.answers(timeout_s + GRACE_S)
         if not failed(answers):
             self._announced = layout.digest
             self._has_plans = any("plan" in one["path"] for one in answers.values())
             self._takes_direct = all(one["direct"] for one in answers.values())
         return answers
-
-    def _note_loaded(self, digest: str, paths: set[str]) -> None:
-        """Records that every member has loaded what was sent, and by which paths."""
-        self._checked |= self._unchecked(digest)
-        # A check may have ended a worker's trust in its plan.
-        self._takes_direct = self._takes_direct and paths == {"plan"}
-        self._has_plans = any("plan" in path for path in paths)
-
-    def _unchecked(self, digest: str) -> set[tuple[str, str, str]]:
-        """Engines of the group, with the digest of what is sent, that have not loaded it yet."""
-        return {(digest, *one) for one in self._joined.items()} - self._checked
-
-    def _num_passes(self, digest: str) -> int:
-        """How often to send everything: a second time to check load plans."""
-        wanted = self._verify == "always" or (self._verify == "first" and self._unchecked(digest))
-        return 2 if wanted and self._has_plans and not self._staged else 1
 
     def _laid_out(self, source: WeightSource, device: torch.device) -> BucketLayout:
         """Returns the buckets of what is sent; notes whether it can be sent from where it is."""
@@ -369,13 +350,8 @@ class BroadcastTransport:
             self._packer = ViewPacker(layout, self._buffers, self._views)
         return self._packer
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process forms a group of its own.
-        return {name: self.__dict__[name] for name in _SETTINGS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._copy, ()
 
     def close(self) -> None:
         """Leaves the group, which the workers notice, and frees the buckets. Idempotent."""
@@ -399,8 +375,5 @@ def _failure(transfer: Callable[[], None], group: BroadcastGroup) -> SyncError |
 
 def _with_cause(answer: Any, cause: SyncError | None) -> Any:
     """Prefixes a replica's error with the trainer's, if that caused it."""
-    if cause is None or not isinstance(answer, Exception) or is_lost(answer):
-        return answer
-    if str(cause) in str(answer):
-        return answer
-    return TransferError(f"{cause}; {answer}")
+    is_own = isinstance(answer, Exception) and not is_lost(answer) and str(cause) not in str(answer)
+    return TransferError(f"{cause}; {answer}") if cause is not None and is_own else answer
