@@ -133,8 +133,8 @@ def groups(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(module.BroadcastGroup, "host", host)
-    monkeypatch.setattr(module, "broadcast_tensors", lambda *args, **options: None)
-    monkeypatch.setattr(module, "send_buckets", lambda *args, **options: None)
+    monkeypatch.setattr(module.buckets, "broadcast_tensors", lambda *args, **options: None)
+    monkeypatch.setattr(module.buckets, "send_buckets", lambda *args, **options: None)
     return made
 
 

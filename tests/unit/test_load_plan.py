@@ -35,10 +35,9 @@ def push(plan, checkpoint, bucket_bytes=BUCKET_BYTES):
         slot = slots[number % NUM_SLOTS]
         slot.fill_(255)  # what the bucket before left behind must not matter
         for piece in bucket.pieces:
-            flat = checkpoint[piece.name].reshape(-1)
+            flat = checkpoint[piece.meta.name].reshape(-1)
             rows = flat[piece.first_element : piece.first_element + piece.num_elements]
-            end = piece.byte_offset + piece.num_bytes
-            slot[piece.byte_offset : end].copy_(rows.view(torch.uint8))
+            piece.within(slot).copy_(rows)
         bound[number].unpack()
     return sum(len(targets) for bucket in bound for targets, _ in bucket.groups)
 

@@ -30,7 +30,7 @@ from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
 from torchrl_vllm_sync.weights.snapshots.data_file import bytes_of, checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 
 HEAD = "lm_head.weight"
@@ -87,13 +87,11 @@ class MappingSource:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(tensors)
-        for name, tensor in self.tensors.items():
+        for name, one in self.tensors.items():
             if not isinstance(name, str):
                 raise TypeError(f"names of weights must be text, got {name!r}")
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(
-                    f"weights must be tensors, got {type(tensor).__name__} for {name!r}"
-                )
+            if not isinstance(one, torch.Tensor):
+                raise TypeError(f"weights must be tensors, got {type(one).__name__} for {name!r}")
         check_readable(self.tensors)
         self._metadata: list[ParamMeta] = []
         self._views: list[tuple[str, torch.Tensor]] = []
@@ -238,19 +236,15 @@ def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightS
 def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamMeta]) -> _Fit:
     """Compares what ``source`` gives with what the engines expect."""
     wanted = {meta.name: meta for meta in expected}
-    relevant = {
-        meta.name: meta
-        for meta in given
-        if meta.name in wanted or meta.name.rpartition(".")[2] not in DERIVED
-    }
-    prefix = _common_prefix(relevant, wanted)
-    sent = {
-        name: _sent_as(name.removeprefix(prefix), meta, wanted) for name, meta in relevant.items()
-    }
+    relevant = [
+        meta for meta in given if meta.name in wanted or meta.name.rpartition(".")[2] not in DERIVED
+    ]
+    prefix = _common_prefix([meta.name for meta in relevant], wanted)
     found: dict[str, ParamMeta] = {}
+    sent: dict[str, str | list[tuple[str, ...]]] = {}
     twice: list[str] = []
-    for name, names in sent.items():
-        meta = relevant[name]
+    for meta in relevant:
+        names = _sent_as(meta.name.removeprefix(prefix), meta, wanted)
         if isinstance(names, str):
             items = [ParamMeta(names, meta.dtype, meta.shape)]
         else:
@@ -258,11 +252,12 @@ def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamM
             items = [ParamMeta(one, meta.dtype, shape) for one in itertools.chain(*names)]
         twice += [one.name for one in items if one.name in found]
         found |= {one.name: one for one in items}
+        sent[meta.name] = names
     both = [(meta, wanted[name]) for name, meta in found.items() if name in wanted]
     embedding = None
     if HEAD in found and HEAD not in wanted:
-        alike = [meta.name for meta, _ in both if "embed" in meta.name]
-        alike = [name for name in alike if found[name].shape == found[HEAD].shape]
+        shape = found[HEAD].shape
+        alike = [one.name for one, _ in both if "embed" in one.name and one.shape == shape]
         embedding = alike[0] if len(alike) == 1 else None
     shapes = [
         f"{meta.name} {list(meta.shape)} instead of {list(want.shape)}"
@@ -316,9 +311,8 @@ def _check(source: WeightSource, prefix: str, embedding: str | None, *problems: 
         )
 
 
-def _common_prefix(given: Iterable[str], wanted: Mapping[str, ParamMeta]) -> str:
+def _common_prefix(given: list[str], wanted: Mapping[str, ParamMeta]) -> str:
     """Returns the prefix whose removal turns the most given names into wanted ones."""
-    given = list(given)
     if not wanted or any(name in wanted for name in given):
         return ""
     probe = next(iter(wanted))
@@ -339,12 +333,12 @@ class Content:
     """
 
     def __init__(self, source: WeightSource) -> None:
-        self._look: Callable[[Mapping[str, torch.Tensor]], dict[str, Any]] = _glance
+        self._is_summed = False
         self._seen = self._see(source)
 
     def summed(self, source: WeightSource) -> None:
         """Notes that a retry is due, and checksums to recognise it by."""
-        self._look = _sums
+        self._is_summed = True
         self._seen = self._see(source)
 
     def difference(self, source: WeightSource) -> str:
@@ -352,40 +346,35 @@ class Content:
         then, now = self._seen, self._see(source)
         if then is None or now is None:
             # A push that left replicas behind is retried whatever its source is.
-            return "" if self._look is _sums else "nothing is known to compare its weights with"
+            return "" if self._is_summed else "nothing is known to compare its weights with"
         changed = [name for name in {**now, **then} if now.get(name) != then.get(name)]
         return _listing("not as they were", changed)
 
     def _see(self, source: WeightSource) -> dict[str, Any] | None:
-        held = _held(source)
-        return None if held is None else self._look(held)
+        """Looks at the live tensors that a source reads unchanged; ``None`` if unknown."""
+        owner = source.owner if isinstance(source, StableSource) else None
+        if isinstance(source, MappingSource):
+            held = source.tensors
+        elif isinstance(owner, torch.nn.Module) and not is_peft(owner):
+            held = dict(owner.state_dict(keep_vars=True))
+        else:
+            return None
+        if self._is_summed:
+            return {name: checksum(local(one)) for name, one in held.items()}
+        step = max(len(held) // 8, 1)
+        return {
+            # Fused optimizers do not count their writes, so some values of a few are read.
+            name: _glance(one, with_values=index % step == 0)
+            for index, (name, one) in enumerate(held.items())
+        }
 
 
-def _held(source: WeightSource) -> dict[str, torch.Tensor] | None:
-    """Returns the live tensors that a source reads unchanged; ``None`` if unknown."""
-    if isinstance(source, MappingSource):
-        return source.tensors
-    owner = source.owner if isinstance(source, StableSource) else None
-    if not isinstance(owner, torch.nn.Module) or is_peft(owner):
-        return None
-    return dict(owner.state_dict(keep_vars=True))
-
-
-def _glance(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Identifies tensors' memory and the writes to it; reads some values of about eight of them."""
-    found: dict[str, Any] = {}
-    step = max(len(tensors) // 8, 1)
-    for index, (name, tensor) in enumerate(tensors.items()):
-        one = local(tensor)
-        storage = StorageWeakRef(one.untyped_storage())  # no other storage is taken for it
-        writes = None if tensor.is_inference() else tensor._version
-        sample = None
-        if index % step == 0:  # since fused optimizers do not count their writes
-            flat = one.reshape(-1)
-            sample = bytes_of(flat[:: max(flat.numel() // 16, 1)]).tobytes()
-        found[name] = storage, one.storage_offset(), one.shape, one.stride(), writes, sample
-    return found
-
-
-def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return {name: checksum(local(one)) for name, one in tensors.items()}
+def _glance(tensor: torch.Tensor, *, with_values: bool) -> tuple[Any, ...]:
+    """Identifies a tensor's memory and the writes to it."""
+    one, sample = local(tensor), b""
+    storage = StorageWeakRef(one.untyped_storage())  # no other storage is taken for it
+    if with_values:
+        flat = one.reshape(-1)
+        sample = bytes_of(flat[:: max(flat.numel() // 16, 1)]).tobytes()
+    writes = None if tensor.is_inference() else tensor._version
+    return storage, one.storage_offset(), one.shape, one.stride(), writes, sample

@@ -7,6 +7,7 @@ row (tensor parallelism) still finds whole rows.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections import defaultdict, deque
@@ -44,13 +45,10 @@ class Piece:
     first_element: int  # offset in the full, contiguous tensor
     num_elements: int
 
-    @property
-    def name(self) -> str:
-        return self.meta.name
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.meta.dtype.itemsize
+    def within(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns them, flat, in the buffer of their bucket."""
+        num_bytes = self.num_elements * self.meta.dtype.itemsize
+        return buffer[self.byte_offset :][:num_bytes].view(self.meta.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +120,8 @@ class TensorCopy:
 
     @classmethod
     def whole(cls, meta: ParamMeta, tensor: torch.Tensor) -> TensorCopy:
-        shape, stride = tensor.shape, tensor.stride()
-        if not tensor.is_contiguous():
-            stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
-        return cls(meta.name, 0, shape, stride, tensor)
+        dense = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, device="meta")
+        return cls(meta.name, 0, tensor.shape, dense.stride(), tensor)
 
     @property
     def dims(self) -> Dims:
@@ -163,16 +159,13 @@ def bound_buckets(
     pieces: defaultdict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for number, bucket in enumerate(layout.buckets):
         for piece in bucket.pieces:
-            pieces[piece.name].append((number, piece))
+            pieces[piece.meta.name].append((number, piece))
     parts: list[list[_Part]] = [[] for _ in layout.buckets]
     for copy in copies:
         start = int(copy.target.storage_offset())
         for number, part in _cut_copy(copy, copy.offset, start, copy.dims, pieces[copy.name]):
             parts[number].append(part)
-    return [
-        BoundBucket(_merged(one), buffers[number % len(buffers)])
-        for number, one in enumerate(parts)
-    ]
+    return list(map(BoundBucket, map(_merged, parts), itertools.cycle(buffers)))
 
 
 def _cut_copy(
@@ -222,11 +215,10 @@ class _Part(NamedTuple):
     def is_followed_by(self, other: _Part) -> bool:
         """Whether ``other`` goes on where this one ends, in the bucket and in one storage."""
         count = self.num_elements
+        end = self.begin + count * self.dtype.itemsize, self.offset + count
         return (
-            self.offset + count == other.offset
-            and self.begin + count * self.dtype.itemsize == other.begin
-            and _is_flat(self.dims)
-            and _is_flat(other.dims)
+            end == (other.begin, other.offset)
+            and (_is_flat(self.dims) and _is_flat(other.dims))
             and (self.dtype, self.target.dtype) == (other.dtype, other.target.dtype)
             and storage_key(self.target) == storage_key(other.target)
         )
@@ -426,7 +418,7 @@ class StreamingPacker:
             if rows.dim():
                 size = piece.meta.num_elements // len(rows)
                 rows = rows.narrow(0, piece.first_element // size, piece.num_elements // size)
-            _part(buffer, piece).view(rows.shape).copy_(rows, non_blocking=True)
+            piece.within(buffer).view(rows.shape).copy_(rows, non_blocking=True)
 
     def finish(self) -> None:
         """Exhausts the source, so that ``checked`` refuses surplus tensors; frees the last one."""
@@ -442,10 +434,6 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
             f"{name} is on {tensor.device}, but this transport sends from {device}: move the "
             "weights there, or use the memmap transport"
         )
-
-
-def _part(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return buffer[piece.byte_offset :][: piece.num_bytes].view(piece.meta.dtype)
 
 
 Packer = ViewPacker | StreamingPacker
@@ -464,9 +452,10 @@ def whole_tensors(
     whole = torch.empty(0)
     for index in arrivals:
         for piece in layout.buckets[index].pieces:
-            received = _part(buffers[index % len(buffers)], piece)
+            received, end = piece.within(buffers[index % len(buffers)]), piece.first_element
             if piece.first_element == 0:
                 whole = received.new_empty(piece.meta.num_elements)
-            whole[piece.first_element : piece.first_element + piece.num_elements] = received
-            if piece.first_element + piece.num_elements == piece.meta.num_elements:
-                yield piece.name, whole.view(piece.meta.shape)
+            end += piece.num_elements
+            whole[piece.first_element : end] = received
+            if end == piece.meta.num_elements:
+                yield piece.meta.name, whole.view(piece.meta.shape)

@@ -73,9 +73,8 @@ LAST_WORD_S = 0.5
 class BoundedStore:
     """The calls of a ``TCPStore`` that the ranks of a group need, each of which ends in time.
 
-    While the process that hosts a ``TCPStore`` is stopped, no call returns (torch 2.11 and 2.12).
-    So each runs in a thread of its own, which is abandoned when there is no answer. The connection
-    then counts as lost, and every later call fails at once.
+    While the process that hosts it is stopped none returns (torch 2.11 and 2.12). So each runs in a
+    thread of its own, abandoned when there is no answer: then every later call fails at once.
     """
 
     def __init__(
@@ -146,16 +145,13 @@ def nccl_environment(interface: str | None) -> Iterator[None]:
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         wanted |= dict.fromkeys(PINNED_BY_VLLM)
     if interface is not None:
-        # "=": this one, not all whose names begin so.
-        wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"
+        wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"  # "=": not all whose names begin so
     before = {name: os.environ.get(name) for name in wanted}
 
     def apply(values: dict[str, str | None]) -> None:
-        for name, value in values.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in values.items() if value is not None})
 
     apply(wanted)
     try:
@@ -288,17 +284,15 @@ class BroadcastGroup:
         cls, rendezvous: Rendezvous, rank: int, device: torch.device, *, timeout_s: float
     ) -> BroadcastGroup:
         """Connects a worker to the trainer's store."""
-        address, port, world_size = rendezvous.address, rendezvous.port, rendezvous.world_size
-        if not 0 < rank < world_size:
-            raise TransferError(
-                f"rank must be in [1, {world_size}) in a group of {world_size}, got {rank}"
-            )
+        address, port, size = rendezvous.address, rendezvous.port, rendezvous.world_size
+        if not 0 < rank < size:
+            raise TransferError(f"rank must be in [1, {size}) in a group of {size}, got {rank}")
         _require_interface(rendezvous.interface)
         deadline = time.monotonic() + timeout_s
         try:
             # The store itself tries twice, each time for as long as it is given.
             _await_listener(address, port, deadline)
-            store = _store_at(address, port, world_size, left_s(deadline, 1.0))
+            store = _store_at(address, port, size, left_s(deadline, 1.0))
         except (DistError, OSError, RuntimeError) as error:
             raise TransferError(
                 f"cannot reach the trainer at {address}:{port} within {timeout_s:g} s: {error}"
@@ -334,8 +328,7 @@ class BroadcastGroup:
         try:
             self._meet(time.monotonic() + timeout_s, watch)
         except RuntimeError as error:  # of the store, the communicators, or ours
-            leave = self.abort if self.rank == TRAINER_RANK else self.close
-            leave()
+            self.abort() if self.rank == TRAINER_RANK else self.close()
             if isinstance(error, TransferError):
                 raise
             raise TransferError(f"the group could not be formed: {error}") from error
@@ -390,8 +383,7 @@ class BroadcastGroup:
 
     def wait(self, work: dist.Work, watch: Watch = None) -> None:
         """Waits for one transfer; on CUDA the current stream does, not the host."""
-        # Gloo never ends the wait for a message whose connection closes in the middle of it (torch
-        # 2.13).
+        # Gloo never ends the wait for a message whose connection closes within it (torch 2.13).
         while self._stream is None and not work.is_completed():
             with contextlib.suppress(RuntimeError):  # not yet, or a failure: see the last line
                 work.wait(timedelta(seconds=WATCH_S))
@@ -450,18 +442,19 @@ class BroadcastGroup:
         if self._stream is not None:
             self._abort_nccl(group)
             return
-        self._close_connections(group)
+        # Connections close as when a receive is late: Gloo has no ``abort`` (torch 2.13).
+        for peer in range(self.rendezvous.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):  # it times out: no peer sends this
+                    group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
         works, self._under_way = list(self._under_way), deque()
 
         def have_ended() -> bool:
             return all(one.is_completed() for one in works)
 
-        def keep() -> object:
-            wait_until(have_ended, math.inf, poll_s=WATCH_S)
-            return group
-
         if not wait_until(have_ended, time.monotonic() + END_TIMEOUT_S, poll_s=1e-3):
-            in_thread("gloo-ends", keep)  # the group's destructor would wait for them here
+            # The group's destructor would wait for them here.
+            in_thread("gloo-ends", lambda: (wait_until(have_ended, math.inf, None, WATCH_S), group))
 
     def _abort_nccl(self, group: Any) -> None:
         # torch waits for NCCL as long as the group's own timeout, then raises, and its threads stay
@@ -471,13 +464,6 @@ class BroadcastGroup:
             logger.warning("NCCL has not left its peers after %g s", ABORT_TIMEOUT_S)
         elif error := aborting.exception():
             logger.warning("NCCL could not leave its peers: %s", error)
-
-    def _close_connections(self, group: Any) -> None:
-        """Closes them as Gloo does when a receive is late; it has no ``abort`` (torch 2.13)."""
-        for peer in range(self.rendezvous.world_size):
-            if peer != self.rank:
-                with contextlib.suppress(RuntimeError):  # it times out: no peer sends this
-                    group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
 
     def start(self, push_id: int, *, deadline: float, watch: Callable[[], None]) -> None:
         """On the trainer: starts a transfer when all are ready; until then nothing is to abort."""

@@ -17,17 +17,8 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.weights.broadcast.buckets import (
-    DEFAULT_BUCKET_BYTES,
-    BucketLayout,
-    StreamingPacker,
-    ViewPacker,
-    broadcast_tensors,
-    check_device,
-    make_buffers,
-    send_buckets,
-    sendable_tensors,
-)
+from torchrl_vllm_sync.weights.broadcast import buckets
+from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, StreamingPacker
 from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import current_device, home_device
@@ -80,7 +71,7 @@ class BroadcastTransport:
     def __init__(
         self,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
         device: torch.device | str | None = None,
         interface: str | None = None,
         staged: bool = False,
@@ -261,10 +252,10 @@ class BroadcastTransport:
             ready = time.perf_counter()
             times.note("ready_s", begin, ready)
             if whole is not None:
-                broadcast_tensors(group, whole, **limits)
+                buckets.broadcast_tensors(group, whole, **limits)
             for _ in range(num_packed):
                 packer = self._packer_for(push.source, layout, group.device)
-                send_buckets(group, layout, self._buffers, packer, **limits)
+                buckets.send_buckets(group, layout, self._buffers, packer, **limits)
                 if isinstance(packer, StreamingPacker):
                     packer.finish()
             times.note("queue_s", ready)
@@ -331,9 +322,9 @@ class BroadcastTransport:
         views = views_of(source)
         if views is None or views is not self._views:
             for name, tensor in views or ():
-                check_device(name, tensor, device)
+                buckets.check_device(name, tensor, device)
             self._views, self._packer = views, None
-            self._whole = sendable_tensors(metadata, views)
+            self._whole = buckets.sendable_tensors(metadata, views)
             if self._whole and self._whole[0].device != device:
                 self._whole = None  # a group on CPUs, and tensors on a GPU
         return layout
@@ -343,11 +334,11 @@ class BroadcastTransport:
     ) -> Packer:
         """Returns what fills the buckets; reused as long as the tensors stay in place."""
         if not self._buffers:
-            self._buffers, self._packer = make_buffers(layout, device), None
+            self._buffers, self._packer = buckets.make_buffers(layout, device), None
         if self._views is None:
             return StreamingPacker(layout, source, device)
         if self._packer is None:
-            self._packer = ViewPacker(layout, self._buffers, self._views)
+            self._packer = buckets.ViewPacker(layout, self._buffers, self._views)
         return self._packer
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import SnapshotError
-from torchrl_vllm_sync.weights.snapshots.data_file import (
-    DATA_FILE,
-    TAG_BYTES,
-    Manifest,
-    ManifestFile,
-    checksum,
-    map_tensordict,
-)
-from torchrl_vllm_sync.weights.snapshots.files import open_file, opened, storage_errors
+from torchrl_vllm_sync.weights.snapshots import data_file, files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +23,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.snapshots.data_file import DataLayout
+    from torchrl_vllm_sync.weights.snapshots.data_file import DataLayout, Manifest
 
 _POLL_S = 0.02
 
@@ -68,10 +60,10 @@ class Snapshot:
         No writer touches a file that is locked, but locks may not reach other hosts; and the
         directory may have been removed, or made anew.
         """
-        with storage_errors(f"{self.path}: validating"):
+        with files.storage_errors(f"{self.path}: validating"):
             same = False
-            with suppress(FileNotFoundError), opened(self.path) as handle:
-                tag = os.pread(handle, TAG_BYTES, 0)
+            with suppress(FileNotFoundError), files.opened(self.path) as handle:
+                tag = os.pread(handle, data_file.TAG_BYTES, 0)
                 same = os.path.sameopenfile(handle, self.handle) and tag == self.manifest.tag
         if not same:
             raise SnapshotError(
@@ -82,10 +74,9 @@ class Snapshot:
     def verify(self) -> None:
         """Compares every tensor with its published checksum."""
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            found = list(pool.map(checksum, (tensor for _, tensor in self.tensors())))
+            found = list(pool.map(data_file.checksum, dict(self.tensors()).values()))
         rows = zip(self.manifest.metadata, self.manifest.checksums, found, strict=True)
-        wrong = [meta.name for meta, expected, value in rows if value != expected]
-        if wrong:
+        if wrong := [meta.name for meta, expected, value in rows if value != expected]:
             self.validate()
             raise SnapshotError(
                 f"{self.path}: corrupted: {len(wrong)} of {len(found)} tensors differ from "
@@ -122,7 +113,7 @@ class SnapshotReader:
     ) -> None:
         self.directory = Path(directory)
         self._verify, self._run_id, self._timeout_s = verify, run_id, timeout_s
-        self._manifest_file = ManifestFile(self.directory)
+        self._manifest_file = data_file.ManifestFile(self.directory)
         # By folder: device, inode and size of its file, and its mapping, which spares page faults.
         self._mapped: dict[str, tuple[tuple[int, int, int], DataLayout, TensorDict]] = {}
 
@@ -172,15 +163,14 @@ class SnapshotReader:
             manifest, is_late = self.current(), deadline.passed
             if manifest is None or (newer_than is not None and manifest.version <= newer_than):
                 return None
-            path = self.directory / manifest.path / DATA_FILE
+            path = self.directory / manifest.path / data_file.DATA_FILE
             try:
-                handle = open_file(path)
+                handle = files.open_file(path)
                 lock.callback(_unlock, handle)
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 # The lock binds the writer only if the file was still current once it was taken.
                 if self.current() == manifest:
-                    tensordict = self._map(handle, path, manifest)
-                    snapshot = Snapshot(path, handle, manifest, tensordict)
+                    snapshot = Snapshot(path, handle, manifest, self._map(handle, path, manifest))
                     snapshot.validate()
                     return snapshot
             except OSError as error:
@@ -207,7 +197,7 @@ class SnapshotReader:
         for name, (_, known, _) in list(self._mapped.items()):
             if known != data or not (self.directory / name).exists():
                 del self._mapped[name]
-        tensordict = map_tensordict(handle, path, data)
+        tensordict = data_file.map_tensordict(handle, path, data)
         # Pages of a shared file system may be stale in a mapping that is kept, so none is.
         if manifest.layout == "slots":
             self._mapped[manifest.path] = (key, data, tensordict)

@@ -12,28 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError, StaleVersionError
+from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, FOLDER
-from torchrl_vllm_sync.weights.snapshots.files import (
-    LOCK,
-    OWN_FILE,
-    TEMPORARY,
-    new_file,
-    opened,
-    take_lock,
-)
 from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
 from torchrl_vllm_sync.weights.source import views_of
 from torchrl_vllm_sync.weights.transport import GRACE_S
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.weights.snapshots.files import LayoutName
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import Members, PhaseTimes, Push
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "torchrl_vllm_sync-"
 # Everything that a writer makes in a snapshot directory.
-_OWN_NAME = re.compile(rf"{OWN_FILE.pattern}|{FOLDER.pattern}(/{re.escape(DATA_FILE)})?")
+_OWN_NAME = re.compile(rf"{files.OWN_FILE.pattern}|{FOLDER.pattern}(/{re.escape(DATA_FILE)})?")
 
 
 class MemmapTransport:
@@ -54,12 +46,12 @@ class MemmapTransport:
         self,
         directory: str | os.PathLike[str] | None = None,
         *,
-        layout: LayoutName = "slots",
+        layout: files.LayoutName = "slots",
         verify: bool = True,
         takeover: bool = False,
     ) -> None:
         self._given = None if directory is None else Path(directory)
-        self._layout: LayoutName = layout
+        self._layout: files.LayoutName = layout
         self._verify, self._takeover = verify, takeover
         self._writer: SnapshotWriter | None = None
         self._pid = 0
@@ -146,18 +138,15 @@ class MemmapTransport:
             ).answers(push.timeout_s + GRACE_S)
 
     def _publish(self, source: WeightSource, version: int, times: PhaseTimes) -> None:
-        writer, metadata = self._open_writer(), source.metadata()
-        views = views_of(source)
-        tensors = source if views is None else views
+        writer, metadata, views = self._open_writer(), source.metadata(), views_of(source)
+        tensors, before = source if views is None else views, writer.last_version
         if version == self._sent:
-            changed = writer.first_difference(tensors, metadata)
-            if changed is not None:
+            if (changed := writer.first_difference(tensors, metadata)) is not None:
                 raise StaleVersionError(
                     f"version {version} is stored already, and there {changed} is another: weights "
                     "that differ need a version of their own"
                 )
             return
-        before = writer.last_version
         with times.measure("publish_s"):
             try:
                 report = writer.publish(tensors, metadata, version)
@@ -190,17 +179,16 @@ def _new_directory(service_name: str) -> Path:
     if root is not None:
         _remove_orphans(root)
     directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{service_name}-", dir=root))
-    os.close(new_file(directory / TEMPORARY))
+    os.close(files.new_file(directory / files.TEMPORARY))
     return directory
 
 
 def _remove_orphans(root: Path) -> None:
     """Frees the memory of trainers killed before they could: directories that no user has named."""
-    for directory in root.glob(f"{PREFIX}*"):
+    for path in root.glob(f"{PREFIX}*"):
         # It may be gone by now, or another user's.
-        with suppress(OSError, SnapshotError), opened(directory / LOCK, os.O_RDWR) as lock:
-            if not take_lock(lock):
-                continue
-            names = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
-            if TEMPORARY in names and all(map(_OWN_NAME.fullmatch, names)):
-                shutil.rmtree(directory)
+        with suppress(OSError, SnapshotError), files.opened(path / files.LOCK, os.O_RDWR) as lock:
+            if files.take_lock(lock):
+                names = [one.relative_to(path).as_posix() for one in path.rglob("*")]
+                if files.TEMPORARY in names and all(map(_OWN_NAME.fullmatch, names)):
+                    shutil.rmtree(path)

@@ -22,17 +22,8 @@ from typing import TYPE_CHECKING
 from torchrl_vllm_sync.checks import Deadline, check_integer
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError
 from torchrl_vllm_sync.weights.metadata import checked
-from torchrl_vllm_sync.weights.snapshots import files
-from torchrl_vllm_sync.weights.snapshots.data_file import (
-    DATA_FILE,
-    FOLDER,
-    DataFile,
-    DataLayout,
-    Manifest,
-    ManifestFile,
-    TensorWriter,
-    checksum,
-)
+from torchrl_vllm_sync.weights.snapshots import data_file, files
+from torchrl_vllm_sync.weights.snapshots.data_file import DataFile, DataLayout, Manifest
 from torchrl_vllm_sync.weights.transport import PhaseTimes
 
 if TYPE_CHECKING:
@@ -130,7 +121,7 @@ class Store:
 
     def _on_disk(self) -> dict[str, int]:
         """Every folder of a version, and the epoch of the writer that made it."""
-        matches = map(FOLDER.fullmatch, files.list_folder(self._directory))
+        matches = map(data_file.FOLDER.fullmatch, files.list_folder(self._directory))
         return {match[0]: int(match["epoch"]) for match in matches if match}
 
     def _others(self) -> list[str]:
@@ -179,7 +170,7 @@ class Store:
         files.remove_folder(self._directory / name)
 
     def _path(self, name: str) -> Path:
-        return self._directory / name / DATA_FILE
+        return self._directory / name / data_file.DATA_FILE
 
     def _written_at(self, name: str) -> int:
         """When the file in a folder was last tagged; 0 if there is none."""
@@ -249,7 +240,7 @@ class SnapshotWriter:
         self.directory = Path(directory)
         self._closed = False
         self._buffers: list[torch.Tensor] = []
-        self._manifest_file = ManifestFile(self.directory)
+        self._manifest_file = data_file.ManifestFile(self.directory)
         with files.storage_errors(f"{self.directory}: cannot be opened"), ExitStack() as undo:
             files.Owner.before(self.directory, layout, run_id, takeover=takeover)
             self.directory.parent.mkdir(parents=True, exist_ok=True)
@@ -381,7 +372,7 @@ class SnapshotWriter:
             if meta != known:
                 return (known or meta).name
         for (name, tensor), meta, expected in zip(tensors, metadata, stored.checksums, strict=True):
-            if checksum(tensor.detach().to(meta.dtype)) != expected:
+            if data_file.checksum(tensor.detach().to(meta.dtype)) != expected:
                 return name
         return None
 
@@ -412,7 +403,7 @@ class SnapshotWriter:
         """Writes all tensors, which must be as announced, and returns their checksums."""
         layout, stays = file.layout, isinstance(tensors, Sequence)
         items = zip(checked(tensors, layout.metadata), layout.offsets, strict=True)
-        with TensorWriter(file, self._buffers) as writer:
+        with data_file.TensorWriter(file, self._buffers) as writer:
             for (meta, tensor), offset in items:
                 with self._storage(doing):
                     writer.add(tensor, meta, offset, stays=stays)
