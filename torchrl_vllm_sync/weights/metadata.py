@@ -85,7 +85,9 @@ def to_json(metadata: Iterable[ParamMeta]) -> list[list[Any]]:
 def from_json(items: object) -> list[ParamMeta]:
     """Reads what ``to_json`` returned; a ``ValueError`` says what is wrong, and where."""
     rows = msgspec.convert(items, list[tuple[str, str, _Shape]])
-    return [ParamMeta(name, _dtype_from_name(dtype), shape) for name, dtype, shape in rows]
+    if unknown := [dtype for _, dtype, _ in rows if dtype not in _DTYPES]:
+        raise ValueError(f"dtype must be one of torch's, as 'bfloat16', got {unknown[0]!r:.60}")
+    return [ParamMeta(name, _DTYPES[dtype], shape) for name, dtype, shape in rows]
 
 
 def metadata_digest(metadata: Iterable[ParamMeta]) -> str:
@@ -97,9 +99,3 @@ def metadata_digest(metadata: Iterable[ParamMeta]) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.float32`` to ``"float32"``."""
     return str(dtype).removeprefix("torch.")
-
-
-def _dtype_from_name(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ValueError(f"dtype must be one of torch's, such as 'bfloat16', got {name!r:.60}")
-    return _DTYPES[name]

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 
-# ---- Tensors of a module: its state dict, with LoRA adapters merged in
-
-
 Delta: TypeAlias = "Callable[[], torch.Tensor]"  # computes what an adapter adds to a tensor
 
 

@@ -97,11 +97,7 @@ class PushDeadlines:
 
 
 class VersionLedger:
-    """The versions this trainer knows of, and which one is committed.
-
-    A version is committed once every replica holds it, or, if pushes are not strict, once one does:
-    the others take no requests until they hold it too. A push that fails commits nothing.
-    """
+    """The versions this trainer knows of, and which one is committed, see :func:`commits`."""
 
     def __init__(self) -> None:
         self.committed = 0  # newest version that was; 0 is what engines launch with
@@ -157,9 +153,6 @@ def commits(reports: list[LoadReport], *, strict: bool) -> bool:
 def errors_of(reports: list[LoadReport]) -> dict[str, str]:
     """Returns the reason of each replica that did not reach the version, by id."""
     return {one.replica_id: one.error for one in reports if one.error}
-
-
-# ---- A push
 
 
 class VersionHooks:
@@ -577,12 +570,9 @@ class WeightPusher:
         """
         deadline = Deadline(timeout_s)
         with self.exclusive(timeout_s):
-            others = self._reports(without=replica_ids)
-            served = {
-                name: one.weight_version or 0
-                for name, one in others.items()
-                if isinstance(one, EngineReport) and one.state is ReplicaState.SERVING
-            }
+            others, serving = self._reports(without=replica_ids).values(), ReplicaState.SERVING
+            reports = [one for one in others if isinstance(one, EngineReport)]
+            served = {n.replica_id: n.weight_version or 0 for n in reports if n.state is serving}
             version = max([self._ledger.reached, *served.values()])
             if version == 0:
                 return {}

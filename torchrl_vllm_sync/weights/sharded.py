@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# ---- Gathers of a few sharded parameters to the sending rank
-
 
 class Gather:
     """Gathers some tensors at once. Lifecycle: constructed, ``launch`` and ``result`` once each.
@@ -58,17 +56,12 @@ class Gather:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, receives: bool) -> None:
+        cut = {name: one for name, one in tensors.items() if isinstance(one, DTensor)}
         self._receives = receives
-        self._whole: dict[str, torch.Tensor] = {}
-        self._sharded: dict[str, _Sharded] = {}
-        self._blocking: dict[str, DTensor] = {}
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, DTensor):
-                self._whole[name] = tensor.detach()
-            elif _Sharded.holds(tensor):
-                self._sharded[name] = _Sharded(tensor, receives)
-            else:
-                self._blocking[name] = tensor
+        self._whole = {name: one.detach() for name, one in tensors.items() if name not in cut}
+        ours = {name: one for name, one in cut.items() if _Sharded.holds(one)}
+        self._sharded = {name: _Sharded(one, receives) for name, one in ours.items()}
+        self._blocking = {name: one for name, one in cut.items() if name not in ours}
         self._works: list[dist.Work] = []
         # On a GPU such calls are queued, and wait there though the host does not.
         self._queued: torch.cuda.Event | None = None
@@ -159,7 +152,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 #
 # Every process that reaches the store can write into it, and torch's listens on all interfaces: so
 # a verdict is JSON of bounded size, and whatever a key may hold ends in a ``TrainerRankError``.
-
 
 FAILED, GATHER, VERDICT, BROKEN = "!", "g", "v", "broken"
 STORE_ERRORS = dist.DistStoreError, dist.DistNetworkError
@@ -276,13 +268,13 @@ class LeadingRound:
 
     def succeed(self, outcome: Any) -> None:
         """Ends the round with success on all ranks; a rank that is gone is logged."""
-        self._end(Verdict("", outcome=outcome), "the push succeeded, but meanwhile", waits=True)
+        self._end(Verdict("", outcome=outcome), waits=True)
 
     def fail(self, error: BaseException) -> None:
         """Ends the round with the reason of a failure; waits for ranks that have yet to join."""
         # All that wait in a broken gather have joined, and so have those that a rank's error names.
         waits = not self._ranks.is_broken and not isinstance(error, TrainerRankError)
-        self._end(self._ranks.failure(error), "the push failed, and meanwhile", waits=waits)
+        self._end(self._ranks.failure(error), waits=waits)
 
     def raise_reported(self) -> None:
         """Raises if a rank has reported a failure, without waiting."""
@@ -327,25 +319,21 @@ class LeadingRound:
     def _key(self, rank: int) -> str:
         return f"{self._number}/ready/{self._step}/{rank}"
 
-    def _end(self, verdict: Verdict, meanwhile: str, *, waits: bool) -> None:
-        text = _written(verdict)
+    def _end(self, verdict: Verdict, *, waits: bool) -> None:
+        text, last, store = _written(verdict), self._number - 1, self._store
         if waits:
-            with self._ranks.logged(meanwhile):
+            how = "failed, and" if verdict.reason else "succeeded, but"
+            with self._ranks.logged(f"the push {how} meanwhile"):
                 self._await_ready(self._ranks.timeout_s)
         with self._ranks.logged("the other ranks could not be told how the push ended"):
-            self._store.set(f"{self._number}/next/{self._step}", text)
-            self._store.set(f"{self._number}/over", "")
-            self._forget(self._number - 1)
-
-    def _forget(self, number: int) -> None:
-        """Deletes the keys of a round: all that joined the one after it have read its verdict."""
-        if not self._store.check([f"{number}/over"]):
-            return
-        for key in ("begun", *(f"joined/{rank}" for rank in self._ranks.others)):
-            self._store.delete_key(f"{number}/{key}")
-        step = 0
-        while self._store.delete_key(f"{number}/next/{step}"):
-            step += 1
+            store.set(f"{self._number}/next/{self._step}", text)
+            store.set(f"{self._number}/over", "")
+            if store.check([f"{last}/over"]):  # all that joined this round have read its verdict
+                for key in ("begun", *(f"joined/{rank}" for rank in self._ranks.others)):
+                    store.delete_key(f"{last}/{key}")
+                steps = itertools.count()
+                while store.delete_key(f"{last}/next/{next(steps)}"):
+                    pass
 
 
 class FollowingRound:
@@ -417,9 +405,8 @@ def _read(call: str, outcome: Any = Any) -> Verdict:
     """Reads a verdict, which any process may have written; ``outcome`` is a type."""
     try:
         verdict = msgspec.convert(json.loads(call.removeprefix(VERDICT)), Verdict)
-        if verdict.outcome is None:
-            return verdict
-        return msgspec.structs.replace(verdict, outcome=msgspec.convert(verdict.outcome, outcome))
+        told = msgspec.convert(verdict.outcome, outcome | None)
+        return msgspec.structs.replace(verdict, outcome=told)
     except (ValueError, RecursionError) as error:
         raise TrainerRankError(None, f"their store holds no verdict: {error}") from error
 
@@ -439,9 +426,6 @@ def _number(text: str, rank: int) -> int:
 def _text(value: bytes) -> str:
     """Returns what a key holds, whatever that is."""
     return value[:MOST_BYTES].decode(errors="backslashreplace")
-
-
-# ---- The source
 
 
 class Group(NamedTuple):
@@ -517,8 +501,7 @@ class ShardedModuleSource:
         try:
             groups = self._groups()
             for index, group in enumerate(groups):
-                now = ahead or self._call(leading, index, group)
-                ahead = None
+                now, ahead = ahead or self._call(leading, index, group), None
                 if index + 1 < len(groups):
                     ahead = self._call(leading, index + 1, groups[index + 1])
                 whole = self._finish(now, leading)
@@ -651,12 +634,9 @@ class ShardedModuleSource:
     def _groups(self) -> list[Group]:
         """Returns the tensors of each decoder layer, and of what comes before and after them."""
         tensors = self._tensors()
-        groups: list[Group] = []
-        for _, layer in itertools.groupby(plan_of(self._module, tensors).bundles, _layer_of):
-            bundles = list(layer)
-            names = itertools.chain(*(bundle.sources for bundle in bundles))
-            groups.append(Group(bundles, {name: tensors[name] for name in names}))
-        return groups
+        layers = itertools.groupby(plan_of(self._module, tensors).bundles, _layer_of)
+        grouped = [list(layer) for _, layer in layers]
+        return [Group(one, {n: tensors[n] for b in one for n in b.sources}) for one in grouped]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Returns the parameters and buffers, sharded as they are; a tied one appears once."""
@@ -698,7 +678,7 @@ def _ranks_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """Returns the global ranks that hold the shards, the same for all parameters."""
     meshes = {one.device_mesh for one in tensors if isinstance(one, DTensor)}
     members = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
-    if len({frozenset(one) for one in members}) != 1:
+    if len(set(map(frozenset, members))) != 1:
         raise WeightMismatchError(
             f"all sharded parameters must be on the same ranks, got {sorted(members)}"
         )

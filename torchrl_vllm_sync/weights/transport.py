@@ -96,9 +96,6 @@ class Push:
         return {"version": self.version, "mode": self.mode, "clear_cache": self.clear_cache}
 
 
-# ---- Answers of replicas, and the outcome of a push
-
-
 def reason_of(error: BaseException) -> str:
     """Returns an exception's message, or its name if that is empty."""
     return str(error) or type(error).__name__
@@ -126,9 +123,6 @@ def raise_exceptions(answers: Mapping[str, Any]) -> None:
         raise TransferError("; ".join(reasons))
 
 
-# ---- How replicas are reached, and which of them a push goes to
-
-
 # One that is ``STARTING`` has an engine: it takes pushes before it takes requests.
 _NOT_AWAITED = (ReplicaState.FAILED, ReplicaState.CLOSED)
 
@@ -144,9 +138,8 @@ class Standing:
     @property
     def absence(self) -> str:
         """Why a push does not wait for it; empty if it does."""
-        if self.state not in _NOT_AWAITED:
-            return ""
-        return f"it is {self.state}" + (f": {self.reason}" if self.reason else "")
+        why = f"it is {self.state}" + (f": {self.reason}" if self.reason else "")
+        return why if self.state in _NOT_AWAITED else ""
 
 
 def awaited_replicas(standings: Mapping[str, Standing]) -> dict[str, str]:
@@ -186,8 +179,7 @@ class ReplicaClient(Protocol):
 class Members:
     """The replicas that a trainer's pushes go to, and why others are left out.
 
-    Lifecycle: :meth:`choose` before each attempt; the transport drops those it cannot begin with. A
-    silent replica is left out until it answers, so that it delays only the push that it hung in.
+    A silent replica is left out until it answers, so that it delays only the push that it hung in.
     """
 
     def __init__(self, client: ReplicaClient) -> None:

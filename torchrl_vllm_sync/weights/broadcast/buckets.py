@@ -375,9 +375,6 @@ def broadcast_tensors(
             group.wait(work, watch)
 
 
-# ---- Filling buckets: tensors are cast and copied on the trainer's device, not through the host
-
-
 class ViewPacker:
     """Packs tensors that stay in place: copies are planned once, adjacent ones merged."""
 
@@ -437,9 +434,6 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 
 
 Packer = ViewPacker | StreamingPacker
-
-
-# ---- Whole tensors out of buckets, for loaders that take nothing less
 
 
 def whole_tensors(

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# ---- Waiting: for work on a GPU, for keys in the store, for Gloo
-
 # Seconds between looks at what is waited for, and at whether peers are alive.
 SPIN_S = 50e-6
 WATCH_S = 0.05
@@ -61,8 +59,6 @@ def wait_until(
         time.sleep(poll_s)
     return True
 
-
-# ---- Store of the ranks, on which no call waits for ever
 
 # Seconds within which a process that hosts a store answers, unless it is stopped or cut off.
 ANSWER_TIMEOUT_S = 10.0
@@ -112,8 +108,6 @@ class BoundedStore:
             raise DistStoreError("the process that hosts the store did not answer in time")
         return ended.result()
 
-
-# ---- Environment that NCCL reads when a communicator is made
 
 # ProcessGroupNCCL's watchdog would end the whole process when a collective fails.
 QUIET_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -224,8 +218,6 @@ def _own_address(peer: str) -> str:
         probe.connect((peer, 9))
         return probe.getsockname()[0]
 
-
-# ---- The group
 
 TRAINER_RANK = 0
 # A push id is its group's id, then this many bits that count pushes.

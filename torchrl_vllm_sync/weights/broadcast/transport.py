@@ -114,8 +114,6 @@ class BroadcastTransport:
         """Bytes that the buckets take on the trainer's device."""
         return sum(buffer.numel() for buffer in self._buffers)
 
-    # ---- Group
-
     def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Forms the group with the workers of every replica that is alive; nothing if it stands.
 
@@ -208,8 +206,6 @@ class BroadcastTransport:
         gone = TimeoutError, ReplicaUnavailableError
         there = {name: () for name, one in answers.items() if not isinstance(one, gone)}
         members.client.start_calls("leave_broadcast", there).answers(LEAVE_TIMEOUT_S)
-
-    # ---- Push
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
         """Broadcasts to every replica, those that hold the version already too.
