@@ -252,7 +252,7 @@ class Members:
 
         reasons = {n: why for n, why in self.missing.items() if n not in answers}
         reasons |= {n: reason_of(one) for n, one in failed(answers).items()}
-        facts = answers | {n: failure(n, why) for n, why in reasons.items()}
+        facts = {**answers, **{n: failure(n, why) for n, why in reasons.items()}}
         return [LoadReport(**{**one, "replica_id": name}) for name, one in facts.items()]
 
 
