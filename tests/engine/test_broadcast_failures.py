@@ -323,12 +323,11 @@ def join(service, index, *args, **kwargs):
 def test_joining_with_ranks_that_do_not_fit(faulty, trained):
     import torch
 
-    from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
+    from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Rendezvous
 
     version = faulty.weight_version
-    group = BroadcastGroup.host(
-        "127.0.0.1", port=None, world_size=3, device=torch.device("cpu"), timeout_s=5
-    )
+    cpu = torch.device("cpu")
+    group = BroadcastGroup.host(Rendezvous("127.0.0.1", 0, 3), cpu, timeout_s=5)
     port = group.rendezvous.port
     for rank_offset in (0, 3, 7):
         with Within(10), pytest.raises(SyncError, match=r"rank must be in \[1, 3\)"):

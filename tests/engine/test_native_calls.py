@@ -31,7 +31,7 @@ from torchrl_vllm_sync.weights.broadcast.buckets import (
     make_buffers,
     send_buckets,
 )
-from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Rendezvous
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.source import fit_to_model
 
@@ -48,9 +48,8 @@ class Trainer:
     def meet(self, wrap=lambda info: {"init_info": info}):
         """Forms the group: one payload for all replicas, as vLLM's examples have it."""
         world_size = 1 + self.service.get_world_size()
-        self.group = BroadcastGroup.host(
-            "127.0.0.1", port=None, world_size=world_size, device=CPU, timeout_s=20
-        )
+        at = Rendezvous("127.0.0.1", 0, world_size)
+        self.group = BroadcastGroup.host(at, CPU, timeout_s=20)
         info = {
             "master_address": "127.0.0.1",
             "master_port": self.group.rendezvous.port,

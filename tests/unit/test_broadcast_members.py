@@ -128,7 +128,7 @@ def groups(monkeypatch):
     """The groups formed; transfers are not made."""
     made = []
 
-    def host(address, **options):
+    def host(at, device, **options):
         made.append(Group())
         return made[-1]
 

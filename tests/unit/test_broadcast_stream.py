@@ -33,7 +33,7 @@ from torchrl_vllm_sync.weights.broadcast.buckets import (
     sendable_tensors,
     whole_tensors,
 )
-from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Rendezvous
 from torchrl_vllm_sync.weights.source import MappingSource
 
 CPU = torch.device("cpu")
@@ -81,9 +81,7 @@ def groups():
 
 
 def host(world_size, timeout_s=20):
-    return BroadcastGroup.host(
-        HOST, port=None, world_size=world_size, device=CPU, timeout_s=timeout_s
-    )
+    return BroadcastGroup.host(Rendezvous(HOST, 0, world_size), CPU, timeout_s=timeout_s)
 
 
 def join(rendezvous, rank, timeout_s=20):
@@ -366,14 +364,14 @@ def test_a_taken_port_is_named():
     trainer = host(world_size=2)
     port = trainer.rendezvous.port
     with pytest.raises(TransferError, match=f"cannot listen at {HOST}:{port}"):
-        BroadcastGroup.host(HOST, port=port, world_size=2, device=CPU, timeout_s=1)
+        BroadcastGroup.host(Rendezvous(HOST, port, 2), CPU, timeout_s=1)
 
 
 def test_an_interface_is_used_if_it_is_there_and_refused_otherwise():
-    options = {"port": None, "world_size": 2, "device": CPU, "timeout_s": 20}
+    at = Rendezvous(HOST, 0, world_size=2, interface="nosuch0")
     with pytest.raises(UnsupportedArgumentError, match=r"one of \[.*'lo'.*got 'nosuch0'"):
-        BroadcastGroup.host(HOST, interface="nosuch0", **options)
-    trainer = BroadcastGroup.host(HOST, interface="lo", **options)
+        BroadcastGroup.host(at, CPU, timeout_s=20)
+    trainer = BroadcastGroup.host(dataclasses.replace(at, interface="lo"), CPU, timeout_s=20)
     elsewhere = dataclasses.replace(trainer.rendezvous, interface="nosuch0")
     with pytest.raises(UnsupportedArgumentError, match="nosuch0"):
         BroadcastGroup.join(elsewhere, 1, CPU, timeout_s=5)

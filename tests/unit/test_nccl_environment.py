@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchrl_vllm_sync.weights.broadcast.group import (
     ONE_CHANNEL,
     BroadcastGroup,
+    Rendezvous,
     is_held_to_one_channel,
     nccl_environment,
 )
@@ -77,9 +78,8 @@ def test_the_communicator_is_made_without_the_pins(pinned, monkeypatch, held):
         seen.append((os.environ.get("NCCL_PROTO"), os.environ.get("NCCL_MAX_NCHANNELS")))
         return SimpleNamespace(wait=lambda: None)
 
-    group = BroadcastGroup.host(
-        "127.0.0.1", port=None, world_size=1, device=torch.device("cpu"), timeout_s=5
-    )
+    at = Rendezvous("127.0.0.1", 0, world_size=1)
+    group = BroadcastGroup.host(at, torch.device("cpu"), timeout_s=5)
     group._stream = object()  # as on a GPU
     monkeypatch.setattr(group, "side_stream", contextlib.nullcontext)
     monkeypatch.setattr(group, "synchronize", lambda **limits: None)

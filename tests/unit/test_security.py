@@ -28,7 +28,7 @@ from torchrl_vllm_sync import (
     SnapshotWriter,
 )
 from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError
-from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, free_port
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Rendezvous, free_port
 from torchrl_vllm_sync.weights.sharded import MOST_BYTES, TrainerRankError, Verdict, _read, _written
 from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, open_tensordict
@@ -243,9 +243,9 @@ def listening():
     }
 
 
-def host_group(address, port=None):
-    cpu = torch.device("cpu")
-    return BroadcastGroup.host(address, port=port, world_size=2, device=cpu, timeout_s=5)
+def host_group(address, port=0):
+    at = Rendezvous(address, port, world_size=2)
+    return BroadcastGroup.host(at, torch.device("cpu"), timeout_s=5)
 
 
 def test_the_rendezvous_listens_at_its_address_alone():
@@ -270,9 +270,8 @@ def test_the_check_above_notices_torchs_own_way():
 
 def test_a_group_on_one_host_listens_on_loopback_alone():
     before = listening()
-    group = BroadcastGroup.host(
-        "127.0.0.1", port=None, world_size=1, device=torch.device("cpu"), timeout_s=10
-    )
+    at = Rendezvous("127.0.0.1", 0, world_size=1)
+    group = BroadcastGroup.host(at, torch.device("cpu"), timeout_s=10)
     group.connect(timeout_s=10)
     assert len(listening() - before) >= 2  # the store, and Gloo
     assert {address for address, _ in listening() - before} == {"127.0.0.1"}

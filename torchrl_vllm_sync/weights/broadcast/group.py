@@ -14,7 +14,7 @@ import socket
 import time
 from collections import deque
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -196,15 +196,15 @@ def _require_interface(name: str | None) -> None:
         )
 
 
-def _store_at(address: str, port: int, world_size: int, timeout_s: float, **own: Any) -> TCPStore:
-    limit = timedelta(seconds=timeout_s)
-    return TCPStore(address, port, world_size, timeout=limit, wait_for_workers=False, **own)
+def _store_at(at: Rendezvous, timeout_s: float, **own: Any) -> TCPStore:
+    own |= {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
+    return TCPStore(at.address, at.port, at.world_size, **own)
 
 
-def _await_listener(address: str, port: int, deadline: float) -> None:
+def _await_listener(at: Rendezvous, deadline: float) -> None:
     while True:
         try:
-            return socket.create_connection((address, port), timeout=left_s(deadline)).close()
+            return socket.create_connection((at.address, at.port), left_s(deadline)).close()
         except OSError:
             if deadline - time.monotonic() < CONNECT_POLL_S:
                 raise
@@ -248,48 +248,37 @@ class BroadcastGroup:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @classmethod
-    def host(
-        cls,
-        address: str,
-        *,
-        port: int | None,
-        world_size: int,
-        device: torch.device,
-        timeout_s: float,
-        interface: str | None = None,
-    ) -> BroadcastGroup:
-        """Makes the store on the trainer, which listens at ``address`` alone."""
-        _require_interface(interface)
+    def host(cls, at: Rendezvous, device: torch.device, *, timeout_s: float) -> BroadcastGroup:
+        """Makes the store on the trainer, which listens at its address alone; port 0 is any."""
+        _require_interface(at.interface)
         try:
-            with _listening(address, port or 0) as listener:
-                port = int(listener.getsockname()[1])
+            with _listening(at.address, at.port) as listener:
+                at = replace(at, port=int(listener.getsockname()[1]))
                 handle = listener.detach()  # torch closes it
-                own = {"is_master": True, "master_listen_fd": handle}
-                store = _store_at(address, port, world_size, timeout_s, **own)
+                store = _store_at(at, timeout_s, is_master=True, master_listen_fd=handle)
         except (DistError, OSError, RuntimeError) as error:
-            raise TransferError(f"cannot listen at {address}:{port}: {error}") from error
-        rendezvous = Rendezvous(address, port, world_size, interface)
-        return cls(BoundedStore(store, answer_timeout_s=None), TRAINER_RANK, rendezvous, device)
+            raise TransferError(f"cannot listen at {at.address}:{at.port}: {error}") from error
+        return cls(BoundedStore(store, answer_timeout_s=None), TRAINER_RANK, at, device)
 
     @classmethod
     def join(
-        cls, rendezvous: Rendezvous, rank: int, device: torch.device, *, timeout_s: float
+        cls, at: Rendezvous, rank: int, device: torch.device, *, timeout_s: float
     ) -> BroadcastGroup:
         """Connects a worker to the trainer's store."""
-        address, port, size = rendezvous.address, rendezvous.port, rendezvous.world_size
+        size, deadline = at.world_size, time.monotonic() + timeout_s
         if not 0 < rank < size:
             raise TransferError(f"rank must be in [1, {size}) in a group of {size}, got {rank}")
-        _require_interface(rendezvous.interface)
-        deadline = time.monotonic() + timeout_s
+        _require_interface(at.interface)
         try:
             # The store itself tries twice, each time for as long as it is given.
-            _await_listener(address, port, deadline)
-            store = _store_at(address, port, size, left_s(deadline, 1.0))
+            _await_listener(at, deadline)
+            store = _store_at(at, left_s(deadline, 1.0))
         except (DistError, OSError, RuntimeError) as error:
             raise TransferError(
-                f"cannot reach the trainer at {address}:{port} within {timeout_s:g} s: {error}"
+                f"cannot reach the trainer at {at.address}:{at.port} within {timeout_s:g} s: "
+                f"{error}"
             ) from error
-        return cls(BoundedStore(store), rank, rendezvous, device)
+        return cls(BoundedStore(store), rank, at, device)
 
     @property
     def is_connected(self) -> bool:

@@ -19,7 +19,7 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.weights.broadcast import buckets
 from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, StreamingPacker
-from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup
+from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup, Rendezvous
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import current_device, home_device
 from torchrl_vllm_sync.weights.source import views_of
@@ -165,10 +165,11 @@ class BroadcastTransport:
             ranks[name] = range(first, world_size)
         address, port = members.client.rendezvous
         group_id, limit_s = secrets.randbits(GROUP_ID_BITS), self._join_timeout_s
+        wanted = Rendezvous(address, port or 0, world_size, self._interface)
+        group = BroadcastGroup.host(wanted, device, timeout_s=limit_s)
         shared: dict[str, Any] = {"world_size": world_size, "interface": self._interface}
-        group = BroadcastGroup.host(address, port=port, device=device, timeout_s=limit_s, **shared)
-        at = group.rendezvous
-        shared |= {"master_address": at.address, "master_port": at.port, "group_id": group_id}
+        shared |= {"master_address": address, "master_port": group.rendezvous.port}
+        shared["group_id"] = group_id
         infos = {name: ({**shared, "rank_offset": own[0]},) for name, own in ranks.items()}
         calls = members.client.start_calls("join_broadcast", infos, timeout_s=limit_s)
         try:
