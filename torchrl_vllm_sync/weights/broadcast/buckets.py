@@ -307,11 +307,7 @@ def send_buckets(
 
 
 def receive_buckets(
-    group: BroadcastGroup,
-    layout: BucketLayout,
-    buffers: Sequence[torch.Tensor],
-    *,
-    deadline: float,
+    group: BroadcastGroup, layout: BucketLayout, buffers: Sequence[torch.Tensor], *, deadline: float
 ) -> Iterator[int]:
     """Receives every bucket in turn; yields its number while what reads its buffer may be queued.
 
@@ -359,11 +355,7 @@ def sendable_tensors(
 
 
 def broadcast_tensors(
-    group: BroadcastGroup,
-    tensors: Sequence[torch.Tensor],
-    *,
-    deadline: float,
-    watch: Watch = None,
+    group: BroadcastGroup, tensors: Sequence[torch.Tensor], *, deadline: float, watch: Watch = None
 ) -> None:
     """Broadcasts ``tensors`` in place, on CUDA queued only: the trainer's to all other ranks."""
     with group.side_stream():
