@@ -191,7 +191,6 @@ class IPCTransport:
 
 
 def _device_for(home: torch.device | None, alive: Mapping[str, EngineDescription]) -> torch.device:
-    """Returns the one device of trainer and engines."""
     need = "the ipc transport needs trainer and engines on one CUDA device, and"
     kinds, where = {one.device_type for one in alive.values()}, ""
     if kinds != {"cuda"}:

@@ -97,5 +97,4 @@ def metadata_digest(metadata: Iterable[ParamMeta]) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` to ``"float32"``."""
     return str(dtype).removeprefix("torch.")

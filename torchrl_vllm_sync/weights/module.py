@@ -92,7 +92,6 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_peft(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is a PEFT model; PEFT is not imported."""
     return type(module).__module__.startswith("peft.")
 
 
@@ -241,7 +240,6 @@ def bundles_of(
 
 
 def _revert(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns ``tensors`` in the form of a checkpoint on a hub."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -289,7 +287,6 @@ class _Origins(TorchDispatchMode):
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Returns the tensors among the arguments or results of an operation."""
     return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
 
 
@@ -300,8 +297,6 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 @dataclass(slots=True)
 class Plan:
-    """How a module's tensors are published."""
-
     # name, shape and dtype of each of the module's tensors
     facts: dict[str, tuple[tuple[int, ...], torch.dtype]]
     bundles: list[Bundle]  # what is made of which
@@ -370,15 +365,12 @@ class ModuleSource:
 
     @property
     def owner(self) -> object:
-        """The model without its wrappers."""
         return self._module
 
     def metadata(self) -> list[ParamMeta]:
-        """Returns the metadata of each tensor: the same list object while they stay."""
         return self._state().plan.metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields each tensor, detached, merged and whole."""
         state = self._state()
         for bundle in state.plan.bundles:
             yield from bundle.publish(base_model(self._module), state.read(bundle))
@@ -431,7 +423,6 @@ def plan_of(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Pla
 
 
 def base_model(module: torch.nn.Module) -> torch.nn.Module:
-    """Returns the model inside a PEFT model, or ``module`` itself."""
     return module.get_base_model() if is_peft(module) else module  # pyright: ignore[reportCallIssue]
 
 

@@ -108,7 +108,6 @@ class VersionLedger:
         self.is_current = False  # whether no replica need be asked what it holds
 
     def take_stock(self, answers: Mapping[str, Any]) -> None:
-        """Takes over what the replicas report."""
         reports = [one for one in answers.values() if isinstance(one, EngineReport)]
         whole = [one.weight_version for one in reports if one.state.admits_requests]
         held = [one for one in whole if one is not None]
@@ -140,7 +139,6 @@ class VersionLedger:
 
 
 def reached_some(reports: list[LoadReport]) -> bool:
-    """Whether at least one replica reached the version of a push."""
     return not reports or not all(one.error for one in reports)
 
 
@@ -151,7 +149,6 @@ def commits(reports: list[LoadReport], *, strict: bool) -> bool:
 
 
 def errors_of(reports: list[LoadReport]) -> dict[str, str]:
-    """Returns the reason of each replica that did not reach the version, by id."""
     return {one.replica_id: one.error for one in reports if one.error}
 
 
@@ -213,7 +210,6 @@ LEAST_S = 1.0
 def load_snapshot(
     client: ReplicaClient, replica_ids: Collection[str], stored: Any, version: int, limit_s: float
 ) -> dict[str, Any]:
-    """Makes replicas load a snapshot, whichever process stored it."""
     calls = dict.fromkeys(replica_ids, (stored["directory"], stored["run_id"]))
     options = {"at_least": version, "timeout_s": limit_s}
     return client.start_calls("load_snapshot", calls, **options).answers(limit_s + GRACE_S)
@@ -398,7 +394,6 @@ class WeightPusher:
         return (used.chosen or used) if isinstance(used, AutoTransport) else used
 
     def use(self, transport: WeightTransport) -> None:
-        """Makes ``transport`` the one that pushes use; closes the one before."""
         check_transport(transport)
         with self._lock:
             if self._transport is not transport:
@@ -406,7 +401,6 @@ class WeightPusher:
             self._transport = transport
 
     def open(self) -> None:
-        """Opens the transport; does nothing when it is open."""
         with contextlib.ExitStack() as ending, self._lock, self._turn(ending) as was_ours:
             self._ledger.is_current &= was_ours()
             self._open()
@@ -423,7 +417,6 @@ class WeightPusher:
             self._ledger.is_current = False
 
     def close(self) -> None:
-        """Closes the transport; idempotent."""
         with self._lock:
             self._transport.close()
 
@@ -519,7 +512,6 @@ class WeightPusher:
         return report, is_news
 
     def _open(self, source: WeightSource | None = None) -> None:
-        """Opens the transport for the members that are present."""
         is_collective = self._transport.is_collective
         self._members.choose(self._members.silent if is_collective else None)
         self._transport.open(self._members, source)
@@ -596,7 +588,6 @@ class WeightPusher:
 def failed_push(
     error: Exception, version: int | None, seconds: float, ended_at: float
 ) -> PushReport:
-    """Makes the report of a push that raised."""
     about: dict[str, Any] = {"version": version}
     if isinstance(error, WeightSyncError):
         about = {"version": error.version, "left_behind": dict(error.failures)}

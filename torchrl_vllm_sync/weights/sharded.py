@@ -90,7 +90,6 @@ class Gather:
         return not is_queued and all(work.is_completed() for work in self._works)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """Returns whole tensors by name, none where they are not received."""
         for work in self._works:
             work.wait()
         if not self._receives:
@@ -198,7 +197,6 @@ class TrainerRanks:
         self.store = PrefixStore("torchrl_vllm_sync/" + "-".join(map(str, ranks)), store)
 
     def begin(self, digest: str) -> LeadingRound:
-        """Starts a round on the leader, without waiting."""
         self._refuse_broken()
         number = self.store.add("rounds", 1)
         self.store.set(f"{number}/begun", "")
@@ -237,7 +235,6 @@ class TrainerRanks:
             logger.warning("%s: %s", what, error)
 
     def await_text(self, key: str, timeout_s: float, what: str) -> str:
-        """Waits for what the leader writes under ``key``."""
         try:
             self.store.wait([key], timedelta(seconds=timeout_s))
         except dist.DistStoreError as error:
@@ -463,12 +460,10 @@ class ShardedModuleSource:
 
     @property
     def leads(self) -> bool:
-        """Whether this process sends; the others only take part."""
         return self._ranks.rank == self._ranks.leader
 
     @property
     def owner(self) -> object:
-        """The model without its wrappers."""
         return self._module
 
     def views(self) -> None:

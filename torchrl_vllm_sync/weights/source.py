@@ -120,7 +120,6 @@ class MappingSource:
         return self._views
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors, detached and whole."""
         for name, tensor in self.tensors.items():
             yield name, whole(tensor)
 
@@ -200,11 +199,9 @@ class _FittedSource:
         return self._source.owner if isinstance(self._source, StableSource) else self
 
     def metadata(self) -> list[ParamMeta]:
-        """Returns what the engines expect, in the source's order; leave the list as it is."""
         return self._fit.metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors the engines expect; the transport casts them."""
         return self._fit.renamed(self._source)
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:

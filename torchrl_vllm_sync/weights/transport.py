@@ -97,7 +97,6 @@ class Push:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns an exception's message, or its name if that is empty."""
     return str(error) or type(error).__name__
 
 
@@ -207,7 +206,6 @@ class Members:
         self.note_silent(answers)
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> PendingCalls:
-        """Calls a method of all of them and does not wait."""
         return self.client.start_calls(method, dict.fromkeys(self.incarnations, args), **kwargs)
 
     def describe(self) -> dict[str, EngineDescription]:

@@ -277,7 +277,6 @@ NUM_BUFFERS = 3
 
 
 def make_buffers(layout: BucketLayout, device: torch.device) -> list[torch.Tensor]:
-    """Allocates the ``uint8`` buffers that buckets pass through."""
     return [
         torch.empty(layout.bucket_bytes, dtype=torch.uint8, device=device)
         for _ in range(min(NUM_BUFFERS, len(layout.buckets)))

@@ -166,8 +166,6 @@ CONNECT_POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where a group meets."""
-
     address: str  # the trainer's address, reachable from every worker
     port: int  # port of its `TCPStore`
     world_size: int  # the trainer and the workers of all replicas
@@ -264,7 +262,6 @@ class BroadcastGroup:
     def join(
         cls, at: Rendezvous, rank: int, device: torch.device, *, timeout_s: float
     ) -> BroadcastGroup:
-        """Connects a worker to the trainer's store."""
         size, deadline = at.world_size, time.monotonic() + timeout_s
         if not 0 < rank < size:
             raise TransferError(f"rank must be in [1, {size}) in a group of {size}, got {rank}")

@@ -137,7 +137,6 @@ class BroadcastTransport:
         self._announced, self._views, self._packer, self._buffers = None, None, None, []
 
     def _device_for(self, source: WeightSource | None, engines: set[str]) -> torch.device:
-        """Returns the trainer's device, which must be of the engines' one kind."""
         if len(engines) > 1:
             raise UnsupportedArgumentError(
                 f"a broadcast reaches engines of one kind of device, these are on {sorted(engines)}"
@@ -348,7 +347,6 @@ class BroadcastTransport:
 
 
 def _failure(transfer: Callable[[], None], group: BroadcastGroup) -> SyncError | None:
-    """Returns what went wrong on this side."""
     try:
         transfer()
     except SyncError as error:

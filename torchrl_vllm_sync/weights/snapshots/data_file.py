@@ -61,8 +61,6 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class DataLayout:
-    """Where every parameter lies in a data file."""
-
     metadata: tuple[ParamMeta, ...]
     offsets: tuple[int, ...]  # first byte of each parameter
     trailer: bytes  # TensorDict's description, as it stands at the end of the file
@@ -100,8 +98,6 @@ class DataLayout:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One published version."""
-
     run_id: str  # run that wrote it; versions are comparable only within one run
     epoch: int  # writer's epoch
     version: int  # policy version
@@ -148,7 +144,6 @@ class ManifestFile:
         self._manifest: Manifest | None = None
 
     def read(self) -> Manifest | None:
-        """The current manifest; None when nothing has been published."""
         with files.storage_errors(f"{self.path.parent}: reading {files.CURRENT}"):
             try:
                 content = files.read_file(self.path, max_bytes=_MAX_MANIFEST_BYTES)
@@ -220,7 +215,6 @@ class DataFile:
 
 
 def open_tensordict(path: Path, metadata: Sequence[ParamMeta]) -> TensorDict:
-    """Opens and maps a data file, copying nothing."""
     with files.opened(path) as handle:
         return map_tensordict(handle, path, DataLayout.of(metadata))
 
@@ -247,7 +241,6 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The bytes of a tensor's values, on the host."""
     values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return values.reshape(-1).view(torch.uint8).numpy()
 
@@ -355,7 +348,6 @@ class TensorWriter:
             self._raise_failure()
 
     def finish(self) -> tuple[int, ...]:
-        """Waits until all is stored; returns the checksums."""
         num_stored = -1
         while wait(self._checksums, STORE_TIMEOUT_S).not_done:
             if num_stored == self._num_stored:

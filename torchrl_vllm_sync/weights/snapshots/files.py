@@ -307,7 +307,6 @@ class Owner:
 
     @classmethod
     def read(cls, directory: Path) -> Owner | None:
-        """Reads the last owner; None if there is none."""
         path = directory / MARKER
         try:
             record = read_json(path)

@@ -72,7 +72,6 @@ class Snapshot:
             )
 
     def verify(self) -> None:
-        """Compares every tensor with its published checksum."""
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             found = list(pool.map(data_file.checksum, dict(self.tensors()).values()))
         rows = zip(self.manifest.metadata, self.manifest.checksums, found, strict=True)

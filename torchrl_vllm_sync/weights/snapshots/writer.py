@@ -180,8 +180,6 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """What one publish did."""
-
     version: int  # policy version, now current
     path: Path  # folder that holds it
     num_bytes: int  # bytes of the parameters
@@ -400,7 +398,6 @@ class SnapshotWriter:
         self.close()
 
     def _fill(self, file: DataFile, tensors: Tensors, doing: str) -> tuple[int, ...]:
-        """Writes all tensors, which must be as announced, and returns their checksums."""
         layout, stays = file.layout, isinstance(tensors, Sequence)
         items = zip(checked(tensors, layout.metadata), layout.offsets, strict=True)
         with data_file.TensorWriter(file, self._buffers) as writer:
