@@ -86,7 +86,9 @@ def from_json(items: object) -> list[ParamMeta]:
     """Reads what ``to_json`` returned; a ``ValueError`` says what is wrong, and where."""
     rows = msgspec.convert(items, list[tuple[str, str, _Shape]])
     if unknown := [dtype for _, dtype, _ in rows if dtype not in _DTYPES]:
-        raise ValueError(f"dtype must be one of torch's, as 'bfloat16', got {unknown[0]!r:.60}")
+        raise ValueError(
+            f"dtype must be one of torch's, such as 'bfloat16', got {unknown[0]!r:.60}"
+        )
     return [ParamMeta(name, _DTYPES[dtype], shape) for name, dtype, shape in rows]
 
 
