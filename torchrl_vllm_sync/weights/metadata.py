@@ -85,10 +85,8 @@ def to_json(metadata: Iterable[ParamMeta]) -> list[list[Any]]:
 def from_json(items: object) -> list[ParamMeta]:
     """Reads what ``to_json`` returned; a ``ValueError`` says what is wrong, and where."""
     rows = msgspec.convert(items, list[tuple[str, str, _Shape]])
-    if unknown := [dtype for _, dtype, _ in rows if dtype not in _DTYPES]:
-        raise ValueError(
-            f"dtype must be one of torch's, such as 'bfloat16', got {unknown[0]!r:.60}"
-        )
+    if bad := [dtype for _, dtype, _ in rows if dtype not in _DTYPES]:
+        raise ValueError(f"dtype must be one of torch's, such as 'bfloat16', got {bad[0]!r:.60}")
     return [ParamMeta(name, _DTYPES[dtype], shape) for name, dtype, shape in rows]
 
 

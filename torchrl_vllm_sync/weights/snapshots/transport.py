@@ -55,7 +55,6 @@ class MemmapTransport:
         self._verify, self._takeover = verify, takeover
         self._writer: SnapshotWriter | None = None
         self._pid = 0
-        self._sent: int | None = None
         self._finalizer: weakref.finalize[..., MemmapTransport] | None = None
 
     @property
@@ -109,7 +108,7 @@ class MemmapTransport:
             if temporary:
                 shutil.rmtree(directory, ignore_errors=True)
             raise
-        self._pid, self._sent = os.getpid(), None
+        self._pid = os.getpid()
         # A process that ends without shutting down must not leave the weights in memory.
         self._finalizer = weakref.finalize(self, _close, self._writer, self._pid, temporary)
 
@@ -139,8 +138,8 @@ class MemmapTransport:
 
     def _publish(self, source: WeightSource, version: int, times: PhaseTimes) -> None:
         writer, metadata, views = self._open_writer(), source.metadata(), views_of(source)
-        tensors, before = source if views is None else views, writer.last_version
-        if version == self._sent:
+        tensors = source if views is None else views
+        if version == writer.last_version:
             if (changed := writer.first_difference(tensors, metadata)) is not None:
                 raise StaleVersionError(
                     f"version {version} is stored already, and there {changed} is another: weights "
@@ -148,23 +147,19 @@ class MemmapTransport:
                 )
             return
         with times.measure("publish_s"):
-            try:
-                report = writer.publish(tensors, metadata, version)
-            finally:  # it may be stored although an older one could not be removed
-                if writer.last_version != before:
-                    self._sent = version
+            report = writer.publish(tensors, metadata, version)
         times.seconds |= {f"{name}_s": value for name, value in report.phases.items()}
         times.starts |= {f"{name}_s": value for name, value in report.phase_starts.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process opens its own.
-        return {**self.__dict__, "_writer": None, "_sent": None, "_finalizer": None}
+        return {**self.__dict__, "_writer": None, "_finalizer": None}
 
     def close(self) -> None:
         """Stops writing; removes the directory if this transport made it. Idempotent."""
         if self._finalizer is not None:
             self._finalizer()
-        self._writer = self._finalizer = self._sent = None
+        self._writer = self._finalizer = None
 
 
 def _close(writer: SnapshotWriter, pid: int, remove: bool) -> None:
