@@ -96,7 +96,6 @@ class BroadcastTransport:
     def _forget(self) -> None:
         self.run_id = uuid.uuid4().hex
         self._group: BroadcastGroup | None = None
-        self._last_device: torch.device | None = None
         # Id of each replica in the group to its incarnation.
         self._joined: dict[str, str] = {}
         self._push_id = 0
@@ -142,8 +141,7 @@ class BroadcastTransport:
                 f"a broadcast reaches engines of one kind of device, these are on {sorted(engines)}"
             )
         (kind,) = engines
-        device = self._given_device or home_device(source, kind) or self._last_device
-        device = device or torch.device(kind)
+        device = self._given_device or home_device(source, kind) or torch.device(kind)
         if device.type != kind or (kind == "cuda" and not torch.cuda.is_available()):
             raise UnsupportedArgumentError(
                 f"the engines are on {kind} and the trainer is on "
@@ -191,8 +189,7 @@ class BroadcastTransport:
         except BaseException:
             group.close()
             raise
-        self._group, self._last_device = group, group.device
-        self._push_id = group_id << PUSH_ID_BITS
+        self._group, self._push_id = group, group_id << PUSH_ID_BITS
         return True
 
     def _leave(self) -> None:
