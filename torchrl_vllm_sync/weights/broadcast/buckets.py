@@ -377,13 +377,11 @@ class ViewPacker:
     ) -> None:
         pairs = zip(layout.metadata, views, strict=True)
         copies = [TensorCopy.whole(meta, one.detach()) for meta, (_, one) in pairs if one.numel()]
-        self._buckets = bound_buckets(copies, layout, buffers)
-        # Copies of one push, after merging.
-        self.num_copies = sum(len(one) for bucket in self._buckets for one, _ in bucket.groups)
+        self.buckets = bound_buckets(copies, layout, buffers)
 
     def __call__(self, index: int, buffer: torch.Tensor) -> None:
         del buffer  # the copies go to views of it
-        self._buckets[index].pack()
+        self.buckets[index].pack()
 
 
 class StreamingPacker:
