@@ -284,6 +284,24 @@ def test_nobody_is_held_back_when_all_failed_and_the_number_is_used_up(pusher, r
     assert push(pusher).version == 3
 
 
+def test_a_push_that_another_process_overtook_takes_the_next_number(pusher, replicas, transport):
+    push(pusher)
+    replicas.held = {"a": 3, "b": 3}  # pushed by somebody else
+    send = transport.send
+
+    def refuse_old(members, push):
+        if push.version <= 3:
+            transport.sent.append(push.version)
+            return dict.fromkeys(replicas.held, OSError("holds 3"))
+        return send(members, push)
+
+    transport.send = refuse_old
+    assert push(pusher).version == 4
+    assert transport.sent == [1, 2, 4]
+    replicas.held = {"a": 9, "b": 9}
+    assert push(pusher).version == 5  # this transport takes any
+
+
 def test_weights_that_do_not_fit_are_not_sent_and_use_no_number(pusher, transport):
     for weights in ({}, {"w": torch.ones(3)}, {"v": torch.ones(2)}):
         with pytest.raises(WeightMismatchError):

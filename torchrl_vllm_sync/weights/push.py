@@ -473,28 +473,32 @@ class WeightPusher:
                 self._check_repeat(given, version)
                 ledger.is_current &= was_ours()  # another trainer may have pushed since
                 self._open(source)
-                if not ledger.is_current:  # before the first push, and after one that failed
-                    ledger.take_stock(self._reports())
+                self._take_stock()
             num_bytes = sum(meta.num_bytes for meta in source.metadata())
             awaited, to = awaited_replicas(self._client.standings()), self.transport.name
             kind = PushKind(to, num_bytes, mode, clear_cache, frozenset(awaited.items()))
-            chosen = ledger.next_version(version, transport.last_version)
-            limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
-            push = Push(source, chosen, limit_s, mode, clear_cache)
-            content, start = Content(given), time.perf_counter()
-            reports = deliver(transport, self._members, push)
-            seconds, failures = time.perf_counter() - start, errors_of(reports)
-            is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
-            self._keep(content, reports, chosen)
-            self._keep_out(reports, chosen)
-            missed = failures.keys() & awaited.keys()
-            if not missed and all(one.loaded for one in reports if not one.error):
-                self._deadlines.record(kind, seconds)
-            ledger.is_current &= not failures  # else the next push asks what the replicas hold
-            if missed - self._missed:  # this may well be sent again
-                with times.measure("compare_s"):
-                    content.summed(given)
-            self._missed = missed
+            # Once more if another process's versions were followed meanwhile, and are as many.
+            for last_try in (version is not None, True):
+                chosen = ledger.next_version(version, transport.last_version)
+                limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
+                push = Push(source, chosen, limit_s, mode, clear_cache)
+                content, start = Content(given), time.perf_counter()
+                reports = deliver(transport, self._members, push)
+                seconds, failures = time.perf_counter() - start, errors_of(reports)
+                is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
+                self._keep(content, reports, chosen)
+                self._keep_out(reports, chosen)
+                missed = failures.keys() & awaited.keys()
+                if not missed and all(one.loaded for one in reports if not one.error):
+                    self._deadlines.record(kind, seconds)
+                ledger.is_current &= not failures  # else the next push asks what the replicas hold
+                if missed - self._missed:  # this may well be sent again
+                    with times.measure("compare_s"):
+                        content.summed(given)
+                self._missed = missed
+                if last_try or not failures or not self._was_overtaken(reports, chosen):
+                    break
+                self._open(source)
         if not commits(reports, strict=strict):
             raise WeightSyncError(chosen, failures)
         seconds, starts = time.perf_counter() - begin, times.starts | push.times.starts
@@ -547,6 +551,18 @@ class WeightPusher:
         awake = self._client.start_calls("hold_back", dict.fromkeys(told - silent, stamp))
         if errors:  # pushes need not wait for those that have just joined
             awake.answers(HOLD_BACK_TIMEOUT_S)
+
+    def _was_overtaken(self, reports: list[LoadReport], version: int) -> bool:
+        """Whether no replica took ``version`` because they hold as new a one of another process."""
+        if reached_some(reports):
+            return False
+        self._take_stock()
+        return self._ledger.newest >= version
+
+    def _take_stock(self) -> None:
+        """Asks the replicas what they hold: before the first push, and after one that failed."""
+        if not self._ledger.is_current:
+            self._ledger.take_stock(self._reports())
 
     def _reports(self, without: Collection[str] = ()) -> dict[str, Any]:
         """Returns reports of the replicas that were not silent a moment ago."""
