@@ -54,7 +54,6 @@ async def test_those_inside_are_ended_in_states_without_whole_weights_only(gate,
     owner = Owner(gate)
     gate.set(state)
     assert owner.refused == ["e"] * (state in ENDING)
-    assert gate.has_ended_requests is (state in ENDING)
 
 
 class Engine:

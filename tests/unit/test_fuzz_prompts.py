@@ -187,7 +187,11 @@ def expected(value, read):
 
 
 def as_plain(found):
-    return [(one.token_ids, one.text, dict(one.extras)) for one in found.prompts], found.is_batch
+    plain = []
+    for one in map(dict, found.prompts):
+        ids, text = tuple(one.pop("prompt_token_ids")), one.pop("prompt", None)
+        plain.append((ids, text, one))
+    return plain, found.is_batch
 
 
 def same(found, wanted):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchrl_vllm_sync.errors import InvalidPromptError
-from torchrl_vllm_sync.requests.prompts import PromptRecord, as_requests, check_sampling_params
+from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
 
 pytestmark = pytest.mark.filterwarnings(
     # Importing vLLM 0.32 on torch 2.11 and later.
@@ -25,6 +25,11 @@ def read(*args, **kwargs):
     return as_requests(*args, **{"encode": encode, "max_model_len": 8, **kwargs})
 
 
+def tokens_prompt(ids, text=None, extras=()):
+    """vLLM's ``TokensPrompt``."""
+    return {"prompt_token_ids": list(ids), **dict(extras), **({"prompt": text} if text else {})}
+
+
 @dataclass
 class FakeSamplingParams:
     n: int = 1
@@ -32,32 +37,32 @@ class FakeSamplingParams:
 
 
 ONE_PROMPT = {
-    "list": (list(IDS), PromptRecord(IDS)),
-    "tuple": (IDS, PromptRecord(IDS)),
-    "one id": ([5], PromptRecord((5,))),
-    "numpy ids in a list": ([np.int64(5), np.uint8(6), 7], PromptRecord(IDS)),
-    "int64 tensor": (torch.tensor(IDS), PromptRecord(IDS)),
-    "uint8 tensor": (torch.tensor(IDS, dtype=torch.uint8), PromptRecord(IDS)),
-    "int32 array": (np.array(IDS, np.int32), PromptRecord(IDS)),
-    "uint16 array": (np.array(IDS, np.uint16), PromptRecord(IDS)),
-    "array that is a view": (np.arange(12)[5:8], PromptRecord(IDS)),
+    "list": (list(IDS), tokens_prompt(IDS)),
+    "tuple": (IDS, tokens_prompt(IDS)),
+    "one id": ([5], tokens_prompt((5,))),
+    "numpy ids in a list": ([np.int64(5), np.uint8(6), 7], tokens_prompt(IDS)),
+    "int64 tensor": (torch.tensor(IDS), tokens_prompt(IDS)),
+    "uint8 tensor": (torch.tensor(IDS, dtype=torch.uint8), tokens_prompt(IDS)),
+    "int32 array": (np.array(IDS, np.int32), tokens_prompt(IDS)),
+    "uint16 array": (np.array(IDS, np.uint16), tokens_prompt(IDS)),
+    "array that is a view": (np.arange(12)[5:8], tokens_prompt(IDS)),
 }
 ONE_PROMPT_BEYOND_IDS = {
-    "text": ("ab", PromptRecord((97, 98), "ab")),
-    "TextPrompt": ({"prompt": "ab"}, PromptRecord((97, 98), "ab")),
-    "TokensPrompt": ({"prompt_token_ids": [5, 6, 7]}, PromptRecord(IDS)),
-    "TokensPrompt of a tensor": ({"prompt_token_ids": torch.tensor(IDS)}, PromptRecord(IDS)),
+    "text": ("ab", tokens_prompt((97, 98), "ab")),
+    "TextPrompt": ({"prompt": "ab"}, tokens_prompt((97, 98), "ab")),
+    "TokensPrompt": ({"prompt_token_ids": [5, 6, 7]}, tokens_prompt(IDS)),
+    "TokensPrompt of a tensor": ({"prompt_token_ids": torch.tensor(IDS)}, tokens_prompt(IDS)),
     "TokensPrompt with its text": (
         {"prompt_token_ids": [5, 6, 7], "prompt": "ab"},
-        PromptRecord(IDS, "ab"),
+        tokens_prompt(IDS, "ab"),
     ),
     "TokensPrompt with extras": (
         {"prompt_token_ids": IDS, "cache_salt": "s", "multi_modal_data": {"image": "i"}},
-        PromptRecord(IDS, None, {"cache_salt": "s", "multi_modal_data": {"image": "i"}}),
+        tokens_prompt(IDS, None, {"cache_salt": "s", "multi_modal_data": {"image": "i"}}),
     ),
     "None stands for absent": (
         {"prompt_token_ids": IDS, "prompt": None, "multi_modal_data": None},
-        PromptRecord(IDS),
+        tokens_prompt(IDS),
     ),
 }
 
@@ -90,7 +95,7 @@ def test_a_batch_may_mix_every_form_and_keeps_its_order():
 def test_ids_are_plain_integers_and_records_survive_pickling(form):
     (record,) = read({**ONE_PROMPT, **ONE_PROMPT_BEYOND_IDS}[form][0]).prompts
 
-    assert set(map(type, record.token_ids)) == {int}
+    assert set(map(type, record["prompt_token_ids"])) == {int}
     assert pickle.loads(pickle.dumps(record)) == record
 
 
@@ -98,16 +103,15 @@ def test_a_record_does_not_follow_the_list_it_was_read_from():
     ids = [5, 6, 7]
     (record,) = read(ids).prompts
     ids[0] = 99
-    record.as_tokens_prompt()["prompt_token_ids"].append(99)
 
-    assert record.token_ids == IDS
+    assert record["prompt_token_ids"] == list(IDS)
 
 
-def test_as_tokens_prompt_is_what_was_given():
+def test_a_tokens_prompt_is_what_was_given():
     prompt = {"prompt_token_ids": [5, 6, 7], "prompt": "ab", "cache_salt": "s"}
 
-    assert read(prompt).prompts[0].as_tokens_prompt() == prompt
-    assert read([5, 6, 7]).prompts[0].as_tokens_prompt() == {"prompt_token_ids": [5, 6, 7]}
+    assert read(prompt).prompts[0] == prompt
+    assert read([5, 6, 7]).prompts[0] == {"prompt_token_ids": [5, 6, 7]}
 
 
 BAD_PROMPTS = {
@@ -191,7 +195,7 @@ def test_text_without_an_encoder_is_refused_and_asks_for_ids():
     with pytest.raises(InvalidPromptError, match=r"prompts\[1\] is text .* pass token ids"):
         read([[5], "ab"], encode=None)
     given = {"prompt": "ab", "prompt_token_ids": [5]}
-    assert read(given, encode=None).prompts == [PromptRecord((5,), "ab")]
+    assert read(given, encode=None).prompts == [tokens_prompt((5,), "ab")]
 
 
 def test_what_the_encoder_returns_is_checked_too():
@@ -202,10 +206,10 @@ def test_what_the_encoder_returns_is_checked_too():
 
 
 def test_limits_at_their_edges():
-    assert len(read(list(range(7))).prompts[0].token_ids) == 7
-    assert len(read(list(range(100)), max_model_len=None).prompts[0].token_ids) == 100
-    assert read([2**31 - 1]).prompts == [PromptRecord((2**31 - 1,))]
-    assert read([9], vocab_size=10).prompts == [PromptRecord((9,))]
+    assert len(read(list(range(7))).prompts[0]["prompt_token_ids"]) == 7
+    assert len(read(list(range(100)), max_model_len=None).prompts[0]["prompt_token_ids"]) == 100
+    assert read([2**31 - 1]).prompts == [tokens_prompt((2**31 - 1,))]
+    assert read([9], vocab_size=10).prompts == [tokens_prompt((9,))]
     with pytest.raises(InvalidPromptError, match="below vocab_size=10, got 10 at token 1"):
         read([9, 10], vocab_size=10)
 
@@ -244,4 +248,4 @@ def test_the_installed_vllm_agrees():
     assert check_sampling_params(params, 1) == [params]
     for key in inputs.TokensPrompt.__annotations__.keys() - {"prompt", "prompt_token_ids"}:
         prompt = {"prompt_token_ids": [5], key: "value"}
-        assert read(prompt).prompts[0].as_tokens_prompt() == prompt
+        assert read(prompt).prompts[0] == prompt

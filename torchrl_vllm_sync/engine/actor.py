@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
 
     from torchrl_vllm_sync.replica import PushReport, ReplicaProcesses
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 
 # Seconds between checks: a dead engine core is noticed at the next one.
@@ -60,14 +59,10 @@ BLOCKING_CALL_S = 300.0
 class EngineHealth:
     """Asks one engine for a sign of life periodically, and marks its replica when none comes.
 
-    The question goes to every worker, through the loop in which an engine core steps: no answer
-    comes when the core or a worker is stopped or stuck, or when a step does not end. A request that
-    is never scheduled does not show: its own time limit ends it.
-
-    The replica is marked ``FAILED``, for good, within a second of vLLM's noticing a dead core or
-    worker, and within ``unresponsive_after_s``, a quarter of that (at most 5 s) and 1 s of a
-    silence; not while a call blocks the engine by design: updates, pauses and sleep, which have
-    limits of their own (``is_updating``), and what runs within :meth:`blocking`.
+    It goes to every worker, through the loop in which an engine core steps: no answer comes when
+    the core or a worker is stopped or stuck, or when a step does not end. ``FAILED``, for good, is
+    who dies or is silent too long, but for calls that block the engine by design: updates, pauses
+    and sleep, which have limits of their own (``is_updating``), and :meth:`blocking`.
     """
 
     def __init__(
@@ -79,12 +74,10 @@ class EngineHealth:
         is_updating: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._gate = engine, gate
+        self._engine, self._gate, self._clock = engine, gate, clock
         self._limit_s, self._is_updating = unresponsive_after_s, is_updating
-        self._clock = clock
         self._beat_s = min(MAX_BEAT_S, unresponsive_after_s / BEATS_PER_LIMIT)
-        self._silence = Silence(clock)
-        self._answered_at = clock()
+        self._silence, self._answered_at = Silence(clock), clock()
         self._question: asyncio.Task[None] | None = None
         self._blocking: list[Deadline] = []
         self._watch: asyncio.Task[None] | None = None
@@ -98,15 +91,13 @@ class EngineHealth:
         self._watch = asyncio.create_task(self._look_again())
 
     def stop(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        self._drop_question()
+        for task in filter(None, (self._watch, self._question)):
+            task.cancel()  # vLLM ignores an answer that nothing waits for
 
     @contextlib.contextmanager
     def blocking(self, timeout_s: float | None = None) -> Iterator[None]:
         """Excuses silence while inside: a caller's call may keep the engine busy."""
-        limit_s = BLOCKING_CALL_S if timeout_s is None else timeout_s
-        limit = Deadline(limit_s, clock=self._clock)
+        limit = Deadline(BLOCKING_CALL_S if timeout_s is None else timeout_s, clock=self._clock)
         self._blocking.append(limit)
         try:
             yield
@@ -123,15 +114,14 @@ class EngineHealth:
 
     def look(self) -> bool:
         """Checks once: asks if it is time to, and marks the replica if an answer is overdue."""
-        if self._gate.state not in (ReplicaState.FAILED, ReplicaState.CLOSED):
-            reason = self._failure()
-            if not reason:
+        if not self._gate.is_over:
+            if not (reason := self._failure()):
                 is_time = self.answer_age_s >= self._beat_s and not self._is_excused
                 if self._question is None and is_time:
                     self._question = asyncio.ensure_future(internals.ask_health(self._engine))
                 return True
             self._gate.set(ReplicaState.FAILED, reason)
-        self._drop_question()
+        self.stop()
         return False
 
     def _failure(self) -> str:
@@ -149,12 +139,6 @@ class EngineHealth:
         elif silent_s >= self._limit_s:
             return f"its engine core, or a worker of it, was silent for {silent_s:.1f} s"
         return ""
-
-    def _drop_question(self) -> None:
-        """Cancels the question; vLLM ignores an answer that nothing waits for."""
-        if self._question is not None:
-            self._question.cancel()
-            self._question = None
 
 
 def of_part(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,7 +244,8 @@ class EngineActor:
         self._updates = updates = Updates(self.engine, self._gate)
         self._answers.begin(self.engine, updates)
         self._native = NativeCalls(updates, self.engine, self._gate)
-        self._snapshots = SnapshotLoads(updates, self._model_metadata)
+        config = self.engine.vllm_config.model_config
+        self._snapshots = SnapshotLoads(updates, lambda: checkpoint_metadata(config))
         self._broadcasts = BroadcastLoads(updates)
         self._peers = PeerLoads(updates)
         self._health = EngineHealth(
@@ -355,10 +340,8 @@ class EngineActor:
 
     async def model_metadata(self) -> list[list[Any]]:
         """Returns the tensors that a complete push must hold, as ``ParamMeta`` in JSON form."""
-        return to_json(await asyncio.to_thread(self._model_metadata))
-
-    def _model_metadata(self) -> list[ParamMeta]:
-        return checkpoint_metadata(self.engine.vllm_config.model_config)
+        config = self.engine.vllm_config.model_config
+        return to_json(await asyncio.to_thread(checkpoint_metadata, config))
 
     # ---------------------------------------------------------------- the engine
 
@@ -386,23 +369,19 @@ class EngineActor:
         with self._health.blocking(timeout):
             return await internals.call_workers(self.engine, method, args, kwargs, timeout)
 
-    collective_rpc_v1 = collective_rpc
-
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         return await self.engine.reset_prefix_cache(reset_running_requests)
 
 
-# Calls that its parts have under the same names; of vLLM's own, all there are.
+# Calls that its parts have under the same names: these, or all.
 for _part, _kind, _names in (
     ("_answers", Answers, "run_batch stream generate abort"),
     ("_updates", Updates, "begin_push keep_push end_push probe_workers"),
     ("_updates", Updates, "hold_back admit drain undrain"),
-    ("_native", NativeCalls, " ".join(one for one in vars(NativeCalls) if not one.startswith("_"))),
-    ("_broadcasts", BroadcastLoads, "join_broadcast prepare_broadcast receive_broadcast"),
-    ("_broadcasts", BroadcastLoads, "leave_broadcast"),
+    ("_native", NativeCalls, ""),
+    ("_broadcasts", BroadcastLoads, ""),
     ("_snapshots", SnapshotLoads, "load_snapshot snapshot_source follow_snapshots stop_following"),
-    ("_peers", PeerLoads, "offer_weights give_weights weight_checksums withdraw_weights"),
-    ("_peers", PeerLoads, "take_weights"),
+    ("_peers", PeerLoads, ""),
 ):
-    for _name in _names.split():
+    for _name in _names.split() or [one for one in vars(_kind) if not one.startswith("_")]:
         setattr(EngineActor, _name, of_part(_part, getattr(_kind, _name)))

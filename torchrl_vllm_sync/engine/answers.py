@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import copy
 import logging
-import time
+import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm import SamplingParams
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -25,12 +24,12 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests.columns import PackedResults, as_dicts
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
-from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
+from torchrl_vllm_sync.requests.prompts import as_requests, prepared_sampling_params
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 
-    from vllm import RequestOutput
+    from vllm import RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -53,9 +52,8 @@ ABORT_POLL_S = 0.005
 def split_samples(params: SamplingParams) -> list[SamplingParams]:
     """Returns the parameters of each sample, with seeds as vLLM gives them (``ParentRequest``).
 
-    Samples are separate requests, as an update may find only some begun: of a request with ``n``
-    samples vLLM can send back neither the others alone, which must not start on keys of the old
-    weights, nor all, which would lose tokens.
+    Samples are separate requests: an update may find some begun, which must go on, and sends the
+    others back, which must not start on keys of the old weights; vLLM can do neither with a part.
     """
     params.skip_clone = True  # nobody else has it: vLLM need not copy each field for each request
     if params.n == 1 and params.logprobs is None and params.prompt_logprobs is None:
@@ -81,10 +79,7 @@ class Answer:
 
 
 class Batch:
-    """Requests of one call, side by side in the engine; each of them ends once.
-
-    They have no task or queue each: vLLM calls :meth:`take` with every output of theirs.
-    """
+    """Requests of one call, each of which ends once; vLLM calls :meth:`take` with all outputs."""
 
     def __init__(
         self,
@@ -153,11 +148,7 @@ class Batch:
         self._tasks.append(asyncio.create_task(self._enter(answer, index)))
 
     async def _enter(self, answer: Answer, index: int) -> None:
-        """Gives a sample to the engine.
-
-        One that an update finds before its first token comes here again: it must not start on
-        cached keys of the old weights.
-        """
+        """Gives a sample to the engine, once more if an update finds it before its first token."""
         request = answer.request
         try:
             await self._gate.enter(request.min_version)
@@ -190,7 +181,7 @@ class Batch:
         try:
             if output.finished:
                 self._leave(running)
-                if running.restart and _was_aborted(output):
+                if running.restart and output.outputs[0].finish_reason == "abort":
                     self._enter_later(answer, running.index)
                     return
             self._add(running, output)
@@ -212,14 +203,13 @@ class Batch:
             if not output.finished:
                 return
             together = [answer.finished[one] for one in range(len(answer.samples))]
-            output.outputs = [one for one, _ in together]
-            reports = tuple(one for _, one in together)
+            output.outputs, reports = map(list, zip(*together, strict=True))
         result = EngineResult(
             request_id=request.request_id,
             replica_id=self._gate.replica_id,
             output=output,
             finished=output.finished,
-            samples=reports,
+            samples=tuple(reports),
             version=self._gate.version,
         )
         if output.finished:
@@ -371,9 +361,7 @@ class Answers:
             del self._given_up[next(iter(self._given_up))]
         ended: set[str] = set()
         # A request that has just passed the gate may not be known to vLLM yet, hence the loop.
-        while left := [
-            engine_id for engine_id in self._gate.running if engine_id.rpartition("~")[0] in wanted
-        ]:
+        while left := [one for one in self._gate.running if one.rpartition("~")[0] in wanted]:
             ended.update(left)
             await self.engine.abort(left)
             await asyncio.sleep(ABORT_POLL_S)
@@ -389,26 +377,25 @@ class Answers:
         lora_request: Any = None,
     ) -> Any:
         """TorchRL's actor surface: generates on this replica and returns vLLM's own outputs."""
-        normalised = as_requests(
+        config = self.engine.vllm_config.model_config
+        checked, is_batch = as_requests(
             prompts,
             prompt_token_ids,
             encode=self.engine.get_tokenizer().encode,
-            max_model_len=self.engine.vllm_config.model_config.max_model_len,
-            vocab_size=self.engine.vllm_config.model_config.get_vocab_size(),
+            max_model_len=config.max_model_len,
+            vocab_size=config.get_vocab_size(),
         )
-        given = check_sampling_params(sampling_params, len(normalised.prompts))
-        requests: list[EngineRequest] = []
-        for record, params in zip(normalised.prompts, given, strict=True):
-            final_only = SamplingParams() if params is None else copy.copy(params)
-            final_only.output_kind = RequestOutputKind.FINAL_ONLY
-            request = EngineRequest(
-                request_id=f"direct-{id(record)}-{time.monotonic_ns()}",
-                prompt=record.as_tokens_prompt(),
-                sampling_params=final_only,
+        params = prepared_sampling_params(sampling_params, len(checked))
+        requests = [
+            EngineRequest(
+                request_id=f"direct-{uuid.uuid4().hex}",
+                prompt=prompt,
+                sampling_params=params[at],
                 timeout_s=timeout_seconds,
                 lora_request=lora_request,
             )
-            requests.append(request)
+            for at, prompt in enumerate(checked)
+        ]
         async with contextlib.aclosing(Batch(self, self._gate, requests).run()) as ends:
             ended = {one.request_id: one async for results in ends for one in results}
         results = [ended[request.request_id] for request in requests]
@@ -420,8 +407,4 @@ class Answers:
                 for one in result.output.outputs:
                     one.logprobs = as_dicts(one.logprobs)
         outputs = [result.output for result in results]
-        return outputs if normalised.is_batch else outputs[0]
-
-
-def _was_aborted(output: RequestOutput) -> bool:
-    return output.finished and any(one.finish_reason == "abort" for one in output.outputs)
+        return outputs if is_batch else outputs[0]

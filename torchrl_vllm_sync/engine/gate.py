@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.internals import UNLABELLED
@@ -65,10 +65,7 @@ class SampleVersions:
 
 @dataclass(slots=True)
 class SpanChecker:
-    """Compares counted spans with vLLM's own, and counts disagreements.
-
-    vLLM's are used where the two disagree, since it counts in the process that samples.
-    """
+    """Compares counted spans with vLLM's own, which count: it is the process that samples."""
 
     replica_id: str
     num_disagreements: int = 0
@@ -85,13 +82,9 @@ class SpanChecker:
         if theirs is None or theirs == counted:
             return counted
         self.num_disagreements += 1
-        logger.error(
-            "replica %s, request %s: version spans counted as %s, by vLLM as %s; vLLM's are used",
-            self.replica_id,
-            request_id,
-            [tuple(one) for one in counted],
-            [tuple(one) for one in theirs],
-        )
+        what = "replica %s, request %s: version spans counted as %s, by vLLM as %s, which is used"
+        spans = [[tuple(one) for one in some] for some in (counted, theirs)]
+        logger.error(what, self.replica_id, request_id, *spans)
         return theirs
 
 
@@ -108,25 +101,13 @@ def versions_of_labels(
     return spans_from_starts(starts, num_tokens)
 
 
-class Owner(Protocol):
-    """What a sample belongs to."""
-
-    def take(self, running: RunningRequest, output: RequestOutput | Exception) -> None:
-        """Takes an output, or the reason why there will be none."""
-        ...
-
-    def refuse(self, running: RunningRequest) -> None:
-        """Ends the sample's request: the replica has stopped serving."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class RunningRequest:
     """One sample of a request that is inside the engine."""
 
     engine_id: str  # a new one after each restart
     request: EngineRequest
-    owner: Owner
+    owner: Any  # takes outputs, or why there will be none, and ends the request: a ``Batch``
     answer: Any = None  # the owner's, of which it is a sample
     index: int = 0  # of the sample in its request
     sample: SampleVersions | None = None  # None until vLLM has registered it
@@ -161,7 +142,7 @@ class AdmissionGate:
         self.state, self.reason = state, reason
         self._changed.set()
         self._changed = asyncio.Event()
-        if self.has_ended_requests:
+        if self.is_over or state is ReplicaState.STALE:
             for request in list(self.running.values()):
                 request.owner.refuse(request)
 
@@ -172,8 +153,8 @@ class AdmissionGate:
         return f"holds version {self.version} and is {self.state}"
 
     @property
-    def has_ended_requests(self) -> bool:
-        return self.state in (ReplicaState.STALE, ReplicaState.FAILED, ReplicaState.CLOSED)
+    def is_over(self) -> bool:
+        return self.state in (ReplicaState.FAILED, ReplicaState.CLOSED)
 
     def register(self, state: SampleState) -> None:
         """Notes that vLLM has registered one of the samples inside."""

@@ -125,8 +125,8 @@ class StatsRecorder(StatLoggerBase):
 def _latency(seconds: Sequence[float]) -> Latency | None:
     if not seconds:
         return None
-    p50, p99 = np.quantile(np.fromiter(seconds, float, len(seconds)), (0.5, 0.99))
-    return Latency(p50_s=float(p50), p99_s=float(p99))
+    p50, p99 = np.quantile(np.fromiter(seconds, float, len(seconds)), (0.5, 0.99)).tolist()
+    return Latency(p50_s=p50, p99_s=p99)
 
 
 async def call_workers(

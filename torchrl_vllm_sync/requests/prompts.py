@@ -1,10 +1,11 @@
-"""Prompts: every form a caller may write, turned once into token ids."""
+"""Prompts: every form a caller may write, turned once into a dict with token ids."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -34,26 +35,10 @@ _INTEGER_DTYPES = frozenset(
 _FORMS = "text, token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRecord:
-    """One checked prompt. Its ids are a tuple: what routing has hashed, no caller changes."""
-
-    token_ids: tuple[int, ...]  # at least one
-    text: str | None = None  # if the caller gave text
-    extras: Mapping[str, object] = field(default_factory=dict)  # others of vLLM's TokensPrompt
-
-    def as_tokens_prompt(self) -> dict[str, object]:
-        """Returns a fresh dict of the shape of vLLM's ``TokensPrompt``."""
-        prompt: dict[str, object] = {"prompt_token_ids": list(self.token_ids), **self.extras}
-        if self.text is not None:
-            prompt["prompt"] = self.text
-        return prompt
-
-
 class NormalisedPrompts(NamedTuple):
     """Checked prompts in the caller's order, and whether they were a batch, which gets a list."""
 
-    prompts: list[PromptRecord]
+    prompts: list[dict[str, Any]]  # new ones, of the shape of vLLM's TokensPrompt
     is_batch: bool
 
 
@@ -77,23 +62,20 @@ def as_requests(
     vocab_size: int | None = None,
 ) -> NormalisedPrompts:
     """Turns what a caller passed to ``generate`` into token ids; all of them are valid, or none."""
-    if prompts is not None and prompt_token_ids is not None:
-        raise InvalidPromptError("pass prompts or prompt_token_ids, got both")
-    if prompts is None and prompt_token_ids is None:
-        raise InvalidPromptError("pass prompts or prompt_token_ids, got None for both")
-
+    if (prompts is None) == (prompt_token_ids is None):
+        got = "None for both" if prompts is None else "both"
+        raise InvalidPromptError(f"pass prompts or prompt_token_ids, got {got}")
     rules = _Rules(encode, max_model_len, vocab_size)
     if prompts is not None:
         name, given, read = "prompts", prompts, rules.read_prompt
     else:
-        name, given, read = "prompt_token_ids", prompt_token_ids, rules.read_ids_prompt
-
+        name, given, read = "prompt_token_ids", prompt_token_ids, rules.read_ids
     if not isinstance(given, (list, tuple)) or _is_flat(given):
         return NormalisedPrompts([read(given, name)], is_batch=False)
     if not given:
         raise InvalidPromptError(f"{name} must hold at least one prompt, got {given!r}")
-    records = [read(prompt, f"{name}[{position}]") for position, prompt in enumerate(given)]
-    return NormalisedPrompts(records, is_batch=True)
+    checked = [read(prompt, f"{name}[{position}]") for position, prompt in enumerate(given)]
+    return NormalisedPrompts(checked, is_batch=True)
 
 
 def check_sampling_params(
@@ -115,6 +97,20 @@ def check_sampling_params(
     return list(sampling_params)
 
 
+def prepared_sampling_params(given: Any, num_prompts: int, *, stream: bool = False) -> list[Any]:
+    """Copies each distinct object once; only streams want anything before the end."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    checked, copies = check_sampling_params(given, num_prompts), dict[int, Any]()
+    for one in checked:
+        if id(one) not in copies:
+            copies[id(one)] = params = SamplingParams() if one is None else copy.copy(one)
+            if not stream:
+                params.output_kind = RequestOutputKind.FINAL_ONLY
+    return [copies[id(one)] for one in checked]
+
+
 @dataclass(frozen=True, slots=True)
 class _Rules:
     """The rules of one call. ``where`` names the value in messages, for example ``prompts[3]``."""
@@ -123,38 +119,36 @@ class _Rules:
     max_model_len: int | None
     vocab_size: int | None
 
-    def read_prompt(self, prompt: object, where: str) -> PromptRecord:
+    def read_prompt(self, prompt: object, where: str) -> dict[str, Any]:
         if isinstance(prompt, str):
-            return PromptRecord(self._encoded(prompt, where), prompt)
+            return {"prompt_token_ids": self._encoded(prompt, where), "prompt": prompt}
         if isinstance(prompt, Mapping):
             return self._read_mapping(prompt, where)
-        return PromptRecord(self._checked(prompt, where, expected=_FORMS))
+        return self.read_ids(prompt, where, _FORMS)
 
-    def read_ids_prompt(self, prompt: object, where: str) -> PromptRecord:
-        return PromptRecord(self._checked(prompt, where, expected="token ids"))
+    def read_ids(self, ids: object, where: str, expected: str = "token ids") -> dict[str, Any]:
+        return {"prompt_token_ids": self._checked(ids, where, expected)}
 
-    def _read_mapping(self, prompt: Mapping[object, object], where: str) -> PromptRecord:
-        unknown = [key for key in prompt if key not in _KNOWN_KEYS]
-        if unknown:
+    def _read_mapping(self, prompt: Mapping[object, object], where: str) -> dict[str, Any]:
+        if unknown := [key for key in prompt if key not in _KNOWN_KEYS]:
             raise InvalidPromptError(
                 f"{where} may have the keys {', '.join(_KNOWN_KEYS)}, got {shown(unknown)}"
             )
-        extras = {key: prompt[key] for key in _EXTRA_KEYS if prompt.get(key) is not None}
-        _as_text(extras.get("cache_salt", ""), f"{where}['cache_salt']")
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if text is not None:
-            text = _as_text(text, f"{where}['prompt']")
-        if ids is not None:
-            checked = self._checked(ids, f"{where}['prompt_token_ids']", expected="token ids")
-        elif text is not None:
-            checked = self._encoded(text, f"{where}['prompt']")
-        else:
-            raise InvalidPromptError(
-                f"{where} must have 'prompt' or 'prompt_token_ids', got {shown(list(prompt))}"
-            )
-        return PromptRecord(checked, text, extras)
+        read: dict[str, Any] = {
+            key: prompt[key] for key in _KNOWN_KEYS if prompt.get(key) is not None
+        }
+        for key in ("cache_salt", "prompt"):
+            _as_text(read.get(key, ""), f"{where}[{key!r}]")
+        if "prompt_token_ids" in read:
+            return read | self.read_ids(read["prompt_token_ids"], f"{where}['prompt_token_ids']")
+        if "prompt" in read:
+            text = read["prompt"]
+            return read | {"prompt_token_ids": self._encoded(text, f"{where}['prompt']")}
+        raise InvalidPromptError(
+            f"{where} must have 'prompt' or 'prompt_token_ids', got {shown(list(prompt))}"
+        )
 
-    def _encoded(self, text: str, where: str) -> tuple[int, ...]:
+    def _encoded(self, text: str, where: str) -> list[int]:
         if not text:
             raise InvalidPromptError(f"{where} must not be empty, got ''")
         _as_text(text, where)
@@ -163,9 +157,9 @@ class _Rules:
                 f"{where} is text and there is no tokenizer to encode it: pass token ids, "
                 f"got {type(text).__name__} {shown(text)}"
             )
-        return self._checked(self.encode(text), f"encode({where})", expected="token ids")
+        return self._checked(self.encode(text), f"encode({where})", "token ids")
 
-    def _checked(self, ids: object, where: str, *, expected: str) -> tuple[int, ...]:
+    def _checked(self, ids: object, where: str, expected: str) -> list[int]:
         if isinstance(ids, (torch.Tensor, np.ndarray)):
             ids = self._from_array(ids, where)
         elif not isinstance(ids, (list, tuple)):
@@ -175,10 +169,9 @@ class _Rules:
         if not ids:
             raise InvalidPromptError(f"{where} must have at least 1 token, got 0")
         if set(map(type, ids)) == {int}:
-            checked: tuple[int, ...] = tuple(ids)
+            checked: list[int] = list(ids)
         else:
-            checked = tuple(_as_id(each, where, at) for at, each in enumerate(ids))
-
+            checked = [_as_id(each, where, at) for at, each in enumerate(ids)]
         limit = _NUM_INT32_IDS if self.vocab_size is None else self.vocab_size
         if min(checked) < 0 or max(checked) >= limit:
             rule = "2**31" if self.vocab_size is None else f"vocab_size={limit}"
@@ -220,7 +213,7 @@ def _is_flat(given: list[object] | tuple[object, ...]) -> bool:
     return bool(given) and isinstance(given[0], (int, float, np.number, np.bool_))
 
 
-def _as_text(value: object, where: str) -> str:
+def _as_text(value: object, where: str) -> None:
     """Refuses other than text, and half of a surrogate pair, which no tokenizer can encode."""
     if not isinstance(value, str):
         raise InvalidPromptError(f"{where} must be text, got {type(value).__name__} {shown(value)}")
@@ -230,7 +223,6 @@ def _as_text(value: object, where: str) -> str:
         raise InvalidPromptError(
             f"{where} must be Unicode text, got {value[error.start]!r} at character {error.start}"
         ) from error
-    return value
 
 
 def _as_id(value: object, where: str, at: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import threading
 import uuid
@@ -23,7 +22,7 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.requests.dispatch import Dispatcher
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
-from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
+from torchrl_vllm_sync.requests.prompts import as_requests, prepared_sampling_params
 from torchrl_vllm_sync.routing.placer import key_per_prompt
 from torchrl_vllm_sync.versions import check_version
 
@@ -189,13 +188,11 @@ class Requests:
             raise InvalidPromptError(f"a stream must have exactly 1 prompt, got {num}")
         sessions = key_per_prompt("session_id", session_id, num)
         groups = key_per_prompt("group_id", group_id, num)
-        params = _prepared_sampling_params(
-            check_sampling_params(sampling_params, num), stream=stream
-        )
+        params = prepared_sampling_params(sampling_params, num, stream=stream)
         requests = [
             EngineRequest(
                 request_id=f"{self._prefix}-{next(self._counter)}",
-                prompt=record.as_tokens_prompt(),
+                prompt=prompt,
                 sampling_params=params[at],
                 lora_request=lora_request,
                 timeout_s=timeout_s,
@@ -203,7 +200,7 @@ class Requests:
                 session_id=sessions[at],
                 group_id=groups[at],
             )
-            for at, record in enumerate(checked)
+            for at, prompt in enumerate(checked)
         ]
         return PreparedBatch(requests, is_batch, only)
 
@@ -297,21 +294,6 @@ def _routed(request: EngineRequest) -> dict[str, Any]:
         return request.prompt
     salt = repr((lora.lora_name, lora.lora_path, request.prompt.get("cache_salt")))
     return {**request.prompt, "cache_salt": salt}
-
-
-def _prepared_sampling_params(given: Sequence[Any], *, stream: bool) -> list[Any]:
-    """Copies each distinct object once; only streams want anything before the end."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    copies: dict[int, Any] = {}
-    for one in given:
-        if id(one) not in copies:
-            params = SamplingParams() if one is None else copy.copy(one)
-            if not stream:
-                params.output_kind = RequestOutputKind.FINAL_ONLY
-            copies[id(one)] = params
-    return [copies[id(one)] for one in given]
 
 
 def _as_output(result: EngineResult, request: EngineRequest) -> Any:
