@@ -99,7 +99,7 @@ def test_what_a_stopped_replica_holds_is_run_elsewhere_and_its_late_answers_are_
     def watch(result):
         arrived.append(result.request_id)
 
-    batch = doomed.requests.prepare(prompts, params, None, timeout_s=200.0)
+    batch = doomed.requests.prepare(prompts, params, None, timeout_seconds=200.0)
 
     async def run():
         task = asyncio.create_task(

@@ -74,25 +74,24 @@ class Watchdog:
 
     def __init__(self, give_up: Callable[[], Awaitable[None]]) -> None:
         self._give_up = give_up
-        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: asyncio.Task[None] | None = None
         self._giving_up: asyncio.Task[None] | None = None
 
     def start(self, limit_s: float) -> None:
         self.stop()
-        self._timer = asyncio.get_running_loop().call_later(limit_s, self._end)
+        self._waiting = asyncio.create_task(self._give_up_after(limit_s))
 
     def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._waiting is not None:
+            self._waiting.cancel()
 
-    def _end(self) -> None:
-        async def give_up() -> None:
-            try:
-                await self._give_up()
-            except SyncError as error:  # nothing awaits this task
-                logger.warning("%s", error)
-
-        self._giving_up = asyncio.create_task(give_up())
+    async def _give_up_after(self, limit_s: float) -> None:
+        await asyncio.sleep(limit_s)
+        self._giving_up, self._waiting = self._waiting, None  # which nobody cancels any more
+        try:
+            await self._give_up()
+        except SyncError as error:  # nothing awaits this task
+            logger.warning("%s", error)
 
 
 @dataclass(slots=True)
@@ -126,8 +125,7 @@ class Pause:
 class Updates:
     """Whole versions for one engine, one at a time, and whether it serves.
 
-    A replica whose weights are not known to be whole stays paused, so that no step ever runs on
-    them, until a load succeeds. An engine that its user has paused stays so whatever is loaded.
+    While its weights are not known to be whole it stays paused, so that no step ever runs on them.
     """
 
     def __init__(self, engine: AsyncLLM, gate: AdmissionGate) -> None:
@@ -167,7 +165,7 @@ class Updates:
 
     @property
     def is_over(self) -> bool:
-        return self._gate.state in (ReplicaState.FAILED, ReplicaState.CLOSED)
+        return self._gate.is_over
 
     # ---------------------------------------------------------------- several trainers
 
@@ -207,10 +205,6 @@ class Updates:
                 f"version must be greater than {self.version}, to which run {self.run_id} "
                 f"brought replica {self.replica_id}, got {version} of run {run_id}"
             )
-
-    def refuse_stale(self, version: int, run_id: str | None) -> None:
-        self.refuse_older(version)
-        self.refuse_foreign(version, run_id)
 
     def require_weights(self) -> None:
         if "weights" in self.asleep:
@@ -294,14 +288,12 @@ class Updates:
         async with self.paused(mode, clear_cache, timeout_s) as pause:
             self.whole = False
             answers = await load(timeout_s - (pause.reached - pause.begun))
-            failures = [
+            if told := "; ".join(
                 f"worker {rank} could not load: {one['error']}\n{one.get('traceback', '')}".rstrip()
                 for rank, one in enumerate(answers)
                 if one["error"]
-            ]
-            if failures:
+            ):
                 self.whole = was_whole and all(one.get("untouched") for one in answers)
-                told = "; ".join(failures)
                 raise SyncError(told if self.whole else f"{NOT_WHOLE}: {told}")
             await self.commit(pause, version, str(version), run_id)
         return pause.report(

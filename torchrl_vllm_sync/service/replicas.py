@@ -276,6 +276,10 @@ class Answers(dict[str, Any]):
     def failures(self) -> dict[str, BaseException]:
         return failed(self)
 
+    @property
+    def good(self) -> dict[str, Any]:
+        return {name: one for name, one in self.items() if not isinstance(one, BaseException)}
+
     def raise_failures(self) -> Self:
         """Raises the first exception, if there is any."""
         for failure in self.failures.values():
@@ -468,8 +472,7 @@ class Replicas(Sequence[Member]):
     def figure(self, method: str, actor_index: int | None) -> Any:
         """One replica's figure by position, or all in a list, as TorchRL; ``None`` if unknown."""
         chosen = None if actor_index is None else self.at(actor_index)
-        answers = self.call_replicas(method, deadline_s=FIGURE_TIMEOUT_S)
-        known = {name: one for name, one in answers.items() if name not in answers.failures}
+        known = self.call_replicas(method, deadline_s=FIGURE_TIMEOUT_S).good
         figures = [known.get(one.replica_id) for one in ([chosen] if chosen else self)]
         return figures[0] if chosen else figures
 

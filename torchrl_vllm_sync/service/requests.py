@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import uuid
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from vllm import RequestOutput
 
+    from torchrl_vllm_sync.requests.dispatch import Reserve
     from torchrl_vllm_sync.routing.balancer import LoadBalancer, Reservation
     from torchrl_vllm_sync.routing.placer import RequestKey
     from torchrl_vllm_sync.service.replicas import Replicas
@@ -66,9 +68,9 @@ if TYPE_CHECKING:
         group_id: RequestKey | Sequence[RequestKey | None] | None
 
 
+# Each request ends in one of these ways; ``lost`` is by a ``RequestLostError``.
 REQUEST_ENDS: tuple[str, ...] = ("answered", "lost", "failed", "cancelled")
-"""Each request ends in one of these ways; ``lost`` is by a ``RequestLostError``."""
-RETRIED = "retried"
+RETRIED = "retried"  # sent again, after a replica has lost or refused it
 
 
 class RequestCounts:
@@ -84,32 +86,22 @@ class RequestCounts:
 
     @contextlib.contextmanager
     def following(self, num_requests: int) -> Iterator[Callable[[Exception | None], None]]:
-        """Gives a function to call with the error, or ``None``, of each request as it ends.
-
-        The others have failed if the block raises, and were cancelled if it is cancelled or closed.
-        """
+        """Gives a function to call with the error, or ``None``, of each request as it ends."""
         left = num_requests
 
         def end(error: Exception | None) -> None:
             nonlocal left
             left -= 1
             lost = isinstance(error, RequestLostError)
-            self._add("answered" if error is None else "lost" if lost else "failed", 1)
+            self.add("answered" if error is None else "lost" if lost else "failed", 1)
 
         try:
             yield end
-        except Exception:
-            self._add("failed", left)
-            raise
-        except BaseException:  # asyncio.CancelledError, or the end of a stream that is not read on
-            self._add("cancelled", left)
+        except BaseException as error:  # not an Exception: cancelled, or a stream not read on
+            self.add("failed" if isinstance(error, Exception) else "cancelled", left)
             raise
 
-    def retry(self, num_requests: int) -> None:
-        """Counts requests that are sent again, after a replica has lost or refused them."""
-        self._add(RETRIED, num_requests)
-
-    def _add(self, end: str, number: int) -> None:
+    def add(self, end: str, number: int) -> None:
         with self._lock:
             self._counts[end] += number
 
@@ -137,9 +129,8 @@ class Requests:
     ) -> None:
         self._replicas, self._balancer = replicas, balancer
         self.counts = RequestCounts()  # of this process
-        self._dispatcher = Dispatcher(
-            replicas.current, replicas.load, recovers, on_retry=self.counts.retry
-        )
+        on_retry = functools.partial(self.counts.add, RETRIED)
+        self._dispatcher = Dispatcher(replicas.current, replicas.load, recovers, on_retry=on_retry)
         self._tokenizer: Any = None
         self._prefix = uuid.uuid4().hex[:12]
         self._counter = itertools.count()
@@ -159,27 +150,27 @@ class Requests:
         prompts: Any,
         sampling_params: Any,
         prompt_token_ids: Any,
-        *,
         lora_request: Any = None,
-        timeout_s: float | None = None,
+        timeout_seconds: float | None = None,
         actor_index: int | None = None,
-        stream: bool = False,
         min_version: int | None = None,
         session_id: Any = None,
         group_id: Any = None,
+        *,
+        stream: bool = False,
     ) -> PreparedBatch:
         """Checks everything about a call before any of it is sent."""
         engine = self._replicas.require().members[0].description
-        if timeout_s is None:
-            timeout_s = self._replicas.settings.request_timeout_s
-        check_positive("timeout_seconds", timeout_s)
+        if timeout_seconds is None:
+            timeout_seconds = self._replicas.settings.request_timeout_s
+        check_positive("timeout_seconds", timeout_seconds)
         if min_version is not None:
             check_version("min_version", min_version)
         only = None if actor_index is None else self._replicas.at(actor_index).replica_id
         checked, is_batch = as_requests(
             prompts,
             prompt_token_ids,
-            encode=self._encode,
+            encode=lambda text: self.tokenizer().encode(text),
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
         )
@@ -195,7 +186,7 @@ class Requests:
                 prompt=prompt,
                 sampling_params=params[at],
                 lora_request=lora_request,
-                timeout_s=timeout_s,
+                timeout_s=timeout_seconds,
                 min_version=min_version or 0,
                 session_id=sessions[at],
                 group_id=groups[at],
@@ -253,9 +244,6 @@ class Requests:
             self._tokenizer = self._fetch_tokenizer()
         return self._tokenizer
 
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer().encode(text)
-
     def _fetch_tokenizer(self) -> Any:
         reasons: list[str] = []
         for one in self._replicas.current():
@@ -268,9 +256,7 @@ class Requests:
         raise NoReplicaAvailableError(f"no replica could send its tokenizer: {', '.join(reasons)}")
 
 
-def _reserver(
-    balancer: LoadBalancer, only: str | None = None
-) -> Callable[[Sequence[EngineRequest], Collection[str]], list[Reservation]]:
+def _reserver(balancer: LoadBalancer, only: str | None = None) -> Reserve:
     """What reserves places for requests: on one replica, or on any but some."""
 
     def reserve(requests: Sequence[EngineRequest], avoid: Collection[str]) -> list[Reservation]:

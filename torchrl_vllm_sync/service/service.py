@@ -100,14 +100,12 @@ class AsyncVLLM(RLvLLMEngine):
 
     Lifecycle: :meth:`from_pretrained`, :meth:`launch` or :func:`attach` give a service that serves;
     :meth:`shutdown`, or leaving ``with``, ends it. The replicas also end with the process that
-    launched them, unless ``detached``. A pickled copy works in any process of the Ray cluster; it
-    counts its own requests and knows the others' from what the engines report.
+    launched them, unless ``detached``. A pickled copy works in any process of the Ray cluster.
 
     Three errors are told here only. What is not as described is refused with
     ``UnsupportedArgumentError``. What needs replicas raises ``ServiceClosedError`` before launch
     and after shutdown. Calls of vLLM's own, such as :meth:`sleep`, that come out of turn raise
-    ``TransferNotReadyError`` and do nothing: most while a weight update is open, others before one
-    was begun, or before :meth:`init_weight_transfer_engine`.
+    ``TransferNotReadyError`` and do nothing.
 
     Example:
         >>> with AsyncVLLM.from_pretrained("Qwen/Qwen2.5-0.5B", num_replicas=2) as service:
@@ -115,17 +113,14 @@ class AsyncVLLM(RLvLLMEngine):
         ...     service.push_weights(trained_model)
 
     Args:
-        engine_args: vLLM engine arguments; replica ``i`` samples with ``seed + i``, so that
-            replicas do not give equal prompts equal answers.
+        engine_args: vLLM engine arguments; replica ``i`` samples with ``seed + i``.
         num_replicas: Engines to start, at least 1.
         actor_class: ``EngineActor`` by default, or a subclass, decorated by ``ray.remote`` or not.
-        enable_prefix_caching: Overrides ``engine_args``; when both are ``None`` prefix caching is
-            off, as in TorchRL. ``from_pretrained`` turns it on.
+        enable_prefix_caching: Overrides ``engine_args``; off when both are ``None``, as in TorchRL.
         num_cpus_per_replica: CPUs that each replica claims in Ray; 0 claims none.
         name: Name under which other processes attach; unique on the cluster.
         detached: Replicas outlive this process until somebody calls :meth:`shutdown`.
-        verbose: Show on stderr how far the launch is, and leave vLLM's logging in the replicas as
-            it is; ``False`` shows nothing, and has vLLM log errors only.
+        verbose: Show on stderr how far the launch is; ``False`` also has vLLM log errors only.
         enable_fp32_output: Compute output layers in float32, for models TorchRL has them for.
         stage_weights: Reserve memory for a second set of weights in each worker, into which
             ``BroadcastTransport(staged=True)`` sends while the replica generates.
@@ -133,18 +128,15 @@ class AsyncVLLM(RLvLLMEngine):
         unresponsive_after_s: Seconds of silence, at least 1, after which a replica's engine or
             actor has failed; longer than any step of the engine takes. Death is noticed in 2 s.
         max_restarts: How often within an hour a replica that failed is started anew, with pauses
-            that grow from 1 s to 60 s. The process that launched the service does that.
-        scaling: Says how many replicas there should be from moment to moment, such as a
-            ``QueueLengthScaling``; otherwise :meth:`add_replicas` and :meth:`remove_replicas` do.
+            that grow from 1 s to 60 s, by the process that launched the service.
+        scaling: Says how many replicas there should be, such as a ``QueueLengthScaling``.
 
     Raises:
         UnsupportedArgumentError: Also if the platform cannot run what ``engine_args`` ask for.
 
     Attributes:
         replicas: The current replicas, in the order of joining; each has ``replica_id``, ``actor``.
-        requests: Runs requests.
-        weights: Pushes weights and knows their versions.
-        fleet: Adds, removes and restarts replicas.
+        requests, weights, fleet: The parts that run requests, push weights, and manage replicas.
         scaling: As given; ``None`` in copies.
     """
 
@@ -306,8 +298,7 @@ class AsyncVLLM(RLvLLMEngine):
         Arguments not named here, and errors, are those of :meth:`from_pretrained`.
 
         Args:
-            engine_args: vLLM engine arguments.
-            **kwargs: Keyword arguments of the constructor.
+            engine_args, **kwargs: Those of the class.
         """
         service = cls(engine_args, num_replicas, **kwargs)
         service._launch()
@@ -335,10 +326,9 @@ class AsyncVLLM(RLvLLMEngine):
         return self.replicas.membership is not None
 
     def shutdown(self) -> None:
-        """Ends every replica, for everybody, and gives back what the service held; idempotent.
+        """Ends every replica, for everybody, and requests still running; idempotent.
 
-        Requests still running end with ``ReplicaUnavailableError``. Leaving ``with`` on a pickled
-        or attached copy only lets go.
+        Leaving ``with`` on a pickled or attached copy only lets go.
         """
         self._let_go(and_end=True)
 
@@ -421,8 +411,7 @@ class AsyncVLLM(RLvLLMEngine):
         Args:
             prompts: Text, token ids (a list of ``int``, a 1-D integer tensor or array), vLLM's
                 ``TokensPrompt`` or ``TextPrompt``, or a list or tuple of these.
-            sampling_params: For all prompts, or one for each; ``SamplingParams()``, vLLM's
-                defaults with 16 tokens, when ``None``.
+            sampling_params: For all prompts, or one for each; vLLM's defaults when ``None``.
             prompt_token_ids: Token ids instead of ``prompts``, flat or nested.
             use_tqdm: Show a progress bar for batches of 32 prompts or more.
             lora_request: vLLM ``LoRARequest`` for all prompts.
@@ -436,8 +425,7 @@ class AsyncVLLM(RLvLLMEngine):
                 it, pushed or not yet, is waited for within the time limit.
             session_id: Names the conversation of a prompt: an integer or text, one for all prompts
                 or a list with one, or ``None``, for each. A session stays with the replica whose
-                prefix cache holds it, while it does and moving does not cost less. Each process
-                remembers its own; see :meth:`release_sessions`.
+                prefix cache holds it, unless moving costs less; see :meth:`release_sessions`.
             group_id: Names prompts that are alike, such as the samples of one GRPO group, in the
                 same forms. What begins goes where its group is, unless that replica is overloaded.
 
@@ -460,17 +448,9 @@ class AsyncVLLM(RLvLLMEngine):
                 "prompt_adapter_request must be None, and guided_options_request must be None: "
                 "vLLM no longer has them"
             )
+        options = lora_request, timeout_seconds, actor_index, min_version, session_id, group_id
         batch = self.requests.prepare(
-            prompts,
-            sampling_params,
-            prompt_token_ids,
-            timeout_s=timeout_seconds,
-            actor_index=actor_index,
-            lora_request=lora_request,
-            min_version=min_version,
-            session_id=session_id,
-            group_id=group_id,
-            stream=stream,
+            prompts, sampling_params, prompt_token_ids, *options, stream=stream
         )
         if stream:
             return iterate_blocking(self.requests.stream(batch))
@@ -508,17 +488,9 @@ class AsyncVLLM(RLvLLMEngine):
 
         Arguments, results and errors are those of :meth:`generate`.
         """
+        options = lora_request, timeout_seconds, actor_index, min_version, session_id, group_id
         batch = await asyncio.to_thread(  # fetches the tokenizer, encodes text
-            self.requests.prepare,
-            prompts,
-            sampling_params,
-            prompt_token_ids,
-            timeout_s=timeout_seconds,
-            actor_index=actor_index,
-            lora_request=lora_request,
-            min_version=min_version,
-            session_id=session_id,
-            group_id=group_id,
+            self.requests.prepare, prompts, sampling_params, prompt_token_ids, *options
         )
         return await self.requests.run(
             batch, use_tqdm=use_tqdm, return_exceptions=return_exceptions
@@ -545,18 +517,9 @@ class AsyncVLLM(RLvLLMEngine):
         Args:
             prompt: One prompt, in any form that :meth:`generate` takes.
         """
+        options = lora_request, timeout_seconds, actor_index, min_version, session_id, group_id
         batch = await asyncio.to_thread(
-            self.requests.prepare,
-            prompt,
-            sampling_params,
-            prompt_token_ids,
-            timeout_s=timeout_seconds,
-            actor_index=actor_index,
-            lora_request=lora_request,
-            min_version=min_version,
-            session_id=session_id,
-            group_id=group_id,
-            stream=True,
+            self.requests.prepare, prompt, sampling_params, prompt_token_ids, *options, stream=True
         )
         async with contextlib.aclosing(self.requests.stream(batch)) as outputs:
             async for output in outputs:
@@ -570,11 +533,7 @@ class AsyncVLLM(RLvLLMEngine):
         """Returns a new balancer; requests in flight stay counted, sessions are forgotten.
 
         Args:
-            strategy: See :class:`LoadBalancer`.
-            **kwargs: Its other arguments.
-
-        Raises:
-            UnknownStrategyError: A strategy's name is not registered.
+            strategy, **kwargs: Arguments of :class:`LoadBalancer`, which raises its errors.
         """
         self.replicas.require()
         balancer = self.requests.balancer = LoadBalancer(self, strategy, **kwargs)
@@ -608,10 +567,7 @@ class AsyncVLLM(RLvLLMEngine):
         return self.replicas.figure("get_cache_usage", actor_index)
 
     def reset_prefix_cache(self) -> None:
-        """Drops cached prefixes on all replicas; where running requests hold blocks that is logged.
-
-        Pushes do not need it: requests are salted by policy version.
-        """
+        """Drops cached prefixes on all replicas, which pushes do not need; logs where it cannot."""
         if not self.engine_args.enable_prefix_caching:
             return
         for replica_id, done in self.replicas.call_replicas("reset_prefix_cache").items():
@@ -629,10 +585,9 @@ class AsyncVLLM(RLvLLMEngine):
         """Calls ``method`` on every vLLM worker of every replica.
 
         Args:
-            method: Name of a method of the worker or of its extension.
+            method, args, kwargs: Name and arguments of a method of the worker or its extension.
             timeout: Seconds for the call, during which an engine may be silent; ``None`` sets no
                 limit, and allows 300 s of silence.
-            args, kwargs: Its arguments.
 
         Returns:
             One Ray object ref for each replica; its value is the list of its workers' answers.
@@ -644,10 +599,7 @@ class AsyncVLLM(RLvLLMEngine):
 
     @property
     def weight_version(self) -> int:
-        """Newest policy version that every serving replica is known to hold; 0 before any push.
-
-        While none serves it stays. Reading it asks nobody, but for the first time in a copy.
-        """
+        """Newest policy version that every serving replica is known to hold; 0 before any push."""
         return self.weights.version
 
     @property
@@ -662,12 +614,10 @@ class AsyncVLLM(RLvLLMEngine):
     )
 
     def register_version_hook(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
-        """Returns what unregisters ``hook``, which is called after each push with a new version.
+        """Returns what unregisters ``hook``, which is called once a version that is pushed here.
 
-        In the thread that pushes, before :meth:`push_weights` returns, once a committed version.
-        Pushes of other processes, and updates through vLLM's own calls, are not announced; see
-        :meth:`wait_for_version`. If hooks raise, all are called and the first exception leaves
-        :meth:`push_weights`.
+        In the thread that pushes, before :meth:`push_weights` returns. If hooks raise, all are
+        called and the first exception leaves :meth:`push_weights`.
 
         Args:
             hook: Called with the ``PushReport``; may be registered once.
@@ -685,12 +635,10 @@ class AsyncVLLM(RLvLLMEngine):
     ) -> None:
         """Has every replica load new versions of a snapshot directory on its own, as they appear.
 
-        For a trainer that only writes, with ``SnapshotWriter``. Each replica applies a version at
-        most once and skips those it was too late for, so that replicas may differ for a moment.
+        For a trainer that only writes, with ``SnapshotWriter``. Replicas may differ for a moment.
 
         Args:
-            directory: Visible to every replica's node, instead of the one followed before; it need
-                not exist yet.
+            directory: Visible to every replica's node, and need not exist yet; replaces another.
             run_id: Load snapshots of this training run only; ``None`` loads those of any.
             interval_s: Seconds between looks, greater than 0.
             timeout_s: Seconds for each load.
@@ -701,8 +649,8 @@ class AsyncVLLM(RLvLLMEngine):
         """
         check_positive("interval_s", interval_s)
         options = {"interval_s": interval_s, "timeout_s": timeout_s, "verify": verify}
-        answers = self.replicas.call_replicas("follow_snapshots", str(directory), run_id, **options)
-        answers.raise_failures()
+        call = self.replicas.call_replicas
+        call("follow_snapshots", str(directory), run_id, **options).raise_failures()
 
     def stop_following(self) -> None:
         """Ends :meth:`follow_snapshots`; a load under way is finished first."""
@@ -834,8 +782,7 @@ class AsyncVLLM(RLvLLMEngine):
 
         Args:
             port: Port to listen on, which must be free; 0 takes a free one.
-            host: Name or address to listen on. Other than the loopback address it can be read by
-                everybody who reaches this machine.
+            host: Address to listen on; whoever reaches one other than the loopback can read it.
             history: File that keeps what the plots show, and goes on with what it holds;
                 ``torchrl-vllm-sync dashboard FILE`` shows it when the service has ended.
         """
@@ -859,8 +806,7 @@ class AsyncVLLM(RLvLLMEngine):
     def export_metrics(self, interval_s: float = 5.0) -> MetricsExporter:
         """Returns what exports this service's metrics through Ray, until it is stopped.
 
-        They are in what Prometheus scrapes of this node, which needs ``ray[default]``;
-        ``tutorials/guides/metrics.md`` lists them.
+        ``tutorials/guides/metrics.md`` lists them, and says how Prometheus scrapes them.
 
         Args:
             interval_s: Seconds from one export to the next, greater than 0.
@@ -884,10 +830,8 @@ class AsyncVLLM(RLvLLMEngine):
 
 @functools.cache
 def _recognised(kind: type[AsyncVLLM]) -> type[AsyncVLLM]:
-    """Returns ``kind`` under the name and module prefix by which TorchRL's wrapper finds engines.
-
-    torchrl/modules/llm/policies/vllm_wrapper.py, 0.14.1; no module of this name need exist.
-    """
+    """Returns ``kind`` under the name and module prefix by which TorchRL finds engines."""
+    # torchrl/modules/llm/policies/vllm_wrapper.py, 0.14.1; no module of this name need exist.
     module = "torchrl.modules.llm.backends.vllm.torchrl_vllm_sync"
     return type(kind)("AsyncVLLM", (kind,), {"__module__": module, "_is_recognised": True})
 
@@ -911,8 +855,8 @@ def attach(name: str, *, supervise: bool = False) -> AsyncVLLM:
 
     Args:
         name: The service's ``name``.
-        supervise: Restart replicas that fail, and allow adding and removing some, from this process
-            on; for a detached service whose launching process is gone.
+        supervise: Restart, add and remove replicas from this process on; for a detached service
+            whose launching process is gone.
 
     Raises:
         ServiceClosedError: No service of this name runs on the cluster.

@@ -47,8 +47,6 @@ class Weights:
     def wait_for_version(self, version: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Returns :attr:`weight_version` as soon as it is ``version`` or later.
 
-        A push of another process is noticed within 0.1 s and the time of one actor call.
-
         Args:
             version: Policy version; one that nobody has pushed yet is waited for too.
             timeout_s: Seconds to wait; 0 only looks.
@@ -74,10 +72,9 @@ class Weights:
         """Returns the tensors that a push must hold."""
         if self._metadata is None:
             answers = self._replicas.call_replicas("model_metadata")
-            good = [one for name, one in answers.items() if name not in answers.failures]
-            if not good:
+            if not answers.good:
                 answers.raise_failures()
-            self._metadata = from_json(good[0])
+            self._metadata = from_json(next(iter(answers.good.values())))
         return self._metadata
 
     def model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -109,8 +106,7 @@ class Weights:
             timeout_s: Seconds after which a silent replica counts as failed; the others then get
                 everything once more. By default 30 s and three times the median of pushes like this
                 one, and 300 s for the first.
-            clear_cache: Recompute keys and values of requests in flight under the new weights, so
-                that their next tokens equal those of a fresh engine.
+            clear_cache: Recompute keys and values of requests in flight under the new weights.
             mode: What becomes of requests in flight: ``"keep"`` freezes them until the new weights
                 are in, ``"wait"`` lets them finish first, ``"abort"`` returns them as they are.
             strict: Raise if any replica is left behind, and commit nothing. Otherwise one replica
@@ -132,14 +128,9 @@ class Weights:
         self._replicas.require()
         if transport is not None:
             self.pusher.use(transport)
+        how: Any = {"clear_cache": clear_cache, "mode": mode, "strict": strict}
         return self.pusher.push(
-            weights,
-            version=version,
-            on_end=self._end_push,
-            timeout_s=timeout_s,
-            clear_cache=clear_cache,
-            mode=mode,
-            strict=strict,
+            weights, version=version, on_end=self._end_push, timeout_s=timeout_s, **how
         )
 
     def _end_push(self, pushed: PushReport | None) -> None:
@@ -159,11 +150,7 @@ class Weights:
 
 
 class NativeClient:
-    """vLLM's own weight-transfer, pause and sleep calls, on every replica at once.
-
-    They are those of a ``VLLMWeightSyncClient`` (``vllm/distributed/weight_transfer/base.py``, 0.26
-    to 0.32). Each returns when all have answered, and raises the first failure.
-    """
+    """vLLM's ``VLLMWeightSyncClient``, pause and sleep calls, on every replica at once."""
 
     def __init__(self, replicas: Replicas, weights: Weights) -> None:
         self._replicas, self._weights = replicas, weights
@@ -173,12 +160,10 @@ class NativeClient:
     ) -> None:
         """Initialises the transfer engine of every replica; blocks until the trainer has come.
 
-        Each replica's ``rank_offset`` is the given one, if any, plus the workers of the replicas
-        before it. ``world_size`` must be the trainer's ranks and :meth:`get_world_size`.
-
         Args:
             request: vLLM's ``WeightTransferInitRequest``, or a mapping: its ``init_info``, or the
-                fields of that.
+                fields of that. To ``rank_offset`` the workers of the replicas before each are
+                added; ``world_size`` must be the trainer's ranks and :meth:`get_world_size`.
             timeout_s: Seconds to wait for the replicas' answers.
 
         Raises:
@@ -207,8 +192,7 @@ class NativeClient:
     def shutdown_weight_transfer_engine(self) -> None:
         """Has every replica leave the trainer's group, and give an open update up.
 
-        :meth:`init_weight_transfer_engine` sets it up again. A replica that had received part of
-        an update is stale until a later update succeeds.
+        A replica that had received part of it is stale until a later update succeeds.
         """
         call = self._replicas.call_replicas
         call("shutdown_weight_transfer_engine", deadline_s=CALL_TIMEOUT_S).raise_failures()
@@ -228,8 +212,7 @@ class NativeClient:
     def start_weight_update(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Begins an update on every replica, or on none; pushes wait until it has ended.
 
-        Engines that nobody paused are paused until :meth:`finish_weight_update`, and their
-        requests in flight kept: vLLM alone loses an engine that steps meanwhile.
+        Engines that nobody paused are paused until then, and their requests in flight kept.
 
         Args:
             timeout_s: Seconds to wait for a push that is under way.
@@ -238,8 +221,7 @@ class NativeClient:
             SyncError: A replica did not pause, or took pushes all the time.
         """
         answers = self._call("start_weight_update", timeout_s=timeout_s)
-        failures = answers.failures
-        if failures and (begun := answers.keys() - failures.keys()):
+        if answers.failures and (begun := answers.good):
             calls = dict.fromkeys(begun, ())
             self._replicas.call_replicas(
                 "shutdown_weight_transfer_engine", calls=calls, deadline_s=timeout_s + GRACE_S
@@ -282,7 +264,7 @@ class NativeClient:
 
         Args:
             weight_version: Label of the weights. An integer, of 64 bits at most, moves the policy
-                version. In any case new requests keep off the keys of the old weights.
+                version.
             timeout_s: Seconds for it.
 
         Raises:
@@ -300,9 +282,7 @@ class NativeClient:
         clear_cache: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Pauses every engine until :meth:`resume_generation`, whatever is pushed in between.
-
-        New requests wait at the replicas.
+        """Pauses every engine until :meth:`resume_generation`; new requests wait at the replicas.
 
         Args:
             mode: What becomes of requests in flight, as in :meth:`push_weights`.
@@ -312,10 +292,8 @@ class NativeClient:
         Raises:
             SyncError: It took too long; that engine goes on.
         """
-        answers = self._call(
-            "pause_generation", timeout_s=timeout_s, mode=mode, clear_cache=clear_cache
-        )
-        answers.raise_failures()
+        how = {"mode": mode, "clear_cache": clear_cache}
+        self._call("pause_generation", timeout_s=timeout_s, **how).raise_failures()
 
     def resume_generation(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Ends :meth:`pause_generation`; engines that are asleep must be woken first.
