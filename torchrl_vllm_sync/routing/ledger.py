@@ -272,6 +272,9 @@ class LoadTracker:
         with self.lock:
             return [copy.copy(snapshot) for snapshot in self._snapshots.values()]
 
+    def admitting(self) -> list[LoadSnapshot]:
+        return [one for one in self.snapshots() if one.state.admits_requests]
+
     def snapshot(self, replica_id: str) -> LoadSnapshot | None:
         """A copy of one record; None if the replica is not tracked."""
         with self.lock:

@@ -22,14 +22,14 @@ from torchrl_vllm_sync.checks import (
     check_number,
     check_wait,
 )
-from torchrl_vllm_sync.engine.processes import end_replica
+from torchrl_vllm_sync.engine.processes import END_TIMEOUT_S, end_replica
 from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
     ServiceClosedError,
     SyncError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.replica import EngineReport, Member, ReplicaState
+from torchrl_vllm_sync.replica import Member, ReplicaState
 from torchrl_vllm_sync.service.launch import close_members, launch_replicas, remove
 from torchrl_vllm_sync.service.replicas import Answers, Membership, Replicas, living_ids
 
@@ -45,8 +45,6 @@ CALL_TIMEOUT_S = 30.0
 # Others must not push for longer than this while a replica waits to join or to leave.
 PUSH_TIMEOUT_S = 600.0
 CATCH_UP_TIMEOUT_S = 300.0
-# Seconds within which Ray must have ended an actor that was killed.
-END_TIMEOUT_S = 30.0
 # Other processes learn of a new member from the replicas' reports, which come once a second.
 PROPAGATION_S = 2.0
 # How often a replica that joins checks whether others have moved on while it caught up.
@@ -68,15 +66,11 @@ class Fleet:
 
     def supervise(self, scaling: ScalingPolicy | None, is_wanted: Callable[[], bool]) -> None:
         """Supervises the service from now on, until it is closed or not wanted any more."""
-        settings = self._replicas.settings
+        settings, wanted = self._replicas.settings, lambda: is_wanted() and self.is_open
         self.supervises, self._replicas.follows = True, settings.detached
-        if settings.max_restarts or scaling is not None:
+        if (limit := settings.max_restarts) or scaling is not None:
             self.supervisor = Supervisor(
-                self,
-                self._load,
-                max_restarts=settings.max_restarts,
-                scaling=scaling,
-                is_wanted=lambda: is_wanted() and self.is_open,
+                self, self._load, max_restarts=limit, scaling=scaling, is_wanted=wanted
             )
             self.supervisor.start()
 
@@ -105,11 +99,10 @@ class Fleet:
         """Whether a replica is on its way, as far as this process knows."""
         if self.supervisor is not None:
             return self.supervisor.is_at_work
-        if self.supervises or not self._replicas.settings.max_restarts:
-            return False
         # Only the supervising process knows whether restarts go on; others see states alone.
+        may_be = not self.supervises and self._replicas.settings.max_restarts > 0
         coming = (ReplicaState.STARTING, ReplicaState.FAILED)
-        return any(one.state in coming for one in self._load.snapshots())
+        return may_be and any(one.state in coming for one in self._load.snapshots())
 
     def _require_supervision(self) -> None:
         """Refuses changes where another process makes them."""
@@ -125,8 +118,8 @@ class Fleet:
     def add_replicas(self, num_replicas: int = 1) -> list[str]:
         """Returns the ids of new replicas, started while requests run and pushes go on.
 
-        Each serves as soon as it holds the version that the others serve with. The process that
-        launched the service may do this, or one that called ``attach(name, supervise=True)``.
+        Each serves as soon as it holds the others' version. The process that launched the service
+        may do this, or one that called ``attach(name, supervise=True)``.
 
         Args:
             num_replicas: How many, at least 1.
@@ -137,9 +130,8 @@ class Fleet:
         """
         check_integer("num_replicas", num_replicas, 1)
         self._require_supervision()
-        new_id = self._require_open().new_id
-        ids = [new_id() for _ in range(num_replicas)]
-        self._join(ids)
+        membership = self._require_open()
+        self._join(ids := [membership.new_id() for _ in range(num_replicas)])
         return ids
 
     def restart(self, replica_id: str) -> None:
@@ -152,12 +144,9 @@ class Fleet:
 
     def _join(self, ids: Sequence[str], num_restarts: int = 0) -> None:
         """Starts replicas and makes them members: pushes reach them first, then requests."""
+        beside = [one for one in self._replicas.members if one.replica_id not in ids]
         members = launch_replicas(
-            self._replicas.settings,
-            ids,
-            beside=[one for one in self._replicas.members if one.replica_id not in ids],
-            join_later=True,
-            num_restarts=num_restarts,
+            self._replicas.settings, ids, beside=beside, join_later=True, num_restarts=num_restarts
         )
         try:
             with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
@@ -166,7 +155,7 @@ class Fleet:
                     if num_restarts:
                         self._member(one.replica_id)  # it may have been removed meanwhile
                     membership.put(one)
-                self._load.follow([one.replica_id for one in membership.members])
+                self._load.follow([one.replica_id for one in self._replicas])
                 for one in members:  # pushes wait for it from now on, requests do not go there yet
                     self._load.renew(one.replica_id, ReplicaState.STALE)
                     self._replicas.describe(one)
@@ -190,9 +179,8 @@ class Fleet:
     def catch_up(self, replica_ids: Sequence[str]) -> dict[str, str]:
         """Brings replicas to the version that the others serve; returns the failures' reasons."""
         self._replicas.learn(replica_ids, timeout_s=CALL_TIMEOUT_S)
-        serving = {one.replica_id for one in self._load.snapshots() if one.state.admits_requests}
-        behind = [one for one in replica_ids if one not in serving]
-        if not behind:
+        serving = {one.replica_id for one in self._load.admitting()}
+        if not (behind := [one for one in replica_ids if one not in serving]):
             return {}
         failures = self._pusher.catch_up(behind, timeout_s=CATCH_UP_TIMEOUT_S)
         for replica_id, reason in failures.items():
@@ -202,11 +190,8 @@ class Fleet:
 
     def _newest_version(self, but: Sequence[str]) -> int:
         """Newest version that another replica serves with, or that this process committed."""
-        served = [
-            one.weight_version or 0
-            for one in self._load.snapshots()
-            if one.replica_id not in but and one.state.admits_requests
-        ]
+        others = [one for one in self._load.admitting() if one.replica_id not in but]
+        served = [one.cache_version for one in others]
         # While none serves, the newest that any ever held: trainers of other processes have
         # committed up to that, and the launched weights must not come back.
         return max([self._pusher.committed, *(served or [self._load.newest_version])])
@@ -268,12 +253,9 @@ class Fleet:
             with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
                 membership = self._require_open()  # a shutdown has ended them all
                 # One may have been restarted meanwhile, or removed by another thread.
-                gone = [
-                    membership.remove(one.replica_id)
-                    for one in members
-                    if membership.find(one.replica_id) is not None
-                ]
-                self._load.follow([one.replica_id for one in membership.members])
+                known = [one.replica_id for one in members if membership.find(one.replica_id)]
+                gone = [membership.remove(one) for one in known]
+                self._load.follow([one.replica_id for one in self._replicas])
                 self.share_membership()
         except SyncError:
             if self.is_open:
@@ -284,16 +266,16 @@ class Fleet:
     def _await_idle(self, members: Sequence[Member], timeout_s: float) -> None:
         deadline, busy = Deadline(timeout_s), list(members)
         while busy and not deadline.passed:
-            reports = self._call(busy, "report")
+            reports = self._call(busy, "report").good
             busy = [
                 one
                 for one in busy
-                if isinstance(report := reports[one.replica_id], EngineReport)
+                if (report := reports.get(one.replica_id))
                 and (report.num_unfinished or self._load.in_flight(one.replica_id))
             ]
             time.sleep(DRAIN_POLL_S if busy else 0.0)
+        late = "replica %s had not finished after %g s; its requests go on elsewhere"
         for one in busy:
-            late = "replica %s had not finished after %g s; its requests go on elsewhere"
             logger.warning(late, one.replica_id, timeout_s)
 
     def _end(self, member: Member) -> None:
@@ -354,8 +336,7 @@ class ScalingPolicy(Protocol):
 class QueueLengthScaling:
     """Adds a replica while requests queue in the engines, removes one while engines are idle.
 
-    One at a time, after the queue was long, or the engines idle, without a break; none while one
-    is starting.
+    One at a time, after either has lasted without a break; none while one is starting.
 
     Example:
         >>> AsyncVLLM.from_pretrained(model, scaling=QueueLengthScaling(2, 8))
@@ -476,8 +457,7 @@ class Supervisor:
         self._fleet, self._load, self._scaling = fleet, load, scaling
         self._restarts, self._catch_ups = RestartBudget(max_restarts), RestartBudget()
         self._scalings, self._scaled_at = RestartBudget(), -math.inf
-        self._is_wanted = is_wanted
-        self._lock = threading.Lock()
+        self._is_wanted, self._lock = is_wanted, threading.Lock()
         self._busy: set[str] = set()
         self._warned: set[str] = set()  # of replicas, and of a scaling policy that fails
         self._wake, self._stopped = threading.Event(), threading.Event()
@@ -499,12 +479,10 @@ class Supervisor:
         if self._stopped.is_set():
             return False
         with self._lock:
-            if self._busy:
-                return True
             now, snapshots = self._load.clock(), self._load.snapshots()
             failed = [one.replica_id for one in snapshots if one.state is ReplicaState.FAILED]
             left = [one for one in failed if not self._restarts.is_spent(one, now)]
-            return bool(left) and not _is_over(snapshots)
+            return bool(self._busy) or (bool(left) and not _is_over(snapshots))
 
     def _run(self) -> None:
         with self._load.watched(self._wake.set, urgent=False):
@@ -522,19 +500,21 @@ class Supervisor:
             name = one.replica_id
             if one.away_since is not None and now < one.away_since + RETURN_S:
                 continue
-            if one.state is ReplicaState.FAILED:
-                if self._restarts.is_due(name, now):
+            match one.state:
+                case ReplicaState.FAILED if self._restarts.is_due(name, now):
                     self._begin(name, self._restarts, self._fleet.restart, name)
-                elif self._restarts.is_spent(name, now) and name not in self._warned:
+                case ReplicaState.FAILED if self._restarts.is_spent(name, now):
+                    if name not in self._warned:
+                        spent = "replica %s has used up its restarts and stays failed: %s"
+                        logger.error(spent, name, one.reason)
                     self._warned.add(name)
-                    spent = "replica %s has used up its restarts and stays failed: %s"
-                    logger.error(spent, name, one.reason)
-            elif one.state is ReplicaState.STALE:
-                if self._catch_ups.is_due(name, now):
+                case ReplicaState.STALE if self._catch_ups.is_due(name, now):
                     self._begin(name, self._catch_ups, self._fleet.catch_up, [name])
-            elif one.state is ReplicaState.SERVING:
-                self._catch_ups.refund(name)
-                self._warned.discard(name)
+                case ReplicaState.SERVING:
+                    self._catch_ups.refund(name)
+                    self._warned.discard(name)
+                case _:
+                    pass
         if self._scaling is not None and now >= self._scaled_at + SCALING_INTERVAL_S:
             self._scaled_at = now
             there = [one for one in snapshots if one.state is not ReplicaState.DRAINING]

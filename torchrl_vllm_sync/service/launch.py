@@ -63,16 +63,13 @@ def spread(
 ) -> list[str | None]:
     """Chooses a node for each replica, so that few share one; ``None`` if none fits."""
     # A group of Ray's own strategy ``SPREAD`` could not give the bundle of one replica back alone.
-    counts = {
-        node["NodeID"]: taken.get(node["NodeID"], 0)
-        for node in ray.nodes()
-        if node["Alive"] and not _missing(claims, 1, node["Resources"])
-    }
-    chosen: list[str | None] = []
+    fitting = (one for one in ray.nodes() if one["Alive"])
+    fitting = [one["NodeID"] for one in fitting if not _missing(claims, 1, one["Resources"])]
+    counts, chosen = {one: taken.get(one, 0) for one in fitting}, list[str | None]()
     for _ in range(num_replicas):
-        chosen.append(min(counts, key=lambda node_id: counts[node_id], default=None))
-        if chosen[-1] is not None:
-            counts[chosen[-1]] += 1
+        chosen.append(node := min(counts, key=counts.__getitem__, default=None))
+        if node is not None:
+            counts[node] += 1
     return chosen
 
 
@@ -96,14 +93,12 @@ def place(
     if None in nodes:
         raise _refusal(claims, num_replicas, scattered)
     groups: list[Any] = []
-    lifetime = "detached" if detached else None
+    options: Any = {"strategy": "STRICT_PACK", "lifetime": "detached" if detached else None}
     with contextlib.ExitStack() as undo:
         undo.callback(remove, groups)
-        for node in nodes:  # a wish; bundle_label_selector would insist
-            group = placement_group(
-                [dict(claims)], strategy="STRICT_PACK", lifetime=lifetime, _soft_target_node_id=node
-            )
-            groups.append(group)
+        groups.extend(  # the node is a wish; bundle_label_selector would insist
+            placement_group([dict(claims)], _soft_target_node_id=node, **options) for node in nodes
+        )
         deadline = Deadline(PLACE_TIMEOUT_S)
         if not all(group.wait(deadline.left_s) for group in groups):
             raise _refusal(claims, num_replicas, scattered)
@@ -113,9 +108,8 @@ def place(
 
 def remove(groups: Sequence[Any]) -> None:
     """Gives placement groups back; those that are gone already do no harm."""
-    for group in groups:
-        if group is not None:
-            remove_placement_group(group)
+    for group in filter(None, groups):
+        remove_placement_group(group)
 
 
 def actor_options(
@@ -124,11 +118,7 @@ def actor_options(
     """Returns the Ray options that put an actor into its replica's placement group."""
     options: dict[str, Any] = {"num_gpus": claims.get("GPU", 0), "num_cpus": claims.get("CPU", 0)}
     if group is not None:
-        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-            placement_group=group,
-            placement_group_bundle_index=0,
-            placement_group_capture_child_tasks=True,
-        )
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, 0, True)
     elif preferred_node is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(preferred_node, soft=True)
     return options
@@ -146,13 +136,11 @@ def _missing(claims: Mapping[str, float], num_replicas: int, free: Mapping[str, 
 def _refusal(claims: Mapping[str, float], num_replicas: int, why: str) -> PlacementError:
     asked = ", ".join(f"{amount:g} {name}" for name, amount in claims.items())
     free, total = ray.available_resources(), ray.cluster_resources()
-    state = ", ".join(
-        f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in ("GPU", "CPU")
-    )
+    state = [f"{free.get(one, 0.0):g} of {total.get(one, 0.0):g} {one}" for one in ("GPU", "CPU")]
     remedy = "; num_cpus_per_replica=0 asks for no CPU" if "CPU" in claims else ""
     return PlacementError(
         f"{num_replicas} replica(s) of {asked} each do not fit: {why}; free in the cluster: "
-        f"{state}{remedy}"
+        f"{', '.join(state)}{remedy}"
     )
 
 
@@ -193,11 +181,8 @@ def launch_replicas(
         if progress:
             progress.tell("starting Ray")
         ensure_ray("local")
-    taken = Counter(
-        one.description.processes.node_id
-        for one in beside
-        if one.joined and one.description.processes is not None
-    )
+    known = [one.description.processes for one in beside if one.joined]
+    taken = Counter(one.node_id for one in known if one is not None)
     claims, detached = settings.claims, settings.detached
     nodes = spread(claims, len(replica_ids), taken)
     groups = place(claims, len(replica_ids), detached=detached, preferred_nodes=nodes)
@@ -248,8 +233,7 @@ def _await_start(
 ) -> dict[str, EngineDescription]:
     """Starts the engines side by side; the first failure ends the wait for the others."""
     starting = {actor.start.remote(): replica_id for replica_id, actor in actors.items()}
-    failures: dict[str, str] = {}
-    started: dict[str, EngineDescription] = {}
+    failures, started = dict[str, str](), dict[str, EngineDescription]()
     deadline = Deadline(timeout_s)
     look = functools.partial(progress.tell_stages, started) if progress else lambda: None
     for ref in as_they_end(starting, deadline, look):
@@ -272,10 +256,9 @@ def _await_start(
 
 def _check_block_sizes(descriptions: list[EngineDescription]) -> None:
     """Refuses engines whose caches cannot be compared block by block."""
-    sizes = {one.replica_id: one.block_size for one in descriptions}
-    if len(set(sizes.values())) > 1:
-        told = {key: f"its KV-cache blocks have {size} tokens" for key, size in sizes.items()}
-        raise LaunchError(told)
+    if len({one.block_size for one in descriptions}) > 1:
+        told = "its KV-cache blocks have {} tokens"
+        raise LaunchError({one.replica_id: told.format(one.block_size) for one in descriptions})
 
 
 def close_members(

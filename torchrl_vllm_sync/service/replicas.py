@@ -208,12 +208,11 @@ def find_service(
             f"no service named {service_name!r}: no Ray cluster was found on this machine; "
             "set RAY_ADDRESS, or call ray.init(address=...) first"
         ) from error
-    actors = named_actors(service_name)
-    if not actors:
-        address = ray.get_runtime_context().gcs_address
+    if not (actors := named_actors(service_name)):
         raise ServiceClosedError(
-            f"no service named {service_name!r} runs on the Ray cluster at {address}; RAY_ADDRESS "
-            "names another, of which this machine may have several"
+            f"no service named {service_name!r} runs on the Ray cluster at "
+            f"{ray.get_runtime_context().gcs_address}; RAY_ADDRESS names another, of which this "
+            "machine may have several"
         )
     deadline, states = Deadline(timeout_s), []
     # By keyword: where Ray has only the methods' names, it takes no positional arguments.
@@ -297,8 +296,7 @@ class ReplicaCalls:
 
     def failures(self) -> dict[str, BaseException]:
         """Returns those that have ended with an exception by now, without waiting."""
-        ready = self._ready(0.0)
-        return Answers({name: self._answer(name) for name in ready}).failures
+        return Answers({name: self._answer(name) for name in self._ready(0.0)}).failures
 
     def answers(self, deadline_s: float) -> Answers:
         """Waits for all of them."""
@@ -309,10 +307,8 @@ class ReplicaCalls:
     def first_answer(self, deadline_s: float) -> Any:
         """Waits for one of them to succeed."""
         names = {ref: name for name, ref in self._refs.items()}
-        for ref in as_they_end(names, Deadline(deadline_s)):
-            if not isinstance(answer := self._answer(names[ref]), BaseException):
-                return answer
-        return None
+        answers = (self._answer(names[ref]) for ref in as_they_end(names, Deadline(deadline_s)))
+        return next((one for one in answers if not isinstance(one, BaseException)), None)
 
     def _ready(self, timeout_s: float) -> list[str]:
         refs = list(self._refs.values())
@@ -389,15 +385,10 @@ class Replicas(Sequence[Member]):
         return iter(self.members)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
+        return list, (self.members,)
 
     def __repr__(self) -> str:
-        return repr(list(self))
-
-    @property
-    def actors(self) -> list[Any]:
-        """Their actors; the former one, which is dead, of a replica that is being restarted."""
-        return [one.actor for one in self]
+        return repr(self.members)
 
     def current(self) -> list[Member]:
         """Those that may be called: all but those that are being restarted."""
@@ -456,17 +447,17 @@ class Replicas(Sequence[Member]):
             self.require()
             among = self.current()
         actors = {one.replica_id: one.actor for one in among if one.replica_id in calls}
-        refs: dict[str, Any] = {}
-        for name, actor in actors.items():
-            refs[name] = getattr(actor, method).remote(*calls[name], **kwargs)
+        refs = {
+            name: getattr(actor, method).remote(*calls[name], **kwargs)
+            for name, actor in actors.items()
+        }
         return ReplicaCalls(refs, lambda death: self._note_death(death, actors[death.replica_id]))
 
     def _note_death(self, death: ReplicaUnavailableError, actor: Any) -> None:
         name, now = death.replica_id, {one.replica_id: one.actor for one in self.current()}
-        if now.get(name) != actor:
-            return  # noticed late, when another actor has taken its place
         with self.load.lock:
-            if name in self.load.replica_ids:  # it may have been removed meanwhile
+            # Another actor may have taken its place meanwhile, or it was removed.
+            if now.get(name) == actor and name in self.load.replica_ids:
                 self.load.mark(name, death.state, death.reason, may_return=death.may_return)
 
     def figure(self, method: str, actor_index: int | None) -> Any:
@@ -483,11 +474,9 @@ class Replicas(Sequence[Member]):
         found: dict[str, Standing] = {}
         for one in self.current():
             known = self.load.snapshot(one.replica_id)
-            found[one.replica_id] = Standing(
-                state=known.state if known else ReplicaState.STARTING,
-                reason=known.reason if known else "",
-                incarnation=one.actor._actor_id.hex(),
-            )
+            state, reason = (known.state, known.reason) if known else (ReplicaState.STARTING, "")
+            incarnation = one.actor._actor_id.hex()
+            found[one.replica_id] = Standing(state=state, reason=reason, incarnation=incarnation)
         return found
 
     def note_left_behind(self, version: int, replica_ids: Collection[str]) -> None:
@@ -510,11 +499,8 @@ class Replicas(Sequence[Member]):
 
     def served_version(self) -> int:
         """Returns the newest version that all serving replicas hold; kept while none serves."""
-        held = [
-            one.weight_version
-            for one in self.known()
-            if one.state.admits_requests and one.weight_version is not None
-        ]
+        known = [one.weight_version for one in self.known() if one.state.admits_requests]
+        held = [one for one in known if one is not None]
         self._last_served = min(held, default=self._last_served)
         return self._last_served
 
@@ -543,8 +529,8 @@ class Replicas(Sequence[Member]):
 
     def to_ask(self) -> list[Member]:
         """Returns the replicas the monitor asks, after following changes by other processes."""
-        # The replicas keep the newest membership and report its epoch: no actor calls while all is
-        # as it was, and once a second while a replica is dead, or the last look failed.
+        # The replicas report the epoch of the newest membership: no actor calls while all is as it
+        # was, and once a second while a replica is dead, or the last look failed.
         membership = self.membership
         if self.follows and membership is not None and ray.is_initialized():
             snapshots, now = self.load.snapshots(), time.monotonic()

@@ -720,7 +720,7 @@ class AsyncVLLM(RLvLLMEngine):
 
         The actor of a replica that is being restarted is the former one, which is dead.
         """
-        return self.replicas.actors
+        return [one.actor for one in self.replicas]
 
     @property
     def num_replicas(self) -> int:
