@@ -2,16 +2,15 @@
 
 import contextlib
 import io
-import os
 import signal
 
 import pytest
 import ray
 
 from torchrl_vllm_sync import AsyncVLLM
-from torchrl_vllm_sync.engine import progress as module
-from torchrl_vllm_sync.engine.progress import FILE_VARIABLE, LaunchProgress, note_stage
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.service import launch as module
+from torchrl_vllm_sync.service.launch import LaunchProgress
 from torchrl_vllm_sync.service.replicas import ensure_ray
 
 
@@ -35,61 +34,39 @@ def err(monkeypatch):
     return replaced
 
 
-def engine_notes(progress, replica_id, stage, monkeypatch):
-    monkeypatch.setenv(FILE_VARIABLE, progress.environment(replica_id)[FILE_VARIABLE])
-    note_stage(stage)
-
-
-def launched(monkeypatch):
-    with LaunchProgress("rollouts", ["0", "1"]) as progress:
+def launched():
+    with LaunchProgress("rollouts") as progress:
         progress.tell("starting Ray")
-        progress.tell_stages([])
-        engine_notes(progress, "0", "loading weights", monkeypatch)
-        progress.tell_stages([])
-        progress.tell_stages([])  # nothing is new
-        engine_notes(progress, "0", "warming up", monkeypatch)
-        engine_notes(progress, "1", "loading weights", monkeypatch)
-        progress.tell_stages([])
-        progress.tell_stages(["0", "1"])
-    return os.environ[FILE_VARIABLE]
+        progress.tell("0 of 2 engines ready, 2 starting")
+        progress.tell("0 of 2 engines ready, 2 starting")  # nothing is new
+        progress.tell("2 of 2 engines ready, 0 starting")
 
 
-def test_elsewhere_there_is_a_line_for_each_change(err, monkeypatch):
+def test_elsewhere_there_is_a_line_for_each_change(err):
     told = err(io.StringIO())
-    launched(monkeypatch)
+    launched()
     assert told.getvalue().splitlines() == [
         "AsyncVLLM rollouts: starting Ray (0 s)",
-        "AsyncVLLM rollouts: 2 engines: 2 starting (0 s)",
-        "AsyncVLLM rollouts: 2 engines: 1 loading weights, 1 starting (0 s)",
-        "AsyncVLLM rollouts: 2 engines: 1 warming up, 1 loading weights (0 s)",
-        "AsyncVLLM rollouts: 2 engines: 2 ready (0 s)",
+        "AsyncVLLM rollouts: 0 of 2 engines ready, 2 starting (0 s)",
+        "AsyncVLLM rollouts: 2 of 2 engines ready, 0 starting (0 s)",
     ]
 
 
-def test_on_a_terminal_one_line_is_rewritten_and_the_last_one_stays(err, monkeypatch):
+def test_on_a_terminal_one_line_is_rewritten_and_the_last_one_stays(err):
     told = err(Terminal())
-    launched(monkeypatch)
+    launched()
     shown = told.getvalue()
     assert "\x1b[2K" in shown  # erases the line
-    assert shown.endswith("AsyncVLLM rollouts: 2 engines: 2 ready (0 s)\n")
+    assert shown.endswith("AsyncVLLM rollouts: 2 of 2 engines ready, 0 starting (0 s)\n")
     assert shown.count("\n") <= 3
 
 
 def test_what_failed_is_not_told_to_be_ready(err):
     told = err(Terminal())
-    with contextlib.suppress(KeyError), LaunchProgress("rollouts", ["0"]) as progress:
-        progress.tell_stages(["0"])
+    with contextlib.suppress(KeyError), LaunchProgress("rollouts") as progress:
+        progress.tell("1 of 1 engines ready")
         raise KeyError
     assert not told.getvalue().endswith("ready (0 s)\n")
-
-
-def test_engines_that_outlive_the_launch_or_are_elsewhere_note_nothing(err, monkeypatch):
-    err(io.StringIO())
-    path = launched(monkeypatch)
-    note_stage("warming up")
-    assert not os.path.exists(path)
-    monkeypatch.delenv(FILE_VARIABLE)
-    note_stage("warming up")
 
 
 def closed():
@@ -111,16 +88,9 @@ class Refusing(io.StringIO):
     "stderr",
     [closed, lambda: Refusing(OSError()), lambda: Refusing(BrokenPipeError()), lambda: None],
 )
-def test_a_launch_goes_on_where_nothing_can_be_told(err, monkeypatch, stderr):
+def test_a_launch_goes_on_where_nothing_can_be_told(err, stderr):
     err(stderr())
-    assert not os.path.exists(launched(monkeypatch))
-
-
-def test_an_engine_that_may_not_note_its_stage_starts_all_the_same(monkeypatch, tmp_path):
-    monkeypatch.setenv(
-        FILE_VARIABLE, str(tmp_path)
-    )  # opening it fails, as another user's file does
-    note_stage("warming up")
+    launched()
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./model", "~/model"])

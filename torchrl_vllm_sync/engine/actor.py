@@ -24,7 +24,6 @@ from torchrl_vllm_sync.engine.arrivals import BroadcastLoads, PeerLoads, Snapsho
 from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.engine.native import NativeCalls
 from torchrl_vllm_sync.engine.processes import own_processes
-from torchrl_vllm_sync.engine.progress import note_stage
 from torchrl_vllm_sync.engine.reload import check_can_be_filled, checkpoint_metadata
 from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import LaunchError, SyncError, TransferError
@@ -220,7 +219,6 @@ class EngineActor:
     async def _launch(self) -> None:
         os.environ.update(self._environment)
         check_can_be_filled(self._engine_args.create_model_config())
-        note_stage("loading weights")
         config = self._engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         logprobs.pack_on_the_way(config)
         self.engine = AsyncLLM.from_vllm_config(

@@ -23,7 +23,7 @@ from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from torchrl_vllm_sync.checks import Deadline
     from torchrl_vllm_sync.engine.updates import Updates
@@ -84,14 +84,15 @@ class BroadcastLoads:
         """Receives one version; ``options`` say how the engine is paused."""
         updates, push = self._updates, (push_id, digest, direct)
 
-        async def load(left: float) -> list[dict[str, Any]]:
+        def load(left: float) -> Awaitable[list[dict[str, Any]]]:
             if staged:
-                return await updates.call_workers("sync_install_staged", timeout_s=left)
+                return updates.call_workers("sync_install_staged", timeout_s=left)
             args = *push, num_passes, left
-            return await updates.call_workers("sync_receive", *args, timeout_s=left + LAST_WORDS_S)
+            return updates.call_workers("sync_receive", *args, timeout_s=left + LAST_WORDS_S)
 
         async with updates.exclusive(timeout_s) as deadline:
-            updates.refuse_stale(version, run_id)
+            updates.refuse_older(version)
+            updates.refuse_foreign(version, run_id)
             phases = await self._stage(push, deadline) if staged else {}
             limit_s = deadline.left_s
             return await updates.apply(load, version, run_id, limit_s, phases=phases, **options)
@@ -118,8 +119,7 @@ class BroadcastLoads:
 class PeerLoads:
     """Gives this engine's weights to another replica of its service, or takes another's.
 
-    While an offer stands updates wait, so that what is given is one version. It ends by itself when
-    nothing was taken for 15 s, and at the next chunk when an update, which is newer, waits.
+    While an offer stands updates wait, for 15 s at most between two chunks: one version is given.
     """
 
     def __init__(self, updates: Updates) -> None:
@@ -163,12 +163,11 @@ class PeerLoads:
 
     async def withdraw_weights(self, token: str) -> None:
         """Ends an offer; does nothing if it has ended."""
-        if token != self._token:
-            return
-        self._token = ""
-        self._watchdog.stop()
-        async with self._offered:
-            await self._ask("sync_peer_close")
+        if token == self._token:
+            self._token = ""
+            self._watchdog.stop()
+            async with self._offered:
+                await self._ask("sync_peer_close")
 
     def _require(self, token: str) -> None:
         if token != self._token:
@@ -204,10 +203,9 @@ class PeerLoads:
         theirs = await self._updates.ask(peer, call, deadline.left_s)
         answers = await self._ask("sync_peer_checksums", deadline=deadline)
         loaded = {"num_tensors": len(theirs[0]), "path": "peer", "path_reason": ""}
+        differs = [one["checksums"] != two for one, two in zip(answers, theirs, strict=True)]
         return [
-            {"error": "" if one["checksums"] == wanted else "the copy differs from the peer"}
-            | loaded
-            for one, wanted in zip(answers, theirs, strict=True)
+            {**loaded, "error": "the copy differs from the peer" if one else ""} for one in differs
         ]
 
     async def _ask(
@@ -295,24 +293,28 @@ class SnapshotLoads:
     def _check_fits(self, snapshot: Snapshot) -> None:
         """Refuses tensors of another model: the trainer that stored them may know no engine."""
         try:
-            expected = self._expected()
+            wanted = {meta.name: list(meta.shape) for meta in self._expected()}
         except ValueError:
             return  # transformers has no such model to compare with; vLLM decides
-        given = {meta.name: meta.shape for meta in snapshot.metadata}
-        problems = [
-            f"{name} has shape {list(given[name])} instead of {list(shape)}"
+        given = {meta.name: list(meta.shape) for meta in snapshot.metadata}
+        if problems := [
+            f"{name} has shape {given[name]} instead of {shape}"
             if name in given
             else f"{name} is missing"
-            for name, shape in ((meta.name, meta.shape) for meta in expected)
+            for name, shape in wanted.items()
             if given.get(name) != shape
-        ]
-        if problems:
+        ]:
             raise WeightMismatchError(
                 f"version {snapshot.version} does not fit the model of replica "
                 f"{self._updates.replica_id}: {first_few(problems, '; ')}"
             )
 
-    def follow_snapshots(
+    def follow_snapshots(self, directory: str, run_id: str | None, **options: Any) -> None:
+        """Loads new versions as they appear, retrying failed ones, until :meth:`stop_following`."""
+        self.stop()
+        self._follower = asyncio.create_task(self._follow(directory, run_id, **options))
+
+    async def _follow(
         self,
         directory: str,
         run_id: str | None,
@@ -320,14 +322,6 @@ class SnapshotLoads:
         interval_s: float,
         timeout_s: float,
         verify: bool = True,
-    ) -> None:
-        """Loads new versions as they appear, retrying failed ones, until :meth:`stop_following`."""
-        self.stop()
-        follow = self._follow(directory, run_id, interval_s, verify=verify, timeout_s=timeout_s)
-        self._follower = asyncio.create_task(follow)
-
-    async def _follow(
-        self, directory: str, run_id: str | None, interval_s: float, *, verify: bool, **options: Any
     ) -> None:
         updates, told = self._updates, ""
         reader = self._reader(directory, run_id=run_id, verify=verify)
@@ -337,7 +331,7 @@ class SnapshotLoads:
                 manifest = await asyncio.to_thread(reader.current)
                 if manifest and (manifest.version > updates.version or not updates.whole):
                     load = self.load_snapshot(
-                        directory, run_id, at_least=0, verify=verify, **options
+                        directory, run_id, at_least=0, verify=verify, timeout_s=timeout_s
                     )
                     self._load = asyncio.create_task(load)
                     await asyncio.shield(self._load)  # :meth:`stop` leaves no load half done
@@ -347,9 +341,8 @@ class SnapshotLoads:
             except SyncError as error:
                 problem = str(error)
             if problem and problem != told:
-                logger.warning(
-                    "replica %s cannot follow %s: %s", updates.replica_id, directory, problem
-                )
+                what = "replica %s cannot follow %s: %s"
+                logger.warning(what, updates.replica_id, directory, problem)
             told = problem
             await asyncio.sleep(interval_s)
 

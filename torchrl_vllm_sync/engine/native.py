@@ -74,11 +74,13 @@ class NativeCalls:
         self._open: _OpenUpdate | None = None
         self._watchdog = Watchdog(self._give_up_silent)
 
+    def _not_ready(self, why: str) -> TransferNotReadyError:
+        return TransferNotReadyError(f"replica {self._updates.replica_id}: {why}")
+
     def _refuse_open(self, what: str) -> None:
         if self._open is not None:
-            raise TransferNotReadyError(
-                f"{what} has to wait: a weight update is open on replica "
-                f"{self._updates.replica_id}; finish_weight_update, or "
+            raise self._not_ready(
+                f"{what} has to wait: a weight update is open; finish_weight_update, or "
                 "shutdown_weight_transfer_engine, ends it"
             )
 
@@ -104,10 +106,7 @@ class NativeCalls:
         """Ends :meth:`pause_generation`; does nothing to an engine that is not paused."""
         async with self._turn("resume_generation", timeout_s):
             if self._updates.asleep:
-                raise TransferNotReadyError(
-                    f"replica {self._updates.replica_id} is asleep: wake_up, not "
-                    "resume_generation, ends it"
-                )
+                raise self._not_ready("it is asleep: wake_up, not resume_generation, ends it")
             await self._let_go()
 
     async def is_paused(self) -> bool:
@@ -143,9 +142,9 @@ class NativeCalls:
         async with self._turn("wake_up", timeout_s):
             left = self._updates.asleep - wanted
             if not left and not self._updates.whole:
-                raise TransferNotReadyError(
-                    f"replica {self._updates.replica_id} has no weights to serve with: "
-                    "wake_up(['weights']), then an update, then wake_up(['kv_cache'])"
+                raise self._not_ready(
+                    "it has no weights to serve with: wake_up(['weights']), then an update, then "
+                    "wake_up(['kv_cache'])"
                 )
             await self._updates.ask("waking up", self._engine.wake_up(tags), timeout_s)
             self._updates.asleep = left
@@ -212,7 +211,8 @@ class NativeCalls:
         self._refuse_open("start_weight_update")
         update = _OpenUpdate(timeout_s if push else idle_timeout_s, **push)
         if update.version is not None:
-            self._updates.refuse_stale(update.version, update.run_id)
+            self._updates.refuse_older(update.version)
+            self._updates.refuse_foreign(update.version, update.run_id)
         update.steps = self._run(update, timeout_s)
         self._open = update
         await self._step("start_weight_update")
@@ -315,14 +315,12 @@ class NativeCalls:
 
     def _require_idle(self, what: str) -> _OpenUpdate:
         if self._open is None:
-            raise TransferNotReadyError(
-                f"{what}: no weight update is open on replica {self._updates.replica_id}: "
-                "start_weight_update comes first"
+            raise self._not_ready(
+                f"{what}: no weight update is open: start_weight_update comes first"
             )
         if self._open.steps.ag_running:
-            raise TransferNotReadyError(
-                f"{what} has to wait: another call of the weight update on replica "
-                f"{self._updates.replica_id} is under way"
+            raise self._not_ready(
+                f"{what} has to wait: another call of the weight update is under way"
             )
         return self._open
 
@@ -346,10 +344,9 @@ class NativeCalls:
 
     async def _give_up_silent(self) -> None:
         if update := self._open:
-            version, limit_s = update.version, update.limit_s
-            reason = f"no call came for {limit_s:g} s"
-            if version is not None:
-                reason = f"version {version} did not arrive within {limit_s:g} s"
+            version, within = update.version, f"{update.limit_s:g} s"
+            late = f"version {version} did not arrive within {within}"
+            reason = f"no call came for {within}" if version is None else late
             what = "replica %s: a weight update is given up: %s"
             logger.warning(what, self._updates.replica_id, reason)
             await self._abandon(f": {reason}")

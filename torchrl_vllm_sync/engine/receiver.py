@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from vllm.platforms import current_platform
 from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.plan import PlanNotPossibleError, record_load_plan
-from torchrl_vllm_sync.engine.progress import note_stage
 from torchrl_vllm_sync.engine.reload import checksum, reload_model
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.broadcast.buckets import (
@@ -123,9 +123,6 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        # vLLM makes it as soon as the weights are loaded.
-        is_eager = vllm_config.model_config.enforce_eager
-        note_stage("warming up" if is_eager else "compiling and capturing graphs")
         self._group: BroadcastGroup | None = None
         self._group_id = 0
         self._layout: BucketLayout | None = None
@@ -348,10 +345,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         with group.side_stream():
             try:
                 take(arrivals)
-            finally:
-                # If ``take`` failed this worker still takes part: the others' transfer must end.
-                for _ in arrivals:
-                    pass
+            finally:  # if ``take`` failed this worker still takes part: the others' must end
+                deque(arrivals, maxlen=0)
         self._await_end(group, deadline, poll_s)
 
     def _await_end(self, group: BroadcastGroup, deadline: float, poll_s: float) -> None:

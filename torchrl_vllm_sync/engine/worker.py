@@ -52,21 +52,15 @@ PEER_PREFIX = "torchrl_vllm_sync_peer-"
 
 
 class PeerCopy:
-    """All tensors of a worker's model as one row of bytes, cut into chunks.
-
-    Replicas with the same engine arguments hold the same tensors, names and layouts, so nothing is
-    loaded or processed: bytes go from tensor to tensor.
-    """
+    """All tensors of a worker's model as one row of bytes, in chunks for a model just like it."""
 
     def __init__(self, model: torch.nn.Module, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
-        self._rows: dict[str, torch.Tensor] = {}
-        self.layout: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = []
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.numel():
-                self._rows[name] = _row_of(name, tensor.detach())
-            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-            self.layout.append((name, str(tensor.dtype), shape, stride))
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        self._rows = {name: _row_of(name, one.detach()) for name, one in tensors if one.numel()}
+        self.layout = [
+            (name, str(one.dtype), tuple(one.shape), one.stride()) for name, one in tensors
+        ]
         self.num_chunks = -(-sum(row.numel() for row in self._rows.values()) // chunk_bytes)
 
     def give(self, index: int) -> bytes:
@@ -85,8 +79,8 @@ class PeerCopy:
         sizes = [piece.numel() for piece in pieces]
         if len(data) != sum(sizes):
             raise TransferError(f"chunk {index} has {len(data)} bytes, which do not fit")
-        given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        for piece, part in zip(pieces, given.split(sizes), strict=True):
+        parts = torch.frombuffer(bytearray(data), dtype=torch.uint8).split(sizes)
+        for piece, part in zip(pieces, parts, strict=True):
             piece.copy_(part)
 
     def checksums(self) -> dict[str, int]:
@@ -112,10 +106,7 @@ def _row_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def answered(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
-    """Makes a worker's method return its failure, as ``updates.raise_failures`` reads it.
-
-    ``untouched`` says whether the weights are as they were, according to ``_sync_touched``.
-    """
+    """Makes a method return its failure, and ``untouched`` if the weights are as they were."""
 
     @functools.wraps(method)
     def answer(self: SyncWorkerExtension, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -142,9 +133,8 @@ class SyncWorkerExtension:
     """Methods of a vLLM worker with which its replica's actor replaces and reads weights.
 
     A ``worker_extension_cls`` of your own must subclass this one. Methods named ``native_`` drive
-    the worker's transfer engine, whichever it is. vLLM's own counterparts
-    (``vllm/v1/worker/gpu_worker.py``, 0.26 to 0.32) leave the model taken apart when an update
-    fails; these put it together.
+    the worker's transfer engine, whichever it is; unlike those of vLLM's worker (0.26 to 0.32) they
+    put the model together when an update fails.
     """
 
     # Of vLLM's worker.
@@ -181,12 +171,8 @@ class SyncWorkerExtension:
         except Exception:  # noqa: BLE001  the second attempt repairs what the first left behind
             num_tensors, attempts = load(), 2
         self._sync_forget_encodings()
-        return {
-            "num_tensors": num_tensors,
-            "attempts": attempts,
-            "path": "layerwise",
-            "path_reason": "snapshots are always loaded that way",
-        }
+        taken = {"path": "layerwise", "path_reason": "snapshots are always loaded that way"}
+        return {"num_tensors": num_tensors, "attempts": attempts, **taken}
 
     @answered
     def sync_join(self, init_info: dict[str, Any]) -> None:
@@ -216,20 +202,16 @@ class SyncWorkerExtension:
     @answered
     def sync_stage(self, push_id: int, digest: str, direct: bool, timeout_s: float) -> None:
         """Begins to receive one push into spare memory, in a thread; returns at once."""
-        deadline = time.monotonic() + timeout_s
-        self._sync_prepared(digest).require_staging()
-        stage = functools.partial(self._sync_stage, push_id, digest, direct, deadline)
-        self._sync_staged = in_thread("staged-weights", stage)
+        deadline, receiver = time.monotonic() + timeout_s, self._sync_prepared(digest)
+        receiver.require_staging()
 
-    @answered
-    def _sync_stage(
-        self, push_id: int, digest: str, direct: bool, deadline: float
-    ) -> dict[str, Any]:
-        receiver = self._sync_prepared(digest)
-        receiver.await_start(push_id, deadline)
-        began_at = time.monotonic()
-        receiver.stage(deadline, direct=direct)
-        return {"began_at": began_at}
+        def stage(_: SyncWorkerExtension) -> dict[str, Any]:
+            receiver.await_start(push_id, deadline)
+            began_at = time.monotonic()
+            receiver.stage(deadline, direct=direct)
+            return {"began_at": began_at}
+
+        self._sync_staged = in_thread("staged-weights", lambda: answered(stage)(self))
 
     def sync_staged(self) -> dict[str, Any] | None:
         """Returns the result of :meth:`sync_stage`, or ``None`` while it is under way."""
@@ -331,15 +313,13 @@ class SyncWorkerExtension:
         present = self.weight_transfer_engine
         wanted = launched = self._native_launched = self._native_launched or present
         if backend is not None and (launched is None or launched.config.backend != backend):
-            known = WeightTransferEngineFactory._registry
-            if backend not in known:
+            if backend not in (known := WeightTransferEngineFactory._registry):
                 raise UnsupportedArgumentError(
                     f"backend must be one of {sorted(known)}, got {backend!r}"
                 )
+            made_of = self.vllm_config, self.device, self._sync_model()
             config = WeightTransferConfig(backend=backend)
-            wanted = WeightTransferEngineFactory.create_engine(
-                config, self.vllm_config, self.device, self._sync_model()
-            )
+            wanted = WeightTransferEngineFactory.create_engine(config, *made_of)
         if present is not None:
             present.shutdown()
         self.weight_transfer_engine, self._native_ready = wanted, False
@@ -435,7 +415,6 @@ class SyncWorkerExtension:
         self._native_abandon()
 
     def _native_abandon(self) -> None:
-        """Finalises a layerwise reload that was begun, which would corrupt the next one."""
         if self._native_parts is None:
             return
         self._native_parts = None

@@ -73,12 +73,10 @@ class LoadBalancer:
     others strategies are asked in order, and the first that can decides; where none can, the
     fewest requests do. Names, arguments and results are those of TorchRL's ``LoadBalancer``.
 
-    A service feeds its own ledger. For a list of actors with TorchRL's
-    ``get_num_unfinished_requests`` and ``get_cache_usage`` the balancer keeps one, with the ids
-    ``"0"``, ``"1"``, ..., and asks them in the background until ``close``.
+    A service feeds its own ledger. For a list of actors with TorchRL's methods the balancer keeps
+    one, with the ids ``"0"``, ``"1"``, ..., and asks them in the background until ``close``.
 
-    Safe for threads and event loops. A pickled copy has an empty ledger, forgets what went where,
-    and draws another seed, so that copies do not move in step.
+    Safe for threads and event loops. A pickled copy has an empty ledger and draws another seed.
 
     Example:
         >>> balancer = LoadBalancer(actors, ["prefix-aware", "requests"])
@@ -91,7 +89,6 @@ class LoadBalancer:
             ``"kv-cache"``, ``"round-robin"``, or what ``register_strategy`` added. None means
             ``["prefix-aware", "requests"]``.
         prefix_length: Tokens in a KV-cache block of engines that do not report it; at least 1.
-            Prompts are compared in the smallest multiple of it that is at least 128.
         overload_threshold: Multiple of the mean load, at least 1. What would make a replica hold
             more than that and one request goes elsewhere under ``"prefix-aware"`` and
             ``"kv-cache"``, and leaves its group of more than 8 samples.
@@ -106,8 +103,7 @@ class LoadBalancer:
         UnknownStrategyError: A strategy's name is not registered.
 
     Attributes:
-        strategies: Names of the strategies in fallback order.
-        strategy: The first of them.
+        strategies, strategy: Names of the strategies in fallback order, and the first of them.
     """
 
     def __init__(
@@ -243,11 +239,8 @@ class LoadBalancer:
             sampling_params: For each prompt how many samples it asks for, and their length at most;
                 None means one of unknown length.
         """
-        if (
-            isinstance(prompts, (str, Mapping))
-            or not isinstance(prompts, Sized)
-            or not len(prompts)
-        ):
+        is_one = isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sized)
+        if is_one or not len(prompts):
             raise InvalidPromptError(f"prompts must be a sequence of prompts, got {prompts!r}")
         sessions = key_per_prompt("session_id", session_id, len(prompts))
         groups = key_per_prompt("group_id", group_id, len(prompts))
@@ -275,13 +268,10 @@ class LoadBalancer:
         return reservations
 
     def release_sessions(self, session_ids: RequestKey | Iterable[RequestKey]) -> int:
-        """Forgets sessions that are over.
+        """Returns how many of the sessions, which are over, were known and are forgotten now.
 
         Args:
-            session_ids: One, or several. Those that are not known are passed over.
-
-        Returns:
-            How many were known.
+            session_ids: One, or several.
 
         Raises:
             UnsupportedArgumentError: One is neither an integer nor text that is not empty.
@@ -291,12 +281,7 @@ class LoadBalancer:
             return self._placer.sessions.release(released)
 
     def get_stats(self) -> dict[str, Any]:
-        """Returns settings and counts of the balancer under TorchRL's keys.
-
-        ``round_robin_index`` is the position whose turn is next. Each entry of ``actor_stats`` has
-        ``pending_requests``, counted here; ``cache_usage`` and the engine's other figures, None
-        where unknown; their age in ``age_s``; and the replica's id, state and weight version.
-        """
+        """Returns settings and counts of the balancer under TorchRL's keys; None is unknown."""
         tracker = self._ready()
         with tracker.lock:
             snapshots, now = tracker.snapshots(), tracker.clock()

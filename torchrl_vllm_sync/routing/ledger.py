@@ -142,8 +142,8 @@ class LoadSnapshot:
     def load(self, now: float, max_age_s: float) -> int:
         """Returns the samples that this replica holds, as well as this process can tell.
 
-        Those counted here, which is exact, and those of other processes as of the last report, as
-        long as that is fresh. Arguments are those of :meth:`is_fresh`.
+        Those counted here, and those of other processes as long as the last report is fresh.
+        Arguments are those of :meth:`is_fresh`.
         """
         if self.num_elsewhere and self.is_fresh(now, max_age_s):
             return self.in_flight + self.num_elsewhere
@@ -152,9 +152,8 @@ class LoadSnapshot:
     def predicted_usage(self, now: float, max_age_s: float) -> float | None:
         """Returns the share of the KV cache that its requests use, or will; above 1 they must wait.
 
-        The engine's own figure while it is fresh, and what this process has reserved since;
-        otherwise all that this process has reserved; None if neither is known.
-        Arguments are those of :meth:`is_fresh`.
+        The engine's own figure while it is fresh, and what this process has reserved since, or all
+        that it has; None if neither is known. Arguments are those of :meth:`is_fresh`.
         """
         room = self.kv_cache_tokens
         if self.report.kv_cache_usage is not None and self.is_fresh(now, max_age_s):
@@ -200,9 +199,9 @@ class LoadSnapshot:
 
     def describe(self) -> str:
         """Returns in words what the replica holds and is, as far as is known here."""
-        if self.weight_version is None:
-            return f"has not said what it holds and is {self.state}"
-        return f"holds version {self.weight_version} and is {self.state}"
+        version = self.weight_version
+        held = "has not said what it holds" if version is None else f"holds version {version}"
+        return f"{held} and is {self.state}"
 
 
 # Replicas among which a request can be placed: the ledger's own records, in its order.
@@ -260,8 +259,7 @@ class LoadTracker:
     def total_in_flight(self) -> int:
         """Samples in flight on all replicas, those of removed replicas included."""
         with self.lock:
-            everywhere = (*self._snapshots.values(), *self._removed.values())
-            return sum(snapshot.in_flight for snapshot in everywhere)
+            return sum(one.in_flight for one in (self._snapshots | self._removed).values())
 
     def in_flight(self, replica_id: str) -> int:
         with self.lock:
@@ -407,11 +405,8 @@ class LoadTracker:
         with self.lock:
             snapshot = self._known(replica_id)
             if snapshot.in_flight < num_samples or snapshot.held_tokens < tokens:
-                raise RuntimeError(
-                    f"release must follow a reserve, got one of {num_samples} with {tokens} tokens "
-                    f"for replica {replica_id} with {snapshot.in_flight} in flight and "
-                    f"{snapshot.held_tokens} tokens"
-                )
+                held = f"replica {replica_id} with {snapshot.in_flight} in flight"
+                raise RuntimeError(f"release must follow a reserve, got {num_samples} of {held}")
             snapshot.in_flight -= num_samples
             snapshot.held_tokens -= tokens
             if not snapshot.in_flight and replica_id in self._removed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -105,9 +106,8 @@ _WATCHED_INTERVAL_S = 0.1
 class LoadMonitor:
     """Asks every replica for its load once an interval, for a ledger to record.
 
-    One daemon thread per process, which ends when Ray is shut down, or when the object whose bound
-    method ``replicas`` is has gone. ``FAILED`` is an actor that Ray calls dead or unavailable, and
-    one that has not answered for ``unresponsive_after_s``.
+    Its thread ends when Ray is shut down, or when the object whose bound method ``replicas`` is has
+    gone. An actor that is dead, or silent for ``unresponsive_after_s``, is marked ``FAILED``.
     """
 
     def __init__(
@@ -190,9 +190,8 @@ class LoadMonitor:
                     ask.silence.look()
 
     def _round_s(self) -> float:
-        if self._tracker.is_watched:
-            return min(self._interval_s, _WATCHED_INTERVAL_S)
-        return self._interval_s
+        longest = _WATCHED_INTERVAL_S if self._tracker.is_watched else math.inf
+        return min(self._interval_s, longest)
 
     def _ask_all(self, asks: dict[str, _Ask], connection: tuple[str, str]) -> bool:
         """Asks each replica that owes no answer; returns whether there is somebody to ask for."""
@@ -224,13 +223,12 @@ class LoadMonitor:
     def _judge(self, ask: _Ask) -> None:
         """Logs an actor that has been silent for long, or marks it failed."""
         replica_id, silent_s = ask.replica.replica_id, ask.silence.look()
-        known = self._tracker.snapshot(replica_id)
+        known, limit_s = self._tracker.snapshot(replica_id), self._unresponsive_after_s
         if known and known.state in (ReplicaState.STARTING, ReplicaState.CLOSED):
             ask.silence.reset()
             return
         if silent_s > self._timeout_s:
             self._warn_once(replica_id, f"no answer for {silent_s:.1f} s; its figures age")
-        limit_s = self._unresponsive_after_s
         if limit_s is not None and silent_s > limit_s and not ask.given_up:
             ask.given_up = True
             self._mark_failed(replica_id, f"its actor has not answered for {silent_s:.1f} s")

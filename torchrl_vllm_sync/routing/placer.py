@@ -102,9 +102,8 @@ _LATEST = 1 / 64
 class RequestPlacer:
     """Places requests, and records what is known from them for later ones; the ledger is locked.
 
-    A session stays with the replica that served it last while that is a candidate and has the
-    weights that it had then: otherwise it is cached nowhere. It moves when that one's KV cache is
-    more than 90 % full and others' would not be with all of it: that costs less than to wait. A
+    A session stays with the replica that served it last while that has the weights it had then, but
+    moves when the KV cache there is more than 90 % full and others' would not be with all of it. A
     first request goes where its group is, unless that is overloaded. All else is for strategies.
     """
 
@@ -139,14 +138,12 @@ class RequestPlacer:
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> LoadSnapshot:
         """The replica to use of ``candidates``, at least one."""
-        session = request.session_id is not None and self.sessions.get(request.session_id)
-        if session:
-            here = _where(candidates, session)
-            if here is not None:
+        if request.session_id is not None and (session := self.sessions.get(request.session_id)):
+            if here := _where(candidates, session):
                 return self._with_session(request, candidates, here)
         elif request.group_id is not None and (group := self.groups.get(request.group_id)):
             here = _where(candidates, group)
-            if here is not None and self._may_join(request, candidates, here):
+            if here and self._may_join(request, candidates, here):
                 return here
         return self._by_strategies(request, candidates)
 
@@ -196,11 +193,9 @@ class RequestPlacer:
             cached = self._index.cached_tokens(chain, replica_id, version)
             num_tokens = chain.num_tokens - cached
             self._index.insert(chain, replica_id, version)
-        expected = self.mean_output
-        if expected is None:
-            return num_tokens
-        if request.max_tokens is not None and request.max_tokens < expected:
-            expected = request.max_tokens
+        expected = self.mean_output or 0.0
+        if request.max_tokens is not None:
+            expected = min(expected, request.max_tokens)
         return num_tokens + int(request.num_samples * expected)
 
     def finish(
@@ -211,12 +206,9 @@ class RequestPlacer:
         answers: Sequence[Sequence[int] | np.ndarray],
     ) -> None:
         """Learns from a request's answers: their length, and what is cached where."""
-        for answer in answers:
-            length = len(answer)
-            if self.mean_output is None:
-                self.mean_output = float(length)
-            else:
-                self.mean_output += (length - self.mean_output) * _LATEST
+        for length in map(len, answers):
+            mean = float(length) if self.mean_output is None else self.mean_output
+            self.mean_output = mean + (length - mean) * _LATEST
         if request.session_id is not None:
             session = self.sessions.get(request.session_id)
             if session and session.replica_id == replica_id and session.version < version:

@@ -68,13 +68,11 @@ class RoutingRequest:
     Attributes:
         prompt: Text, or token ids, not empty.
         context: What else the caller said; this library's strategies do not read it.
-        session_id: The conversation it belongs to.
-        group_id: The group of requests with the same prompt it belongs to.
+        session_id, group_id: Its conversation, and its group of requests with the same prompt.
         salt: Requests with different salts share no cache; vLLM's ``cache_salt``.
         num_samples: Samples that it asks for; each counts as one request in flight.
         max_tokens: Most tokens that each sample can have.
-        num_coming: Samples that are being placed together and are not counted in any snapshot yet,
-            those of this request included.
+        num_coming: Samples that are being placed together and are not counted in any snapshot yet.
         known_chain: The prompt's digests, if a strategy has asked for them.
     """
 
@@ -91,10 +89,8 @@ class RoutingRequest:
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt as far as is known, 0 without one, a guess for text."""
-        prompt = self.prompt
-        if prompt is None:
-            return 0
-        return len(prompt) // BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt)
+        length = 0 if self.prompt is None else len(self.prompt)
+        return length // BYTES_PER_TOKEN if isinstance(self.prompt, str) else length
 
     def chain(self, index: PrefixIndex) -> PromptChain:
         """Returns the prompt's digests, computed once. There must be a prompt.
@@ -118,8 +114,7 @@ class StrategySettings:
     Attributes:
         overload_threshold: Share of the mean load that one replica may reach, at least 1.
         max_report_age_s: Older figures of an engine count as unknown.
-        seed: Seeds ties.
-        first_turn: Position at which ``round-robin`` begins.
+        seed, first_turn: Seed of ties, and the position at which ``round-robin`` begins.
         clock: Tells the time of the snapshots, in seconds.
         index: What the replicas' caches hold; the balancer keeps it up to date.
     """
@@ -177,10 +172,8 @@ class KVCache(_Lowest):
         usages = [usage for usage in found if usage is not None]
         if len(usages) < len(snapshots):
             return None
-        loads = loads_of(snapshots, self._settings)
-        return self._lowest(
-            {at: usages[at] for at in not_overloaded(loads, request, self._settings)}
-        )
+        chosen = not_overloaded(loads_of(snapshots, self._settings), request, self._settings)
+        return self._lowest({at: usages[at] for at in chosen})
 
 
 class RoundRobin:
@@ -193,14 +186,9 @@ class RoundRobin:
 
     def peek(self, snapshots: Sequence[LoadSnapshot]) -> int:
         """Position that ``choose`` would return now."""
-        num = len(snapshots)
-        return min(
-            range(num),
-            key=lambda at: (
-                self._last_turns.get(snapshots[at].replica_id, -1),
-                (at - self._first_turn) % num,
-            ),
-        )
+        num, last = len(snapshots), self._last_turns
+        turns = [last.get(one.replica_id, -1) for one in snapshots]
+        return min(range(num), key=lambda at: (turns[at], (at - self._first_turn) % num))
 
     def choose(self, request: RoutingRequest, snapshots: Sequence[LoadSnapshot]) -> int:
         del request
@@ -221,9 +209,9 @@ class PrefixAware:
     The replica with the smallest product wins: uncached tokens of the prompt (``PrefixIndex``) and
     64 more for the request itself, times the samples that it would hold with this one, as in
     SGLang's ``lmetric`` (sgl-project/sglang, ``sgl-model-gateway/src/policies/lmetric.rs``). Ties
-    are broken by rendezvous hashing of the prompt, so that every process decides alike. Without a
-    prompt it cannot choose. It passes over replicas that are overloaded, see ``not_overloaded``, or
-    whose KV cache would be more than 90 % full while others' would not be.
+    are broken by rendezvous hashing of the prompt, so that every process decides alike. It passes
+    over replicas that are overloaded, or whose KV cache would be more than 90 % full while others'
+    would not be.
     """
 
     def __init__(self, settings: StrategySettings) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import math
@@ -11,7 +10,7 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -20,6 +19,7 @@ from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
+from rich.console import Console
 
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine.args import for_replica
@@ -36,7 +36,6 @@ from torchrl_vllm_sync.service.replicas import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from torchrl_vllm_sync.engine.progress import LaunchProgress
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +164,41 @@ def _check_checkpoint(model: str) -> None:
         raise UnsupportedArgumentError(f"model must be a checkpoint, and there is none at {model}")
 
 
+class LaunchProgress:
+    """What a launch is doing: one line on a terminal, elsewhere a line for each change."""
+
+    def __init__(self, service_name: str) -> None:
+        self._service_name, self._told, self._began = service_name, "", time.monotonic()
+        self._console = Console(stderr=True, force_jupyter=False, highlight=False, soft_wrap=True)
+        self._line = self._console.status("")
+
+    def __enter__(self) -> Self:
+        self._line.start()
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self._line.stop()
+        if error is None and self._console.is_terminal:
+            self._print()  # what was shown is wiped out
+
+    def tell(self, what: str) -> None:
+        is_new, self._told = what != self._told, what
+        self._line.update(self._text())
+        if is_new and not self._console.is_terminal:
+            self._print()
+
+    def _print(self) -> None:
+        """Prints a line; once stderr takes none, the launch goes on without."""
+        try:
+            self._console.print(self._text())
+        except (OSError, ValueError, SystemExit):  # full, closed, or a broken pipe, as rich has it
+            self._console.quiet = True
+
+    def _text(self) -> str:
+        seconds = time.monotonic() - self._began
+        return f"AsyncVLLM {self._service_name}: {self._told} ({seconds:.0f} s)"
+
+
 def launch_replicas(
     settings: ServiceSettings,
     replica_ids: Sequence[str],
@@ -201,10 +235,7 @@ def launch_replicas(
             ).remote(
                 replica_id=replica_id,
                 engine_args=for_replica(settings.engine_args, int(replica_id), num_restarts),
-                environment={
-                    **settings.environment,
-                    **(progress.environment(replica_id) if progress else {}),
-                },
+                environment=dict(settings.environment),
                 unresponsive_after_s=settings.unresponsive_after_s,
             )
             undo.callback(ray.kill, actor)
@@ -235,7 +266,13 @@ def _await_start(
     starting = {actor.start.remote(): replica_id for replica_id, actor in actors.items()}
     failures, started = dict[str, str](), dict[str, EngineDescription]()
     deadline = Deadline(timeout_s)
-    look = functools.partial(progress.tell_stages, started) if progress else lambda: None
+
+    def look() -> None:
+        if progress:
+            num = len(actors) - len(started)
+            progress.tell(f"{len(started)} of {len(actors)} engines ready, {num} starting")
+
+    look()
     for ref in as_they_end(starting, deadline, look):
         replica_id = starting[ref]
         try:

@@ -33,7 +33,6 @@ from torchrl_vllm_sync.engine.args import (
     on_cpu,
     prepare_engine_args,
 )
-from torchrl_vllm_sync.engine.progress import LaunchProgress
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe.metrics import MetricsExporter, metrics_port
 from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError
@@ -44,7 +43,12 @@ from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker, describe_replicas
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
 from torchrl_vllm_sync.service.fleet import Fleet, ScalingPolicy
-from torchrl_vllm_sync.service.launch import CLOSE_LINGER_S, close_members, launch_replicas
+from torchrl_vllm_sync.service.launch import (
+    CLOSE_LINGER_S,
+    LaunchProgress,
+    close_members,
+    launch_replicas,
+)
 from torchrl_vllm_sync.service.replicas import (
     DEFAULT_REQUEST_TIMEOUT_S,
     Membership,
@@ -310,7 +314,7 @@ class AsyncVLLM(RLvLLMEngine):
             raise UnsupportedArgumentError(f"service {self.name} is launched already")
         settings = dataclasses.replace(self.replicas.settings, launched_at=time.time())
         ids = [str(index) for index in range(self._num_wanted)]
-        progress = LaunchProgress(self.name, ids) if self._verbose else None
+        progress = LaunchProgress(self.name) if self._verbose else None
         with progress or contextlib.nullcontext():
             members = launch_replicas(settings, ids, progress=progress)
         self._set_up(settings, Membership(members))
