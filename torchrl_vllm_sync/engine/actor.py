@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.replica import PushReport, ReplicaProcesses
 
-
 # Seconds between checks: a dead engine core is noticed at the next one.
 LOOK_S = 0.5
 # Seconds from an answer to the next question: at most these, and at most this part of the limit.
@@ -56,12 +55,11 @@ BLOCKING_CALL_S = 300.0
 
 
 class EngineHealth:
-    """Asks one engine for a sign of life periodically, and marks its replica when none comes.
+    """Asks an engine for a sign of life periodically, and marks its replica failed when none comes.
 
-    It goes to every worker, through the loop in which an engine core steps: no answer comes when
-    the core or a worker is stopped or stuck, or when a step does not end. ``FAILED``, for good, is
-    who dies or is silent too long, but for calls that block the engine by design: updates, pauses
-    and sleep, which have limits of their own (``is_updating``), and :meth:`blocking`.
+    It goes to every worker, through the loop in which an engine core steps. Calls that block the
+    engine by design are excused: updates (``is_updating``), which have limits of their own, and
+    :meth:`blocking`.
     """
 
     def __init__(
@@ -167,9 +165,7 @@ class EngineActor:
 
     Lifecycle: constructed (``STARTING``), :meth:`start` builds the engine (``SERVING``), updates
     pass through ``UPDATING``, :meth:`drain` lets requests end (``DRAINING``), :meth:`close` ends
-    the engine (``CLOSED``). A failed update leaves ``STALE``, a dead or silent engine ``FAILED``;
-    neither takes requests. A replica that joins a running service gets ``join_later`` before it
-    starts, and serves from ``admit`` on.
+    the engine (``CLOSED``). A failed update leaves ``STALE``, a dead or silent engine ``FAILED``.
     """
 
     def __init__(
@@ -193,8 +189,6 @@ class EngineActor:
         self._joins_later = self._started = False
         self._device_uuids: tuple[str, ...] = ()
         self._device_name = ""
-
-    # ---------------------------------------------------------------- lifecycle
 
     async def start(self) -> EngineDescription:
         """Builds the engine and begins to serve."""
@@ -340,8 +334,6 @@ class EngineActor:
         """Returns the tensors that a complete push must hold, as ``ParamMeta`` in JSON form."""
         config = self.engine.vllm_config.model_config
         return to_json(await asyncio.to_thread(checkpoint_metadata, config))
-
-    # ---------------------------------------------------------------- the engine
 
     def get_num_unfinished_requests(self) -> int:
         """Returns the number of requests inside the engine, exactly; a dead engine has none."""

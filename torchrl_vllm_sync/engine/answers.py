@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.engine.updates import Updates
     from torchrl_vllm_sync.requests.messages import SampleReport
 
-
 logger = logging.getLogger(__name__)
 
 # What a prompt may hold that vLLM need not render.
@@ -274,10 +273,7 @@ class Answers:
     async def run_batch(
         self, requests: list[EngineRequest], *, want_prompt: bool
     ) -> AsyncIterator[PackedResults]:
-        """Runs ``requests`` side by side and yields results as they finish, several at a time.
-
-        Every request gets exactly one result, an output or an error, within its own ``timeout_s``.
-        """
+        """Yields the results of ``requests``, one each within its time limit, several at a time."""
         async with contextlib.aclosing(Batch(self, self._gate, requests).run()) as ends:
             async for results in ends:
                 yield PackedResults(results, want_prompt=want_prompt)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from vllm import AsyncEngineArgs
 
-
 logger = logging.getLogger(__name__)
 # Registered with vLLM by the worker extension, in our engines only.
 BROADCAST_BACKEND = "torchrl_broadcast"

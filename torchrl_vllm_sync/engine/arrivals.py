@@ -117,10 +117,7 @@ class BroadcastLoads:
 
 
 class PeerLoads:
-    """Gives this engine's weights to another replica of its service, or takes another's.
-
-    While an offer stands updates wait, for 15 s at most between two chunks: one version is given.
-    """
+    """Gives this engine's weights to another replica, of one version, or takes another's."""
 
     def __init__(self, updates: Updates) -> None:
         self._updates = updates

@@ -124,11 +124,7 @@ class RunningRequest:
 
 @dataclass
 class AdmissionGate:
-    """State of one replica and the requests inside it.
-
-    Requests pass while ``SERVING``, wait while ``UPDATING``, and are refused with a typed error in
-    every other state, those already waiting included; while ``DRAINING`` those inside finish.
-    """
+    """One replica's state: requests pass if ``SERVING``, wait if ``UPDATING``, or are refused."""
 
     replica_id: str
     state: ReplicaState = ReplicaState.STARTING

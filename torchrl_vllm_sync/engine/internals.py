@@ -1,7 +1,4 @@
-"""Every internal of vLLM that this library touches, with what it replaces and where it lives.
-
-Read in vLLM 0.26 and 0.32; ``tests/engine/test_internals.py`` names each of them.
-"""
+"""Every internal of vLLM (0.26 to 0.32) that is used; tests/engine/test_internals.py names each."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
-
 
 # vLLM's label for weights without one: those of the launch.
 UNLABELLED = "default"
@@ -188,10 +184,7 @@ class SampleState:
     decode_s = property(lambda self: self._between("first_token_ts", "last_token_ts"))
 
     def deliver_to(self, taker: Any) -> None:
-        """Has vLLM call ``taker.put`` with each output, and with an error, instead of queueing it.
-
-        ``put`` is called while vLLM works on a step: it must neither fail nor call the engine.
-        """
+        """Has vLLM call ``taker.put``, which must not fail or use the engine, with all outputs."""
         self._state.queue = taker
 
     def _between(self, begin: str, end: str) -> float | None:

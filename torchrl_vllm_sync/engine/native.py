@@ -1,7 +1,4 @@
-"""vLLM's own weight-transfer, pause and sleep calls on one engine, under vLLM's names.
-
-Beyond vLLM, each has a time limit and is serialised or refused, and an update pauses the engine.
-"""
+"""vLLM's own weight-transfer, pause and sleep calls on one engine, with time limits and in turn."""
 
 from __future__ import annotations
 
@@ -91,8 +88,6 @@ class NativeCalls:
         async with self._updates.exclusive(timeout_s):
             yield
 
-    # ---------------------------------------------------------------- pauses of the engine's user
-
     async def pause_generation(
         self, *, mode: PauseMode = "abort", clear_cache: bool = True, timeout_s: float = TIMEOUT_S
     ) -> None:
@@ -173,8 +168,6 @@ class NativeCalls:
         self._updates.held = False
         await self._updates.resume()
 
-    # ---------------------------------------------------------------- the transfer engine
-
     async def init_weight_transfer_engine(
         self, request: Any, *, timeout_s: float = TIMEOUT_S
     ) -> None:
@@ -197,16 +190,10 @@ class NativeCalls:
         async with self._updates.exclusive(SHORT_TIMEOUT_S):
             await self._updates.ask_workers("native_shutdown", what="leaving")
 
-    # ---------------------------------------------------------------- an open update
-
     async def start_weight_update(
         self, *, timeout_s: float = TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S, **push: Any
     ) -> None:
-        """Keeps other updates out, and pauses the engine if it is not, until the update ends.
-
-        A ``push`` has its ``version``, ``run_id``, ``mode`` and ``clear_cache`` from the start, and
-        ``timeout_s`` for all of it.
-        """
+        """Keeps other updates out, and the engine paused; a ``push`` has a version already."""
         check_seconds("idle_timeout_s", idle_timeout_s)
         self._refuse_open("start_weight_update")
         update = _OpenUpdate(timeout_s if push else idle_timeout_s, **push)

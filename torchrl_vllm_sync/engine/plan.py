@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
 
-
 # Writes that are not dense are kept as intervals of 16 bytes each; only a loader that scatters
 # single elements of a large tensor needs more.
 MAX_INTERVALS = 2**24
@@ -89,9 +88,6 @@ class LoadPlan:
             [replace(copy, target=place(copy.target)) for copy in self.copies],
             [replace(fill, target=place(fill.target)) for fill in self.fills],
         )
-
-
-# ---- Recording
 
 
 def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> LoadPlan:
@@ -263,9 +259,6 @@ def _plain_view(tensor: torch.Tensor) -> torch.Tensor:
     return view.set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
-
-
-# ---- Coverage
 
 
 def _check_coverage(model: torch.nn.Module, writes: Sequence[Write]) -> None:

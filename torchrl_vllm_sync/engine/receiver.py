@@ -1,8 +1,4 @@
-"""The receiver of pushes in a vLLM worker: a ``WeightTransferEngine`` over NCCL or Gloo.
-
-Where a load plan covers the model, buckets are copied straight into the parameters; every other
-model takes vLLM's layerwise reload, and reports why.
-"""
+"""The receiver of pushes in a vLLM worker: by a load plan into place, or by a layerwise reload."""
 
 from __future__ import annotations
 
@@ -53,7 +49,6 @@ if TYPE_CHECKING:
     from vllm.config.weight_transfer import WeightTransferConfig
 
     from torchrl_vllm_sync.engine.plan import LoadPlan
-
 
 # Seconds between checks of staged weights that are arriving: each takes the interpreter from the
 # thread that launches the engine's kernels.

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from vllm.config import ModelConfig, VllmConfig
 
-
 # Quantised by the loader that reads files, not by the layers.
 _QUANTISED_BY_LOADER = ("bitsandbytes", "gguf")
 
@@ -147,10 +146,7 @@ def _loadable_names(model: torch.nn.Module) -> set[str]:
 
 
 def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
-    """Adds the model's names of parameters that a loader reports under shorter ones.
-
-    Experts of vLLM 0.26 report ``experts.w13_weight`` for ``experts.routed_experts.w13_weight``.
-    """
+    """Adds the full names of parameters with shorter ones, as experts of vLLM 0.26 report."""
     names = set(loaded)
     for name in names - expected:
         module, _, leaf = name.rpartition(".")
@@ -165,8 +161,7 @@ def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
 def repack_cpu(model: torch.nn.Module) -> None:
     """Redoes the prepacking that a layerwise reload skips on vLLM's CPU backend (0.26 to 0.32).
 
-    A tied ``ParallelLMHead`` keeps its own packed copy of the embedding, and unquantised experts
-    stay in checkpoint layout inside packed storage.
+    That of a tied ``ParallelLMHead``'s copy of the embedding, and of unquantised experts.
     """
     if not current_platform.is_cpu():
         return

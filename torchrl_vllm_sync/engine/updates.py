@@ -14,14 +14,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine import internals
-from torchrl_vllm_sync.errors import (
-    PushUnderWayError,
-    SilentEngineError,
-    StaleVersionError,
-    SyncError,
-    TransferError,
-    TransferNotReadyError,
-)
 from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 
 if TYPE_CHECKING:
@@ -56,7 +48,7 @@ def raise_failures(replica_id: str, answers: list[dict[str, Any]]) -> None:
     if not failed:
         return
     kinds = {one["error_type"] for one in failed.values()} & set(errors.__all__)
-    kind = getattr(errors, kinds.pop()) if len(kinds) == 1 else TransferError
+    kind = getattr(errors, kinds.pop()) if len(kinds) == 1 else errors.TransferError
     reasons = (f"worker {rank}: {one['error']}" for rank, one in failed.items())
     raise kind(f"replica {replica_id}: " + "; ".join(reasons))
 
@@ -90,7 +82,7 @@ class Watchdog:
         self._giving_up, self._waiting = self._waiting, None  # which nobody cancels any more
         try:
             await self._give_up()
-        except SyncError as error:  # nothing awaits this task
+        except errors.SyncError as error:  # nothing awaits this task
             logger.warning("%s", error)
 
 
@@ -123,10 +115,7 @@ class Pause:
 
 
 class Updates:
-    """Whole versions for one engine, one at a time, and whether it serves.
-
-    While its weights are not known to be whole it stays paused, so that no step ever runs on them.
-    """
+    """Whole versions for one engine, which never steps while its weights are not whole."""
 
     def __init__(self, engine: AsyncLLM, gate: AdmissionGate) -> None:
         self.whole = True  # whether the weights are known to be all of `version`
@@ -167,8 +156,6 @@ class Updates:
     def is_over(self) -> bool:
         return self._gate.is_over
 
-    # ---------------------------------------------------------------- several trainers
-
     def begin_push(self, trainer: ProcessIdentity, sender: str, number: int) -> bool:
         """Keeps other trainers out until this push ends; returns whether the last was its too."""
         before, now = self._pushed_by, time.monotonic()
@@ -176,7 +163,7 @@ class Updates:
         if before is not None and self._push is not None and not is_same:
             limit_s = PUSH_SILENCE_S if self.whole else TORN_SILENCE_S
             if now - self._seen_at <= limit_s and not before[0].is_gone():
-                raise PushUnderWayError(before[0].hostname, before[0].pid)
+                raise errors.PushUnderWayError(before[0].hostname, before[0].pid)
         self._pushed_by, self._push, self._seen_at = (trainer, sender), (sender, number), now
         return is_same
 
@@ -192,7 +179,7 @@ class Updates:
 
     def refuse_older(self, version: int, what: str = "version") -> None:
         if version < self.version:
-            raise StaleVersionError(
+            raise errors.StaleVersionError(
                 f"{what} must be at least {self.version}, which replica {self.replica_id} "
                 f"holds, got {version}"
             )
@@ -201,14 +188,14 @@ class Updates:
         """Refuses a version that another run's has overtaken or equals."""
         foreign = run_id is not None and self.run_id not in (None, run_id)
         if foreign and self.version >= version:
-            raise StaleVersionError(
+            raise errors.StaleVersionError(
                 f"version must be greater than {self.version}, to which run {self.run_id} "
                 f"brought replica {self.replica_id}, got {version} of run {run_id}"
             )
 
     def require_weights(self) -> None:
         if "weights" in self.asleep:
-            raise TransferNotReadyError(
+            raise errors.TransferNotReadyError(
                 f"the weights of replica {self.replica_id} are asleep: wake_up(['weights']) first"
             )
 
@@ -227,7 +214,7 @@ class Updates:
             async with asyncio.timeout(timeout_s):
                 await self._lock.acquire()
         except TimeoutError:
-            raise SyncError(f"another update was under way for {timeout_s:g} s") from None
+            raise errors.SyncError(f"another update was under way for {timeout_s:g} s") from None
         finally:
             self.num_waiting -= 1
         try:
@@ -259,15 +246,13 @@ class Updates:
             while not (await asyncio.wait({answer}, timeout=min(POLL_S, timeout_s)))[0]:
                 self._require_alive()
                 if deadline.passed:
-                    raise SilentEngineError(f"{what} took longer than {timeout_s:.3g} s")
+                    raise errors.SilentEngineError(f"{what} took longer than {timeout_s:.3g} s")
             return answer.result()
         except EngineDeadError:
             self._require_alive()
             raise
         finally:
             answer.cancel()
-
-    # ---------------------------------------------------------------- a whole update
 
     async def apply(
         self,
@@ -294,7 +279,7 @@ class Updates:
                 if one["error"]
             ):
                 self.whole = was_whole and all(one.get("untouched") for one in answers)
-                raise SyncError(told if self.whole else f"{NOT_WHOLE}: {told}")
+                raise errors.SyncError(told if self.whole else f"{NOT_WHOLE}: {told}")
             await self.commit(pause, version, str(version), run_id)
         return pause.report(
             version,
@@ -336,7 +321,7 @@ class Updates:
         while left := [name for name in pending if name in self._gate.running]:
             self._require_alive()
             if deadline.passed:
-                raise SyncError(f"{len(left)} requests did not leave the paused engine")
+                raise errors.SyncError(f"{len(left)} requests did not leave the paused engine")
             await self._engine.abort(left)
             await asyncio.sleep(0.002)
         return len(pending)
@@ -376,8 +361,6 @@ class Updates:
             self.set_state(before)
         else:
             self._serve_or(f"it did not reach version {self._floor}")
-
-    # ---------------------------------------------------------------- in and out of service
 
     def set_state(self, state: ReplicaState, reason: str = "") -> None:
         """Changes the replica's state, unless it is dead or closed."""

@@ -1,9 +1,8 @@
 """Methods that this library adds to every vLLM worker, called by ``collective_rpc``.
 
-Importing it registers the receiver of the ``broadcast`` transport with vLLM, which mixes the class
-into its worker class where ``worker_extension_cls`` names it. Names carry a prefix, because one
-that collides with the worker's own fails an assertion. Failures are returned as data: an exception
-that crosses ``collective_rpc`` loses its type.
+Importing it registers the receiver with vLLM, which mixes the class into its worker class. Names
+carry a prefix, because one that collides with the worker's own fails an assertion. Failures are
+returned as data: an exception that crosses ``collective_rpc`` loses its type.
 """
 
 from __future__ import annotations
@@ -155,8 +154,6 @@ class SyncWorkerExtension:
     _native_ready: bool = False
     _native_parts: int | None = None  # received of the update that is open
 
-    # ---------------------------------------------------------------- snapshots and broadcasts
-
     @answered
     def sync_load_snapshot(self, path: str, metadata: list[list[Any]]) -> dict[str, Any]:
         """Loads one stored version, which the caller has verified and holds the lock on."""
@@ -234,8 +231,6 @@ class SyncWorkerExtension:
     def sync_leave(self) -> None:
         self._sync_receiver().shutdown()
 
-    # ---------------------------------------------------------------- copies from a peer
-
     @answered
     def sync_peer_open(self, token: str, gives: bool) -> dict[str, Any]:
         """Prepares to give this worker's tensors to a peer, or to take a peer's."""
@@ -303,8 +298,6 @@ class SyncWorkerExtension:
 
     def _sync_model(self) -> torch.nn.Module:
         return self.model_runner.get_model()
-
-    # ---------------------------------------------------------------- any transfer engine
 
     @answered
     def native_use(self, backend: str | None) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator
 
-
 _Result = TypeVar("_Result")
 # An interrupted caller waits this long for its coroutine to clean up, and a dropped iterator for
 # its stream to close: the garbage collector may drop it in a thread that holds a lock which closing

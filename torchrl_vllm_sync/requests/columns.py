@@ -7,6 +7,7 @@ batch cross Ray as columns, and each is made again when somebody looks at it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, chain, islice
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 _INTEGERS = [(name, np.iinfo(name)) for name in ("<u1", "<i1", "<u2", "<i4", "<i8")]
 
 
-class Column:
+class Column(ABC):
     """One value for each of many rows; ``column[at]`` makes one again, equal in value and type."""
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, at: int) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def __getitem__(self, at: int) -> Any: ...
 
     def between(self, begin: int, end: int) -> list[Any]:
         return [self[at] for at in range(begin, end)]
@@ -199,8 +200,7 @@ def _pack_numbers(values: list[Any], kind: type) -> Column:
         return _Plain(values)
     if kind is float:
         with np.errstate(over="ignore", invalid="ignore"):
-            narrow = numbers.astype("<f4")
-            # Bits are compared, for -0.0 and NaN.
+            narrow = numbers.astype("<f4")  # bits are compared, for -0.0 and NaN
             is_exact = narrow.astype("<f8").tobytes() == numbers.tobytes()
         return _Numbers(narrow if is_exact else numbers)
     low, high = numbers.min(), numbers.max()
@@ -208,20 +208,13 @@ def _pack_numbers(values: list[Any], kind: type) -> Column:
     return _Numbers(numbers.astype(dtype))
 
 
-# ---- The results of an engine, and vLLM's outputs in them
-
-
 class PackedResults:
-    """Results on their way out of an engine: iterating gives them, with outputs as ``OutputRow``.
-
-    Prompts, which the caller holds, stay behind unless they are wanted.
-    """
+    """Results on their way out of an engine, with prompts only if wanted; iterable."""
 
     def __init__(self, results: Sequence[EngineResult], *, want_prompt: bool) -> None:
         hidden = {} if want_prompt else dict.fromkeys(("prompt", "prompt_token_ids"))
         outputs = [one.output for one in results if one.output is not None]
-        # All were made by one engine, and so have the same attributes.
-        rows = [vars(one) | hidden for one in outputs]
+        rows = [vars(one) | hidden for one in outputs]  # one engine's have the same attributes
         self._outputs = _Records(type(outputs[0]), rows) if rows else None
         self._results = _Records(EngineResult, [vars(one) | {"output": None} for one in results])
 
@@ -311,12 +304,8 @@ class _LogProbs:
 
 
 def sampled_log_probs(sample: Any) -> Sequence[float] | np.ndarray:
-    """Log-probabilities of the tokens of a ``CompletionOutput``; empty if not asked for.
-
-    Nothing is made of those that were not looked at.
-    """
-    unread = sample._rest.sampled() if isinstance(sample, _Unread) else None
-    if unread is not None:
+    """Log-probabilities of a ``CompletionOutput``'s tokens, if any, which stays unread."""
+    if isinstance(sample, _Unread) and (unread := sample._rest.sampled()) is not None:
         return unread
     positions = zip(sample.logprobs or (), sample.token_ids, strict=False)
     return [entries[token].logprob for entries, token in positions]
@@ -331,17 +320,11 @@ def as_dicts(flat: Any) -> Any:
     if not isinstance(flat, FlatLogprobs):
         return flat
     # One iterator over all entries, from which each position takes its share.
-    entries = zip(
-        flat.token_ids,
-        map(Logprob, flat.logprobs, flat.ranks, flat.decoded_tokens),
-        strict=True,
-    )
+    made = map(Logprob, flat.logprobs, flat.ranks, flat.decoded_tokens)
+    entries = zip(flat.token_ids, made, strict=True)
     lengths = map(int.__sub__, flat.end_indices, flat.start_indices)
     # Only the first token of a prompt has none.
     return [dict(islice(entries, length)) if length else None for length in lengths]
-
-
-# ---- Objects that are made at the first look
 
 
 class _Unread:

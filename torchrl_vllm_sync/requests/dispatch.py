@@ -51,6 +51,7 @@ _Answer = TypeVar("_Answer")
 MAX_ATTEMPTS = 3
 # What a request whose version came at the last moment gets all the same, in seconds.
 LEAST_TIMEOUT_S = 0.001
+_FAILED = ReplicaState.FAILED
 # The ledger knows when one of these states is over, and the replica is a candidate again.
 _PASSING = (ReplicaState.STARTING, ReplicaState.UPDATING, ReplicaState.DRAINING, ReplicaState.STALE)
 # Engines end a request at its time limit. A replica silent for this much longer has hung.
@@ -83,7 +84,7 @@ class PendingRequest:
     losses: list[Loss] = field(default_factory=list)
     has_waited: bool = False  # for a replica, which counts against its time limit
     has_ended: bool = False
-    place: Reservation | None = None  # this and the next two are the latest attempt's
+    place: Any = None  # the Reservation of the latest attempt, as the next two are
     actor: Any = None
     abort_id: str = ""
 
@@ -113,7 +114,6 @@ class PendingRequest:
 
     def lose(self, error: ReplicaUnavailableError) -> None:
         """Notes that a replica lost or refused the request, and gives its place back."""
-        assert self.place is not None, "it was sent, so it has a place"
         self.place.release()
         self.losses.append(Loss(error, self.actor, self.abort_id))
         self.actor, self.abort_id = None, ""
@@ -123,7 +123,6 @@ class PendingRequest:
         self.has_ended = result.error is not None or result.finished
         self.has_deltas = self.has_deltas or (self.only_new and result.output is not None)
         if self.has_ended:
-            assert self.place is not None, "it was sent, so it has a place"
             # For placing what goes on from it: what is in the cache, under the oldest version.
             in_parts = self.is_stream and (self.only_new or self.request.sampling_params.n > 1)
             answers = [] if result.output is None or in_parts else result.output.answers
@@ -142,10 +141,7 @@ class PendingRequest:
 
 
 class ReplicaWatch:
-    """Gives up waiting for a replica that fails, leaves the service or gets another actor.
-
-    A draining or stale one is still waited for: it answers what it has, or ends it by itself.
-    """
+    """Gives up waiting for a replica that fails, leaves or has another actor, not if it drains."""
 
     def __init__(
         self, replicas: Callable[[], Sequence[Replica]], load: LoadTracker, replica: Replica
@@ -191,22 +187,16 @@ class ReplicaWatch:
     def _find_loss(self) -> ReplicaUnavailableError | None:
         name = self._replica.replica_id
         known, now = self._load.snapshot(name), _find(self._replicas(), name)
-        failed = ReplicaState.FAILED
-        if known is not None and known.state is failed:
+        if known is not None and known.state is _FAILED:
             is_away = known.away_since is not None
-            return ReplicaUnavailableError(name, failed, known.reason, is_away)
-        if now is None:
-            return _gone(name)
-        if now.actor != self._replica.actor:
-            return ReplicaUnavailableError(name, failed, "its actor was replaced")
-        return None
+            return ReplicaUnavailableError(name, _FAILED, known.reason, is_away)
+        if now is not None and now.actor != self._replica.actor:
+            return ReplicaUnavailableError(name, _FAILED, "its actor was replaced")
+        return _gone(name) if now is None else None
 
 
 class Dispatcher:
-    """Sends requests to replicas, up to three times each, and gives one end to each.
-
-    However a call ends, its requests' places are given back and their work in engines is ended.
-    """
+    """Sends requests to replicas, three times at most; each ends once, with its place free."""
 
     def __init__(
         self,
@@ -224,7 +214,7 @@ class Dispatcher:
         requests: Sequence[EngineRequest],
         reserve: Reserve,
         *,
-        on_result: Accept | None = None,
+        on_result: Accept = lambda _: None,
     ) -> list[EngineResult]:
         """Runs every request to an output or an error; what a dead replica lost goes to others."""
         results: dict[str, EngineResult] = {}
@@ -232,8 +222,7 @@ class Dispatcher:
 
         def accept(result: EngineResult) -> None:
             results[result.request_id] = result
-            if on_result is not None:
-                on_result(result)
+            on_result(result)
 
         await self._place([PendingRequest(one, begin) for one in requests], reserve, accept)
         return [results[request.request_id] for request in requests]
@@ -241,11 +230,7 @@ class Dispatcher:
     async def stream(
         self, request: EngineRequest, reserve: Reserve
     ) -> AsyncGenerator[EngineResult]:
-        """Yields the partial outputs of one request, the last one finished.
-
-        After a lost replica another begins again; a stream of only new tokens ends there instead,
-        with a ``RequestLostError``.
-        """
+        """Yields growing outputs of one request; after a lost replica another begins again."""
         from vllm.sampling_params import RequestOutputKind
 
         only_new = request.sampling_params.output_kind is RequestOutputKind.DELTA
@@ -320,11 +305,8 @@ class Dispatcher:
         may_return, reason = False, ""
 
         def failure(name: str) -> Exception:
-            if reason:
-                return GenerationError(name, reason)
-            return GenerationTimeoutError(
-                f"request {name}: replica {replica_id} did not answer within {limit_s:g} s"
-            )
+            late = f"request {name}: replica {replica_id} did not answer within {limit_s:g} s"
+            return GenerationError(name, reason) if reason else GenerationTimeoutError(late)
 
         async def next_answer() -> Any:
             return await (await anext(refs))
@@ -359,13 +341,12 @@ class Dispatcher:
                     may_return = lost.may_return
             except TimeoutError:
                 silence = f"it was silent for {limit_s:g} s"
-                silent = ReplicaUnavailableError(replica_id, ReplicaState.FAILED, silence)
-                self._mark(silent, actor)
-            names = list(left)
+                self._mark(ReplicaUnavailableError(replica_id, _FAILED, silence), actor)
+            names, ids = list(left), list(left.values())
             if lost is not None:
-                if may_return and left:  # not waited for: it is out of reach
-                    actor.abort.remote(list(left.values()))
                 left.clear()
+                if may_return and ids:  # not waited for: it is out of reach
+                    actor.abort.remote(ids)
             for name in names:
                 yield _unanswered(name, lost or failure(name))
         finally:
@@ -435,16 +416,14 @@ class Dispatcher:
 
     def _mark(self, error: ReplicaUnavailableError, actor: Any) -> None:
         """Has the balancer avoid a replica until it reports that it serves."""
-        now = _find(self._replicas(), error.replica_id)
+        now, name = _find(self._replicas(), error.replica_id), error.replica_id
         if (None if now is None else now.actor) != actor:
             return
         with self._load.lock:
-            known = self._load.snapshot(error.replica_id)
-            if known is None or (now is None and not known.state.admits_requests):
-                return  # one that is being restarted is known not to take any
-            self._load.mark(
-                error.replica_id, error.state, error.reason, may_return=error.may_return
-            )
+            known = self._load.snapshot(name)
+            # One that is being restarted is known not to take any.
+            if known is not None and (now is not None or known.state.admits_requests):
+                self._load.mark(name, error.state, error.reason, may_return=error.may_return)
 
     async def _abort(self, actor: Any, request_ids: list[str]) -> None:
         """Has the engine drop requests; one that is dead or hung has nothing to drop."""
@@ -456,13 +435,8 @@ class Dispatcher:
 
     async def _end_former(self, actor: Any, pending: Iterable[PendingRequest]) -> None:
         """Aborts what an actor that was out of reach may still do for requests it gets again."""
-        left = [
-            abort_id
-            for one in pending
-            for error, former, abort_id in one.losses
-            if error.may_return and former == actor
-        ]
-        if left:
+        losses = [loss for one in pending for loss in one.losses]
+        if left := [one.abort_id for one in losses if one.error.may_return and one.actor == actor]:
             await self._abort(actor, left)
 
     def _completed(self, result: EngineResult) -> EngineResult:

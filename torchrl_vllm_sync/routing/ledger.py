@@ -25,7 +25,6 @@ from torchrl_vllm_sync.versions import check_version
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-
 # Rates are over at least this many seconds, if the reports reach back as far.
 _WINDOW_S = 2.0
 # Over less than this, the moments at which reports arrive distort the rates.

@@ -106,8 +106,7 @@ _WATCHED_INTERVAL_S = 0.1
 class LoadMonitor:
     """Asks every replica for its load once an interval, for a ledger to record.
 
-    Its thread ends when Ray is shut down, or when the object whose bound method ``replicas`` is has
-    gone. An actor that is dead, or silent for ``unresponsive_after_s``, is marked ``FAILED``.
+    Its thread ends when Ray is shut down, or when the object whose method ``replicas`` is has gone.
     """
 
     def __init__(

@@ -24,9 +24,6 @@ from torchrl_vllm_sync.routing.strategies import (
 if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.ledger import Candidates, LoadSnapshot
 
-
-# ---- Keys: sessions and groups, and the replicas that have them cached
-
 RequestKey: TypeAlias = str | int
 """Names a session or a group; ``1`` and ``"1"`` are different keys."""
 

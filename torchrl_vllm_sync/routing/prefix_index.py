@@ -16,7 +16,6 @@ from torchrl_vllm_sync.errors import InvalidPromptError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-
 BYTES_PER_TOKEN = 4
 """Bytes of a token id; as many bytes of text, which is not tokenised here, count as one token."""
 
@@ -26,8 +25,7 @@ _TEXT, _IDS = 1, 2  # seeds: text and ids with the same bytes are different prom
 class PromptChain:
     """Stable digests of a prompt's prefixes, 64 bits each, the same in every process.
 
-    As in vLLM's prefix cache, a block's digest covers the digest of the block before, so equal
-    digests mean equal prefixes. ``digests`` has one for each whole block, and one for the rest.
+    A block's digest covers the one before; ``digests`` has one for each whole block and the rest.
     """
 
     __slots__ = ("_rest", "block_tokens", "digests", "num_blocks", "num_tokens")
@@ -104,9 +102,8 @@ _DEFAULT_CAPACITY = 32768
 class PrefixIndex:
     """Block digests that each replica has, by weight version; used with the ledger locked.
 
-    As in an engine (``vllm/v1/core/block_pool.py``) a prompt's blocks become the most recently used
-    ones, and beyond the replica's number of KV blocks the oldest go, of one prompt the last block
-    first. So if a block is present all before it are, and the longest prefix is found by bisection.
+    As in an engine (``vllm/v1/core/block_pool.py``) the oldest blocks go first, of one prompt the
+    last. So if a block is present all before it are, and bisection finds the longest prefix.
     """
 
     def __init__(self, block_tokens: int) -> None:

@@ -26,7 +26,6 @@ from torchrl_vllm_sync.routing.prefix_index import (
 if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 
-
 _FLAT = (list, tuple, str, np.ndarray)
 
 

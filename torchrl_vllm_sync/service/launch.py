@@ -36,7 +36,6 @@ from torchrl_vllm_sync.service.replicas import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-
 logger = logging.getLogger(__name__)
 
 LAUNCH_TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
@@ -52,9 +51,6 @@ CLOSE_TIMEOUT_S = 20.0
 CLOSE_LINGER_S = 2.0
 # Questions about an actor must not queue behind its requests: it would be taken for silent.
 MAX_CONCURRENT_CALLS = 65536
-
-
-# ---------------------------------------------------------------- placement
 
 
 def spread(
@@ -141,9 +137,6 @@ def _refusal(claims: Mapping[str, float], num_replicas: int, why: str) -> Placem
         f"{num_replicas} replica(s) of {asked} each do not fit: {why}; free in the cluster: "
         f"{', '.join(state)}{remedy}"
     )
-
-
-# ---------------------------------------------------------------- starting and ending
 
 
 def launch_timeout_s() -> float:

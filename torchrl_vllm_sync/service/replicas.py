@@ -37,7 +37,6 @@ from torchrl_vllm_sync.weights.transport import Standing, failed
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
 
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_REQUEST_TIMEOUT_S = 3600.0
@@ -197,10 +196,7 @@ def named_actors(service_name: str) -> dict[str, Any]:
 def find_service(
     service_name: str, *, timeout_s: float = ATTACH_TIMEOUT_S, bare: bool = False
 ) -> tuple[ServiceSettings, Membership]:
-    """Returns the settings of a running service, and its living replicas as its members.
-
-    Bare settings lack what cannot be unpickled without vLLM.
-    """
+    """Returns a service's settings, without what needs vLLM if bare, and living replicas."""
     try:
         ensure_ray("auto")
     except ConnectionError as error:
@@ -251,10 +247,7 @@ def observed(service_name: str) -> Iterator[Callable[[], ServiceStatus]]:
 def as_they_end(
     refs: Iterable[Any], deadline: Deadline, look: Callable[[], object] = lambda: None
 ) -> Iterator[Any]:
-    """Yields object refs as they end, until the deadline, which may be shortened meanwhile.
-
-    Twice a second, and after each, it calls ``look``.
-    """
+    """Yields refs as they end, until a deadline that may move; calls ``look`` twice a second."""
     left = list(refs)
     while left:
         ready, left = ray.wait(left, timeout=min(deadline.left_s, 0.5))

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.service.replicas import Answers, Replicas
 
-
 # Seconds for vLLM's calls that have no limit of their own.
 CALL_TIMEOUT_S = DEFAULT_TIMEOUT_S + GRACE_S
 
