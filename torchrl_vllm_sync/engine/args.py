@@ -30,7 +30,6 @@ CPU_MEMORY_FRACTION = 0.05
 SEEDS_OF_A_START = 10_007
 # torchrl/modules/llm/backends/vllm/vllm_plugin.py: turns on TorchRL's FP32 output layers.
 FP32_OUTPUT_ENVIRONMENT = {"VLLM_ENABLE_FP32_OUTPUT": "1", "TORCHRL_VLLM_FP32_OVERRIDES": "1"}
-
 # Silences the start-up logs of vLLM, PyTorch and Triton.
 QUIET_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -77,21 +76,21 @@ def make_engine_args(
         raise UnsupportedArgumentError(
             f"neither AsyncVLLM nor the installed vLLM's engine has the argument {named}"
         )
-    defaults: dict[str, Any] = {"enable_prefix_caching": True}
+    settings: dict[str, Any] = {
+        "model": os.fspath(model_name),
+        "enable_prefix_caching": True,
+        "tensor_parallel_size": tensor_parallel_size,
+        "data_parallel_size": 1 if data_parallel_size is None else data_parallel_size,
+        "pipeline_parallel_size": 1 if pipeline_parallel_size is None else pipeline_parallel_size,
+    }
     if on_cpu():
-        defaults |= {"dtype": "float32", "enforce_eager": True}
-        defaults["gpu_memory_utilization"] = CPU_MEMORY_FRACTION
+        settings |= {"dtype": "float32", "enforce_eager": True}
+        settings["gpu_memory_utilization"] = CPU_MEMORY_FRACTION
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-            defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+            settings["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     else:
-        defaults["compilation_config"] = {"mode": 3 if compile else 0}
-    return AsyncEngineArgs(
-        model=os.fspath(model_name),
-        tensor_parallel_size=tensor_parallel_size,
-        data_parallel_size=1 if data_parallel_size is None else data_parallel_size,
-        pipeline_parallel_size=1 if pipeline_parallel_size is None else pipeline_parallel_size,
-        **defaults | kwargs,
-    )
+        settings["compilation_config"] = {"mode": 3 if compile else 0}
+    return AsyncEngineArgs(**settings | kwargs)
 
 
 def _with_hint(unknown: str, known: set[str]) -> str:
@@ -124,23 +123,20 @@ def prepare_engine_args(
         _check_extension(prepared.worker_extension_cls)
     else:
         prepared.worker_extension_cls = WORKER_EXTENSION
-    if prepared.weight_transfer_config is None:
+    if (given := prepared.weight_transfer_config) is None:
         backend = STAGED_BACKEND if stage_weights else BROADCAST_BACKEND
         prepared.weight_transfer_config = WeightTransferConfig(backend=backend)
     elif stage_weights:
         raise UnsupportedArgumentError(
-            "stage_weights needs weight_transfer_config to be left unset, got "
-            f"{prepared.weight_transfer_config}"
+            f"stage_weights needs weight_transfer_config to be left unset, got {given}"
         )
     # What vLLM's CPU backend was seen to crash on (0.32; SIGSEGV, NotImplementedError).
-    if on_cpu() and prepared.pipeline_parallel_size > 1:
-        raise UnsupportedArgumentError(
-            "pipeline_parallel_size must be 1 on vLLM's CPU backend, "
-            f"got {prepared.pipeline_parallel_size}"
-        )
+    given, backend = prepared.pipeline_parallel_size, "on vLLM's CPU backend"
+    if on_cpu() and given > 1:
+        raise UnsupportedArgumentError(f"pipeline_parallel_size must be 1 {backend}, got {given}")
     if on_cpu() and prepared.enable_expert_parallel and num_workers(prepared) > 1:
         raise UnsupportedArgumentError(
-            "enable_expert_parallel needs tensor and data parallel size 1 on vLLM's CPU backend, "
+            f"enable_expert_parallel needs tensor and data parallel size 1 {backend}, "
             f"got {prepared.tensor_parallel_size} and {prepared.data_parallel_size}"
         )
     if prepared.distributed_executor_backend is None:
@@ -187,10 +183,8 @@ def engine_environment(
 
 def payload_of(request: Any, field: str) -> Any:
     """Returns the plain payload of one of vLLM's transfer requests, which may be plain itself."""
-    if isinstance(request, dict):
-        return request.get(field, request)
-    if isinstance(request, list):
-        return request
+    if isinstance(request, (dict, list)):
+        return request.get(field, request) if isinstance(request, dict) else request
     if dataclasses.is_dataclass(request) and hasattr(request, field):
         return getattr(request, field)
     raise UnsupportedArgumentError(

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 # vLLM's label for weights without one: those of the launch.
 UNLABELLED = "default"
-_FIRST_WITH_WEIGHT_LABEL = Version("0.27")
-_FIRST_WITH_LABEL_SPANS = Version("0.32")
+_FIRST_WITH_WEIGHT_LABEL, _FIRST_WITH_LABEL_SPANS = Version("0.27"), Version("0.32")
 # The last line of a traceback, as Python or vLLM's logger prints it.
 _EXCEPTION = re.compile(
     r"^(?:\([^)]* pid=\d+\) )?(?:ERROR .*?\] )?([\w.]*(?:Error|Exception): .*)$", re.MULTILINE
@@ -48,8 +47,7 @@ def installed_vllm() -> Version:
 
 
 # The last of these, of which the quantiles of latencies are.
-MAX_FIRST_TOKENS = 256
-MAX_TOKEN_GAPS = 4096
+MAX_FIRST_TOKENS, MAX_TOKEN_GAPS = 256, 4096
 
 
 class EngineStats(NamedTuple):
@@ -86,16 +84,11 @@ class StatsRecorder(StatLoggerBase):
             self._totals["num_generated_tokens"] += iteration_stats.num_generation_tokens
             self._first_token_s.extend(iteration_stats.time_to_first_tokens_iter)
             self._between_tokens_s.extend(iteration_stats.inter_token_latencies_iter)
-        if scheduler_stats is None:
-            return
-        self._totals["prefix_cache_queries"] += scheduler_stats.prefix_cache_stats.queries
-        self._totals["prefix_cache_hits"] += scheduler_stats.prefix_cache_stats.hits
-        self._by_engine[engine_idx] = EngineStats(
-            scheduler_stats.num_running_reqs,
-            scheduler_stats.num_waiting_reqs,
-            scheduler_stats.kv_cache_usage,
-            time.monotonic(),
-        )
+        if (now := scheduler_stats) is not None:
+            self._totals["prefix_cache_queries"] += now.prefix_cache_stats.queries
+            self._totals["prefix_cache_hits"] += now.prefix_cache_stats.hits
+            figures = now.num_running_reqs, now.num_waiting_reqs, now.kv_cache_usage
+            self._by_engine[engine_idx] = EngineStats(*figures, time.monotonic())
 
     def log_engine_initialized(self) -> None:
         """Does nothing; the interface asks for it."""
@@ -112,10 +105,8 @@ class StatsRecorder(StatLoggerBase):
 
     def latencies(self) -> dict[str, Latency | None]:
         """Quantiles over the last requests and tokens, by the names of ``EngineReport``."""
-        return {
-            "time_to_first_token": _latency(self._first_token_s),
-            "inter_token_latency": _latency(self._between_tokens_s),
-        }
+        first, between = _latency(self._first_token_s), _latency(self._between_tokens_s)
+        return {"time_to_first_token": first, "inter_token_latency": between}
 
 
 def _latency(seconds: Sequence[float]) -> Latency | None:
@@ -188,11 +179,9 @@ class SampleState:
         self._state.queue = taker
 
     def _between(self, begin: str, end: str) -> float | None:
-        stats = self._state.stats
-        if stats is None:  # an engine without statistics
-            return None
-        times = getattr(stats, begin), getattr(stats, end)
-        return times[1] - times[0] if all(times) else None  # 0 means never
+        # An engine may keep no statistics; 0 means never.
+        times = [getattr(self._state.stats, name, 0.0) for name in (begin, end)]
+        return times[1] - times[0] if all(times) else None
 
 
 def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None:

@@ -52,9 +52,8 @@ def end_replica(
     """Ends a replica, whatever state it is in, and returns when its processes have gone.
 
     ``ray.kill`` alone returns at once, and Ray (2.60) takes up to ten seconds over an actor that
-    is stopped, whose children keep the memory of their GPUs meanwhile. So all are killed by number
-    too, by a task on the same node. A node that is gone has taken its processes with it. Their
-    shared memory is removed: Python's ``resource_tracker``, which would do that, is killed as well.
+    is stopped. So all are killed by number too, by a task on the same node, and their shared memory
+    is removed: Python's ``resource_tracker``, which would do that, is killed as well.
 
     Args:
         actor: Its actor, dead or alive.
@@ -77,12 +76,10 @@ def end_replica(
     except RayError as error:
         if not isinstance(error, GetTimeoutError) and not is_gone(error):
             raise
-        if not _is_alive(processes.node_id):
+        if not _is_alive(node := processes.node_id):
             return
-        raise SyncError(
-            f"node {processes.node_id} did not say within {timeout_s:g} s whether the processes "
-            f"of a replica have ended: {error}"
-        ) from error
+        late = f"node {node} did not say within {timeout_s:g} s whether a replica has ended"
+        raise SyncError(f"{late}: {error}") from error
     if left:
         raise SyncError(f"processes of a replica outlived SIGKILL for {timeout_s:g} s: {left}")
 

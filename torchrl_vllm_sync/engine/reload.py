@@ -37,11 +37,11 @@ _QUANTISED_BY_LOADER = ("bitsandbytes", "gguf")
 
 def check_can_be_filled(model_config: ModelConfig) -> None:
     """Refuses models whose layers need packed integers and scales, which no trainer holds."""
-    found = getattr(model_config.hf_config, "quantization_config", None)
-    if found is not None:
-        how = f"a checkpoint that is quantised already ({model_config.quantization})"
-    elif model_config.quantization in _QUANTISED_BY_LOADER:
-        how = f"quantization={model_config.quantization!r}, which happens while files are read"
+    quantization = model_config.quantization
+    if getattr(model_config.hf_config, "quantization_config", None) is not None:
+        how = f"a checkpoint that is quantised already ({quantization})"
+    elif quantization in _QUANTISED_BY_LOADER:
+        how = f"quantization={quantization!r}, which happens while files are read"
     else:
         return
     raise UnsupportedArgumentError(
@@ -60,13 +60,10 @@ def checkpoint_metadata(model_config: ModelConfig) -> list[ParamMeta]:
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name in model.all_tied_weights_keys:
         tensors.pop(name, None)
+    dtype: Any = model_config.dtype
     return [
-        ParamMeta(
-            name,
-            model_config.dtype if tensor.is_floating_point() else tensor.dtype,
-            tuple(tensor.shape),
-        )
-        for name, tensor in revert_weight_conversion(model, tensors).items()
+        ParamMeta(name, dtype if one.is_floating_point() else one.dtype, tuple(one.shape))
+        for name, one in revert_weight_conversion(model, tensors).items()
     ]
 
 
@@ -148,13 +145,10 @@ def _loadable_names(model: torch.nn.Module) -> set[str]:
 def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
     """Adds the full names of parameters with shorter ones, as experts of vLLM 0.26 report."""
     names = set(loaded)
-    for name in names - expected:
-        module, _, leaf = name.rpartition(".")
-        within = [
-            one for one in expected if one.startswith(f"{module}.") and one.endswith(f".{leaf}")
-        ]
-        if len(within) == 1:
-            names |= set(within)
+    for module, _, leaf in [one.rpartition(".") for one in names - expected]:
+        within = [one for one in expected if one.startswith(f"{module}.")]
+        within = [one for one in within if one.endswith(f".{leaf}")]
+        names |= set(within) if len(within) == 1 else set()
     return names
 
 

@@ -73,7 +73,7 @@ def as_requests(
     if not isinstance(given, (list, tuple)) or _is_flat(given):
         return NormalisedPrompts([read(given, name)], is_batch=False)
     if not given:
-        raise InvalidPromptError(f"{name} must hold at least one prompt, got {given!r}")
+        raise _refused(name, "hold at least one prompt", repr(given))
     checked = [read(prompt, f"{name}[{position}]") for position, prompt in enumerate(given)]
     return NormalisedPrompts(checked, is_batch=True)
 
@@ -88,10 +88,8 @@ def check_sampling_params(
         _check_is_sampling_params(sampling_params, "sampling_params")
         return [sampling_params] * num_prompts
     if len(sampling_params) != num_prompts:
-        raise InvalidPromptError(
-            f"sampling_params must have one entry for each of the {num_prompts} prompts, "
-            f"got {len(sampling_params)}"
-        )
+        rule = f"have one entry for each of the {num_prompts} prompts"
+        raise _refused("sampling_params", rule, len(sampling_params))
     for position, entry in enumerate(sampling_params):
         _check_is_sampling_params(entry, f"sampling_params[{position}]")
     return list(sampling_params)
@@ -144,30 +142,24 @@ class _Rules:
         if "prompt" in read:
             text = read["prompt"]
             return read | {"prompt_token_ids": self._encoded(text, f"{where}['prompt']")}
-        raise InvalidPromptError(
-            f"{where} must have 'prompt' or 'prompt_token_ids', got {shown(list(prompt))}"
-        )
+        raise _refused(where, "have 'prompt' or 'prompt_token_ids'", shown(list(prompt)))
 
     def _encoded(self, text: str, where: str) -> list[int]:
         if not text:
-            raise InvalidPromptError(f"{where} must not be empty, got ''")
+            raise _refused(where, "not be empty", "''")
         _as_text(text, where)
         if self.encode is None:
-            raise InvalidPromptError(
-                f"{where} is text and there is no tokenizer to encode it: pass token ids, "
-                f"got {type(text).__name__} {shown(text)}"
-            )
+            no_tokenizer = "is text and there is no tokenizer to encode it: pass token ids"
+            raise InvalidPromptError(f"{where} {no_tokenizer}, got {_typed(text)}")
         return self._checked(self.encode(text), f"encode({where})", "token ids")
 
     def _checked(self, ids: object, where: str, expected: str) -> list[int]:
         if isinstance(ids, (torch.Tensor, np.ndarray)):
             ids = self._from_array(ids, where)
         elif not isinstance(ids, (list, tuple)):
-            raise InvalidPromptError(
-                f"{where} must be {expected}, got {type(ids).__name__} {shown(ids)}"
-            )
+            raise _refused(where, f"be {expected}", _typed(ids))
         if not ids:
-            raise InvalidPromptError(f"{where} must have at least 1 token, got 0")
+            raise _refused(where, "have at least 1 token", 0)
         if set(map(type, ids)) == {int}:
             checked: list[int] = list(ids)
         else:
@@ -176,33 +168,28 @@ class _Rules:
         if min(checked) < 0 or max(checked) >= limit:
             rule = "2**31" if self.vocab_size is None else f"vocab_size={limit}"
             at, bad = next((at, x) for at, x in enumerate(checked) if not 0 <= x < limit)
-            raise InvalidPromptError(
-                f"{where} must have ids of at least 0 and below {rule}, got {shown(bad)} "
-                f"at token {at}"
-            )
+            told = f"{shown(bad)} at token {at}"
+            raise _refused(where, f"have ids of at least 0 and below {rule}", told)
         self._check_length(len(checked), where)
         return checked
 
     def _check_length(self, length: int, where: str) -> None:
         if self.max_model_len is not None and length >= self.max_model_len:
-            raise InvalidPromptError(
-                f"{where} must have fewer tokens than max_model_len={self.max_model_len}, so that "
-                f"one more fits, got {length}"
+            rule = (
+                f"have fewer tokens than max_model_len={self.max_model_len}, so that one more fits"
             )
+            raise _refused(where, rule, length)
 
     def _from_array(self, ids: torch.Tensor | np.ndarray, where: str) -> list[int]:
         is_tensor = isinstance(ids, torch.Tensor)
         if not (ids.dtype in _INTEGER_DTYPES if is_tensor else ids.dtype.kind in "iu"):
-            raise InvalidPromptError(f"{where} must have an integer dtype, got {ids.dtype}")
+            raise _refused(where, "have an integer dtype", ids.dtype)
         if ids.ndim != 1:
-            raise InvalidPromptError(
-                f"{where} must have 1 dimension, got shape {tuple(ids.shape)}: pass a list of 1-D "
-                "ones for a batch, as padding would be read as tokens"
-            )
+            remedy = "pass a list of 1-D ones for a batch, as padding would be read as tokens"
+            raise _refused(where, "have 1 dimension", f"shape {tuple(ids.shape)}: {remedy}")
         if isinstance(ids, torch.Tensor) and (ids.layout != torch.strided or ids.is_meta):
-            raise InvalidPromptError(
-                f"{where} must be a dense tensor with values, got {ids.layout} on {ids.device}"
-            )
+            told = f"{ids.layout} on {ids.device}"
+            raise _refused(where, "be a dense tensor with values", told)
         # Before it is a list: a tensor may be expanded to any length at no cost.
         self._check_length(ids.shape[0], where)
         return ids.tolist()
@@ -216,25 +203,28 @@ def _is_flat(given: list[object] | tuple[object, ...]) -> bool:
 def _as_text(value: object, where: str) -> None:
     """Refuses other than text, and half of a surrogate pair, which no tokenizer can encode."""
     if not isinstance(value, str):
-        raise InvalidPromptError(f"{where} must be text, got {type(value).__name__} {shown(value)}")
+        raise _refused(where, "be text", _typed(value))
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidPromptError(
-            f"{where} must be Unicode text, got {value[error.start]!r} at character {error.start}"
-        ) from error
+        told = f"{value[error.start]!r} at character {error.start}"
+        raise _refused(where, "be Unicode text", told) from error
 
 
 def _as_id(value: object, where: str, at: int) -> int:
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
-    raise InvalidPromptError(
-        f"{where} must have integer ids, got {type(value).__name__} {shown(value)} at token {at}"
-    )
+    raise _refused(where, "have integer ids", f"{_typed(value)} at token {at}")
 
 
 def _check_is_sampling_params(value: object, where: str) -> None:
     if not isinstance(value, SamplingParamsLike):
-        raise InvalidPromptError(
-            f"{where} must be a SamplingParams, got {type(value).__name__} {shown(value)}"
-        )
+        raise _refused(where, "be a SamplingParams", _typed(value))
+
+
+def _refused(where: str, rule: str, got: object) -> InvalidPromptError:
+    return InvalidPromptError(f"{where} must {rule}, got {got}")
+
+
+def _typed(value: object) -> str:
+    return f"{type(value).__name__} {shown(value)}"

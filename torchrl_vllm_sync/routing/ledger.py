@@ -133,8 +133,7 @@ class LoadSnapshot:
         """Whether the last report is at most ``max_age_s`` older than ``now``; else it is unknown.
 
         Args:
-            now: Time by the ledger's clock.
-            max_age_s: Seconds.
+            now, max_age_s: Time by the ledger's clock, and seconds.
         """
         return self.measured_at is not None and now - self.measured_at <= max_age_s
 
@@ -341,16 +340,8 @@ class LoadTracker:
 
     def describe(self, replica_id: str, *, block_size: int, num_kv_blocks: int | None) -> None:
         """Notes the size of a replica's KV cache."""
-        if block_size < 1:
-            raise UnsupportedArgumentError(f"block_size must be at least 1, got {block_size}")
         with self.lock:
             known = self._tracked(replica_id)
-            for other in self._snapshots.values():
-                if other is not known and other.block_size not in (None, block_size):
-                    raise UnsupportedArgumentError(
-                        f"block_size must be the same on all replicas, got {block_size} on replica "
-                        f"{replica_id} and {other.block_size} on replica {other.replica_id}"
-                    )
             known.block_size = block_size
             known.kv_cache_tokens = num_kv_blocks * block_size if num_kv_blocks else None
             self._candidates = None

@@ -285,8 +285,7 @@ def register_strategy(name: str, factory: StrategyFactory) -> None:
 
     Args:
         name: Not taken yet.
-        factory: Builds one instance for one balancer, and is pickled along with it: processes that
-            it goes to must be able to import it.
+        factory: Builds one instance for one balancer, and is pickled along with it.
 
     Raises:
         UnsupportedArgumentError: The name is taken, or no text, or ``factory`` cannot be called.

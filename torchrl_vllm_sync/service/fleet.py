@@ -206,13 +206,13 @@ class Fleet:
     ) -> list[str]:
         """Returns the ids of replicas that were ended; the last one never is.
 
-        They get no new requests at once. What still runs after the time limit goes on elsewhere.
         The same processes may do it as :meth:`add_replicas`.
 
         Args:
             replicas: How many, of which those go first that do not serve, and then those with the
                 fewest requests of this process; or an id, or several.
-            drain_timeout_s: Seconds that they have for what they are doing; 0 does not wait.
+            drain_timeout_s: Seconds that they have for what they are doing, which then goes on
+                elsewhere; 0 does not wait.
 
         Raises:
             UnsupportedArgumentError: There is no such replica, or none would be left.
@@ -342,8 +342,7 @@ class QueueLengthScaling:
         >>> AsyncVLLM.from_pretrained(model, scaling=QueueLengthScaling(2, 8))
 
     Args:
-        min_replicas: Never fewer than this, at least 1.
-        max_replicas: Never more than this.
+        min_replicas, max_replicas: Never fewer, at least 1, or more than these.
         long_queue: Waiting requests an engine, on average, above which the queue is long.
         idle_load: Samples an engine, on average of those that would be left, up to which they idle.
         patience_s: Seconds for which either must have lasted.

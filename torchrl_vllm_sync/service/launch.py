@@ -10,7 +10,7 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
-from rich.console import Console
+from tqdm import tqdm
 
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine.args import for_replica
@@ -157,41 +157,6 @@ def _check_checkpoint(model: str) -> None:
         raise UnsupportedArgumentError(f"model must be a checkpoint, and there is none at {model}")
 
 
-class LaunchProgress:
-    """What a launch is doing: one line on a terminal, elsewhere a line for each change."""
-
-    def __init__(self, service_name: str) -> None:
-        self._service_name, self._told, self._began = service_name, "", time.monotonic()
-        self._console = Console(stderr=True, force_jupyter=False, highlight=False, soft_wrap=True)
-        self._line = self._console.status("")
-
-    def __enter__(self) -> Self:
-        self._line.start()
-        return self
-
-    def __exit__(self, error: object, *_: object) -> None:
-        self._line.stop()
-        if error is None and self._console.is_terminal:
-            self._print()  # what was shown is wiped out
-
-    def tell(self, what: str) -> None:
-        is_new, self._told = what != self._told, what
-        self._line.update(self._text())
-        if is_new and not self._console.is_terminal:
-            self._print()
-
-    def _print(self) -> None:
-        """Prints a line; once stderr takes none, the launch goes on without."""
-        try:
-            self._console.print(self._text())
-        except (OSError, ValueError, SystemExit):  # full, closed, or a broken pipe, as rich has it
-            self._console.quiet = True
-
-    def _text(self) -> str:
-        seconds = time.monotonic() - self._began
-        return f"AsyncVLLM {self._service_name}: {self._told} ({seconds:.0f} s)"
-
-
 def launch_replicas(
     settings: ServiceSettings,
     replica_ids: Sequence[str],
@@ -199,14 +164,12 @@ def launch_replicas(
     beside: Collection[Member] = (),
     join_later: bool = False,
     num_restarts: int = 0,
-    progress: LaunchProgress | None = None,
+    progress: tqdm[Any] | None = None,
 ) -> list[Member]:
     """Starts replicas, spread over the nodes, and waits until all have started."""
     timeout_s = launch_timeout_s()
     if not ray.is_initialized():
         _check_checkpoint(settings.engine_args.model)
-        if progress:
-            progress.tell("starting Ray")
         ensure_ray("local")
     known = [one.description.processes for one in beside if one.joined]
     taken = Counter(one.node_id for one in known if one is not None)
@@ -235,7 +198,7 @@ def launch_replicas(
             actors[replica_id] = actor
             if join_later:
                 actor.join_later.remote()
-        descriptions = _await_start(actors, timeout_s, progress)
+        descriptions = _await_start(actors, timeout_s, progress or tqdm(disable=True))
         _check_block_sizes([*(one.description for one in beside), *descriptions.values()])
         undo.pop_all()
     return [
@@ -253,23 +216,18 @@ def _as_remote(actor_class: Any) -> Any:
 
 
 def _await_start(
-    actors: Mapping[str, Any], timeout_s: float, progress: LaunchProgress | None
+    actors: Mapping[str, Any], timeout_s: float, progress: tqdm[Any]
 ) -> dict[str, EngineDescription]:
     """Starts the engines side by side; the first failure ends the wait for the others."""
     starting = {actor.start.remote(): replica_id for replica_id, actor in actors.items()}
     failures, started = dict[str, str](), dict[str, EngineDescription]()
     deadline = Deadline(timeout_s)
 
-    def look() -> None:
-        if progress:
-            num = len(actors) - len(started)
-            progress.tell(f"{len(started)} of {len(actors)} engines ready, {num} starting")
-
-    look()
-    for ref in as_they_end(starting, deadline, look):
+    for ref in as_they_end(starting, deadline, progress.refresh):
         replica_id = starting[ref]
         try:
             started[replica_id] = ray.get(ref)
+            progress.update()
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             why = f"{type(cause).__name__}: {str(cause).strip()}"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, ov
 
 import ray
 from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
+from tqdm import tqdm
 
 from torchrl_vllm_sync.checks import (
     DEFAULT_TIMEOUT_S,
@@ -43,12 +44,7 @@ from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker, describe_replicas
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
 from torchrl_vllm_sync.service.fleet import Fleet, ScalingPolicy
-from torchrl_vllm_sync.service.launch import (
-    CLOSE_LINGER_S,
-    LaunchProgress,
-    close_members,
-    launch_replicas,
-)
+from torchrl_vllm_sync.service.launch import CLOSE_LINGER_S, close_members, launch_replicas
 from torchrl_vllm_sync.service.replicas import (
     DEFAULT_REQUEST_TIMEOUT_S,
     Membership,
@@ -124,7 +120,7 @@ class AsyncVLLM(RLvLLMEngine):
         num_cpus_per_replica: CPUs that each replica claims in Ray; 0 claims none.
         name: Name under which other processes attach; unique on the cluster.
         detached: Replicas outlive this process until somebody calls :meth:`shutdown`.
-        verbose: Show on stderr how far the launch is; ``False`` also has vLLM log errors only.
+        verbose: Show a bar of the engines that are ready; ``False`` also has vLLM log errors only.
         enable_fp32_output: Compute output layers in float32, for models TorchRL has them for.
         stage_weights: Reserve memory for a second set of weights in each worker, into which
             ``BroadcastTransport(staged=True)`` sends while the replica generates.
@@ -286,11 +282,7 @@ class AsyncVLLM(RLvLLMEngine):
         names -= {"self", "engine_args", "enable_prefix_caching"}  # the last is an engine argument
         own = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         engine_args = make_engine_args(
-            model_name,
-            num_devices=num_devices,
-            compile=compile,
-            also_known=names,
-            **kwargs,
+            model_name, num_devices=num_devices, compile=compile, also_known=names, **kwargs
         )
         own |= {"verbose": verbose, "enable_fp32_output": enable_fp32_output}
         return cls.launch(engine_args, num_replicas, **own)
@@ -314,9 +306,9 @@ class AsyncVLLM(RLvLLMEngine):
             raise UnsupportedArgumentError(f"service {self.name} is launched already")
         settings = dataclasses.replace(self.replicas.settings, launched_at=time.time())
         ids = [str(index) for index in range(self._num_wanted)]
-        progress = LaunchProgress(self.name) if self._verbose else None
-        with progress or contextlib.nullcontext():
-            members = launch_replicas(settings, ids, progress=progress)
+        title = f"AsyncVLLM {self.name}: engines ready"
+        with tqdm(total=len(ids), desc=title, unit="engine", disable=not self._verbose) as bar:
+            members = launch_replicas(settings, ids, progress=bar)
         self._set_up(settings, Membership(members))
         try:
             self.fleet.share_membership().raise_failures()

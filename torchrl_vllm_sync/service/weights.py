@@ -231,10 +231,9 @@ class NativeClient:
         """Replaces the weights on all replicas; TorchRL's and vLLM's name for it.
 
         Args:
-            weights: An iterator of ``(name, tensor)`` or whatever :meth:`push_weights` takes: a
-                whole push, with its errors. Or vLLM's ``WeightTransferUpdateRequest``, a mapping
-                with ``update_info``, that payload itself, or a list of it by worker: one part of an
-                update that :meth:`start_weight_update` began, which the trainer sends meanwhile.
+            weights: Whatever :meth:`push_weights` takes: a whole push, with its errors. Or vLLM's
+                ``WeightTransferUpdateRequest``, a mapping with ``update_info``, that payload
+                itself, or a list of it by worker: a part of what :meth:`start_weight_update` began.
             timeout_s: Seconds for it.
 
         Raises:
@@ -262,8 +261,7 @@ class NativeClient:
         """Ends an update on every replica; they go on unless :meth:`pause_generation` holds them.
 
         Args:
-            weight_version: Label of the weights. An integer, of 64 bits at most, moves the policy
-                version.
+            weight_version: Label of the weights; an integer moves the policy version.
             timeout_s: Seconds for it.
 
         Raises:
@@ -314,11 +312,10 @@ class NativeClient:
     ) -> None:
         """Puts every engine to sleep; new requests wait at the replicas until :meth:`wake_up`.
 
-        Engines on GPUs must have been launched with ``enable_sleep_mode``.
-
         Args:
             level: 0 pauses only; 1 moves weights to the host and drops keys and values; 2 drops
-                both: then ``wake_up(["weights"])``, an update, ``wake_up(["kv_cache"])``.
+                both: then ``wake_up(["weights"])``, an update, ``wake_up(["kv_cache"])``. On GPUs
+                1 and 2 need ``enable_sleep_mode`` at launch.
             mode: See :meth:`push_weights`.
             timeout_s: Seconds for it.
         """
