@@ -7,6 +7,7 @@ The copy into the parameter is recorded and left out, so the model does not chan
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -100,59 +101,49 @@ def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> L
             raise PlanNotPossibleError(f"{name} holds no data yet")
         if tensor.numel():
             names[storage_key(tensor)] = name
-    recorder, state = _Recorder(names), _ModelState(model)
+    recorder = _Recorder(names)
     try:
         # In inference mode a dispatch mode sees composite operations, which may be views or not.
-        with torch.inference_mode(mode=False), torch.no_grad(), recorder:
+        with _restored(model) as changed, torch.inference_mode(False), torch.no_grad(), recorder:
             model.load_weights(recorder.stand_ins(metadata))  # pyright: ignore[reportCallIssue]  vLLM's
     except PlanNotPossibleError:
         raise
     except Exception as error:  # any: the loader is the model's, and stand-ins are new to it
-        raise PlanNotPossibleError(
-            f"the loader failed at {recorder.current}: {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        changed = state.restore()
+        why = f"the loader failed at {recorder.current}: {type(error).__name__}: {error}"
+        raise PlanNotPossibleError(why) from error
     if changed:
-        raise PlanNotPossibleError(f"the loader replaces {first_few(changed)}")
-    _check_coverage(model, recorder.writes)
-    return LoadPlan(
-        metadata,
-        [one for one in recorder.writes if isinstance(one, TensorCopy)],
-        [one for one in recorder.writes if isinstance(one, PlannedFill)],
-    )
+        raise PlanNotPossibleError(f"the loader replaces {first_few(sorted(changed))}")
+    _check_coverage(model, writes := recorder.writes)
+    copies = [one for one in writes if isinstance(one, TensorCopy)]
+    return LoadPlan(metadata, copies, [one for one in writes if isinstance(one, PlannedFill)])
 
 
-class _ModelState:
-    """The tensors of a model, to put back what a loader replaces."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-            (prefix, table, dict(table))
-            for prefix, module in model.named_modules()
-            # In a module's own attributes are tensors that are not registered.
-            for table in (module._parameters, module._buffers, module.__dict__)
-        ]
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        self._data = [(name, tensor, tensor.data) for name, tensor in tensors]
-
-    def restore(self) -> list[str]:
-        changed: list[str] = []
-        for prefix, table, before in self._tables:
+@contextlib.contextmanager
+def _restored(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Puts the tensors back that a loader replaces, and lists their names."""
+    changed: list[str] = []
+    # In a module's own attributes are tensors that are not registered.
+    tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        (prefix, table, dict(table))
+        for prefix, module in model.named_modules()
+        for table in (module._parameters, module._buffers, module.__dict__)
+    ]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    contents = [(name, tensor, tensor.data) for name, tensor in tensors]
+    try:
+        yield changed
+    finally:
+        for prefix, table, before in tables:
             for name in [*table, *(before.keys() - table)]:
-                both = table.get(name), before.get(name)
-                if both[0] is both[1] or not any(isinstance(one, torch.Tensor) for one in both):
-                    continue
-                changed.append(f"{prefix}.{name}".removeprefix("."))
-                if name in before:
-                    table[name] = both[1]
-                else:
-                    del table[name]
-        for name, tensor, data in self._data:
+                now, then = table.get(name), before.get(name)
+                if now is not then and any(isinstance(one, torch.Tensor) for one in (now, then)):
+                    changed.append(f"{prefix}.{name}".removeprefix("."))
+                    table.pop(name, None)
+                    table |= {name: then} if name in before else {}
+        for name, tensor, data in contents:
             if tensor.dtype != data.dtype or not tensor.is_set_to(data):
                 changed.append(name)
                 tensor.data = data
-        return sorted(changed)
 
 
 class _Recorder(TorchDispatchMode):
@@ -255,10 +246,8 @@ class _Recorder(TorchDispatchMode):
 
 def _plain_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a plain tensor; vLLM's parameter classes give views of their own class."""
-    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return view.set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
+    view, place = torch.empty(0, dtype=tensor.dtype, device=tensor.device), tensor.storage_offset()
+    return view.set_(tensor.untyped_storage(), place, tensor.shape, tensor.stride())
 
 
 def _check_coverage(model: torch.nn.Module, writes: Sequence[Write]) -> None:
@@ -268,9 +257,8 @@ def _check_coverage(model: torch.nn.Module, writes: Sequence[Write]) -> None:
         by_storage[storage_key(write.target)].append(write)
     parameters = dict(model.named_parameters())
     faults: list[str] = []
-    for name, tensor in [*parameters.items(), *model.named_buffers()]:
-        if not tensor.numel():
-            continue
+    tensors = (one for one in [*parameters.items(), *model.named_buffers()] if one[1].numel())
+    for name, tensor in tensors:
         found = _faults(tensor, by_storage[storage_key(tensor)])
         missing, twice = (num_bytes // tensor.element_size() for num_bytes in found)
         if missing and name in parameters:
@@ -302,10 +290,8 @@ def _bounds(tensor: torch.Tensor) -> np.ndarray:
     dims = list(merged_dims(zip(tensor.shape, tensor.stride(), tensor.stride(), strict=True)))
     run = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
     if tensor.numel() // run > MAX_INTERVALS:
-        raise PlanNotPossibleError(
-            f"writes of shape {list(tensor.shape)} and strides {list(tensor.stride())} are too "
-            "scattered to be checked"
-        )
+        what = f"writes of shape {list(tensor.shape)} and strides {list(tensor.stride())}"
+        raise PlanNotPossibleError(f"{what} are too scattered to be checked")
     starts = np.array([tensor.storage_offset()], dtype=np.int64)
     for count, stride, _ in dims:
         starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()

@@ -303,10 +303,10 @@ class Updates:
             pause.reached = time.perf_counter()
             yield pause
         except BaseException as error:
+            reason = (str(error) or type(error).__name__).partition("\n")[0]
             if self.whole:
                 await self.resume(before)
             else:
-                reason = (str(error) or type(error).__name__).partition("\n")[0]
                 self.set_state(ReplicaState.STALE, f"weight update failed: {reason}")
             raise
         await self.resume()
@@ -314,9 +314,9 @@ class Updates:
     async def _send_back_unstarted(self) -> int:
         """Sends requests without a token back to the gate: they would read old keys otherwise."""
         pending = {name: one for name, one in self._gate.running.items() if not one.has_begun}
+        deadline = Deadline(SEND_BACK_TIMEOUT_S)
         for running in pending.values():
             running.restart = True
-        deadline = Deadline(SEND_BACK_TIMEOUT_S)
         # One that has just passed the gate may not be registered with vLLM yet, hence the loop.
         while left := [name for name in pending if name in self._gate.running]:
             self._require_alive()

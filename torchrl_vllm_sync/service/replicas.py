@@ -78,8 +78,7 @@ class Membership:
             return list(self._members.values())
 
     def find(self, replica_id: str) -> Member | None:
-        with self._lock:
-            return self._members.get(replica_id)
+        return self._members.get(replica_id)
 
     def new_id(self) -> str:
         """Returns an id that no replica of the service ever had."""
@@ -547,9 +546,7 @@ class Replicas(Sequence[Member]):
     def _follow_found(self) -> None:
         try:
             _, newer = find_service(self.service_name, timeout_s=LOOK_TIMEOUT_S, bare=True)
-        except ServiceClosedError:
-            return  # no replica is left to ask
-        except RayError as error:
+        except (ServiceClosedError, RayError) as error:  # no replica may be left to ask
             logger.debug("could not ask who is in service %s: %s", self.service_name, error)
             return
         with self._following:
