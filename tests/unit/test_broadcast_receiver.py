@@ -385,7 +385,9 @@ def test_a_load_ends_when_its_transfer_has_ended(world, transports, monkeypatch,
 
         return noted
 
-    monkeypatch.setattr(receiver, "broadcast_tensors", noting("direct", receiver.broadcast_tensors))
+    monkeypatch.setattr(
+        receiver.buckets, "broadcast_tensors", noting("direct", receiver.buckets.broadcast_tensors)
+    )
     monkeypatch.setattr(BoundBucket, "unpack", noting("bucket", BoundBucket.unpack))
     group = here.receiver._group
     monkeypatch.setattr(group, "synchronize", noting("end", group.synchronize), raising=False)
@@ -404,7 +406,7 @@ def test_a_worker_leaves_a_group_that_broke(world, transports, monkeypatch):
     def breaks(*args, **kwargs):
         raise RuntimeError("the communicator failed")
 
-    monkeypatch.setattr(receiver, "broadcast_tensors", breaks)
+    monkeypatch.setattr(receiver.buckets, "broadcast_tensors", breaks)
     deadline = time.monotonic() + 5
     with pytest.raises(TransferError, match="the transfer broke off: the communicator failed"):
         here.receiver.receive(deadline, direct=True)

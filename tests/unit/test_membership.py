@@ -170,7 +170,8 @@ def test_what_replicas_keep_is_read_without_vllm_or_torch():
 
     engine_args = AsyncEngineArgs(model="m")
     replicas = replicas_of(map(member, "01"), engine_args=engine_args, actor_class=Membership)
-    kept = SimpleNamespace(_card=replicas.shared_state())
+    bare = replicas.membership.with_actors(None)
+    kept = SimpleNamespace(_card={"settings": replicas.settings, "membership": bare})
     state = EngineActor.card(kept, bare=True)
     push = PushReport(began_at=0.0, seconds=1.0, version=7, replicas=[LoadReport(version=7)])
     report = EngineReport(replica_id="0", state=ReplicaState.SERVING, last_push=push)

@@ -14,13 +14,8 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest, SpanChecker
-from torchrl_vllm_sync.errors import (
-    GenerationError,
-    GenerationTimeoutError,
-    SyncError,
-    VersionNotReachedError,
-)
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests.columns import PackedResults, as_dicts
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
@@ -244,7 +239,7 @@ class Batch:
         self._unwanted += answer.running
         for running in [*answer.running.values()]:
             self._leave(running)
-        self._replica.forget(answer.request)
+        self._replica.given_up.pop(answer.request.abort_id, None)
 
     async def _abort_unwanted(self) -> None:
         if self._unwanted:
@@ -262,7 +257,7 @@ class Answers:
     def __init__(self, replica_id: str, gate: AdmissionGate) -> None:
         self.replica_id, self._gate = replica_id, gate
         self.checker = SpanChecker(replica_id)
-        self._given_up: dict[str, None] = {}
+        self.given_up: dict[str, None] = {}  # by abort id, before they came or ended
         self._restarts = 0
 
     def begin(self, engine: AsyncLLM, updates: Updates) -> None:
@@ -303,14 +298,10 @@ class Answers:
 
     def new_engine_id(self, request: EngineRequest) -> str:
         """A name for a sample that enters, unless its request was given up."""
-        if request.abort_id in self._given_up:
-            raise GenerationError(request.request_id, "its caller gave it up")
+        if request.abort_id in self.given_up:
+            raise errors.GenerationError(request.request_id, "its caller gave it up")
         self._restarts += 1
         return f"{request.abort_id}~{self._restarts}"
-
-    def forget(self, request: EngineRequest) -> None:
-        """Forgets that a request which has ended was given up."""
-        self._given_up.pop(request.abort_id, None)
 
     def needs_rendering(self, prompt: dict[str, Any]) -> bool:
         """Whether vLLM prepares a prompt itself, which may take it long."""
@@ -332,13 +323,13 @@ class Answers:
         if isinstance(failure, EngineDeadError):
             self._gate.set(ReplicaState.FAILED, f"engine core died: {failure}")
             error = self._gate.refusal()
-        elif isinstance(failure, SyncError):
+        elif isinstance(failure, errors.SyncError):
             error = failure
         elif isinstance(failure, TimeoutError) and request.min_version > self._updates.version:
             held = {self.replica_id: self._gate.describe()}
-            error = VersionNotReachedError(request.min_version, held, request.timeout_s)
+            error = errors.VersionNotReachedError(request.min_version, held, request.timeout_s)
         elif isinstance(failure, TimeoutError):
-            error = GenerationTimeoutError(
+            error = errors.GenerationTimeoutError(
                 f"request {request.request_id} did not finish within {request.timeout_s:g} s; "
                 "its work in the engine was ended"
             )
@@ -346,15 +337,15 @@ class Answers:
             cause = failure.__cause__ or failure
             if not isinstance(cause, (ValueError, TypeError)):  # these are the caller's fault
                 logger.error("request %s failed", request.request_id, exc_info=failure)
-            error = GenerationError(request.request_id, f"{type(cause).__name__}: {cause}")
+            error = errors.GenerationError(request.request_id, f"{type(cause).__name__}: {cause}")
         return EngineResult(request_id=request.request_id, replica_id=self.replica_id, error=error)
 
     async def abort(self, request_ids: Iterable[str]) -> int:
         """Ends requests by ``abort_id`` and waits for it; those that have not begun never will."""
         wanted = set(request_ids)
-        self._given_up.update(dict.fromkeys(wanted))
-        for _ in range(len(self._given_up) - MAX_GIVEN_UP):
-            del self._given_up[next(iter(self._given_up))]
+        self.given_up.update(dict.fromkeys(wanted))
+        for _ in range(len(self.given_up) - MAX_GIVEN_UP):
+            del self.given_up[next(iter(self.given_up))]
         ended: set[str] = set()
         # A request that has just passed the gate may not be known to vLLM yet, hence the loop.
         while left := [one for one in self._gate.running if one.rpartition("~")[0] in wanted]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import Deadline, check_seconds
 from torchrl_vllm_sync.engine.args import payload_of
 from torchrl_vllm_sync.engine.updates import (
@@ -18,12 +19,6 @@ from torchrl_vllm_sync.engine.updates import (
     Updates,
     Watchdog,
     raise_failures,
-)
-from torchrl_vllm_sync.errors import (
-    TransferError,
-    TransferNotReadyError,
-    UnsupportedArgumentError,
-    WeightMismatchError,
 )
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.versions import MAX_VERSION
@@ -47,7 +42,7 @@ IDLE_TIMEOUT_S = 300.0
 SLEEP_LEVELS = (0, 1, 2)
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 # What workers' own failures are raised as; one that did not answer in time is a plain SyncError.
-WORKERS_ANSWERED = (TransferError, TransferNotReadyError, WeightMismatchError)
+WORKERS_ANSWERED = (errors.TransferError, errors.TransferNotReadyError, errors.WeightMismatchError)
 
 
 @dataclass(slots=True)
@@ -71,8 +66,8 @@ class NativeCalls:
         self._open: _OpenUpdate | None = None
         self._watchdog = Watchdog(self._give_up_silent)
 
-    def _not_ready(self, why: str) -> TransferNotReadyError:
-        return TransferNotReadyError(f"replica {self._updates.replica_id}: {why}")
+    def _not_ready(self, why: str) -> errors.TransferNotReadyError:
+        return errors.TransferNotReadyError(f"replica {self._updates.replica_id}: {why}")
 
     def _refuse_open(self, what: str) -> None:
         if self._open is not None:
@@ -114,10 +109,12 @@ class NativeCalls:
         """Puts the engine to sleep; new requests wait at the gate until :meth:`wake_up`."""
         check_mode(mode)
         if level not in SLEEP_LEVELS:
-            raise UnsupportedArgumentError(f"level must be one of {SLEEP_LEVELS}, got {level!r}")
+            raise errors.UnsupportedArgumentError(
+                f"level must be one of {SLEEP_LEVELS}, got {level!r}"
+            )
         able = current_platform.is_cpu() or self._engine.vllm_config.model_config.enable_sleep_mode
         if level > 0 and not able:
-            raise UnsupportedArgumentError(
+            raise errors.UnsupportedArgumentError(
                 f"sleep(level={level}) needs enable_sleep_mode=True at launch"
             )
         async with self._turn("sleep", timeout_s):
@@ -131,7 +128,7 @@ class NativeCalls:
         """Wakes the engine, or the memory that ``tags`` name; fully awake it takes requests."""
         wanted = MEMORY_TAGS if tags is None else frozenset(tags)
         if unknown := sorted(wanted - MEMORY_TAGS - {"scheduling"}):
-            raise UnsupportedArgumentError(
+            raise errors.UnsupportedArgumentError(
                 f"tags must be among {sorted(MEMORY_TAGS)} and 'scheduling', got {unknown}"
             )
         async with self._turn("wake_up", timeout_s):
@@ -269,7 +266,7 @@ class NativeCalls:
             return self._updates.version
         self._updates.refuse_older(version, "weight_version")
         if version > MAX_VERSION:
-            raise UnsupportedArgumentError(
+            raise errors.UnsupportedArgumentError(
                 f"weight_version must be at most {MAX_VERSION}, or no integer, got {label}"
             )
         return version
@@ -321,11 +318,11 @@ class NativeCalls:
 
     async def _abandon(self, reason: str = "") -> None:
         """Gives the open update up; a replica that had received part of it is stale then."""
-        given_up = TransferError(f"an update was given up half-way{reason}")
+        given_up = errors.TransferError(f"an update was given up half-way{reason}")
         self._watchdog.stop()
         try:
             await self._require_idle("giving up").steps.athrow(given_up)
-        except TransferError as error:
+        except errors.TransferError as error:
             if error is not given_up:
                 raise
 

@@ -24,16 +24,7 @@ from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.plan import PlanNotPossibleError, record_load_plan
 from torchrl_vllm_sync.engine.reload import checksum, reload_model
 from torchrl_vllm_sync.errors import TransferError
-from torchrl_vllm_sync.weights.broadcast.buckets import (
-    DEFAULT_BUCKET_BYTES,
-    BoundBucket,
-    BucketLayout,
-    bound_buckets,
-    broadcast_tensors,
-    make_buffers,
-    receive_buckets,
-    whole_tensors,
-)
+from torchrl_vllm_sync.weights.broadcast import buckets
 from torchrl_vllm_sync.weights.broadcast.group import (
     PUSH_ID_BITS,
     SPIN_S,
@@ -78,7 +69,7 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
     num_passes: int = 1  # how often the trainer sends everything; the second time is a check
     direct: bool = False  # whether the first pass comes without buckets
     metadata: list[list[Any]] | None = None  # ParamMeta in JSON form; None: the same as last time
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES  # read together with metadata
+    bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES  # read together with metadata
 
 
 def why_not_a_plan(vllm_config: VllmConfig) -> str:
@@ -120,7 +111,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         super().__init__(config, vllm_config, device, model)
         self._group: BroadcastGroup | None = None
         self._group_id = 0
-        self._layout: BucketLayout | None = None
+        self._layout: buckets.BucketLayout | None = None
         self._forget()
         # Why pushes take no load plan; and if a check has failed, for good.
         self.path_reason, self._distrust = "no push was prepared yet", ""
@@ -173,7 +164,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     def prepare(self, metadata: Sequence[ParamMeta], bucket_bytes: int) -> None:
         """Works out where the tensors of all coming pushes go."""
-        self._layout = BucketLayout(metadata, bucket_bytes)
+        self._layout = buckets.BucketLayout(metadata, bucket_bytes)
         self._forget()
         self.path_reason = self._distrust or why_not_a_plan(self.vllm_config)
         if self.path_reason:
@@ -189,9 +180,9 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
                 self._reserve()
             self._staged_plan = self._planned.redirected(self._counterpart)
         if not self.takes_direct:
-            self._buffers = make_buffers(self._layout, self.device)
+            self._buffers = buckets.make_buffers(self._layout, self.device)
             for plan in filter(None, (self._planned, self._staged_plan)):
-                self._bound[plan] = bound_buckets(plan.copies, self._layout, self._buffers)
+                self._bound[plan] = buckets.bound_buckets(plan.copies, self._layout, self._buffers)
 
     @property
     def digest(self) -> str:
@@ -250,10 +241,9 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     def require_staging(self) -> None:
         if not self._can_stage:
+            no_memory = "this engine was launched without memory for staged weights"
             raise TransferError(
-                self.staging_refusal
-                or "this engine was launched without memory for staged weights: "
-                "launch it with stage_weights=True"
+                self.staging_refusal or f"{no_memory}: launch it with stage_weights=True"
             )
         if self._staged_plan is None and self.device.type != "cpu":
             raise TransferError(
@@ -278,14 +268,12 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def _reserve(self) -> None:
         storages = (one.untyped_storage() for one in self.model.parameters())
         needed = {one.data_ptr(): one for one in storages if one.nbytes()}
-        num_bytes = sum(storage.nbytes() for storage in needed.values())
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            if free < num_bytes:
-                raise TransferError(
-                    f"staged weights need {num_bytes / 1e9:.2f} GB on {self.device} beside the "
-                    f"model, {free / 1e9:.2f} GB are free"
-                )
+        num_bytes, on_gpu = sum(one.nbytes() for one in needed.values()), self.device.type == "cuda"
+        if on_gpu and (free := torch.cuda.mem_get_info(self.device)[0]) < num_bytes:
+            raise TransferError(
+                f"staged weights need {num_bytes / 1e9:.2f} GB on {self.device} beside the model, "
+                f"{free / 1e9:.2f} GB are free"
+            )
         for pointer, storage in needed.items():
             live = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
             self._spare[pointer] = live, live.clone()
@@ -305,7 +293,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         """Required by vLLM 0.26 and 0.27."""
         raise NotImplementedError("send with torchrl_vllm_sync's BroadcastTransport")
 
-    def _ready(self) -> tuple[BroadcastGroup, BucketLayout]:
+    def _ready(self) -> tuple[BroadcastGroup, buckets.BucketLayout]:
         if self._group is None:
             raise TransferError("this worker has not joined a group, or left it after a failure")
         if self._layout is None:
@@ -327,7 +315,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._planned: LoadPlan | None = None
         self._staged_plan: LoadPlan | None = None
         self._buffers: list[torch.Tensor] = []
-        self._bound: dict[LoadPlan, list[BoundBucket]] = {}
+        self._bound: dict[LoadPlan, list[buckets.BoundBucket]] = {}
 
     def _transfer(
         self, take: Callable[[Iterator[int]], object], deadline: float, poll_s: float = SPIN_S
@@ -335,8 +323,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         """Passes the buckets to ``take`` as they arrive, and waits for the end."""
         group, layout = self._ready()
         if not self._buffers:
-            self._buffers = make_buffers(layout, self.device)
-        arrivals = receive_buckets(group, layout, self._buffers, deadline=deadline)
+            self._buffers = buckets.make_buffers(layout, self.device)
+        arrivals = buckets.receive_buckets(group, layout, self._buffers, deadline=deadline)
         with group.side_stream():
             try:
                 take(arrivals)
@@ -357,17 +345,17 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         group, _ = self._ready()
         if plan.whole_targets is None:
             raise TransferError("this worker cannot receive without buckets")
-        broadcast_tensors(group, plan.whole_targets, deadline=deadline)
+        buckets.broadcast_tensors(group, plan.whole_targets, deadline=deadline)
         self._await_end(group, deadline, poll_s)
 
     def _copy(self, plan: LoadPlan, arrivals: Iterator[int]) -> None:
         if plan not in self._bound:
-            self._bound[plan] = bound_buckets(plan.copies, self._ready()[1], self._buffers)
+            self._bound[plan] = buckets.bound_buckets(plan.copies, self._ready()[1], self._buffers)
         for index in arrivals:
             self._bound[plan][index].unpack()
 
     def _whole(self, arrivals: Iterator[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        return whole_tensors(self._ready()[1], self._buffers, arrivals)
+        return buckets.whole_tensors(self._ready()[1], self._buffers, arrivals)
 
     def _reload(self, arrivals: Iterator[int]) -> None:
         reload_model(self.model, self.vllm_config, self._whole(arrivals))

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ray.exceptions import RayError
 
-from torchrl_vllm_sync.errors import (
-    GenerationError,
-    GenerationTimeoutError,
-    NoReplicaAvailableError,
-    ReplicaUnavailableError,
-    RequestLostError,
-    VersionNotReachedError,
-)
+from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests.messages import EngineResult
@@ -67,7 +60,7 @@ RECOVERY_POLL_S = 0.5
 class Loss(NamedTuple):
     """An attempt that a replica lost or refused."""
 
-    error: ReplicaUnavailableError
+    error: errors.ReplicaUnavailableError
     actor: Any  # a replica that was restarted has another
     abort_id: str  # by which the attempt is aborted there
 
@@ -112,7 +105,7 @@ class PendingRequest:
         self.actor, self.abort_id = actor, request.abort_id
         return request
 
-    def lose(self, error: ReplicaUnavailableError) -> None:
+    def lose(self, error: errors.ReplicaUnavailableError) -> None:
         """Notes that a replica lost or refused the request, and gives its place back."""
         self.place.release()
         self.losses.append(Loss(error, self.actor, self.abort_id))
@@ -136,8 +129,8 @@ class PendingRequest:
 
     def end_lost(self, why: str) -> EngineResult:
         """The result of a request that no replica takes up any more."""
-        errors = tuple(one.error for one in self.losses)
-        return self.end(RequestLostError(self.request.request_id, errors, why))
+        lost = tuple(one.error for one in self.losses)
+        return self.end(errors.RequestLostError(self.request.request_id, lost, why))
 
 
 class ReplicaWatch:
@@ -147,7 +140,7 @@ class ReplicaWatch:
         self, replicas: Callable[[], Sequence[Replica]], load: LoadTracker, replica: Replica
     ) -> None:
         self._replicas, self._load, self._replica = replicas, load, replica
-        self._loss: ReplicaUnavailableError | None = None  # why it is no longer waited for
+        self._loss: errors.ReplicaUnavailableError | None = None  # why it is no longer waited for
         self._give_up_at = 0.0
         self._timer: asyncio.Timeout | None = None
 
@@ -184,14 +177,14 @@ class ReplicaWatch:
             last = timer.when()
             timer.reschedule(self._give_up_at if last is None else min(last, self._give_up_at))
 
-    def _find_loss(self) -> ReplicaUnavailableError | None:
+    def _find_loss(self) -> errors.ReplicaUnavailableError | None:
         name = self._replica.replica_id
         known, now = self._load.snapshot(name), _find(self._replicas(), name)
         if known is not None and known.state is _FAILED:
             is_away = known.away_since is not None
-            return ReplicaUnavailableError(name, _FAILED, known.reason, is_away)
+            return errors.ReplicaUnavailableError(name, _FAILED, known.reason, is_away)
         if now is not None and now.actor != self._replica.actor:
-            return ReplicaUnavailableError(name, _FAILED, "its actor was replaced")
+            return errors.ReplicaUnavailableError(name, _FAILED, "its actor was replaced")
         return _gone(name) if now is None else None
 
 
@@ -274,7 +267,7 @@ class Dispatcher:
         async with contextlib.aclosing(self._answers(replica_id, share)) as answers:
             async for result in answers:
                 one = pending[result.request_id]
-                if not isinstance(result.error, ReplicaUnavailableError):
+                if not isinstance(result.error, errors.ReplicaUnavailableError):
                     one.note(result)
                     yield self._completed(result)
                 else:
@@ -301,12 +294,16 @@ class Dispatcher:
         limit_s = max(one.timeout_s for one in asked) + GRACE_S
         end, watch = time.monotonic() + limit_s, ReplicaWatch(self._replicas, self._load, replica)
         is_stream = share[0].is_stream
-        lost: ReplicaUnavailableError | None = None
+        lost: errors.ReplicaUnavailableError | None = None
         may_return, reason = False, ""
 
         def failure(name: str) -> Exception:
             late = f"request {name}: replica {replica_id} did not answer within {limit_s:g} s"
-            return GenerationError(name, reason) if reason else GenerationTimeoutError(late)
+            return (
+                errors.GenerationError(name, reason)
+                if reason
+                else errors.GenerationTimeoutError(late)
+            )
 
         async def next_answer() -> Any:
             return await (await anext(refs))
@@ -328,10 +325,10 @@ class Dispatcher:
                         for result in [answer] if is_stream else answer:
                             if result.error is not None or result.finished:
                                 del left[result.request_id]
-                            if isinstance(result.error, ReplicaUnavailableError):
+                            if isinstance(result.error, errors.ReplicaUnavailableError):
                                 self._mark(result.error, actor)
                             yield result
-            except ReplicaUnavailableError as error:
+            except errors.ReplicaUnavailableError as error:
                 lost, may_return = error, True
             except RayError as error:
                 reason = f"replica {replica_id}: {error}"
@@ -341,7 +338,7 @@ class Dispatcher:
                     may_return = lost.may_return
             except TimeoutError:
                 silence = f"it was silent for {limit_s:g} s"
-                self._mark(ReplicaUnavailableError(replica_id, _FAILED, silence), actor)
+                self._mark(errors.ReplicaUnavailableError(replica_id, _FAILED, silence), actor)
             names, ids = list(left), list(left.values())
             if lost is not None:
                 left.clear()
@@ -365,11 +362,11 @@ class Dispatcher:
                 for one, place in zip(pending, await self._reserve(pending, reserve), strict=True):
                     one.place = places.enter_context(place)
                     shares.setdefault(place.replica_id, []).append(one)
-            except NoReplicaAvailableError as error:
+            except errors.NoReplicaAvailableError as error:
                 if not any(one.losses for one in pending):
                     raise
                 results = [one.end_lost(f"and {error}") for one in pending]
-            except VersionNotReachedError as error:
+            except errors.VersionNotReachedError as error:
                 results = [one.end(error) for one in pending]
             yield shares, results
 
@@ -391,7 +388,7 @@ class Dispatcher:
             }
             return reserve(requests, lost_with)
 
-        with contextlib.suppress(VersionNotReachedError, NoReplicaAvailableError):
+        with contextlib.suppress(errors.VersionNotReachedError, errors.NoReplicaAvailableError):
             return try_once()
         limit_s = max(request.timeout_s for request in requests)
         for one in pending:
@@ -402,19 +399,21 @@ class Dispatcher:
                 left_s = max(one.left_s for one in pending)
                 try:
                     return try_once()
-                except VersionNotReachedError as error:
+                except errors.VersionNotReachedError as error:
                     if left_s <= 0:
-                        raise VersionNotReachedError(error.version, error.held, limit_s) from None
+                        raise errors.VersionNotReachedError(
+                            error.version, error.held, limit_s
+                        ) from None
                     if not self._replicas():  # of which the ledger learns no more
-                        raise NoReplicaAvailableError("the service was shut down") from None
-                except NoReplicaAvailableError:
+                        raise errors.NoReplicaAvailableError("the service was shut down") from None
+                except errors.NoReplicaAvailableError:
                     if left_s <= 0 or not self._recovers():
                         raise
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(left_s, RECOVERY_POLL_S)):
                         await changed.wait()
 
-    def _mark(self, error: ReplicaUnavailableError, actor: Any) -> None:
+    def _mark(self, error: errors.ReplicaUnavailableError, actor: Any) -> None:
         """Has the balancer avoid a replica until it reports that it serves."""
         now, name = _find(self._replicas(), error.replica_id), error.replica_id
         if (None if now is None else now.actor) != actor:
@@ -442,10 +441,10 @@ class Dispatcher:
     def _completed(self, result: EngineResult) -> EngineResult:
         """Has an error about a version say what every replica holds, not only the one asked."""
         error = result.error
-        if not isinstance(error, VersionNotReachedError):
+        if not isinstance(error, errors.VersionNotReachedError):
             return result
         held = {one.replica_id: one.describe() for one in self._load.snapshots()} | error.held
-        told = VersionNotReachedError(error.version, held, error.timeout_s)
+        told = errors.VersionNotReachedError(error.version, held, error.timeout_s)
         return dataclasses.replace(result, error=told)
 
 
@@ -469,5 +468,5 @@ def _unanswered(request_id: str, error: Exception) -> EngineResult:
     return EngineResult(request_id=request_id, replica_id="", error=error)
 
 
-def _gone(replica_id: str) -> ReplicaUnavailableError:
-    return ReplicaUnavailableError(replica_id, ReplicaState.CLOSED, "it left the service")
+def _gone(replica_id: str) -> errors.ReplicaUnavailableError:
+    return errors.ReplicaUnavailableError(replica_id, ReplicaState.CLOSED, "it left the service")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_vllm_sync.checks import check_integer, check_number, check_positive
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import Replica, ReplicaState
+from torchrl_vllm_sync.routing import strategies
 from torchrl_vllm_sync.routing.ledger import Candidates, LoadSnapshot, LoadTracker
 from torchrl_vllm_sync.routing.monitor import BareActorReader, LoadMonitor
 from torchrl_vllm_sync.routing.placer import (
@@ -22,12 +23,6 @@ from torchrl_vllm_sync.routing.placer import (
     key_per_prompt,
 )
 from torchrl_vllm_sync.routing.prefix_index import PrefixIndex, index_block_tokens
-from torchrl_vllm_sync.routing.strategies import (
-    RoutingRequest,
-    StrategySettings,
-    routing_prompt,
-    strategy_factory,
-)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +36,7 @@ class Reservation(AbstractContextManager[Any], AbstractAsyncContextManager[Any])
     index: int  # position that the replica had in the balancer's ``actors``
     _tracker: LoadTracker
     _placer: RequestPlacer
-    _request: RoutingRequest
+    _request: strategies.RoutingRequest
     _version: int
     _tokens: int
     _released: bool = False
@@ -129,7 +124,7 @@ class LoadBalancer:
         check_integer("seed", seed, 0)
         self.strategies = list(names)
         self.strategy = self.strategies[0]
-        self._factories = {name: strategy_factory(name) for name in self.strategies}
+        self._factories = {name: strategies.strategy_factory(name) for name in self.strategies}
         self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
         self.seed, self._max_sessions = int(seed), max_sessions
         self._monitor_interval_s = monitor_interval_s
@@ -173,11 +168,10 @@ class LoadBalancer:
         """Returns the position in ``actors`` of the actor to use for a request; reserves nothing.
 
         Args:
-            prompt: As in ``reserve``, whose errors it raises.
-            request_context: Passed on to the strategies.
+            prompt, request_context: As ``reserve``'s ``prompt`` and ``context``.
         """
-        seen, salt = routing_prompt(prompt)
-        request = RoutingRequest(seen, request_context, salt=salt)
+        seen, salt = strategies.routing_prompt(prompt)
+        request = strategies.RoutingRequest(seen, request_context, salt=salt)
         with self._ready().lock:
             return self._choose(request, (), 0)[2]
 
@@ -194,9 +188,8 @@ class LoadBalancer:
         """Chooses a replica for a request and counts it there, in one step.
 
         Args:
-            prompt: Text, token ids (list, tuple or 1-D integer array), or a dict with
-                ``prompt_token_ids`` or ``prompt``, the shapes of vLLM's ``TokensPrompt`` and
-                ``TextPrompt``. None if unknown.
+            prompt: Text, token ids (list, tuple or 1-D integer array), or vLLM's ``TokensPrompt``
+                or ``TextPrompt``. None if unknown.
             context: Passed on to the strategies.
             exclude: Ids of replicas not to use, such as one that has just lost this request.
             min_version: Use only replicas known to hold this policy version or a later one.
@@ -213,8 +206,8 @@ class LoadBalancer:
         """
         session = None if session_id is None else as_key("session_id", session_id)
         group = None if group_id is None else as_key("group_id", group_id)
-        seen, salt = routing_prompt(prompt)
-        request = RoutingRequest(seen, context, session, group, salt)
+        seen, salt = strategies.routing_prompt(prompt)
+        request = strategies.RoutingRequest(seen, context, session, group, salt)
         with self._ready().lock:
             return self._reserve(request, exclude, min_version)
 
@@ -236,18 +229,17 @@ class LoadBalancer:
         Args:
             prompts: At least one.
             session_id, group_id: One for all prompts, or a list with one, or None, for each.
-            sampling_params: For each prompt how many samples it asks for, and their length at most;
-                None means one of unknown length.
+            sampling_params: For each prompt; None means one sample of unknown length.
         """
         is_one = isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sized)
         if is_one or not len(prompts):
             raise InvalidPromptError(f"prompts must be a sequence of prompts, got {prompts!r}")
         sessions = key_per_prompt("session_id", session_id, len(prompts))
         groups = key_per_prompt("group_id", group_id, len(prompts))
-        requests: list[RoutingRequest] = []
+        requests: list[strategies.RoutingRequest] = []
         for prompt, session, group in zip(prompts, sessions, groups, strict=True):
-            seen, salt = routing_prompt(prompt)
-            requests.append(RoutingRequest(seen, context, session, group, salt))
+            seen, salt = strategies.routing_prompt(prompt)
+            requests.append(strategies.RoutingRequest(seen, context, session, group, salt))
         if sampling_params is not None:
             given = len(sampling_params) if isinstance(sampling_params, Sized) else sampling_params
             if given != len(requests):
@@ -313,7 +305,7 @@ class LoadBalancer:
 
     def _build(self, first_turn: int, clock: Callable[[], float]) -> None:
         """Makes what a copy does not take along."""
-        settings = StrategySettings(
+        settings = strategies.StrategySettings(
             overload_threshold=self.overload_threshold,
             max_report_age_s=max(5.0, 3 * self._monitor_interval_s),
             seed=self.seed,
@@ -331,7 +323,7 @@ class LoadBalancer:
         return [Replica(str(index), actor) for index, actor in enumerate(self.actors)]
 
     def _choose(
-        self, request: RoutingRequest, exclude: Collection[str], min_version: int
+        self, request: strategies.RoutingRequest, exclude: Collection[str], min_version: int
     ) -> tuple[Candidates, LoadSnapshot, int]:
         """Candidates, the one to use, and its position among all. The ledger must be locked."""
         tracker = self.load
@@ -341,7 +333,7 @@ class LoadBalancer:
         return candidates, chosen, tracker.positions[chosen.replica_id]
 
     def _reserve(
-        self, request: RoutingRequest, exclude: Collection[str], min_version: int
+        self, request: strategies.RoutingRequest, exclude: Collection[str], min_version: int
     ) -> Reservation:
         candidates, one, index = self._choose(request, exclude, min_version)
         tracker, placer, name = self.load, self._placer, one.replica_id

@@ -13,12 +13,8 @@ from dataclasses import astuple, dataclass
 from operator import attrgetter, gt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
+from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import Deadline
-from torchrl_vllm_sync.errors import (
-    NoReplicaAvailableError,
-    UnsupportedArgumentError,
-    VersionNotReachedError,
-)
 from torchrl_vllm_sync.replica import EngineCounters, EngineReport, ReplicaState
 from torchrl_vllm_sync.versions import check_version
 
@@ -291,16 +287,16 @@ class LoadTracker:
         if found and not exclude and not min_version:
             return found
         if isinstance(exclude, str):
-            raise UnsupportedArgumentError(f"exclude must be several ids, got {exclude!r}")
+            raise errors.UnsupportedArgumentError(f"exclude must be several ids, got {exclude!r}")
         check_version("min_version", min_version)
         found = tuple(one for one in found if one.replica_id not in exclude)
         if not found:
             told = describe_replicas(self.snapshots(), exclude)
-            raise NoReplicaAvailableError(f"no replica can take a request: {told}")
+            raise errors.NoReplicaAvailableError(f"no replica can take a request: {told}")
         found = tuple(one for one in found if one.cache_version >= min_version)
         if not found:
             held = {one.replica_id: one.describe() for one in self._snapshots.values()}
-            raise VersionNotReachedError(min_version, held, 0.0)
+            raise errors.VersionNotReachedError(min_version, held, 0.0)
         return found
 
     @property

@@ -10,16 +10,8 @@ import numpy as np
 
 from torchrl_vllm_sync.checks import check_integer, shown
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.routing import strategies
 from torchrl_vllm_sync.routing.prefix_index import index_block_tokens
-from torchrl_vllm_sync.routing.strategies import (
-    LeastRequests,
-    RoundRobin,
-    RoutingRequest,
-    StrategyFactory,
-    StrategySettings,
-    loads_of,
-    not_overloaded,
-)
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.ledger import Candidates, LoadSnapshot
@@ -106,13 +98,13 @@ class RequestPlacer:
 
     def __init__(
         self,
-        factories: Mapping[str, StrategyFactory],
-        settings: StrategySettings,
+        factories: Mapping[str, strategies.StrategyFactory],
+        settings: strategies.StrategySettings,
         max_sessions: int,
     ) -> None:
         self._settings, self._index = settings, settings.index
         self._strategies = {name: factory(settings) for name, factory in factories.items()}
-        self._last_resort = LeastRequests(settings)
+        self._last_resort = strategies.LeastRequests(settings)
         self.sessions, self.groups = KeyLedger(max_sessions), KeyLedger(max_sessions)
         # Mean tokens of an answer, the latest weighing most.
         self.mean_output: float | None = None
@@ -133,7 +125,7 @@ class RequestPlacer:
                 self._index.set_capacity(snapshot.replica_id, snapshot.kv_cache_tokens)
         self._replicas = replicas
 
-    def choose(self, request: RoutingRequest, candidates: Candidates) -> LoadSnapshot:
+    def choose(self, request: strategies.RoutingRequest, candidates: Candidates) -> LoadSnapshot:
         """The replica to use of ``candidates``, at least one."""
         if request.session_id is not None and (session := self.sessions.get(request.session_id)):
             if here := _where(candidates, session):
@@ -145,7 +137,7 @@ class RequestPlacer:
         return self._by_strategies(request, candidates)
 
     def _by_strategies(
-        self, request: RoutingRequest, choices: Sequence[LoadSnapshot]
+        self, request: strategies.RoutingRequest, choices: Sequence[LoadSnapshot]
     ) -> LoadSnapshot:
         """Asks the strategies in order; where none decides, the fewest requests do."""
         for name, strategy in self._strategies.items():
@@ -165,11 +157,13 @@ class RequestPlacer:
         """Position among all replicas whose turn is next; 0 if none, or without ``round-robin``."""
         admitting = [at for at, one in enumerate(snapshots) if one.state.admits_requests]
         for strategy in self._strategies.values():
-            if isinstance(strategy, RoundRobin) and admitting:
+            if isinstance(strategy, strategies.RoundRobin) and admitting:
                 return admitting[strategy.peek([snapshots[at] for at in admitting])]
         return 0
 
-    def place(self, request: RoutingRequest, snapshot: LoadSnapshot, candidates: Candidates) -> int:
+    def place(
+        self, request: strategies.RoutingRequest, snapshot: LoadSnapshot, candidates: Candidates
+    ) -> int:
         """Notes that a request goes to a replica; returns the tokens that it will hold there."""
         num_tokens, replica_id = request.num_tokens, snapshot.replica_id
         version = snapshot.cache_version
@@ -197,7 +191,7 @@ class RequestPlacer:
 
     def finish(
         self,
-        request: RoutingRequest,
+        request: strategies.RoutingRequest,
         replica_id: str,
         version: int,
         answers: Sequence[Sequence[int] | np.ndarray],
@@ -218,7 +212,7 @@ class RequestPlacer:
                 self._index.insert(chain.followed_by(answer), replica_id, version)
 
     def _with_session(
-        self, request: RoutingRequest, candidates: Candidates, here: LoadSnapshot
+        self, request: strategies.RoutingRequest, candidates: Candidates, here: LoadSnapshot
     ) -> LoadSnapshot:
         """The replica that has the request's session, or one that costs less."""
         now, max_age_s = self._settings.clock(), self._settings.max_report_age_s
@@ -229,14 +223,14 @@ class RequestPlacer:
         return self._by_strategies(request, roomy) if roomy else here
 
     def _may_join(
-        self, request: RoutingRequest, candidates: Candidates, here: LoadSnapshot
+        self, request: strategies.RoutingRequest, candidates: Candidates, here: LoadSnapshot
     ) -> bool:
         """Whether the replica that has the request's group may take it."""
-        loads = loads_of(candidates, self._settings)
+        loads = strategies.loads_of(candidates, self._settings)
         position = next(at for at, one in enumerate(candidates) if one is here)
         if loads[position] + request.num_samples <= _GROUP_SAMPLES:
             return True
-        return position in not_overloaded(loads, request, self._settings)
+        return position in strategies.not_overloaded(loads, request, self._settings)
 
 
 def _where(candidates: Candidates, cached: CachedAt) -> LoadSnapshot | None:

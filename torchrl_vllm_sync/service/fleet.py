@@ -15,20 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 from ray.exceptions import RayError
 
-from torchrl_vllm_sync.checks import (
-    DEFAULT_TIMEOUT_S,
-    Deadline,
-    check_integer,
-    check_number,
-    check_wait,
-)
+from torchrl_vllm_sync import checks, errors
 from torchrl_vllm_sync.engine.processes import END_TIMEOUT_S, end_replica
-from torchrl_vllm_sync.errors import (
-    ReplicaUnavailableError,
-    ServiceClosedError,
-    SyncError,
-    UnsupportedArgumentError,
-)
 from torchrl_vllm_sync.replica import Member, ReplicaState
 from torchrl_vllm_sync.service.launch import close_members, launch_replicas, remove
 from torchrl_vllm_sync.service.replicas import Answers, Membership, Replicas, living_ids
@@ -77,7 +65,7 @@ class Fleet:
     @property
     def _pusher(self) -> WeightPusher:
         if (pusher := self._weak_pusher()) is None:
-            raise ServiceClosedError(f"service {self._replicas.service_name} is gone")
+            raise errors.ServiceClosedError(f"service {self._replicas.service_name} is gone")
         return pusher
 
     @property
@@ -108,7 +96,7 @@ class Fleet:
         """Refuses changes where another process makes them."""
         self._replicas.require()
         if not self.supervises:
-            raise UnsupportedArgumentError(
+            raise errors.UnsupportedArgumentError(
                 f"replicas of service {self._replicas.service_name} are added and removed by the "
                 "process that launched it; attach(name, supervise=True) takes a detached one over"
             )
@@ -128,7 +116,7 @@ class Fleet:
             PlacementError: The cluster cannot hold them; the service is as it was.
             LaunchError: Some did not start; the service is as it was.
         """
-        check_integer("num_replicas", num_replicas, 1)
+        checks.check_integer("num_replicas", num_replicas, 1)
         self._require_supervision()
         membership = self._require_open()
         self._join(ids := [membership.new_id() for _ in range(num_replicas)])
@@ -202,7 +190,7 @@ class Fleet:
         self,
         replicas: int | str | Iterable[str] = 1,
         *,
-        drain_timeout_s: float = DEFAULT_TIMEOUT_S,
+        drain_timeout_s: float = checks.DEFAULT_TIMEOUT_S,
     ) -> list[str]:
         """Returns the ids of replicas that were ended; the last one never is.
 
@@ -218,19 +206,19 @@ class Fleet:
             UnsupportedArgumentError: There is no such replica, or none would be left.
         """
         self._require_supervision()
-        check_wait("drain_timeout_s", drain_timeout_s)
+        checks.check_wait("drain_timeout_s", drain_timeout_s)
         if isinstance(replicas, int):
-            check_integer("replicas", replicas, 1)
+            checks.check_integer("replicas", replicas, 1)
             replicas = idlest(self._load.snapshots())[:replicas]
         ids = [replicas] if isinstance(replicas, str) else list(dict.fromkeys(replicas))
         with self._lock:
             known = [one.replica_id for one in self._replicas]
             if not ids or not {*ids} <= {*known}:
-                raise UnsupportedArgumentError(f"replicas must be among {known}, got {ids}")
+                raise errors.UnsupportedArgumentError(f"replicas must be among {known}, got {ids}")
             members = [self._member(one) for one in ids]
             if not {*known} - self._leaving - {*ids}:
                 others = f", while {sorted(self._leaving)} are leaving" if self._leaving else ""
-                raise UnsupportedArgumentError(
+                raise errors.UnsupportedArgumentError(
                     f"replicas must leave at least 1 of {known}, got {ids}{others}; "
                     "shutdown() ends them all"
                 )
@@ -257,14 +245,14 @@ class Fleet:
                 gone = [membership.remove(one) for one in known]
                 self._load.follow([one.replica_id for one in self._replicas])
                 self.share_membership()
-        except SyncError:
+        except errors.SyncError:
             if self.is_open:
                 self._call(members, "undrain")
             raise
         return gone
 
     def _await_idle(self, members: Sequence[Member], timeout_s: float) -> None:
-        deadline, busy = Deadline(timeout_s), list(members)
+        deadline, busy = checks.Deadline(timeout_s), list(members)
         while busy and not deadline.passed:
             reports = self._call(busy, "report").good
             busy = [
@@ -282,19 +270,20 @@ class Fleet:
         """Ends an actor that is dead or hung, and waits until its name is free again."""
         end_replica(member.actor, member.description.processes)
         remove([member.group])
-        deadline, replica_id = Deadline(END_TIMEOUT_S), member.replica_id
+        deadline, replica_id = checks.Deadline(END_TIMEOUT_S), member.replica_id
         while replica_id in living_ids(self._replicas.service_name):
             if deadline.passed:
                 why = f"Ray did not end its actor within {END_TIMEOUT_S:g} s"
-                raise ReplicaUnavailableError(replica_id, ReplicaState.FAILED, why)
+                raise errors.ReplicaUnavailableError(replica_id, ReplicaState.FAILED, why)
             time.sleep(DRAIN_POLL_S)
 
     # ---------------------------------------------------------------- calling
 
     def share_membership(self) -> Answers:
         """Stores the membership in every replica, for processes that attach or ask."""
-        state = self._replicas.shared_state()
-        return self._replicas.call_replicas("keep_card", state, deadline_s=CALL_TIMEOUT_S)
+        bare = self._replicas.require().with_actors(None)  # an actor must not hold itself
+        card = {"settings": self._replicas.settings, "membership": bare}
+        return self._replicas.call_replicas("keep_card", card, deadline_s=CALL_TIMEOUT_S)
 
     def _call(self, members: Sequence[Member], method: str, *args: Any) -> Answers:
         """Calls the actors that these members had, even if they have been replaced since."""
@@ -305,7 +294,7 @@ class Fleet:
         """Returns the membership; raises once the fleet was closed."""
         membership = self._replicas.membership
         if not self.is_open or membership is None:
-            raise ServiceClosedError(f"service {self._replicas.service_name} was shut down")
+            raise errors.ServiceClosedError(f"service {self._replicas.service_name} was shut down")
         return membership
 
     def _member(self, replica_id: str) -> Member:
@@ -361,10 +350,10 @@ class QueueLengthScaling:
     drain_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        check_integer("min_replicas", self.min_replicas, 1)
-        check_integer("max_replicas", self.max_replicas, self.min_replicas)
+        checks.check_integer("min_replicas", self.min_replicas, 1)
+        checks.check_integer("max_replicas", self.max_replicas, self.min_replicas)
         for name in ("long_queue", "idle_load", "patience_s", "drain_timeout_s"):
-            check_number(name, getattr(self, name), 0)
+            checks.check_number(name, getattr(self, name), 0)
         self._long_since = self._idle_since = math.inf
 
     def __call__(self, snapshots: Sequence[LoadSnapshot], now: float) -> int:
@@ -523,7 +512,7 @@ class Supervisor:
         """Brings the number of replicas nearer to what the policy wants."""
         try:
             wanted = scaling(there, now)
-            check_integer("the number of replicas wanted", wanted, 1)
+            checks.check_integer("the number of replicas wanted", wanted, 1)
         except Exception:  # whatever the user's own code raises must not end the restarts
             if SCALING not in self._warned:
                 logger.exception("the scaling policy failed; the replicas stay as many as they are")
@@ -559,7 +548,7 @@ class Supervisor:
             if name == SCALING:
                 self._scalings.refund(name)
             logger.info("replica %s: done in %.1f s", name, time.monotonic() - begin)
-        except (ServiceClosedError, KeyError) as error:  # it was removed meanwhile
+        except (errors.ServiceClosedError, KeyError) as error:  # it was removed meanwhile
             logger.debug("replica %s is not needed any more: %s", name, error)
         except BaseException as error:
             logger.warning("replica %s: %s", name, error)
@@ -567,7 +556,7 @@ class Supervisor:
                 known = self._load.snapshot(name)
                 if known is not None and known.state is ReplicaState.STARTING:
                     self._load.mark(name, ReplicaState.FAILED, str(error))
-            if not isinstance(error, SyncError | RayError):
+            if not isinstance(error, errors.SyncError | RayError):
                 raise
         finally:
             with self._lock:

@@ -150,13 +150,6 @@ def launch_timeout_s() -> float:
     )
 
 
-def _check_checkpoint(model: str) -> None:
-    """Refuses a path where there is nothing, unless engines may be on other machines."""
-    is_path = model.startswith(("/", ".", "~"))  # others may be names on a hub
-    if is_path and "RAY_ADDRESS" not in os.environ and not Path(model).exists():
-        raise UnsupportedArgumentError(f"model must be a checkpoint, and there is none at {model}")
-
-
 def launch_replicas(
     settings: ServiceSettings,
     replica_ids: Sequence[str],
@@ -169,7 +162,12 @@ def launch_replicas(
     """Starts replicas, spread over the nodes, and waits until all have started."""
     timeout_s = launch_timeout_s()
     if not ray.is_initialized():
-        _check_checkpoint(settings.engine_args.model)
+        model = settings.engine_args.model
+        is_path = model.startswith(("/", ".", "~"))  # others may be names on a hub
+        # With RAY_ADDRESS engines may be on other machines.
+        if is_path and "RAY_ADDRESS" not in os.environ and not Path(model).exists():
+            what = f"model must be a checkpoint, and there is none at {model}"
+            raise UnsupportedArgumentError(what)
         ensure_ray("local")
     known = [one.description.processes for one in beside if one.joined]
     taken = Counter(one.node_id for one in known if one is not None)
@@ -180,7 +178,13 @@ def launch_replicas(
     actors: dict[str, Any] = {}
     with contextlib.ExitStack() as undo:
         undo.callback(remove, groups)
-        actor_class = _as_remote(settings.actor_class)
+        actor_class: Any = settings.actor_class
+        if actor_class is None:
+            from torchrl_vllm_sync.engine.actor import EngineActor
+
+            actor_class = EngineActor
+        if inspect.isclass(actor_class):
+            actor_class = ray.remote(actor_class)
         for replica_id, group, node in zip(replica_ids, groups, nodes, strict=True):
             actor = actor_class.options(
                 name=actor_name(settings.name, replica_id),
@@ -205,14 +209,6 @@ def launch_replicas(
         Member(name, actor, description=descriptions[name], group=group, num_restarts=num_restarts)
         for (name, actor), group in zip(actors.items(), groups, strict=True)
     ]
-
-
-def _as_remote(actor_class: Any) -> Any:
-    if actor_class is None:
-        from torchrl_vllm_sync.engine.actor import EngineActor
-
-        actor_class = EngineActor
-    return ray.remote(actor_class) if inspect.isclass(actor_class) else actor_class
 
 
 def _await_start(
@@ -253,10 +249,9 @@ def close_members(
     members: Sequence[Member], *, timeout_s: float = CLOSE_TIMEOUT_S, linger_s: float = 0.0
 ) -> None:
     """Ends replicas and frees their resources; one that does not answer is ended all the same."""
-    actors = [one.actor for one in members]
-    if timeout_s > 0 and (closing := [actor.close.remote() for actor in actors]):
+    if timeout_s > 0 and (closing := [one.actor.close.remote() for one in members]):
         ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
     time.sleep(linger_s)
-    for actor in actors:
-        ray.kill(actor)
+    for one in members:
+        ray.kill(one.actor)
     remove([one.group for one in members])

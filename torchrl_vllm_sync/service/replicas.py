@@ -401,10 +401,6 @@ class Replicas(Sequence[Member]):
             )
         return membership
 
-    def shared_state(self) -> dict[str, Any]:
-        """What a process needs to attach; without actor handles, so that an actor may keep it."""
-        return {"settings": self.settings, "membership": self.require().with_actors(None)}
-
     @property
     def service_name(self) -> str:
         return self.settings.name

@@ -21,12 +21,7 @@ import ray
 from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
 from tqdm import tqdm
 
-from torchrl_vllm_sync.checks import (
-    DEFAULT_TIMEOUT_S,
-    check_integer,
-    check_number,
-    check_positive,
-)
+from torchrl_vllm_sync import checks
 from torchrl_vllm_sync.engine.args import (
     engine_environment,
     make_engine_args,
@@ -163,10 +158,10 @@ class AsyncVLLM(RLvLLMEngine):
         max_restarts: int = 3,
         scaling: ScalingPolicy | None = None,
     ) -> None:
-        check_integer("max_restarts", max_restarts, 0)
-        check_number("num_replicas", num_replicas, 1)
-        check_number("num_cpus_per_replica", num_cpus_per_replica, 0)
-        check_positive("request_timeout_s", request_timeout_s)
+        checks.check_integer("max_restarts", max_restarts, 0)
+        checks.check_number("num_replicas", num_replicas, 1)
+        checks.check_number("num_cpus_per_replica", num_cpus_per_replica, 0)
+        checks.check_positive("request_timeout_s", request_timeout_s)
         if not 1 <= unresponsive_after_s < math.inf:
             raise UnsupportedArgumentError(
                 f"unresponsive_after_s must be finite and at least 1, got {unresponsive_after_s}"
@@ -626,7 +621,7 @@ class AsyncVLLM(RLvLLMEngine):
         *,
         run_id: str | None = None,
         interval_s: float = 1.0,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = checks.DEFAULT_TIMEOUT_S,
         verify: bool = True,
     ) -> None:
         """Has every replica load new versions of a snapshot directory on its own, as they appear.
@@ -643,7 +638,7 @@ class AsyncVLLM(RLvLLMEngine):
         Raises:
             UnsupportedArgumentError: ``interval_s`` is not greater than 0.
         """
-        check_positive("interval_s", interval_s)
+        checks.check_positive("interval_s", interval_s)
         options = {"interval_s": interval_s, "timeout_s": timeout_s, "verify": verify}
         call = self.replicas.call_replicas
         call("follow_snapshots", str(directory), run_id, **options).raise_failures()
@@ -727,7 +722,7 @@ class AsyncVLLM(RLvLLMEngine):
     remove_replicas = of_part("fleet", Fleet.remove_replicas)
 
     def wait_until_serving(
-        self, num_replicas: int | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self, num_replicas: int | None = None, *, timeout_s: float = checks.DEFAULT_TIMEOUT_S
     ) -> None:
         """Waits until replicas serve, such as after one had to be restarted.
 
