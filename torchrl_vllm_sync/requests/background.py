@@ -10,7 +10,7 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Iterator
 
 _Result = TypeVar("_Result")
 # An interrupted caller waits this long for its coroutine to clean up, and a dropped iterator for
@@ -20,7 +20,6 @@ CLEAN_UP_TIMEOUT_S = 10.0
 
 _lock = threading.Lock()
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
-_closing: set[asyncio.Task[None]] = set()
 # Streams that are iterated over. The garbage collector must not find one with its iterator:
 # it would finalize the stream while the loop closes it.
 _streams: set[AsyncIterator[object]] = set()
@@ -37,7 +36,7 @@ def _loop() -> asyncio.AbstractEventLoop:
         return loop
 
 
-def run_blocking(coroutine: Coroutine[object, object, _Result]) -> _Result:
+def run_blocking(coroutine: Awaitable[_Result]) -> _Result:
     """Runs ``coroutine`` on the background loop, from any other thread, a notebook's too."""
     ended = threading.Event()
 
@@ -62,7 +61,7 @@ def iterate_blocking(stream: AsyncIterator[_Result]) -> Iterator[_Result]:
     try:
         while True:
             try:
-                item = run_blocking(_next(stream))
+                item = run_blocking(anext(stream))
             except StopAsyncIteration:
                 return
             yield item
@@ -76,20 +75,11 @@ def _close_blocking(stream: AsyncIterator[object]) -> None:
     # end of the process, when the background loop no longer runs.
     if sys.is_finalizing():
         return
-    loop = _loop()
-    if asyncio._get_running_loop() is loop:
-        task = loop.create_task(_close(stream))
-        _closing.add(task)
-        task.add_done_callback(_closing.discard)
-    else:
-        closing = asyncio.run_coroutine_threadsafe(_close(stream), loop)
+    closing = asyncio.run_coroutine_threadsafe(_close(stream), loop := _loop())
+    if asyncio._get_running_loop() is not loop:
         wait([closing], timeout=CLEAN_UP_TIMEOUT_S)
         if closing.done():
             closing.result()
-
-
-async def _next(stream: AsyncIterator[_Result]) -> _Result:
-    return await anext(stream)
 
 
 async def _close(stream: AsyncIterator[object]) -> None:

@@ -167,9 +167,7 @@ class LoadSnapshot:
         if self.report.kv_cache_usage is None:  # the usual case, without a report: quick
             return room is None or self.held_tokens + tokens <= _MAX_KV_USAGE * room
         usage = self.predicted_usage(now, max_age_s)
-        if usage is not None and room:
-            usage += tokens / room
-        return usage is None or usage <= _MAX_KV_USAGE
+        return usage is None or usage + (tokens / room if room else 0.0) <= _MAX_KV_USAGE
 
     def as_stats(self, now: float | None = None) -> dict[str, Any]:
         """Returns what is known, under TorchRL's names.
@@ -178,16 +176,18 @@ class LoadSnapshot:
             now: Time by the ledger's clock; None means ``time.monotonic()``.
         """
         now = time.monotonic() if now is None else now
-        return {
-            "replica_id": self.replica_id,
+        same = [
+            "replica_id",
+            "reason",
+            "num_unfinished",
+            "num_running",
+            "num_waiting",
+            "weight_version",
+        ]
+        return {name: getattr(self, name) for name in same} | {
             "state": str(self.state),
-            "reason": self.reason,
             "pending_requests": self.in_flight,
-            "num_unfinished": self.num_unfinished,
-            "num_running": self.num_running,
-            "num_waiting": self.num_waiting,
             "cache_usage": self.kv_cache_usage,
-            "weight_version": self.weight_version,
             "age_s": None if self.measured_at is None else now - self.measured_at,
         }
 
@@ -270,8 +270,7 @@ class LoadTracker:
     def snapshot(self, replica_id: str) -> LoadSnapshot | None:
         """A copy of one record; None if the replica is not tracked."""
         with self.lock:
-            known = self._snapshots.get(replica_id)
-            return None if known is None else copy.copy(known)
+            return copy.copy(self._snapshots.get(replica_id))
 
     def candidates(self) -> Candidates:
         """The replicas that admit requests; the same object until one changes. Hold ``lock``."""
@@ -346,13 +345,9 @@ class LoadTracker:
         """Resets a replica whose actor was replaced; its requests in flight stay counted."""
         with self.lock:
             former = self._tracked(replica_id)
+            kept = {name: getattr(former, name) for name in ("in_flight", "held_tokens", "floor")}
             self._snapshots[replica_id] = LoadSnapshot(
-                replica_id=replica_id,
-                state=state,
-                in_flight=former.in_flight,
-                held_tokens=former.held_tokens,
-                floor=former.floor,
-                marked_at=self.clock(),
+                replica_id=replica_id, state=state, marked_at=self.clock(), **kept
             )
             self._announce()
 
@@ -429,9 +424,8 @@ class LoadTracker:
                 running, waiting = report.num_running, report.num_waiting
                 if inside is None and running is not None and waiting is not None:
                     inside = running + waiting
-                if inside is not None:
-                    inside = max(0, inside - max(known.in_flight, in_flight_then or 0))
-                known.num_elsewhere = inside
+                own = max(known.in_flight, in_flight_then or 0)
+                known.num_elsewhere = None if inside is None else max(0, inside - own)
 
     def mark(
         self, replica_id: str, state: ReplicaState, reason: str = "", *, may_return: bool = False
@@ -475,16 +469,12 @@ class LoadTracker:
             on_change()
 
     def _tracked(self, replica_id: str) -> LoadSnapshot:
-        try:
-            return self._snapshots[replica_id]
-        except KeyError:
-            raise KeyError(
-                f"replica_id must be one of {list(self._snapshots)}, got {replica_id!r}"
-            ) from None
+        if (known := self._snapshots.get(replica_id)) is None:
+            raise KeyError(f"replica_id must be one of {list(self._snapshots)}, got {replica_id!r}")
+        return known
 
     def _known(self, replica_id: str) -> LoadSnapshot:
-        removed = self._removed.get(replica_id)
-        return self._tracked(replica_id) if removed is None else removed
+        return self._removed.get(replica_id) or self._tracked(replica_id)
 
     def __getstate__(self) -> list[LoadSnapshot]:
         kept = ("replica_id", "state", "reason", "block_size", "kv_cache_tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -144,9 +145,8 @@ class LoadMonitor:
             if self._started_in == os.getpid():
                 return
             self._started_in, self._stop = os.getpid(), Future()
-            self._thread = threading.Thread(
-                target=self._run, args=(self._stop,), name="load-monitor", daemon=True
-            )
+            run = functools.partial(self._run, self._stop)
+            self._thread = threading.Thread(target=run, name="load-monitor", daemon=True)
             self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:

@@ -228,14 +228,11 @@ class RequestPlacer:
         """Whether the replica that has the request's group may take it."""
         loads = strategies.loads_of(candidates, self._settings)
         position = next(at for at, one in enumerate(candidates) if one is here)
-        if loads[position] + request.num_samples <= _GROUP_SAMPLES:
-            return True
-        return position in strategies.not_overloaded(loads, request, self._settings)
+        may_grow = loads[position] + request.num_samples <= _GROUP_SAMPLES
+        return may_grow or position in strategies.not_overloaded(loads, request, self._settings)
 
 
 def _where(candidates: Candidates, cached: CachedAt) -> LoadSnapshot | None:
     """The candidate that still has it cached; None if that is none, or has newer weights."""
-    for one in candidates:
-        if one.replica_id == cached.replica_id:
-            return None if one.cache_version > cached.version else one
-    return None
+    here = next((one for one in candidates if one.replica_id == cached.replica_id), None)
+    return here if here and here.cache_version <= cached.version else None

@@ -101,8 +101,6 @@ class Fleet:
                 "process that launched it; attach(name, supervise=True) takes a detached one over"
             )
 
-    # ---------------------------------------------------------------- coming
-
     def add_replicas(self, num_replicas: int = 1) -> list[str]:
         """Returns the ids of new replicas, started while requests run and pushes go on.
 
@@ -183,8 +181,6 @@ class Fleet:
         # While none serves, the newest that any ever held: trainers of other processes have
         # committed up to that, and the launched weights must not come back.
         return max([self._pusher.committed, *(served or [self._load.newest_version])])
-
-    # ---------------------------------------------------------------- leaving
 
     def remove_replicas(
         self,
@@ -277,8 +273,6 @@ class Fleet:
                 raise errors.ReplicaUnavailableError(replica_id, ReplicaState.FAILED, why)
             time.sleep(DRAIN_POLL_S)
 
-    # ---------------------------------------------------------------- calling
-
     def share_membership(self) -> Answers:
         """Stores the membership in every replica, for processes that attach or ask."""
         bare = self._replicas.require().with_actors(None)  # an actor must not hold itself
@@ -306,9 +300,6 @@ class Fleet:
 def _job_id() -> str | None:
     """Identifies this process's connection to Ray; ``None`` if there is none."""
     return ray.get_runtime_context().get_job_id() if ray.is_initialized() else None
-
-
-# ---------------------------------------------------------------- how many are wanted
 
 
 class ScalingPolicy(Protocol):
@@ -383,8 +374,6 @@ def idlest(snapshots: Sequence[LoadSnapshot]) -> list[str]:
     order = sorted(snapshots, key=lambda one: (one.state.admits_requests, one.in_flight))
     return [one.replica_id for one in order]
 
-
-# ---------------------------------------------------------------- keeping them alive
 
 # Seconds for which an actor may be out of reach before it is restarted. Ray takes about 62 s to
 # know that a silent node is dead: by its defaults 5 health checks that each time out after 10 s,

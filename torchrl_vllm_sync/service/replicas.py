@@ -128,8 +128,6 @@ class Membership:
         return Membership, (self.members, self._next_id, self.epoch)
 
 
-# ---------------------------------------------------------------- finding a running service
-
 NAMESPACE = "torchrl_vllm"
 ATTACH_TIMEOUT_S = 30.0
 # Of the replicas' answers within this many seconds of the first, the newest counts.
@@ -255,9 +253,6 @@ def as_they_end(
         elif deadline.passed:
             return
         look()
-
-
-# ---------------------------------------------------------------- calling
 
 
 class Answers(dict[str, Any]):
@@ -455,8 +450,6 @@ class Replicas(Sequence[Member]):
         figures = [known.get(one.replica_id) for one in ([chosen] if chosen else self)]
         return figures[0] if chosen else figures
 
-    # ---------------------------------------------------------------- what is known of them
-
     def standings(self) -> dict[str, Standing]:
         """Returns what this process knows of every current replica, by id, without actor calls."""
         found: dict[str, Standing] = {}
@@ -513,8 +506,6 @@ class Replicas(Sequence[Member]):
             if isinstance(report, EngineReport):
                 self.load.observe(report, asked_at=asked_at)
 
-    # ---------------------------------------------------------------- what others change
-
     def to_ask(self) -> list[Member]:
         """Returns the replicas the monitor asks, after following changes by other processes."""
         # The replicas report the epoch of the newest membership: no actor calls while all is as it
@@ -558,8 +549,6 @@ class Replicas(Sequence[Member]):
             if restarts.get(one.replica_id) != one.num_restarts:
                 self.load.renew(one.replica_id, ReplicaState.STARTING)
             self.describe(one)
-
-    # ---------------------------------------------------------------- where the trainer is
 
     @property
     def rendezvous(self) -> tuple[str, int | None]:
