@@ -135,4 +135,4 @@ def test_a_stream_that_was_never_begun_needs_no_end():
     iterator = iterate_blocking(source.items())
     del iterator
     assert not source.closed.is_set()
-    assert background._closing == set()
+    assert not background._streams

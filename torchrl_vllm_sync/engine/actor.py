@@ -260,21 +260,21 @@ class EngineActor:
 
     def _description(self, node_ip: str, processes: ReplicaProcesses | None) -> EngineDescription:
         config = self.engine.vllm_config
-        parallel = config.parallel_config
+        model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
         return EngineDescription(
             replica_id=self.replica_id,
             node_ip=node_ip,
             pid=os.getpid(),
-            max_model_len=config.model_config.max_model_len,
-            vocab_size=config.model_config.get_vocab_size(),
-            block_size=config.cache_config.block_size,
-            num_kv_blocks=config.cache_config.num_gpu_blocks,
+            max_model_len=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            block_size=cache.block_size,
+            num_kv_blocks=cache.num_gpu_blocks,
             vllm_version=str(internals.installed_vllm()),
             device_type=current_platform.device_type,
             num_workers=parallel.world_size * parallel.data_parallel_size,
             node_id=this_node(),
             device_uuids=self._device_uuids,
-            model=config.model_config.model,
+            model=model.model,
             device_name=self._device_name,
             processes=processes,
         )

@@ -80,7 +80,7 @@ class Batch:
         replica: Answers,
         gate: AdmissionGate,
         requests: Sequence[EngineRequest],
-        on_step: Callable[[EngineResult], None] | None = None,
+        on_step: Callable[[EngineResult], object] = lambda _: None,
     ) -> None:
         self._replica, self._gate, self._on_step = replica, gate, on_step
         self._clock = asyncio.get_running_loop().time
@@ -148,15 +148,11 @@ class Batch:
             await self._gate.enter(request.min_version)
             if answer.has_ended:
                 return
-            engine_id = self._replica.new_engine_id(request)
+            engine_id, params = self._replica.new_engine_id(request), answer.samples[index]
             running = RunningRequest(engine_id, request, self, answer, index)
             self._gate.running[engine_id] = answer.running[engine_id] = running
-            await self._replica.engine.add_request(
-                engine_id,
-                self._replica.rendered(request.prompt),
-                answer.samples[index],
-                lora_request=request.lora_request,
-            )
+            prompt, lora = self._replica.rendered(request.prompt), request.lora_request
+            await self._replica.engine.add_request(engine_id, prompt, params, lora_request=lora)
         except Exception as failure:  # noqa: BLE001  a result, too
             self._fail(answer, failure)
             return
@@ -208,7 +204,7 @@ class Batch:
         )
         if output.finished:
             self._end(answer, result)
-        elif self._on_step is not None:
+        else:
             self._on_step(result)
 
     def refuse(self, running: RunningRequest) -> None:
@@ -319,26 +315,25 @@ class Answers:
 
     def failure(self, request: EngineRequest, failure: Exception) -> EngineResult:
         """Returns the error that the caller of ``request`` gets for ``failure``."""
-        error: Exception
-        if isinstance(failure, EngineDeadError):
-            self._gate.set(ReplicaState.FAILED, f"engine core died: {failure}")
-            error = self._gate.refusal()
-        elif isinstance(failure, errors.SyncError):
-            error = failure
-        elif isinstance(failure, TimeoutError) and request.min_version > self._updates.version:
-            held = {self.replica_id: self._gate.describe()}
-            error = errors.VersionNotReachedError(request.min_version, held, request.timeout_s)
-        elif isinstance(failure, TimeoutError):
-            error = errors.GenerationTimeoutError(
-                f"request {request.request_id} did not finish within {request.timeout_s:g} s; "
-                "its work in the engine was ended"
-            )
-        else:
-            cause = failure.__cause__ or failure
-            if not isinstance(cause, (ValueError, TypeError)):  # these are the caller's fault
-                logger.error("request %s failed", request.request_id, exc_info=failure)
-            error = errors.GenerationError(request.request_id, f"{type(cause).__name__}: {cause}")
-        return EngineResult(request_id=request.request_id, replica_id=self.replica_id, error=error)
+        name, limit_s, error = request.request_id, request.timeout_s, failure
+        match failure:
+            case EngineDeadError():
+                self._gate.set(ReplicaState.FAILED, f"engine core died: {failure}")
+                error = self._gate.refusal()
+            case errors.SyncError():
+                pass
+            case TimeoutError() if request.min_version > self._updates.version:
+                held = {self.replica_id: self._gate.describe()}
+                error = errors.VersionNotReachedError(request.min_version, held, limit_s)
+            case TimeoutError():
+                late = f"request {name} did not finish within {limit_s:g} s"
+                error = errors.GenerationTimeoutError(f"{late}; its work in the engine was ended")
+            case _:
+                cause = failure.__cause__ or failure
+                if not isinstance(cause, (ValueError, TypeError)):  # these are the caller's fault
+                    logger.error("request %s failed", name, exc_info=failure)
+                error = errors.GenerationError(name, f"{type(cause).__name__}: {cause}")
+        return EngineResult(request_id=name, replica_id=self.replica_id, error=error)
 
     async def abort(self, request_ids: Iterable[str]) -> int:
         """Ends requests by ``abort_id`` and waits for it; those that have not begun never will."""

@@ -105,13 +105,15 @@ def _row_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def answered(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
-    """Makes a method return its failure, and ``untouched`` if the weights are as they were."""
+    """Makes a method return its failure, and ``untouched``: whether the weights are as before."""
 
     @functools.wraps(method)
     def answer(self: SyncWorkerExtension, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._sync_touched = False
         try:
             given = method(self, *args, **kwargs) or {}
+            if self._sync_touched:
+                self._sync_forget_encodings()
         except Exception as failure:  # noqa: BLE001  any is reported to the replica's actor
             kind = type(failure).__name__
             is_own = isinstance(failure, SyncError) and str(failure)
@@ -167,7 +169,6 @@ class SyncWorkerExtension:
             num_tensors, attempts = load(), 1
         except Exception:  # noqa: BLE001  the second attempt repairs what the first left behind
             num_tensors, attempts = load(), 2
-        self._sync_forget_encodings()
         taken = {"path": "layerwise", "path_reason": "snapshots are always loaded that way"}
         return {"num_tensors": num_tensors, "attempts": attempts, **taken}
 
@@ -193,7 +194,6 @@ class SyncWorkerExtension:
         receiver.await_start(push_id, deadline)
         self._sync_touched = True
         num_tensors = receiver.receive(deadline, num_passes=num_passes, direct=direct)
-        self._sync_forget_encodings()
         return {"num_tensors": num_tensors, **receiver.path_taken}
 
     @answered
@@ -220,7 +220,6 @@ class SyncWorkerExtension:
         self._sync_touched = True
         receiver = self._sync_receiver()
         receiver.install_staged()
-        self._sync_forget_encodings()
         return {"num_tensors": 0, **receiver.path_taken}
 
     def sync_staging_refusal(self) -> str:
@@ -400,14 +399,9 @@ class SyncWorkerExtension:
                 self.finish_weight_update()
                 repack_cpu(engine.model)
         self._native_parts = None
-        self._sync_forget_encodings()
-
-    @answered
-    def native_abandon(self) -> None:
-        """Gives an open update up and puts the model together, so that a later one starts clean."""
-        self._native_abandon()
 
     def _native_abandon(self) -> None:
+        """Gives an open update up and puts the model together, so that a later one starts clean."""
         if self._native_parts is None:
             return
         self._native_parts = None
@@ -418,6 +412,8 @@ class SyncWorkerExtension:
                 repack_cpu(engine.model)
             self._weight_update_active = False
         engine.reset_weight_update_target()
+
+    native_abandon = answered(_native_abandon)
 
     def _native_open_parts(self) -> int:
         if self._native_parts is None:
