@@ -179,21 +179,20 @@ class AsyncVLLM(RLvLLMEngine):
         num_gpus = 0 if on_cpu() else num_workers(engine_args)
         claims = {"GPU": float(num_gpus), "CPU": float(num_cpus_per_replica)}
         self._num_wanted, self.scaling, self._verbose = num_replicas, scaling, verbose
-        self._set_up(
-            ServiceSettings(
-                name=name or uuid.uuid4().hex[:8],
-                engine_args=engine_args,
-                claims={name: amount for name, amount in claims.items() if amount},
-                environment=engine_environment(
-                    engine_args, verbose=verbose, enable_fp32_output=enable_fp32_output
-                ),
-                actor_class=actor_class,
-                detached=detached,
-                request_timeout_s=request_timeout_s,
-                unresponsive_after_s=unresponsive_after_s,
-                max_restarts=max_restarts,
-            )
+        settings = ServiceSettings(
+            name=name or uuid.uuid4().hex[:8],
+            engine_args=engine_args,
+            claims={name: amount for name, amount in claims.items() if amount},
+            environment=engine_environment(
+                engine_args, verbose=verbose, enable_fp32_output=enable_fp32_output
+            ),
+            actor_class=actor_class,
+            detached=detached,
+            request_timeout_s=request_timeout_s,
+            unresponsive_after_s=unresponsive_after_s,
+            max_restarts=max_restarts,
         )
+        self._set_up(settings)
 
     def _set_up(
         self,
@@ -502,8 +501,7 @@ class AsyncVLLM(RLvLLMEngine):
     ) -> AsyncGenerator[ServedOutput]:
         """Yields the growing outputs of one prompt: ``generate(stream=True)`` for asyncio.
 
-        Each has all tokens so far, unless ``output_kind`` says otherwise. Arguments but ``prompt``,
-        and errors, are those of :meth:`generate`.
+        Arguments but ``prompt``, and errors, are those of :meth:`generate`.
 
         Args:
             prompt: One prompt, in any form that :meth:`generate` takes.
@@ -661,8 +659,7 @@ class AsyncVLLM(RLvLLMEngine):
         """Opens the transport that pushes use; TorchRL's name for it.
 
         Args:
-            master_address: Address at which the trainer is reached; found when ``None``.
-            master_port: Port of the rendezvous; found when ``None``.
+            master_address, master_port: Where the trainer is met; found when ``None``.
         """
         self.replicas.require()
         if master_address is not None or master_port is not None:
@@ -742,10 +739,9 @@ class AsyncVLLM(RLvLLMEngine):
 
         if not self.load.wait_until(lambda: operator.ge(*serving()) or None, timeout_s):
             found, wanted = serving()
-            raise NoReplicaAvailableError(
-                f"{found} of {wanted} replicas serve after {timeout_s:g} s: "
-                f"{describe_replicas(self.load.snapshots(), ())}"
-            )
+            what = f"{found} of {wanted} replicas serve after {timeout_s:g} s"
+            states = describe_replicas(self.load.snapshots(), ())
+            raise NoReplicaAvailableError(f"{what}: {states}")
 
     # ---------------------------------------------------------------- looking at it
 
@@ -781,8 +777,7 @@ class AsyncVLLM(RLvLLMEngine):
         me: weakref.ref[AsyncVLLM] = weakref.ref(self)
 
         def look() -> ServiceStatus:
-            service = me()
-            if service is None:
+            if (service := me()) is None:
                 raise ServiceGoneError("the service is gone")
             return service.status()
 
@@ -807,15 +802,12 @@ class AsyncVLLM(RLvLLMEngine):
         """
         self.replicas.require()
         if self._exporter is not None and self._exporter.is_running:
-            raise UnsupportedArgumentError(
-                f"the metrics of service {self.name} are exported by this process already"
-            )
+            told = f"the metrics of service {self.name} are exported by this process already"
+            raise UnsupportedArgumentError(told)
         self._exporter = MetricsExporter(self, interval_s=interval_s)
         if not metrics_port():
-            logger.warning(
-                "Ray serves no metrics on this node, and nothing can be scraped: ray[default] must "
-                "be installed where Ray is started"
-            )
+            remedy = "ray[default] must be installed where Ray is started"
+            logger.warning("Ray serves no metrics on this node: %s", remedy)
         return self._exporter
 
 
@@ -856,12 +848,12 @@ def attach(name: str, *, supervise: bool = False) -> AsyncVLLM:
     """
     settings, membership = find_service(name)
     service = _rebuild(AsyncVLLM, settings, membership)
+    if supervise and not settings.detached:
+        raise UnsupportedArgumentError(
+            f"supervise must be False: service {name} is not detached, so that its replicas end "
+            "with the process that launched it"
+        )
     if supervise:
-        if not settings.detached:
-            raise UnsupportedArgumentError(
-                f"supervise must be False: service {name} is not detached, so that its replicas "
-                "end with the process that launched it"
-            )
         service._supervise()
     return service
 

@@ -177,9 +177,9 @@ class NativeClient:
         if offset is not None:
             num = sum(map(len, shares.values()))
             if world_size is not None and world_size < offset + num:
+                rule = f"{offset + num}, for {offset} trainer rank(s) and {num} workers"
                 raise UnsupportedArgumentError(
-                    f"world_size must be at least {offset + num}, for {offset} trainer rank(s) and "
-                    f"{num} workers, got {world_size}"
+                    f"world_size must be at least {rule}, got {world_size}"
                 )
             calls = {
                 name: ({**info, "rank_offset": offset + own.start},) for name, own in shares.items()
@@ -352,12 +352,9 @@ class NativeClient:
 
 def is_payload(weights: Any) -> bool:
     """Whether ``weights`` describe a transfer, rather than being weights."""
-    if type(weights).__name__ == "WeightTransferUpdateRequest":
-        return True
     if isinstance(weights, list):
         return bool(weights) and all(isinstance(one, dict) for one in weights)
     if not isinstance(weights, dict) or not weights:
-        return False
-    return "update_info" in weights or not any(
-        isinstance(one, (torch.Tensor, dict)) for one in weights.values()
-    )
+        return type(weights).__name__ == "WeightTransferUpdateRequest"
+    holds_tensors = any(isinstance(one, (torch.Tensor, dict)) for one in weights.values())
+    return "update_info" in weights or not holds_tensors
