@@ -218,8 +218,9 @@ def _await_start(
     starting = {actor.start.remote(): replica_id for replica_id, actor in actors.items()}
     failures, started = dict[str, str](), dict[str, EngineDescription]()
     deadline = Deadline(timeout_s)
-
-    for ref in as_they_end(starting, deadline, progress.refresh):
+    # A terminal's line is rewritten; elsewhere each would be a new one.
+    look = progress.refresh if os.isatty(2) else lambda: None
+    for ref in as_they_end(starting, deadline, look):
         replica_id = starting[ref]
         try:
             started[replica_id] = ray.get(ref)
