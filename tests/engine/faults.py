@@ -59,7 +59,7 @@ class FaultyWorker(PacedWorker):
 
     def sync_plan(self, rank=None, **plan):
         self._plan = plan if rank in (None, self._sync_receiver().rank_in_replica) else {}
-        receiver.whole_tensors = self._sync_faulty_arrivals
+        receiver.buckets.whole_tensors = self._sync_faulty_arrivals
         reload.repack_cpu = self._sync_faulty_repacking
         return os.getpid()
 
@@ -133,7 +133,7 @@ class CrampedWorker(SyncWorkerExtension):
         return "staged weights need 12.34 GB on cuda:0 beside the model, 1.00 GB are free"
 
 
-WHOLE_TENSORS, REPACK_CPU = receiver.whole_tensors, reload.repack_cpu
+WHOLE_TENSORS, REPACK_CPU = receiver.buckets.whole_tensors, reload.repack_cpu
 
 
 class FaultyActor(EngineActor):

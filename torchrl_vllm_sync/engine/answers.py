@@ -326,8 +326,10 @@ class Answers:
                 held = {self.replica_id: self._gate.describe()}
                 error = errors.VersionNotReachedError(request.min_version, held, limit_s)
             case TimeoutError():
-                late = f"request {name} did not finish within {limit_s:g} s"
-                error = errors.GenerationTimeoutError(f"{late}; its work in the engine was ended")
+                error = errors.GenerationTimeoutError(
+                    f"request {name} did not finish within {limit_s:g} s; "
+                    "its work in the engine was ended"
+                )
             case _:
                 cause = failure.__cause__ or failure
                 if not isinstance(cause, (ValueError, TypeError)):  # these are the caller's fault

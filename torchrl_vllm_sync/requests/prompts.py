@@ -175,10 +175,10 @@ class _Rules:
 
     def _check_length(self, length: int, where: str) -> None:
         if self.max_model_len is not None and length >= self.max_model_len:
-            rule = (
-                f"have fewer tokens than max_model_len={self.max_model_len}, so that one more fits"
+            raise InvalidPromptError(
+                f"{where} must have fewer tokens than max_model_len={self.max_model_len}, so that "
+                f"one more fits, got {length}"
             )
-            raise _refused(where, rule, length)
 
     def _from_array(self, ids: torch.Tensor | np.ndarray, where: str) -> list[int]:
         is_tensor = isinstance(ids, torch.Tensor)
