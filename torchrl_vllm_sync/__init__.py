@@ -7,121 +7,79 @@ nor Ray.
 from __future__ import annotations
 
 import ast
-import functools
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync import errors
-    from torchrl_vllm_sync.observe.metrics import MetricsExporter
-    from torchrl_vllm_sync.observe.page import Dashboard
-    from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
-    from torchrl_vllm_sync.observe.timeline import save_timeline
-    from torchrl_vllm_sync.replica import LoadReport, PushReport, ReplicaState
-    from torchrl_vllm_sync.rl.collectors import RayReplayBuffer
-    from torchrl_vllm_sync.rl.groups import GroupAdvantage, RolloutStorage
-    from torchrl_vllm_sync.rl.policy import vLLMWrapper
-    from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
+    from torchrl_vllm_sync import errors as errors
+    from torchrl_vllm_sync.observe.metrics import MetricsExporter as MetricsExporter
+    from torchrl_vllm_sync.observe.page import Dashboard as Dashboard
+    from torchrl_vllm_sync.observe.status import ReplicaStatus as ReplicaStatus
+    from torchrl_vllm_sync.observe.status import ServiceStatus as ServiceStatus
+    from torchrl_vllm_sync.observe.timeline import save_timeline as save_timeline
+    from torchrl_vllm_sync.replica import LoadReport as LoadReport
+    from torchrl_vllm_sync.replica import PushReport as PushReport
+    from torchrl_vllm_sync.replica import ReplicaState as ReplicaState
+    from torchrl_vllm_sync.rl.collectors import RayReplayBuffer as RayReplayBuffer
+    from torchrl_vllm_sync.rl.groups import GroupAdvantage as GroupAdvantage
+    from torchrl_vllm_sync.rl.groups import RolloutStorage as RolloutStorage
+    from torchrl_vllm_sync.rl.policy import vLLMWrapper as vLLMWrapper
+    from torchrl_vllm_sync.rl.rollouts import RolloutCollector as RolloutCollector
+    from torchrl_vllm_sync.rl.rollouts import TextReward as TextReward
     from torchrl_vllm_sync.rl.schemes import (
-        VLLMDoubleBufferSyncScheme,
-        VLLMWeightSyncScheme,
-        WeightSyncScheme,
+        VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme,
     )
-    from torchrl_vllm_sync.rl.staleness import StalenessFilter, StalenessWeight, VersionStamp
-    from torchrl_vllm_sync.rl.statistics import (
-        DashboardLogger,
-        GenerationStatistics,
-        log_pushes,
-        log_rollouts,
+    from torchrl_vllm_sync.rl.schemes import VLLMWeightSyncScheme as VLLMWeightSyncScheme
+    from torchrl_vllm_sync.rl.schemes import WeightSyncScheme as WeightSyncScheme
+    from torchrl_vllm_sync.rl.staleness import StalenessFilter as StalenessFilter
+    from torchrl_vllm_sync.rl.staleness import StalenessWeight as StalenessWeight
+    from torchrl_vllm_sync.rl.staleness import VersionStamp as VersionStamp
+    from torchrl_vllm_sync.rl.statistics import DashboardLogger as DashboardLogger
+    from torchrl_vllm_sync.rl.statistics import GenerationStatistics as GenerationStatistics
+    from torchrl_vllm_sync.rl.statistics import log_pushes as log_pushes
+    from torchrl_vllm_sync.rl.statistics import log_rollouts as log_rollouts
+    from torchrl_vllm_sync.rl.trainer import TrainerPolicy as TrainerPolicy
+    from torchrl_vllm_sync.rl.updater import WeightUpdater as WeightUpdater
+    from torchrl_vllm_sync.routing.balancer import LoadBalancer as LoadBalancer
+    from torchrl_vllm_sync.routing.strategies import RoutingRequest as RoutingRequest
+    from torchrl_vllm_sync.routing.strategies import RoutingStrategy as RoutingStrategy
+    from torchrl_vllm_sync.routing.strategies import StrategySettings as StrategySettings
+    from torchrl_vllm_sync.routing.strategies import known_strategies as known_strategies
+    from torchrl_vllm_sync.routing.strategies import register_strategy as register_strategy
+    from torchrl_vllm_sync.service.fleet import QueueLengthScaling as QueueLengthScaling
+    from torchrl_vllm_sync.service.service import AsyncVLLM as AsyncVLLM
+    from torchrl_vllm_sync.service.service import attach as attach
+    from torchrl_vllm_sync.service.service import make_async_vllm_engine as make_async_vllm_engine
+    from torchrl_vllm_sync.versions import VersionSpan as VersionSpan
+    from torchrl_vllm_sync.versions import expand_spans as expand_spans
+    from torchrl_vllm_sync.versions import max_version as max_version
+    from torchrl_vllm_sync.versions import min_version as min_version
+    from torchrl_vllm_sync.weights.auto import AutoTransport as AutoTransport
+    from torchrl_vllm_sync.weights.broadcast.transport import (
+        BroadcastTransport as BroadcastTransport,
     )
-    from torchrl_vllm_sync.rl.trainer import TrainerPolicy
-    from torchrl_vllm_sync.rl.updater import WeightUpdater
-    from torchrl_vllm_sync.routing.balancer import LoadBalancer
-    from torchrl_vllm_sync.routing.strategies import (
-        RoutingRequest,
-        RoutingStrategy,
-        StrategySettings,
-        known_strategies,
-        register_strategy,
-    )
-    from torchrl_vllm_sync.service.fleet import QueueLengthScaling
-    from torchrl_vllm_sync.service.service import AsyncVLLM, attach, make_async_vllm_engine
-    from torchrl_vllm_sync.versions import VersionSpan, expand_spans, max_version, min_version
-    from torchrl_vllm_sync.weights.auto import AutoTransport
-    from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
-    from torchrl_vllm_sync.weights.ipc import IPCTransport
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
-    from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-    from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter
-    from torchrl_vllm_sync.weights.source import as_weight_source
-    from torchrl_vllm_sync.weights.transport import WeightTransport
+    from torchrl_vllm_sync.weights.ipc import IPCTransport as IPCTransport
+    from torchrl_vllm_sync.weights.metadata import ParamMeta as ParamMeta
+    from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader as SnapshotReader
+    from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport as MemmapTransport
+    from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter as SnapshotWriter
+    from torchrl_vllm_sync.weights.source import as_weight_source as as_weight_source
+    from torchrl_vllm_sync.weights.transport import WeightTransport as WeightTransport
 
     __version__: str
 
-__all__ = [
-    "AsyncVLLM",
-    "AutoTransport",
-    "BroadcastTransport",
-    "Dashboard",
-    "DashboardLogger",
-    "GenerationStatistics",
-    "GroupAdvantage",
-    "IPCTransport",
-    "LoadBalancer",
-    "LoadReport",
-    "MemmapTransport",
-    "MetricsExporter",
-    "ParamMeta",
-    "PushReport",
-    "QueueLengthScaling",
-    "RayReplayBuffer",
-    "ReplicaState",
-    "ReplicaStatus",
-    "RolloutCollector",
-    "RolloutStorage",
-    "RoutingRequest",
-    "RoutingStrategy",
-    "ServiceStatus",
-    "SnapshotReader",
-    "SnapshotWriter",
-    "StalenessFilter",
-    "StalenessWeight",
-    "StrategySettings",
-    "TextReward",
-    "TrainerPolicy",
-    "VLLMDoubleBufferSyncScheme",
-    "VLLMWeightSyncScheme",
-    "VersionSpan",
-    "VersionStamp",
-    "WeightSyncScheme",
-    "WeightTransport",
-    "WeightUpdater",
-    "__version__",
-    "as_weight_source",
-    "attach",
-    "errors",
-    "expand_spans",
-    "known_strategies",
-    "log_pushes",
-    "log_rollouts",
-    "make_async_vllm_engine",
-    "max_version",
-    "min_version",
-    "register_strategy",
-    "save_timeline",
-    "vLLMWrapper",
-]
 
-
-@functools.cache
-def _homes() -> dict[str, str | None]:
+def _homes() -> dict[str, str]:
     """Returns the module of each name, read from the imports above, as ``lazy_loader`` does."""
     nodes = ast.walk(ast.parse(Path(__file__).read_text()))
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    ours = [node for node in imports if f"{node.module}".startswith(__name__)]
-    return {alias.name: node.module for node in ours for alias in node.names}
+    ours = [one for one in nodes if isinstance(one, ast.ImportFrom) and one.level == 0]
+    found = {alias.name: f"{one.module}" for one in ours for alias in one.names}
+    return {name: home for name, home in found.items() if home.startswith(__name__)}
+
+
+_HOMES = _homes()
+__all__ = [*sorted(_HOMES), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
@@ -132,7 +90,7 @@ def __getattr__(name: str) -> Any:
     elif name == "errors":
         value = import_module("torchrl_vllm_sync.errors")
     else:
-        value = getattr(import_module(f"{_homes()[name]}"), name)
+        value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

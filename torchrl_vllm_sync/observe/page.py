@@ -13,7 +13,7 @@ from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from socketserver import TCPServer
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -53,9 +53,8 @@ class Dashboard:
     """Serves a page about a service, over HTTP, until it is closed or the service ends.
 
     ``/`` is the page, ``/status.json`` the status as ``ServiceStatus.as_dict`` gives it, and
-    ``/history.json`` what the plots show. Whoever can reach the address can read it, and change
-    nothing; on the loopback address those are the users of this machine, and not pages of other
-    sites in a browser here. :meth:`close`, or leaving ``with``, ends it.
+    ``/history.json`` what the plots show. Whoever reaches the address can read it, and change
+    nothing; the loopback address is not for pages of other sites in a browser here.
 
     Example:
         >>> with service.dashboard() as board:
@@ -69,7 +68,7 @@ class Dashboard:
         host: Name or address to listen on; afterwards the address.
         port: Port to listen on; 0 takes a free one.
         history: File that keeps what the plots show, one line of JSON a second, and goes on with
-            what it holds. From 64 MiB on it is renamed, to end in ``.1``, and begun anew.
+            what it holds.
 
     Raises:
         UnsupportedArgumentError: There is no such host or port, or it is taken; or ``history`` is
@@ -96,8 +95,9 @@ class Dashboard:
         if look is None:
             self._recorded, samples = read_history(history or "")
             self._history.samples.extend(samples)
-        self._logged, self._logging = Logged({}, {}), threading.Lock()
+        self._logged, self._logging = _nothing_logged(), threading.Lock()
         self._names, self._is_full = set[str](), False
+        self._before: ServiceStatus | None = None
         self._stop = threading.Event()
         try:
             self._server = _Server(self, host, port)
@@ -139,8 +139,7 @@ class Dashboard:
     def log(self, name: str, value: float | Sequence[float]) -> None:
         """Shows a figure of the run: a number over time, or of several the last histogram.
 
-        ``DashboardLogger`` calls it for whatever logs to one of TorchRL's loggers. The page shows
-        the first 64 names, and a warning names the first of the others.
+        The page shows the first 64 names, and a warning names the first of the others.
 
         Args:
             name: What it is called on the page.
@@ -165,67 +164,57 @@ class Dashboard:
                 return
             self._names.add(name)
             if not values.ndim:
-                self._logged.numbers[name] = float(values)
+                self._logged["numbers"][name] = float(values)
             elif (known := values[np.abs(values) < MAX_BINNED]).size:
-                self._logged.histograms[name] = _histogram(known)
+                self._logged["histograms"][name] = _histogram(known)
 
     def status(self) -> dict[str, Any]:
         """Returns what ``/status.json`` shows; raises what the service raises."""
-        if self._look is None:
-            return self._recorded
-        return self._look().as_dict()
+        return self._recorded if self._look is None else self._look().as_dict()
 
     def history(self, since: float) -> dict[str, Any]:
-        """Returns what ``/history.json`` shows: the status, and what the plots show.
+        """Returns what ``/history.json`` shows.
 
         Args:
             since: Only what was later than this, in seconds since 1970.
         """
-        known = list(self._history.samples)
-        samples = [one for one in known if one["time"] > since]
-        is_live = self._look is not None
-        return {"status": self.status(), "samples": samples, "is_live": is_live}
+        samples = [one for one in list(self._history.samples) if one["time"] > since]
+        return {"status": self.status(), "samples": samples, "is_live": self._look is not None}
 
     def _run(self) -> None:
-        next_sample, before = Deadline(0), None
+        next_sample = Deadline(0)
         try:
             while not self._stop.is_set():
                 if self._look is not None and next_sample.passed:
                     next_sample = Deadline(INTERVAL_S)
-                    before = self._sample(self._look, before)
+                    self._sample(self._look)
                 self._server.handle_request()  # returns after ``_POLL_S`` at the latest
                 self._server.end_overdue()
         finally:
             self._server.end()
             self._history.close()
 
-    def _sample(
-        self, look: Callable[[], ServiceStatus], before: ServiceStatus | None
-    ) -> ServiceStatus | None:
-        """Adds what the plots show of this moment; returns the last status that there was."""
+    def _sample(self, look: Callable[[], ServiceStatus]) -> None:
+        """Adds what the plots show of this moment."""
         try:
             status = look()
             with self._logging:
-                logged, self._logged = self._logged, Logged({}, {})
-            self._history.add(_sample_of(status, before, logged), status.as_dict())
+                logged, self._logged = self._logged, _nothing_logged()
+            self._history.add(_sample_of(status, self._before, logged), status.as_dict())
+            self._before = status
         except ServiceGoneError:
             self._stop.set()
         except Exception:  # of whatever kind: the page says so, and the plots have a gap
             logger.debug("the dashboard has nothing to show now", exc_info=True)
-        else:
-            return status
-        return before
 
 
 class ServiceGoneError(ServiceClosedError):
     """No handle on the service is left in this process."""
 
 
-class Logged(NamedTuple):
-    """What a run has logged since the last sample: the last of each name."""
-
-    numbers: dict[str, float]
-    histograms: dict[str, dict[str, list[float]]]
+def _nothing_logged() -> dict[str, dict[str, Any]]:
+    """What a run has logged since the last sample, of each name the last: nothing yet."""
+    return {"numbers": {}, "histograms": {}}
 
 
 def _histogram(values: np.ndarray[Any, Any]) -> dict[str, list[float]]:
@@ -242,7 +231,9 @@ def _histogram(values: np.ndarray[Any, Any]) -> dict[str, list[float]]:
 
 
 def _sample_of(
-    status: ServiceStatus, before: ServiceStatus | None = None, logged: Logged | None = None
+    status: ServiceStatus,
+    before: ServiceStatus | None = None,
+    logged: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """What the plots show of a moment, with the pushes that ended since the one before."""
     known = before.pushes if before else ()
@@ -264,7 +255,7 @@ def _sample_of(
         for one in status.replicas
     }
     sample = {"time": status.time, "replicas": replicas, "pushes": pushes}
-    return finite(sample | (logged or Logged({}, {}))._asdict())
+    return finite(sample | (logged or _nothing_logged()))
 
 
 def _quantiles(name: str, known: Latency | None) -> dict[str, float | None]:

@@ -41,6 +41,7 @@ _DTYPES = {
     "tokens_per_second": torch.float32,
     "staleness_span": torch.int64,
 }
+_UNKNOWN = {torch.int64: -1, torch.bool: False, torch.float32: math.nan}
 _ATTENTION_MASK = ("masks", "all_attention_mask")
 _REQUIRED = (
     keys.RESPONSE_VERSIONS,
@@ -74,8 +75,8 @@ class GenerationStatistics(Transform):
     ===================== ======== ==============================================================
 
     A float is NaN where it is unknown; so are all at an environment's reset, with integers -1. An
-    environment has them below ``"next"``, a replay buffer from ``extend`` on, and a batch in a
-    shallow copy. One that has them is not counted again.
+    environment has them below ``"next"``, a replay buffer from ``extend`` on. A batch that has them
+    is not counted again.
 
     Example:
         >>> statistics = GenerationStatistics()
@@ -97,17 +98,14 @@ class GenerationStatistics(Transform):
         """
         with COUNTING:
             means = {
-                name: self._sums[name] / count if count else None
-                for name, count in self._counts.items()
+                name: total / num if num else None for name, (total, num) in self._known.items()
             }
             return {"rows": self._rows, **means}
 
     def reset_summary(self) -> None:
         """Forgets the rows that have passed."""
         with COUNTING:
-            self._rows = 0
-            self._sums = dict.fromkeys(_DTYPES, 0.0)
-            self._counts = dict.fromkeys(_DTYPES, 0)
+            self._rows, self._known = 0, dict.fromkeys(_DTYPES, (0.0, 0))
 
     def measure(self, tensordict: TensorDictBase) -> TensorDict:
         """Returns the figures of a batch, uncounted.
@@ -150,11 +148,9 @@ class GenerationStatistics(Transform):
         figures = self.measure(tensordict)
         with COUNTING:
             self._rows += figures.batch_size.numel()
-            for name in _DTYPES:
-                values: Any = figures.get(name)
-                known = values >= 0 if values.dtype == torch.int64 else ~values.isnan()
-                self._sums[name] += float(values[known].sum(dtype=torch.float64))
-                self._counts[name] += int(known.sum())
+            for name, (total, num) in self._known.items():
+                values = _known(figures[name])
+                self._known[name] = total + float(values.sum()), num + len(values)
         return figures
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -181,9 +177,8 @@ class GenerationStatistics(Transform):
         tensordict_reset: TensorDictBase,
     ) -> TensorDictBase:
         shape, device = tensordict_reset.batch_size, tensordict_reset.device
-        unknown = {torch.int64: -1, torch.bool: False, torch.float32: math.nan}
         figures = {
-            name: torch.full(shape, unknown[dtype], dtype=dtype, device=device)
+            name: torch.full(shape, _UNKNOWN[dtype], dtype=dtype, device=device)
             for name, dtype in _DTYPES.items()
         }
         return tensordict_reset.set(_STATISTICS, TensorDict(figures, batch_size=shape))
@@ -201,6 +196,11 @@ class GenerationStatistics(Transform):
         }
         observation_spec[_STATISTICS] = Composite(entries, shape=shape, device=device)
         return observation_spec
+
+
+def _known(values: torch.Tensor) -> torch.Tensor:
+    """Those of a figure's values that are known, float64."""
+    return values[values >= 0 if values.dtype == torch.int64 else ~values.isnan()].double()
 
 
 def _entry(tensordict: TensorDictBase, key: NestedKey) -> Any:
@@ -257,7 +257,7 @@ class DashboardLogger(Logger):
         Args:
             name: What it is called.
             value: The number, or a tensor of them.
-            step: Step for the other logger; the page has the time instead.
+            step: For the other logger; the page has the time instead.
         """
         self.board.log(name, _numbers(name, value))
         if self.also:
@@ -276,19 +276,16 @@ class DashboardLogger(Logger):
             self.also.log_histogram(name, data, **kwargs)
 
     def log_video(self, name: str, video: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Passes a video on to the other logger; the page has none.
+        """Passes a video on to the other logger.
 
         Args:
-            name: What it is called.
-            video: Its frames.
-            step: Step for the other logger.
-            **kwargs: For the other logger.
+            name, video, step, **kwargs: For that logger.
         """
         if self.also:
             self.also.log_video(name, video, step=step, **kwargs)
 
     def log_hparams(self, cfg: Any) -> None:
-        """Passes settings on to the other logger; the page has none.
+        """Passes settings on to the other logger.
 
         Args:
             cfg: The settings.
@@ -398,65 +395,32 @@ def log_rollouts(
             "yields None: log rows of the buffer, such as buffer[:]"
         )
     found = {"rows": float(batch.batch_size.numel())}
-    if found["rows"]:
-        found |= _generated(batch) | _ages(batch, version) | _earned(batch, reward)
+    by_row = _by_row(batch, version, reward) if found["rows"] else {}
+    found |= {name: float(values.mean()) for name, values in by_row.items()}
+    if "response_length" in by_row:
+        found["tokens"] = float(by_row["response_length"].sum())
+    if "staleness" in by_row:
+        found["staleness_max"] = float(by_row["staleness"].max())
     _log(logger, prefix, found, step)
-    if isinstance(logger, DashboardLogger) and found["rows"]:
-        for name, values in _distributions(batch, version, reward).items():
-            logger.board.log(f"{prefix}/{name} by row", values.flatten().tolist())
+    if isinstance(logger, DashboardLogger):
+        for name in {"staleness", "reward", "response_length"} & by_row.keys():
+            if len(values := by_row[name]) > 1:
+                logger.board.log(f"{prefix}/{name} by row", values.tolist())
     return found
 
 
-def _distributions(
+def _by_row(
     batch: TensorDictBase, version: VersionLike | None, reward: NestedKey
 ) -> dict[str, torch.Tensor]:
-    """What is known of each row."""
-    found = {"staleness": _row_ages(batch, version), "reward": _rewards(batch, reward)}
+    """What is known of rows, by figure: a value for each row of which it is known."""
+    found: dict[str, Any] = {}
     if _entry(batch, keys.RESPONSE_VERSIONS) is not None:
-        found["response_length"] = GenerationStatistics().measure(batch).get("response_length")
-    return {
-        name: values for name, values in found.items() if values is not None and values.numel() > 1
-    }
-
-
-def _generated(batch: TensorDictBase) -> dict[str, float]:
-    """Means of the figures of generation that are known; nothing if the rows are not stamped."""
-    if _entry(batch, keys.RESPONSE_VERSIONS) is None:
-        return {}
-    statistics = GenerationStatistics()
-    statistics(batch.exclude(_STATISTICS))
-    known = {name: value for name, value in statistics.summary().items() if value is not None}
-    return known | {"tokens": round(known["response_length"] * known["rows"])}
-
-
-def _row_ages(batch: TensorDictBase, version: VersionLike | None) -> torch.Tensor | None:
-    """Age of each stamped row's oldest token; ``None`` where none is known."""
-    if version is None:
-        return None
-    source = as_version_source(version)
-    versions = oldest_versions(batch, keys.POLICY_VERSION)
-    stamped = versions[versions >= 0]
-    return staleness_of(stamped, source) if stamped.numel() else None
-
-
-def _ages(batch: TensorDictBase, version: VersionLike | None) -> dict[str, float]:
-    ages = _row_ages(batch, version)
-    if ages is None:
-        return {}
-    return {"staleness": float(ages.double().mean()), "staleness_max": float(ages.max())}
-
-
-def _rewards(batch: TensorDictBase, key: NestedKey) -> torch.Tensor | None:
-    """The rewards of all rows, which may be ragged."""
-    rewards = _entry(batch.reshape(-1), key)
-    if rewards is None:
-        return None
-    parts = [rewards] if isinstance(rewards, torch.Tensor) else rewards
-    return torch.cat([one.flatten() for one in parts])
-
-
-def _earned(batch: TensorDictBase, key: NestedKey) -> dict[str, float]:
-    values = _rewards(batch, key)
-    if values is None or not values.numel():
-        return {}
-    return {"reward": float(values.double().mean())}
+        found |= GenerationStatistics().measure(batch).items()
+    if version is not None:
+        source, versions = as_version_source(version), oldest_versions(batch, keys.POLICY_VERSION)
+        found["staleness"] = staleness_of(versions[versions >= 0], source)
+    if (rewards := _entry(batch.reshape(-1), reward)) is not None:
+        parts = [rewards] if isinstance(rewards, torch.Tensor) else rewards  # or ragged
+        found["reward"] = torch.cat([one.flatten() for one in parts]).double()
+    known = {name: one if name == "reward" else _known(one) for name, one in found.items()}
+    return {name: values for name, values in known.items() if len(values)}
