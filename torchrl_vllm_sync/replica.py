@@ -19,24 +19,21 @@ class LoadReport:
     Attributes:
         version: Policy version it holds now; ``None`` when that is not known.
         loaded: Whether anything was loaded; ``False`` when it held the version already.
-        verify_s: Reading and checking the stored tensors, while generation goes on.
-        stage_s: Receiving into spare memory, while generation goes on.
+        verify_s, stage_s: Reading and checking stored tensors, and receiving into spare memory,
+            while generation goes on.
         ready_s: Of ``stage_s``, until the trainer's word to begin.
         pause_s: From the request to pause until no step is running.
-        load_s: Loading into the model, the slowest worker.
-        resume_s: Labelling and resuming.
+        load_s, resume_s: Loading into the model, the slowest worker; labelling and resuming.
         whole_pause_s: All of the pause: ``pause_s``, ``load_s`` and ``resume_s``.
-        num_tensors: Tensors loaded by each worker.
+        num_tensors, attempts: Tensors loaded by each worker, and the most loads that one took.
         num_kept: Samples of requests that went on with the tokens and keys they had.
         num_restarted: Those without a token yet, which began again under the new weights.
-        attempts: Loads it took, the most of any worker.
         path: How the weights got into the model: ``plan`` for copies straight into place,
             ``layerwise`` for vLLM's reload; empty when nothing was loaded.
         path_reason: Why it was not the plan; empty when it was, or when it was not asked for.
         began_at: When the first of these phases, which follow each other, began, in Unix seconds by
             its host's clock; ``None`` when nothing was loaded.
-        replica_id: Stable id of the replica.
-        error: Why it did not reach the version of the push; empty when it did.
+        replica_id, error: Which replica, and why it did not reach the push's version, if so.
         is_expected: Whether that counts; not while it starts: it will catch up before it serves.
         is_silent: Whether its actor or its engine did not answer in time.
     """
@@ -85,11 +82,11 @@ class PushReport:
     """One push that has ended: committed, unless there is an ``error``.
 
     Attributes:
-        began_at: When it began, in Unix seconds by the trainer's clock.
-        seconds: Wall clock of the whole push.
+        began_at, seconds: When it began, in Unix seconds by the trainer's clock, and how long it
+            took.
         version: Policy version; ``None`` if it failed before it had one.
-        transport: Name of the transport; ``None`` if it failed.
-        num_bytes: Bytes of all tensors, once; ``None`` if it failed.
+        transport, num_bytes: Name of the transport, and bytes of all tensors, once; ``None`` if it
+            failed.
         phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
             ``open_s`` comes before the transport's own; the first time it chooses a transport,
             forms its group and asks replicas what they hold. ``compare_s`` reads all weights once,

@@ -120,7 +120,7 @@ def test_dense_rows_are_never_taken_one_by_one(monkeypatch):
         pytest.fail("a row was taken by itself")
 
     monkeypatch.setattr(MCAdvantage, "_inv_call_single", refuse)
-    transform = GroupAdvantage(4, trajectory_return="sum", candidate_group_size=6)
+    transform = GroupAdvantage(4, trajectory_return="sum")
     assert transform._inv_call(batch("aaabb")) is None
     assert len(transform._inv_call(batch("abb", seed=1))) == 8
 

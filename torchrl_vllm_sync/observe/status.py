@@ -132,15 +132,12 @@ class ReplicaStatus:
     Figures of the engine are those of its last report, unless that is more than 5 s old.
 
     Attributes:
-        replica_id: Stable id of the replica.
-        state: Its state.
-        reason: Why it is ``STALE`` or ``FAILED``; empty otherwise.
+        replica_id, state, reason: Which replica, its state, and why it is ``STALE`` or ``FAILED``.
         weight_version: Policy version that it last said it holds.
-        in_flight: Samples that this process has there, exact.
-        elsewhere: Samples that other processes have there, estimated at the last report.
-        num_unfinished: Requests inside its engine.
-        num_running: Requests in the engine's running batch.
-        num_waiting: Requests queued in the engine.
+        in_flight, elsewhere: Samples that this process has there, exact, and those of others,
+            estimated at the last report.
+        num_unfinished, num_running, num_waiting: Requests inside its engine: all, those in the
+            running batch, and those that are queued.
         kv_cache_usage: Share of KV-cache blocks in use, 0 to 1.
         prefix_cache_hit_rate: Share, 0 to 1, of the prompt tokens looked up in its prefix cache
             since the engine's start that were found there.
@@ -149,12 +146,10 @@ class ReplicaStatus:
         time_to_first_token: Seconds from a request's arrival to its first token, over the last 256.
         inter_token_latency: Seconds from one token of a request to its next, over the last 4,096.
         counters: What the engine has done since it started.
-        report_age_s: Seconds since its last report.
-        num_restarts: How often its actor was replaced.
-        node: Address of its node.
-        pid: Process id of its actor on that node.
-        device_type: Where its weights are: ``"cpu"`` or ``"cuda"``.
-        device_name: Name of the first of its GPUs, or how many cores of a CPU it may use.
+        report_age_s, num_restarts: Seconds since its last report; how often its actor was replaced.
+        node, pid: Address of its node, and its actor's process id there.
+        device_type, device_name: ``"cpu"`` or ``"cuda"``, and the name of its first GPU, or how
+            many cores of a CPU it may use.
         num_workers: GPUs that it uses; processes on a CPU.
     """
 
@@ -197,17 +192,16 @@ class ServiceStatus:
         ['1']
 
     Attributes:
-        name: Name of the service.
-        time: When this was so, in seconds since 1970.
+        name, time, launched_at: Name of the service, when this was so, and when it was launched, in
+            seconds since 1970.
         weight_version: Newest policy version that every serving replica is known to hold.
         in_flight: Samples that this process has in flight, those of removed replicas included.
         replicas: Its replicas, in the order of their joining.
-        pushes: The last pushes that this process made or heard of from replicas, newest first.
-        failures: What went wrong lately, newest first.
+        pushes, failures: The last pushes that this process made or heard of from replicas, and
+            what went wrong lately, newest first.
         requests: Requests of this process that were ``answered``, ``lost`` with their replicas,
             ``failed`` or ``cancelled``, and how often one was ``retried``: sent again.
         model: The checkpoint's name or path; empty if unknown.
-        launched_at: When it was launched, in seconds since 1970.
         versions: Name to version of the libraries: the engines' vLLM, and this process's TorchRL.
     """
 
@@ -230,10 +224,7 @@ class ServiceStatus:
 
     @property
     def hardware(self) -> str:
-        """GPUs or CPUs of all replicas, and how many nodes these are; empty if unknown.
-
-        Such as ``"4 x NVIDIA H100 80GB HBM3, 1 node"``.
-        """
+        """Such as ``"4 x NVIDIA H100 80GB HBM3, 1 node"``; empty if unknown."""
         known = [one for one in self.replicas if one.device_name and one.num_workers]
         gpus = Counter[str]()
         for one in known:
@@ -249,7 +240,7 @@ class ServiceStatus:
 
     @property
     def generated_tokens_per_s(self) -> float | None:
-        """Tokens that all replicas sample per second; ``None`` if that of one is not known."""
+        """Tokens that all replicas sample per second."""
         return self._total("generated_tokens_per_s")
 
     @property
@@ -269,14 +260,7 @@ class ServiceStatus:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as dictionaries, lists, strings and finite numbers, for JSON."""
-        totals = (
-            "uptime_s",
-            "hardware",
-            "num_serving",
-            "samples",
-            "generated_tokens_per_s",
-            "prompt_tokens_per_s",
-        )
+        totals = [name for name, one in vars(type(self)).items() if isinstance(one, property)]
         whole = dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
         for one, shown in zip(self.replicas, whole["replicas"], strict=True):
             shown["samples"] = one.samples

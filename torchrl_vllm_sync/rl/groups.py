@@ -9,10 +9,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torchrl._utils import logger
 from torchrl.data import LazyStackStorage
 from torchrl.objectives.llm import MCAdvantage
+from torchrl.objectives.llm import MCAdvantageSelector as _Selector
 
 from torchrl_vllm_sync.errors import RewardError, RowLayoutError
 from torchrl_vllm_sync.rl.rows import ATTENTION, TOKENS, Columns, Padding, joined
@@ -36,10 +37,8 @@ class GroupAdvantage(MCAdvantage):
     Dense rows, each a trajectory of one step, are grouped in one pass, and the advantages of all
     groups that are complete are computed at once. Rows of groups that are not wait as columns, and
     are returned as wide as the widest rows. Everything else goes TorchRL's way, row by row: lazy
-    stacks, batches of one row, trajectories of several steps, queues shared between processes.
-
-    Nothing bounds how many groups wait: ``queued_groups`` and ``queued_trajectories`` tell, and
-    ``clear_queues`` drops them.
+    stacks, batches of one row, trajectories of several steps, queues shared between processes, and
+    groups that are chosen from more candidates.
 
     Example:
         >>> rows = TensorDict(
@@ -55,18 +54,14 @@ class GroupAdvantage(MCAdvantage):
 
     Args:
         grpo_size: Rows of a group.
-        *args: See ``MCAdvantage``: ``prompt_key``, ``rewards_key``, ``advantage_key``, ``done_key``
-            and ``verbose``.
-        padding_token: Token that pads rows of different widths; by default what the rows hold
-            where ``("masks", "all_attention_mask")`` is false, or 0.
-        **kwargs: The same arguments by name, and ``MCAdvantage``'s keyword arguments.
+        *args, **kwargs: See ``MCAdvantage``.
+        padding_token: See :class:`RolloutStorage`.
 
     Raises:
         ValueError: See ``MCAdvantage``.
-        RewardError: When dense rows pass: rewards are missing, not finite, or not one
-            floating point number a row. Nothing was queued.
-        RowLayoutError: When dense rows pass: rows that waited have other columns. Nothing was
-            queued.
+        RewardError: Of dense rows, of which none was queued: rewards are missing, not finite, or
+            not one floating point number a row.
+        RowLayoutError: Also of dense rows: those that waited have other columns.
     """
 
     queues: Any  # deques of TensorDicts, and of _Row
@@ -78,11 +73,7 @@ class GroupAdvantage(MCAdvantage):
         self._padding = Padding(padding_token)
 
     def share_memory_(self) -> MCAdvantage:
-        """Moves queues and counters to objects that processes share; see ``MCAdvantage``.
-
-        Returns:
-            Itself.
-        """
+        """Returns itself, with queues and counters in objects that processes share."""
         if not self.is_shared:
             for group, queue in self.queues.items():
                 self.queues[group] = deque(self._queue_list(group), queue.maxlen)
@@ -101,10 +92,8 @@ class GroupAdvantage(MCAdvantage):
         if any(not isinstance(one, _Row) for queue in waiting.values() for one in queue):
             return super()._inv_call(tensordict)
         if self.verbose:
-            logger.info(
-                f"Invoking {type(self).__name__}.\nData size: {tensordict.shape}.\nCurrent queue "
-                f"size: {self.queued_groups}.\nTotal queue content: {self.queued_trajectories}"
-            )
+            waits = f"{self.queued_trajectories} of {self.queued_groups} groups wait"
+            logger.info(f"{type(self).__name__}: {len(tensordict)} rows, {waits}")
         columns = Columns.of(tensordict)
         self._check_rewards(columns)
         if ATTENTION in columns.leaves and all(columns.widths):
@@ -119,6 +108,11 @@ class GroupAdvantage(MCAdvantage):
     def _dense_groups(self, rows: TensorDictBase) -> list[Any] | None:
         """The group of each row, if these are dense rows of one step a trajectory."""
         if type(rows) is not TensorDict or rows.ndim != 1 or len(rows) < 2 or self.is_shared:
+            return None
+        if (
+            self.candidate_group_size > self.grpo_size
+            or type(self.candidate_selector) is not _Selector
+        ):
             return None
         done, prompts = rows.get(self.done_key, None), rows.get(self.prompt_key, None)
         if not isinstance(done, torch.Tensor) or done.numel() != len(rows) or not done.all():
@@ -151,37 +145,29 @@ class GroupAdvantage(MCAdvantage):
         rewards = columns.leaves[_path(self.rewards_key)]
         values = rewards.reshape(-1)
         self._count_arrivals(values[num_waiting:])
-        chosen: list[list[int]] = []
-        smallest = self.grpo_size
-        if self.trajectory_return is not None:
-            smallest = self.candidate_selection_min_size
-        for at, group in enumerate(groups, num_waiting):
-            queue = members[group]
-            queue.append(at)
-            if len(queue) < smallest:
-                continue
-            selected = self._selected(columns, values, queue)
-            if selected is None and len(queue) < self.candidate_group_size:
-                continue
-            members[group] = []
-            self.completed_groups += 1
-            if selected is None:
-                self.dropped_groups += 1
-                continue
-            self.written_groups += 1
-            chosen.append(selected)
-        self._wait(columns, members)
-        if not chosen:
-            return None
+        order: list[int] = []
         advantages: list[torch.Tensor] = []
-        for group in chosen:
-            returns = values[group]
-            one = (returns - returns.mean()) / returns.std().clamp_min(1e-6)
-            advantages.append(one)
+        low, high = self.keep_return_bounds or (-torch.inf, torch.inf)
+        for at, group in enumerate(groups, num_waiting):
+            members[group].append(at)
+            if len(members[group]) < self.grpo_size:
+                continue
+            whole, members[group] = members[group], []
+            returns, is_chosen = values[whole], self.trajectory_return is not None
+            is_kept = not is_chosen or low < float(returns.mean()) < high
+            self.completed_groups += 1
+            self.written_groups += is_kept
+            self.dropped_groups += not is_kept
+            self.selected_trajectories += self.grpo_size * (is_chosen and is_kept)
+            if is_kept:
+                order += whole
+                advantages.append((returns - returns.mean()) / returns.std().clamp_min(1e-6))
             if self.verbose:
-                logger.info(f"Group returns: {returns=} advantage={one}")
-        order = torch.tensor([at for group in chosen for at in group])
-        rows = columns.take(order).rows()
+                logger.info(f"Group {group!r} is {'kept' if is_kept else 'dropped'}: {returns}")
+        self._wait(columns, members)
+        if not order:
+            return None
+        rows = columns.take(torch.tensor(order)).rows()
         return rows.set(self.advantage_key, torch.cat(advantages).reshape(-1, *rewards.shape[1:]))
 
     def _count_arrivals(self, returns: torch.Tensor) -> None:
@@ -193,40 +179,6 @@ class GroupAdvantage(MCAdvantage):
                 self.trajectory_return_sum += number
             self.trajectory_return_max = max(self.trajectory_return_max, *numbers)
             self.successful_trajectories += sum(number > 0.0 for number in numbers)
-
-    def _selected(
-        self, columns: Columns, values: torch.Tensor, queue: list[int]
-    ) -> list[int] | None:
-        """The rows of a group to train on, in order; ``None`` if there are none."""
-        if self.trajectory_return is None:
-            return queue
-        returns = values[queue]
-        candidates = TensorDict({"return": returns}, [len(queue)])
-        selector = self.candidate_selector
-        if selector.in_keys != ["return"]:
-            singles = [_as_row(_Row(columns, at)) for at in queue]
-            candidates["trajectories"] = lazy_stack(singles, 0)
-        kept = selector.select(
-            candidates.select(*selector.in_keys, strict=True),
-            group_size=self.grpo_size,
-            keep_return_bounds=self.keep_return_bounds,
-        )
-        low, high = self.keep_return_bounds or (-torch.inf, torch.inf)
-        if kept is not None:
-            spare = len(queue) - self.grpo_size
-            if spare > 0:
-                first = selector._as_float_list(returns[: self.grpo_size])
-                accepted = selector._accepted(
-                    first, list(range(self.grpo_size)), self.keep_return_bounds
-                )
-                self.rescued_groups += int(not accepted)
-                self.unselected_trajectories += spare
-            self.selected_trajectories += len(kept)
-            if low < float(returns[kept].mean()) < high:
-                return [queue[at] for at in kept]
-        if self.verbose:
-            logger.info(f"No {self.grpo_size} of {returns=} have a mean within ({low}, {high}).")
-        return None
 
     def _wait(self, columns: Columns, members: dict[Any, list[int]]) -> None:
         places = [at for queue in members.values() for at in queue]
@@ -266,11 +218,10 @@ def _gathered(waiting: dict[Any, Iterable[_Row]]) -> tuple[list[Columns], dict[A
 class RolloutStorage(LazyStackStorage):
     """A storage of dense rows for TorchRL's replay buffers: columns, copied in and out.
 
-    Batches may differ in the widths of prompts and responses. Stored rows are as wide as the
-    widest; a sample has the columns that some of its rows use. What is padded anew holds what rows
-    hold outside their attention masks: false in masks, -1 in policy versions, NaN in
-    log-probabilities of prompts. Entries that are no tensors, and nested entries with further batch
-    dimensions, are kept row by row; they come back stacked, and are not copied.
+    Stored rows are as wide as the widest; a sample has the columns that some of its rows use. What
+    is padded anew holds what rows hold outside their attention masks: false in masks, -1 in policy
+    versions, NaN in log-probabilities of prompts. Entries that are no tensors, and nested entries
+    with further batch dimensions, come back stacked, and are not copied.
 
     All rows need ``("tokens", "prompt")``, ``("tokens", "response")``, ``("tokens", "full")`` and
     ``("masks", "all_attention_mask")``, and have the entries of the first ones. When a buffer has

@@ -61,10 +61,9 @@ class Conversation:
 class ConversationFinder:
     """Finds the conversations of a policy's rows, turn by turn; thread-safe.
 
-    A trajectory's number names its conversation, together with its environment's in a pool, whose
-    environments count for themselves. Where rows have no number, a row belongs to the conversation
-    that it continues: its prompt begins with an earlier call's prompt and answer, message by
-    message, where equal siblings are told apart by counting. Other rows begin a conversation.
+    A trajectory's number names its conversation, in a pool with its environment's. A row without a
+    number continues that whose last prompt and answer its prompt begins with, message by message,
+    where equal siblings are told apart by counting. Other rows begin a conversation.
 
     Rows are also places: an environment's index in a pool, or else the position in the batch. What
     begins in a place ends the conversation there. A pickled copy begins anew, with its own names.
@@ -103,18 +102,16 @@ class ConversationFinder:
                 digests = list(_digests(prompt))
                 environment = None if environments is None else environments[at]
                 if numbers is None:
-                    one = self._continued(digests)
-                    name = f"{self._name}-{next(self._numbers)}" if one is None else ""
+                    known = self._continued(digests)
+                    name = f"{self._name}-{next(self._numbers)}" if known is None else ""
                 else:
                     name = f"{self._name}:{environment}.{numbers[at]}"
-                    one = self._named(name)
+                    known = self._named(name)
+                one = known or self._begin(name, digests)
                 place = ("row", len(prompts), at) if environment is None else ("pool", environment)
-                begins = one is None
-                if one is None:
-                    one = self._begin(name, digests)
                 if by_position or environment is not None:
                     before = self._settle(place, one.session_id)
-                    if begins and before is not None:
+                    if known is None and before is not None:
                         over.append(before)
                 found.append(one)
             for session_id in {*over}.difference(one.session_id for one in found):
@@ -142,22 +139,18 @@ class ConversationFinder:
 
     def _continued(self, digests: list[int]) -> Conversation | None:
         end = next((one for one in reversed(digests) if one in self._waiting), None)
-        if end is None:
-            return None
-        session_id = self._waiting[end][0]
-        self._known.move_to_end(session_id)
-        one, ends = self._known[session_id]
-        ends.remove(end)
-        self._unwait(session_id, end)
-        return one
+        return None if end is None else self._go_on(self._waiting[end][0], [end])
 
     def _named(self, session_id: str) -> Conversation | None:
-        if session_id not in self._known:
-            return None
+        known = self._known.get(session_id)
+        return None if known is None else self._go_on(session_id, [*known[1]])
+
+    def _go_on(self, session_id: str, from_ends: list[int]) -> Conversation:
         self._known.move_to_end(session_id)
         one, ends = self._known[session_id]
-        while ends:
-            self._unwait(session_id, ends.pop())
+        for end in from_ends:
+            ends.remove(end)
+            self._unwait(session_id, end)
         return one
 
     def _begin(self, session_id: str, digests: list[int]) -> Conversation:
@@ -176,9 +169,8 @@ class ConversationFinder:
         return before
 
     def _forget(self, session_id: str) -> None:
-        known = self._known.pop(session_id, None)
-        if known is not None:
-            for end in known[1]:
+        if session_id in self._known:
+            for end in self._known.pop(session_id)[1]:
                 self._unwait(session_id, end)
             self._ended.append(session_id)
 
@@ -273,13 +265,11 @@ Chat: TypeAlias = "list[dict[str, Any]]"
 class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     """TorchRL's ``vLLMWrapper`` over a service, with what TorchRL drops of each response kept.
 
-    Each generated row carries more entries than TorchRL's, whose names are in
-    ``torchrl_vllm_sync.rl.keys``. Where no shape is given it is the batch's.
+    Each generated row carries more entries than TorchRL's, named in ``torchrl_vllm_sync.rl.keys``
+    and of the batch's shape unless said otherwise.
 
-    - ``"policy_version"``, int64: the oldest policy version that sampled one of the row's tokens.
-      ``PolicyAgeFilter`` works on it as it is. A collector's own stamp, made when the environment
-      steps, is overwritten.
-    - ``"max_policy_version"``, int64: the newest one.
+    - ``"policy_version"`` and ``"max_policy_version"``, int64: the oldest and the newest policy
+      version that sampled one of the row's tokens, in place of a collector's own stamp.
     - ``("policy_versions", "response")``, int64, laid out as ``("tokens", "response")``: the
       version that sampled each token; -1 on padding.
     - ``("policy_versions", "full")``, int64, laid out as ``("tokens", "full")``: the same, with -1
@@ -288,21 +278,17 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     - ``("generation", "num_cached_tokens")``, int64: tokens of the prompt that came from the prefix
       cache; -1 where vLLM did not say.
     - ``("generation", "queue_time")``, ``"prefill_time"`` and ``"decode_time"``, float32 seconds:
-      from vLLM's queue to its first batch, from there to the first token, from there to the last.
-      Pauses are part of the phase they fall into; what a request did before an update sent it back
-      is not counted. NaN where vLLM did not say.
+      from vLLM's queue to its first batch, to the first token, to the last. Pauses count where they
+      fall; what a request did before an update sent it back does not. NaN where vLLM did not say.
     - ``("generation", "replica_id")``, text: the replica that answered.
 
-    Prompt log-probabilities are not asked for while generating unless ``generate_kwargs`` has
-    ``prompt_logprobs``: asking makes vLLM skip its prefix cache (``vllm/sampling_params.py``,
-    ``skip_reading_prefix_cache``). TorchRL then fills the prompt's slice with NaN, which
-    ``GRPOLoss`` masks, and logs once that it got none.
+    Prompt log-probabilities are NaN, which ``GRPOLoss`` masks, unless ``generate_kwargs`` has
+    ``prompt_logprobs``: asking for them makes vLLM skip its prefix cache.
 
-    Each row's conversation and the group of rows that began with the same prompt are found in the
-    data (``torchrl_vllm_sync.rl.policy``) and passed to the service as ``session_id`` and
-    ``group_id``: all turns of a conversation go to one replica, and the samples of a GRPO group go
-    together while it is not overloaded. That takes ``input_mode="history"``, or data that number
-    their trajectories; sessions are released where another conversation takes their place.
+    Conversations, and groups of rows that began with the same prompt, are found in the data
+    (``input_mode="history"``, or rows that number their trajectories) and passed to the service as
+    ``session_id`` and ``group_id``: the turns of a conversation go to one replica, and the samples
+    of a GRPO group go together while it is not overloaded.
 
     Example:
         >>> policy = vLLMWrapper(service, tokenizer=tokenizer, input_mode="history")
@@ -316,9 +302,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     Raises:
         UnsupportedArgumentError: ``model`` is not a service of this library.
-        TokenizerMismatchError: At the first call: the engines' tokenizer has tokens that the
-            policy's has not, or encodes otherwise. Engines without one, and rows of token ids, are
-            not checked.
+        TokenizerMismatchError: At the first call, unless rows are token ids: the engines' tokenizer
+            has tokens that the policy's has not, or encodes otherwise.
         ValueError: See TorchRL's wrapper.
     """
 
@@ -371,10 +356,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     def _check_tokenizer(self) -> None:
         args = self.model.engine_args
         if not args.skip_tokenizer_init:  # else the engines have none
-            names = (
-                f"the policy's {named(self.tokenizer)}",
-                f"the engines' {args.tokenizer or args.model!r}",
-            )
+            mine, its = named(self.tokenizer), args.tokenizer or args.model
+            names = f"the policy's {mine}", f"the engines' {its!r}"
             check_tokenizers(self.tokenizer, self.model.requests.tokenizer(), names)
         self._knows_tokenizer = True
 
@@ -411,9 +394,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
         Returns:
             All entries of the rows in one ``TensorDict`` of batch size ``(num_rows,)``. Prompts are
-            padded on the left and answers on the right, with the tokenizer's padding token; there
-            log-probabilities are 0.0 and versions -1. Text and histories are made when they are
-            looked at.
+            padded on the left and answers on the right; there log-probabilities are 0.0 and
+            versions -1. Text and histories are made when they are looked at.
 
         Raises:
             InvalidPromptError: As :meth:`AsyncVLLM.generate`, whose other errors pass, too.
@@ -440,22 +422,19 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         prompts = [torch.tensor(one, dtype=torch.int64) for one in ids]
         prompt = self._padded(prompts, self.padding_value, "left")[of_row]
         is_prompt = self._padded([one >= 0 for one in prompts], False, "left")[of_row]
-        wholes = [ids[at] for at in of_row.tolist()]
-        num_rows, where = len(wholes), of_row.numpy()
+        num_rows, where = len(of_row), of_row.numpy()
         said = answers.ids  # all that texts hold on to: rows may be kept, the outputs need not be
 
-        def late(make: Callable[[], list[str]]) -> Texts:
+        def late(make: Callable[[], Any]) -> Texts:
             return Texts.late([num_rows], lambda: objects(make()))
 
-        def sequences() -> list[list[int]]:
-            return [[*one, *answer] for one, answer in zip(wholes, said, strict=True)]
+        def wholes() -> list[str]:
+            each = zip(where, said, strict=True)
+            return self._decoded([[*ids[at], *answer] for at, answer in each])
 
         replies = late(lambda: self._decoded(said))
-        told = {
-            "prompt": Texts.late([num_rows], lambda: objects(texts)[where]),
-            "response": replies,
-            "full": late(lambda: self._decoded(sequences())),
-        }
+        prompted = late(lambda: objects(texts)[where])
+        told = {"prompt": prompted, "response": replies, "full": late(wholes)}
         entries = {
             self.text_key: (Text, told),
             self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),

@@ -46,11 +46,7 @@ ModelMetadata: TypeAlias = "Mapping[str, tuple[torch.dtype, torch.Size]]"
 
 
 class VLLMWeightSender(WeightUpdater):
-    """An updater under the names of TorchRL's senders; ``scheme.create_sender()`` makes it.
-
-    Lifecycle: :meth:`register_model`, :meth:`init_all_workers_group`, then :meth:`update_weights`
-    any number of times, :meth:`shutdown`.
-    """
+    """An updater under the names of TorchRL's senders; ``scheme.create_sender()`` makes it."""
 
     def __init__(self, scheme: ServiceScheme) -> None:
         super().__init__(None, transport=scheme.new_transport(), **asdict(scheme.options))
@@ -62,10 +58,7 @@ class VLLMWeightSender(WeightUpdater):
         """Makes ``model`` what :meth:`update_weights` sends when it is given nothing."""
         known = self._model and self._model()
         if known is not None and known is not model:
-            raise UnsupportedArgumentError(
-                f"another {type(known).__name__} is registered already: a scheme synchronises one "
-                "model"
-            )
+            raise UnsupportedArgumentError(f"another {type(known).__name__} is registered already")
         try:
             self._model = weakref.ref(model)
         except TypeError:
@@ -88,12 +81,9 @@ class VLLMWeightSender(WeightUpdater):
 
     def connect(self, service: AsyncVLLM | LocalLLM) -> None:
         """Opens the transport to ``service``; does nothing when it is connected to it."""
-        if self.service is not None:
-            if self.service.name != service.name:
-                raise UnsupportedArgumentError(
-                    f"the sender is connected to service {self.service.name}, so it cannot be "
-                    f"to {service.name}"
-                )
+        if (known := self.service) is not None:
+            if known.name != service.name:
+                raise UnsupportedArgumentError(f"the sender is connected to service {known.name}")
             return
         self._scheme.check_service(service)
         self.service = service
@@ -110,19 +100,16 @@ class VLLMWeightSender(WeightUpdater):
         """Brings every replica to new weights, and every registered collector to their version."""
         if not self._connected:
             raise TransferNotReadyError(
-                "the sender is not connected: call init_all_workers_group, or give the scheme to a "
-                "collector, before update_weights"
+                "the sender is not connected: call init_all_workers_group, or use a collector"
             )
         return self.push_weights(self._to_send(weights), version=version)
 
     def _to_send(self, weights: Any) -> Any:
-        if weights is None and self._model is not None:
-            weights = self._model()
         if weights is None:
-            raise TransferNotReadyError(
-                "there is nothing to send: "
-                + ("no model was registered" if self._model is None else "the model is gone")
-            )
+            weights = self._model and self._model()
+        if weights is None:
+            why = "no model was registered" if self._model is None else "the model is gone"
+            raise TransferNotReadyError(f"there is nothing to send: {why}")
         return weights
 
     def send_weights(self, weights: Any) -> None:
@@ -147,20 +134,19 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
     def connect(self, service: AsyncVLLM | LocalLLM) -> None:
         """Opens the transport to ``service``, in the place of the writer that only stores."""
         if self._scheme.local_addr != self._scheme.remote_addr:
+            addresses = f"{self._scheme.local_addr} and {self._scheme.remote_addr}"
             raise UnsupportedArgumentError(
-                "local_addr must be remote_addr to push to a service, got "
-                f"{self._scheme.local_addr} and {self._scheme.remote_addr}: store only, and poll "
-                "with a receiver"
+                f"local_addr must be remote_addr to push to a service, got {addresses}: store "
+                "only, and poll with a receiver"
             )
         self._close_writer()
         super().connect(service)
 
     def register_collector(self, collector: Any) -> None:
-        """Keeps ``collector``'s version equal to the service's, which must be connected."""
+        """Keeps ``collector``'s version equal to the connected service's."""
         if self.service is None:
             raise TransferNotReadyError(
-                "a sender that is not connected stores versions only: register the collector with "
-                "the receiver, or call init_all_workers_group first"
+                "a sender that is not connected stores: register the collector with the receiver"
             )
         super().register_collector(collector)
 
@@ -175,12 +161,12 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
         source = as_weight_source(self._to_send(weights))
         if self._writer is None:
             self._writer = SnapshotWriter(self._scheme.remote_addr, layout=self._scheme.layout)
-        if version is None:
-            version = (self._writer.last_version or 0) + 1
+        following = (self._writer.last_version or 0) + 1
+        version = following if version is None else version
         return self._writer.publish(source, source.metadata(), version)
 
     def shutdown(self) -> None:
-        """Gives the directory back, and forgets the service and the collectors; idempotent."""
+        """Also gives the directory back."""
         self._close_writer()
         super().shutdown()
 
@@ -216,8 +202,7 @@ class VLLMWeightReceiver:
     """Says when pushes, which bring the weights into the engines, have reached a service."""
 
     def __init__(self, scheme: ServiceScheme, vllm_engine: Any) -> None:
-        self._scheme = scheme
-        self.service = find_service(vllm_engine)
+        self._scheme, self.service = scheme, find_service(vllm_engine)
         scheme.check_service(self.service)
         self._versions = CollectorVersions()
         self._seen = self.service.weight_version
@@ -227,7 +212,7 @@ class VLLMWeightReceiver:
         check_metadata(model_metadata, self.service)
 
     def register_collector(self, collector: Any) -> None:
-        """Brings ``collector`` to the service's version, now and at each poll that finds a push."""
+        """Brings ``collector`` to the service's version, also at each poll that finds a push."""
         self._versions.register(collector, self.service)
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
@@ -256,7 +241,7 @@ class VLLMWeightReceiver:
         self.apply_weights(weights)
 
     def receive_weights(self, timeout: float | None = None, **_: Any) -> None:
-        """Polls once; there are no weights to hand over, since the engines hold them."""
+        """Polls once; the engines hold the weights."""
         self.poll_and_apply(*([] if timeout is None else [timeout]))
 
     def setup_connection_and_weights_on_receiver(self, **kwargs: Any) -> None:
@@ -271,16 +256,10 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Has every replica load the newest version that the directory holds."""
         check_seconds("timeout", timeout)
+        options: Any = {"timeout_s": timeout, "deadline_s": timeout + GRACE_S, "compare": True}
+        options |= {name: getattr(self._scheme.options, name) for name in ("clear_cache", "mode")}
         answers = self.service.replicas.call_replicas(
-            "load_snapshot",
-            self._scheme.local_addr,
-            None,
-            at_least=0,
-            compare=True,
-            timeout_s=timeout,
-            deadline_s=timeout + GRACE_S,
-            clear_cache=self._scheme.options.clear_cache,
-            mode=self._scheme.options.mode,
+            "load_snapshot", self._scheme.local_addr, None, at_least=0, **options
         )
         self.service.weights.learn_versions()
         reports = [one for one in answers.values() if isinstance(one, dict)]
@@ -302,10 +281,9 @@ Strategy: TypeAlias = Literal["tensordict", "state_dict"]
 class ServiceScheme(_TorchRLScheme):
     """Base of the two schemes: both of TorchRL's interfaces over one sender.
 
-    Given to a collector (``weight_sync_schemes={"policy": scheme}``, which TorchRL's ``Collector``
-    takes and its ``LLMCollector`` refuses) it finds the service in the collector's policy, whose
-    version follows the service's. Connecting sends nothing. The GRPO scripts use
-    :meth:`create_sender` and :meth:`create_receiver` instead. A pickled copy is not connected.
+    A collector (TorchRL's ``Collector`` takes ``weight_sync_schemes``, its ``LLMCollector`` does
+    not) has the service in its policy; scripts call :meth:`create_sender` and
+    :meth:`create_receiver`. Connecting sends nothing. A pickled copy is not connected.
     """
 
     _sender_type: type[VLLMWeightSender] = VLLMWeightSender
@@ -345,26 +323,24 @@ class ServiceScheme(_TorchRLScheme):
         """
         if not isinstance(service, AsyncVLLM) or self.num_replicas is None:
             return
-        if self.num_replicas != service.num_replicas:
-            raise UnsupportedArgumentError(
-                f"num_replicas must be {service.num_replicas}, as the service has, "
-                f"got {self.num_replicas}"
-            )
-        sizes = {service.get_tp_size(), num_workers(service.engine_args)}
-        if self.gpus_per_replica not in sizes:
-            raise UnsupportedArgumentError(
-                f"gpus_per_replica must be {' or '.join(map(str, sorted(sizes)))}, as the service "
-                f"has, got {self.gpus_per_replica}"
-            )
+        known = {
+            "num_replicas": {service.num_replicas},
+            "gpus_per_replica": {service.get_tp_size(), num_workers(service.engine_args)},
+        }
+        for name, right in known.items():
+            if (given := getattr(self, name)) not in right:
+                told = " or ".join(map(str, sorted(right)))
+                raise UnsupportedArgumentError(
+                    f"{name} must be {told}, as the service has, got {given}"
+                )
 
     def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
         """Returns where trainer and engines meet, if that was given.
 
         Arguments are those of :meth:`check_service`.
         """
-        if isinstance(service, AsyncVLLM):
-            return {"master_address": self.master_address, "master_port": self.master_port}
-        return {}
+        given = {"master_address": self.master_address, "master_port": self.master_port}
+        return given if isinstance(service, AsyncVLLM) else {}
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
         """Returns a new receiver for a service, or for a ``vllm.LLM``.
@@ -398,8 +374,7 @@ class ServiceScheme(_TorchRLScheme):
             raise UnsupportedArgumentError(
                 f"{sorted(kwargs)} have no meaning for engines: give a collector, or model="
             )
-        sender = self.create_sender()
-        service = self._find_service(context, model_id)
+        sender, service = self.create_sender(), self._find_service(context, model_id)
         if model is not None:
             sender.register_model(model)
         sender.connect(service)
@@ -450,8 +425,7 @@ class ServiceScheme(_TorchRLScheme):
             raise UnsupportedArgumentError(f"worker_ids must be None, got {worker_ids!r}")
         if not (self.initialized_on_sender and self.synchronized_on_sender):
             raise TransferNotReadyError(
-                "the scheme is not connected: give it to a collector, or call init_on_sender and "
-                "connect, before send"
+                "the scheme is not connected: use a collector, or init_on_sender and connect"
             )
         super().send(weights)
 
@@ -484,9 +458,7 @@ class ServiceScheme(_TorchRLScheme):
 
 
 class VLLMWeightSyncScheme(ServiceScheme):
-    """Pushes weights from the trainer into every replica, by broadcast wherever that is faster.
-
-    TorchRL's scheme of this name, which with vLLM 0.28 and later loads nothing.
+    """TorchRL's scheme of this name, which with vLLM 0.28 and later loads nothing: a push.
 
     Example:
         >>> scheme = VLLMWeightSyncScheme(num_replicas=2)
@@ -500,14 +472,12 @@ class VLLMWeightSyncScheme(ServiceScheme):
         gpus_per_replica: Tensor-parallel size of a replica, or all of its workers.
         num_replicas: Replicas of the service.
         strategy: ``"tensordict"`` or ``"state_dict"``, as TorchRL's; both push the same.
-        device: The trainer's device for the broadcast, an integer being a GPU's index; makes
-            ``transport="auto"`` a broadcast. ``None`` sends from where the weights are.
+        device: The trainer's device (a GPU's index) for a broadcast, which ``"auto"`` is then.
         service: The service; by default that of the collector's policy.
         transport, timeout_s, clear_cache, mode, strict: See ``WeightUpdater``.
 
     Raises:
-        UnsupportedArgumentError: There is no such ``strategy``, ``transport`` or ``device``, or
-            ``timeout_s``, ``mode`` or ``strict`` is no such value.
+        UnsupportedArgumentError: An argument is no such value.
     """
 
     def __init__(
@@ -546,20 +516,17 @@ class VLLMWeightSyncScheme(ServiceScheme):
 class VLLMDoubleBufferSyncScheme(ServiceScheme):
     """Passes weights through memory-mapped TensorDicts in a directory that both sides see.
 
-    TorchRL's scheme of this name, with real buffers: versions are stored whole and swapped in at
-    once, checksummed, and loaded once each; a version older than the newest is refused.
+    TorchRL's scheme of this name, with real buffers: versions are stored whole, checksummed, and
+    loaded once each; a version older than the newest is refused.
 
     A sender that was connected (``init_all_workers_group``, or a collector) stores and loads. One
-    that was not only stores, and ``receiver.poll_and_apply()`` or ``service.follow_snapshots()``,
-    wherever the service can be reached, has the engines load it.
+    that was not only stores, and ``receiver.poll_and_apply()`` or ``service.follow_snapshots()``
+    has the engines load it.
 
     Example:
         >>> scheme = VLLMDoubleBufferSyncScheme("/shared/weights")
-        >>> sender = scheme.create_sender()  # in the trainer
-        >>> sender.register_model(model)
-        >>> sender.update_weights()
-        >>> receiver = scheme.create_receiver(service)  # where the service is
-        >>> receiver.poll_and_apply()
+        >>> scheme.create_sender().update_weights(model)  # in the trainer
+        >>> scheme.create_receiver(service).poll_and_apply()  # where the service is
         True
 
     Args:
@@ -568,14 +535,11 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         num_threads: Must be at least 1; stores and loads are bounded by memory, and use one.
         strategy: ``"tensordict"`` or ``"state_dict"``, as TorchRL's; both push the same.
         service: The service; by default that of the collector's policy.
-        layout: ``"slots"`` rewrites a few buffers in turn, for one host; ``"versions"`` writes new
-            files each time, for shared file systems.
+        layout: ``"slots"``, or ``"versions"``, see ``SnapshotWriter``.
         timeout_s, clear_cache, mode, strict: See ``WeightUpdater``.
 
     Raises:
-        UnsupportedArgumentError: There is no such ``strategy`` or ``layout``, an address is no
-            path, ``num_threads`` is below 1, or ``timeout_s``, ``mode`` or ``strict`` is no such
-            value.
+        UnsupportedArgumentError: An argument is no such value.
     """
 
     _sender_type = VLLMDoubleBufferWeightSender
@@ -598,16 +562,12 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         options = {"timeout_s": timeout_s, "clear_cache": clear_cache, "mode": mode}
         super().__init__(strategy, service, strict=strict, **options)
         check_integer("num_threads", num_threads, 1)
-        if layout not in get_args(LayoutName):
-            raise UnsupportedArgumentError(
-                f"layout must be one of {get_args(LayoutName)}, got {layout!r}"
-            )
+        if layout not in (known := get_args(LayoutName)):
+            raise UnsupportedArgumentError(f"layout must be one of {known}, got {layout!r}")
+        local_addr = remote_addr if local_addr is None else local_addr
         self.remote_addr = _as_directory("remote_addr", remote_addr)
-        self.local_addr = self.remote_addr
-        if local_addr is not None:
-            self.local_addr = _as_directory("local_addr", local_addr)
-        self.num_threads = num_threads
-        self.layout: LayoutName = layout
+        self.local_addr = _as_directory("local_addr", local_addr)
+        self.num_threads, self.layout = num_threads, layout
 
     def new_transport(self) -> MemmapTransport:
         """Returns the transport that the sender pushes through once it is connected."""

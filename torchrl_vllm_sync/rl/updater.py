@@ -43,8 +43,8 @@ class WeightUpdater:
     """Pushes a trainer's weights into every replica of a service.
 
     Give it to ``LLMCollector(weight_updater=...)``, or call :meth:`push_weights` yourself. Either
-    way the version of every registered collector is the service's after each push, whatever they
-    add of themselves. A pickled copy has no collectors and no source.
+    way every registered collector's version is the service's after each push. A pickled copy has
+    no collectors and no source.
 
     Example:
         >>> updater = WeightUpdater(service, source=trained_model)
@@ -52,14 +52,12 @@ class WeightUpdater:
         >>> updater.push_weights()
 
     Args:
-        service: The service, or a ``vllm.LLM`` of this process, see ``LocalLLM``. ``None`` on the
-            ranks of a model sharded by FSDP2 that do not push it: every rank calls
-            :meth:`push_weights`, and only the first has the service.
+        service: The service, or a ``vllm.LLM`` of this process, see ``LocalLLM``. Every rank of a
+            model sharded by FSDP2 calls :meth:`push_weights`, and all but the first give ``None``.
         source: What :meth:`push_weights` sends when it is given nothing: a module (plain, wrapped
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
-        transport: ``"auto"``, ``"broadcast"``, ``"ipc"``, ``"memmap"``, or a
-            ``WeightTransport``. ``"auto"`` chooses by where trainer and engines are, see
-            ``weights/places.py``; reports name what was chosen.
+        transport: ``"broadcast"``, ``"ipc"``, ``"memmap"``, a ``WeightTransport``, or ``"auto"``,
+            which chooses by where trainer and engines are (``weights/places.py``).
         timeout_s, clear_cache, mode, strict: Options of each push, see ``AsyncVLLM.push_weights``.
 
     Raises:
@@ -115,8 +113,7 @@ class WeightUpdater:
         if self.service is None:
             if self._is_disconnected:
                 raise UnsupportedArgumentError(
-                    "this updater was disconnected from its service: to push again, make a new "
-                    "WeightUpdater(service, ...)"
+                    "this updater was disconnected from its service: make a new WeightUpdater"
                 )
             report = self._take_part(weights)
             assert report.version is not None  # as in every push that is committed
@@ -139,8 +136,7 @@ class WeightUpdater:
         source = as_weight_source(weights)
         if not isinstance(source, ShardedModuleSource) or source.leads:
             raise UnsupportedArgumentError(
-                "service may be None only on the ranks of a sharded model that do not push it; "
-                "the first of its ranks must have the service"
+                "service may be None only on ranks of a sharded model other than its first"
             )
         last_s = 0.0 if self.last_report is None else self.last_report.seconds
         limit_s = self._options.timeout_s or max(FIRST_TIMEOUT_S, SLOWER * last_s)
@@ -157,14 +153,14 @@ class WeightUpdater:
             self.open()
 
     def open(self, **meeting_point: Any) -> None:
-        """Opens the transport, and tells collectors the version, as the first push would do too.
+        """Opens the transport, and tells collectors the version; the first push would do it, too.
 
         Args:
             **meeting_point: What ``AsyncVLLM.init_weight_update_group`` takes.
 
         Raises:
             UnsupportedArgumentError: There is no service.
-            SyncError: The transport could not be opened.
+            SyncError: It could not be opened.
         """
         if self.service is None:
             raise UnsupportedArgumentError("there is no service to open a transport to")
@@ -228,9 +224,8 @@ def as_transport(transport: TransportName | WeightTransport) -> WeightTransport:
         check_transport(transport)
         return transport
     if transport not in TRANSPORTS:
-        raise UnsupportedArgumentError(
-            f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}"
-        )
+        names = sorted(TRANSPORTS)
+        raise UnsupportedArgumentError(f"transport must be one of {names}, got {transport!r}")
     return TRANSPORTS[transport]()
 
 
