@@ -78,7 +78,7 @@ def make_tiny_checkpoint(
     tensor per projection and expert, as published checkpoints have them.
 
     Args:
-        directory: Created if absent. Files of an earlier checkpoint in it are replaced.
+        directory: Created if absent; files of an earlier checkpoint are replaced.
         architecture: A dense or a mixture-of-experts model.
         tied: Whether the output head shares the embedding's weights.
         seed: Of the weights. The tokenizer does not depend on it.
@@ -87,7 +87,7 @@ def make_tiny_checkpoint(
         **config_overrides: Fields of the transformers config, such as ``num_hidden_layers=1``.
 
     Returns:
-        ``directory``, with ``config.json``, ``model.safetensors`` and the tokenizer's files.
+        ``directory``.
 
     Raises:
         ValueError: ``architecture`` is not one of those above.
@@ -96,8 +96,8 @@ def make_tiny_checkpoint(
         >>> path = make_tiny_checkpoint(tmp_path / "moe", architecture="qwen3_moe", seed=1)
         >>> model = load_tiny_model(path)
     """
-    if architecture not in get_args(Architecture):
-        names = ", ".join(get_args(Architecture))
+    if architecture not in (known := get_args(Architecture)):
+        names = ", ".join(known)
         raise ValueError(f"architecture must be one of {names}, got {architecture!r}")
     directory = Path(directory)
     tokenizer = make_tiny_tokenizer()
@@ -148,8 +148,7 @@ def load_tiny_model(checkpoint: str | os.PathLike[str]) -> PreTrainedModel:
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Returns the tokenizer of the tiny checkpoints: 512 tokens, the special ones first.
 
-    ``<|endoftext|>`` pads and is not part of the chat template; ``<|im_end|>`` ends a turn and is
-    the end-of-sequence token. Any text can be encoded and decoded back.
+    ``<|endoftext|>`` pads; ``<|im_end|>`` ends a turn and a sequence. Any text can be encoded.
     """
     tokenizer = Tokenizer(models.BPE())
     # Split as Qwen2Tokenizer does: AutoTokenizer takes that class for the checkpoints' model type.
@@ -187,9 +186,6 @@ def token_log_probs(model: PreTrainedModel, token_ids: Sequence[int] | Tensor) -
         model: A causal language model, in evaluation mode.
         token_ids: One sequence of at least two tokens.
 
-    Returns:
-        Float32 on the CPU, of shape ``(len(token_ids) - 1,)``.
-
     Raises:
         ValueError: There are fewer than two tokens.
     """
@@ -222,8 +218,8 @@ def assert_diverse(outputs: Sequence[Sequence[int]], *, min_distinct: int = 6) -
     """Refuses outputs so uniform that two models might agree on them by chance.
 
     Args:
-        outputs: Token ids sampled from different prompts, or by different models.
-        min_distinct: Distinct tokens that each output must hold.
+        outputs: Token ids of several outputs.
+        min_distinct: Distinct tokens that each must hold.
 
     Raises:
         AssertionError: Two outputs are equal, or one repeats too few tokens.

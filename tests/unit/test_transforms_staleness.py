@@ -333,8 +333,8 @@ def test_a_bound_that_is_none_is_refused(bound):
         ({"half_life": float("nan")}, "half_life must be greater than 0"),
         ({"half_life": "2"}, "half_life must be greater than 0, got '2'"),
         ({"max_staleness": -1}, "max_staleness must be at least 0, got -1"),
-        ({"max_staleness": True}, "max_staleness must be an int, got True"),
-        ({"max_staleness": 1.5}, "max_staleness must be an int, got 1.5"),
+        ({"max_staleness": True}, "max_staleness must be an integer, got True"),
+        ({"max_staleness": 1.5}, "max_staleness must be an integer, got 1.5"),
     ],
 )
 def test_weights_that_make_no_sense_are_refused(settings, message):

@@ -59,9 +59,7 @@ class History:
     def _open(self, path: str | os.PathLike[str]) -> None:
         with contextlib.ExitStack() as stack:
             try:
-                if Path(path).exists() and not Path(path).is_file():  # a pipe may never open
-                    raise OSError("it is no regular file")
-                file = stack.enter_context(Path(path).open("ab"))
+                file = stack.enter_context(_opened(Path(path)))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (OSError, TypeError, ValueError) as error:
                 is_taken = isinstance(error, BlockingIOError)
@@ -118,6 +116,12 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return second | logged | {"pushes": first["pushes"] + second["pushes"]}
 
 
+def _opened(path: Path) -> BinaryIO:
+    if path.exists() and not path.is_file():  # opening a pipe may never return
+        raise OSError("it is no regular file")
+    return path.open("ab")
+
+
 def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], int]]:
     """Yields each whole line, and where it ends; refuses what no dashboard has written."""
     number = end = 0
@@ -125,21 +129,27 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], int]]
         with Path(path).open("rb") as file:
             while text := file.readline(_MAX_LINE_BYTES):
                 number += 1
-                if not text.endswith(b"\n"):  # it may have been cut off
-                    if not any(one.startswith(text[: len(one)]) for one in _BEGINNINGS):
-                        raise ValueError("it does not begin like a sample or a status")
-                    return
                 end += len(text)
-                line = json.loads(text, parse_constant=lambda _: None)
-                for name, kind in _PARTS.items() if "sample" in line else ():
-                    if not isinstance(line["sample"][name], kind):
-                        raise TypeError(f"{name} of a sample is something else")
-                if "sample" not in line or "status" in line:
-                    float(line["status"]["time"])
-                yield line, end
+                if (line := _checked(text)) is not None:
+                    yield line, end
     except OSError as error:
         raise UnsupportedArgumentError(f"history must be a file to read: {error}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UnsupportedArgumentError(
             f"{path} is no history of a dashboard: line {number}: {error!r}"
         ) from error
+
+
+def _checked(text: bytes) -> dict[str, Any] | None:
+    """Reads one line, ``None`` if it was cut off; raises one of several errors for another's."""
+    if not text.endswith(b"\n"):
+        if not any(one.startswith(text[: len(one)]) for one in _BEGINNINGS):
+            raise ValueError("it does not begin like a sample or a status")
+        return None
+    line = json.loads(text, parse_constant=lambda _: None)
+    for name, kind in _PARTS.items() if "sample" in line else ():
+        if not isinstance(line["sample"][name], kind):
+            raise TypeError(f"{name} of a sample is something else")
+    if "sample" not in line or "status" in line:
+        float(line["status"]["time"])
+    return line

@@ -101,8 +101,7 @@ class CollectorVersions:
     """The collectors that follow one service's versions, held weakly; a pickled copy has none."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._newest = 0
+        self._lock, self._newest = threading.RLock(), 0
         self._collectors: list[weakref.ref[Any]] = []
         self._busy: weakref.WeakSet[Any] = weakref.WeakSet()
         self._end: Callable[[], None] | None = None
@@ -168,11 +167,8 @@ class CollectorVersions:
                 self._check(collector, ref, version)
             elif collector not in self._busy:
                 self._busy.add(collector)
-                logger.warning(
-                    "a collector was busy for %g s; it hears of version %d when it is free",
-                    MOVE_TIMEOUT_S,
-                    version,
-                )
+                told = "a collector was busy for %g s; it hears of version %d when it is free"
+                logger.warning(told, MOVE_TIMEOUT_S, version)
 
     def _check(self, collector: Any, ref: Any, version: int) -> None:
         """Forgets a collector whose actor died; raises what failed in one that lives."""
@@ -191,10 +187,7 @@ class CollectorVersions:
 class RayReplayBuffer(_TorchRLBuffer):
     """TorchRL's ``RayReplayBuffer``, which pickles: a copy reads and writes the same buffer.
 
-    TorchRL's own (up to 0.14.1 at least) fails with "no attribute ``_futures_lock``" when it is
-    handed to a ``RayLLMCollector`` or a Ray task, as its GRPO scripts do. Not needed from the
-    release in which ``pickle.dumps`` of TorchRL's succeeds.
-
+    TorchRL's own (up to 0.14.1 at least) does not pickle, as it must for a ``RayLLMCollector``.
     Only where the buffer was made do ``close()`` and ``shutdown()`` end the actor; a copy lets go.
 
     Example:

@@ -242,13 +242,8 @@ def check_tokenizers(one: Any, other: Any, names: tuple[str, str]) -> None:
 
 
 # Top-level entries of what is stamped.
-_STAMPS = [
-    keys.POLICY_VERSION,
-    keys.MAX_POLICY_VERSION,
-    keys.POLICY_VERSIONS,
-    keys.FINISH_REASON,
-    keys.GENERATION,
-]
+_STAMPS = [keys.POLICY_VERSION, keys.MAX_POLICY_VERSION, keys.POLICY_VERSIONS]
+_STAMPS += [keys.FINISH_REASON, keys.GENERATION]
 # Where a report of a sample has what is stamped, and what stands for a figure that it lacks.
 _FIGURES = (
     (keys.NUM_CACHED_TOKENS, "num_cached_tokens", keys.UNKNOWN_COUNT, torch.int64),
@@ -540,16 +535,13 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         prompt = is_prompt = None
         if prompts is not None:
             prompt = answers.for_each_row(prompts)
-            is_prompt = (
-                prompt != self.padding_value
-                if isinstance(prompt, torch.Tensor)
-                else [one >= 0 for one in prompt]
-            )
+            is_dense = isinstance(prompt, torch.Tensor)
+            is_prompt = prompt != self.padding_value if is_dense else [one >= 0 for one in prompt]
         response = self._laid_out(answers.tokens, self.padding_value)
         versions = self._laid_out(answers.versions(), keys.NO_VERSION)
         is_answer = self._laid_out([one >= 0 for one in answers.tokens], False)
         entries |= self._columns((response, versions, is_answer), prompt, is_prompt)
-        entries |= _apart(answers.stamps())
+        entries |= answers.stamps()
         if self.return_log_probs:
             entries[self.log_probs_key] = LogProbs, self._log_probs(answers, prompts)
         self._mark_padded(entries, [MetaData(self.pad_output)] * len(answers.samples))
@@ -621,10 +613,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         if not self.find_sessions:
             return None
         # Batching merges the rows of several callers, so that their positions say nothing.
-        has_messages = self.input_mode == "history"
-        found = self._finder.find(
-            rows, said, by_content=has_messages, by_position=not self.batching
-        )
+        by = {"by_content": self.input_mode == "history", "by_position": not self.batching}
+        found = self._finder.find(rows, said, **by)
         if over := self._finder.ended():
             self.model.release_sessions(over)
         return found
@@ -708,18 +698,6 @@ def _right_padded(
     return padded, is_there
 
 
-def _apart(columns: dict[str, Any]) -> dict[str, Any]:
-    """Columns as lists of rows, each tensor with memory of its own, as each may be sent alone."""
-    return {
-        name: _apart(column)
-        if isinstance(column, dict)
-        else [one.clone() for one in column.unbind(0)]
-        if isinstance(column, torch.Tensor)
-        else column
-        for name, column in columns.items()
-    }
-
-
 def _chats(prompts: list[Any], replies: list[str]) -> dict[str, _Entry]:
     """What was said: before, in answer, and together. ``History`` itself is 20 times slower."""
     fixed = {"role": _non_tensor("assistant"), "is_complete": _non_tensor(True)}
@@ -801,8 +779,8 @@ def _records(entries: dict[Any, Any]) -> list[TensorDict]:
             columns[name] = [kind._from_tensordict(one) for one in _records(fields)]
         elif isinstance(entry, dict):
             columns[name] = _records(entry)
-        elif isinstance(entry, torch.Tensor):
-            columns[name] = entry.unbind(0)
+        elif isinstance(entry, torch.Tensor):  # numbers with memory of their own, to be sent alone
+            columns[name] = entry.unbind(0) if entry.ndim > 1 else [one.clone() for one in entry]
         else:
             columns[name] = map(_non_tensor, entry) if isinstance(entry[0], str) else entry
     return [

@@ -1,8 +1,4 @@
-"""Rollouts of one turn as columns: prompts go in and dense rows come out, with their rewards.
-
-TorchRL's collector makes several objects for every row and turn. Where an environment is nothing
-but prompts, answers and a reward, the same rows are made here as tensors of the whole batch.
-"""
+"""Rollouts of one turn as columns: prompts go in and dense rows come out, with their rewards."""
 
 from __future__ import annotations
 
@@ -75,10 +71,8 @@ class TextReward(Transform):
         """Refuses a tokenizer that reads the policy's tokens as others."""
         tokenizer = self._tokenizer or chat.tokenizer
         if self._over == "text" and tokenizer is not None:
-            names = (
-                f"TextReward({self._name})'s {named(tokenizer)}",
-                f"the policy's {named(policy.tokenizer)}",
-            )
+            mine, its = named(tokenizer), named(policy.tokenizer)
+            names = f"TextReward({self._name})'s {mine}", f"the policy's {its}"
             check_tokenizers(tokenizer, policy.tokenizer, names)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -87,13 +81,10 @@ class TextReward(Transform):
         return next_tensordict
 
     def transform_reward_spec(self, reward_spec: Any) -> Any:
-        """Announces the reward's shape, ``(*batch_size, 1, 1)``, and its dtype, float32.
+        """Returns the environment's specification with a float32 of ``(*batch_size, 1, 1)``.
 
         Args:
-            reward_spec: The environment's.
-
-        Returns:
-            The same, with the reward.
+            reward_spec: The environment's, which is changed.
         """
         shape = torch.Size((*reward_spec.shape, 1, 1))
         reward_spec["reward"] = Unbounded(shape=shape, dtype=torch.float32)
@@ -159,12 +150,11 @@ def _primer(env: TransformedEnv) -> DataLoadingPrimer:
 class RolloutCollector(LLMCollector):
     """TorchRL's ``LLMCollector``, which gives rows of one turn dense: as tensors of the batch.
 
-    An environment of prompts, one answer to each and a reward is a ``ChatEnv.from_dataloader``
-    with ``StepCounter(max_steps=1)`` and :class:`TextReward`. Its rows are those that TorchRL's
-    collector gives, key by key, in one ``TensorDict`` of batch size ``(num_rows,)``: prompts are
-    padded on the left, answers on the right, and ``("masks", "all_attention_mask")`` says what is
-    there. Text and histories are made when they are looked at. All other environments and policies
-    are collected as TorchRL does it.
+    Of a ``ChatEnv.from_dataloader`` with ``StepCounter(max_steps=1)`` and :class:`TextReward` the
+    rows are those of TorchRL's collector, key by key, in one ``TensorDict`` of batch size
+    ``(num_rows,)``: prompts are padded on the left, answers on the right, and text and histories
+    are made when they are looked at. All other environments and policies are collected as TorchRL
+    does it.
 
     Attributes:
         path: ``"columns"``, or ``"torchrl: ..."`` and why.
@@ -207,8 +197,7 @@ class RolloutCollector(LLMCollector):
         """Ends the collector; what is being sampled ahead is not waited for.
 
         Args:
-            *args: ``LLMCollector``'s.
-            **kwargs: The same.
+            *args, **kwargs: ``LLMCollector``'s.
         """
         for one in self._threads:
             one.shutdown(wait=False, cancel_futures=True)
@@ -220,9 +209,8 @@ class RolloutCollector(LLMCollector):
         why_not = self._why_not(env, policy)
         self.path = "columns" if why_not is None else f"torchrl: {why_not}"
         if self.max_staleness and why_not:
-            raise UnsupportedArgumentError(
-                f"max_staleness={self.max_staleness}, path {self.path!r}"
-            )
+            given = f"max_staleness={self.max_staleness}"
+            raise UnsupportedArgumentError(f"{given}, path {self.path!r}")
         for one in _transforms(env) if why_not is None else ():
             if isinstance(one, TextReward):
                 one._check_decodes(env.base_env, policy)
@@ -230,10 +218,9 @@ class RolloutCollector(LLMCollector):
 
     def _why_not(self, env: Any, policy: Any) -> str | None:
         """Why there is no fast way for the environment and the policy."""
-        if not isinstance(env, TransformedEnv) or type(env.base_env) is not ChatEnv:
-            return (
-                f"the environment is no ChatEnv but {type(getattr(env, 'base_env', env)).__name__}"
-            )
+        base = getattr(env, "base_env", env)
+        if not isinstance(env, TransformedEnv) or type(base) is not ChatEnv:
+            return f"the environment is no ChatEnv but {type(base).__name__}"
         if env.base_env.input_mode != "history" or len(env.batch_size) != 1:
             return f"input_mode={env.base_env.input_mode!r}, batch_size={tuple(env.batch_size)}"
         first, *others = _transforms(env)
@@ -246,14 +233,8 @@ class RolloutCollector(LLMCollector):
             return "there may be several turns, as there is no StepCounter(max_steps=1)"
         if not isinstance(policy, vLLMWrapper):
             return f"the policy is no torchrl_vllm_sync.vLLMWrapper but {type(policy).__name__}"
-        settings = {
-            "generate": True,
-            "input_mode": "history",
-            "num_samples": None,
-            "prefer_tokens": False,
-            "batching": False,
-            "inplace": True,
-        }
+        settings = {"generate": True, "input_mode": "history", "num_samples": None}
+        settings |= {"prefer_tokens": False, "batching": False, "inplace": True}
         for name, wanted in settings.items():
             if getattr(policy, name) != wanted:
                 return f"the policy has {name}={getattr(policy, name)!r}"
@@ -288,18 +269,15 @@ class RolloutCollector(LLMCollector):
         primer = _primer(env)
         # TorchRL lays steps out side by side.
         loaded: list[Any] = [primer._load_from_dataloader() for _ in range(num_rows)]
-        if num_steps > 1:
-            order = torch.arange(num_rows).view(num_steps, -1).t().reshape(-1).tolist()
-            loaded = [loaded[at] for at in order]
+        each = env.batch_size[0]
+        loaded = [one for at in range(each) for one in loaded[at::each]]
         distinct = list({id(one): one for one in loaded}.values())  # a group's rows are one object
-        at = {id(one): index for index, one in enumerate(distinct)}
-        of_row = [at[id(one)] for one in loaded]
+        places = {id(one): at for at, one in enumerate(distinct)}
+        of_row = [places[id(one)] for one in loaded]
         asked = _listed(_column([one.get(chat.data_key) for one in distinct]))
         if strange := [one for one in asked if not isinstance(one, str)]:
-            raise InvalidPromptError(
-                f"RolloutCollector takes texts for prompts, {chat.data_key!r} is {strange[0]!r}; "
-                "LLMCollector takes chats, too"
-            )
+            told = f"{chat.data_key!r} is {strange[0]!r}; LLMCollector takes chats, too"
+            raise InvalidPromptError(f"RolloutCollector takes texts for prompts, {told}")
         before = [] if chat.system_prompt is None else [(chat.system_role, chat.system_prompt)]
         chats = [
             [{"role": role, "content": said} for role, said in (*before, (chat.user_role, query))]

@@ -46,10 +46,7 @@ def oldest_versions(tensordict: TensorDictBase, key: NestedKey) -> torch.Tensor:
         return torch.full(shape, NO_VERSION, dtype=torch.int64, device=tensordict.device)
     kind = _kind(value)
     if not isinstance(kind, torch.dtype) or kind.is_floating_point or kind is torch.bool:
-        raise UnsupportedArgumentError(
-            f"{key!r} must hold integer policy versions, got {kind}; versions that are no "
-            "integers, such as UUIDs, have no age"
-        )
+        raise UnsupportedArgumentError(f"{key!r} must hold integer policy versions, got {kind}")
     if not value.numel():  # rows without a token
         return value.new_full(shape, NO_VERSION, dtype=torch.int64)
     versions = value.to(torch.int64).reshape(*shape, -1)
@@ -107,21 +104,13 @@ def as_version_source(version: VersionLike) -> int | Callable[[], int]:
     )
 
 
-def _check_bound(max_staleness: object) -> None:
-    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int):
-        raise UnsupportedArgumentError(f"max_staleness must be an int, got {max_staleness!r}")
-    if max_staleness < 0:
-        raise UnsupportedArgumentError(f"max_staleness must be at least 0, got {max_staleness}")
-
-
 class StalenessFilter(PolicyAgeFilter):
     """Drops rows whose oldest token is more than ``max_staleness`` versions old.
 
     TorchRL's ``PolicyAgeFilter``, for a batch and for a buffer's ``extend`` and ``sample``, which
     may then return fewer rows than asked for. Beyond that it counts what it drops, raises on rows
     without a stamp, reads ragged rows and rows of several steps (the oldest stamp is the row's),
-    and lets all of an ``extend`` be stale. In a buffer put it before ``MCAdvantage``, whose groups
-    are then complete when rows are dropped.
+    and lets all of an ``extend`` be stale. In a buffer put it before ``MCAdvantage``.
 
     Example:
         >>> transform = Compose(StalenessFilter(2, service), MCAdvantage(grpo_size=8))
@@ -149,13 +138,9 @@ class StalenessFilter(PolicyAgeFilter):
         version_key: NestedKey = POLICY_VERSION,
         allow_unstamped: bool = False,
     ) -> None:
-        _check_bound(max_staleness)
-        super().__init__(
-            as_version_source(version),
-            max_staleness,
-            policy_version_key=version_key,
-            strict=not allow_unstamped,
-        )
+        check_integer("max_staleness", max_staleness, 0)
+        how = {"policy_version_key": version_key, "strict": not allow_unstamped}
+        super().__init__(as_version_source(version), max_staleness, **how)
         self._dropped: Counter[int] = Counter()
 
     @property
@@ -206,7 +191,7 @@ class StalenessWeight(Transform):
     For a batch, or what a replay buffer samples, in a shallow copy. ``"staleness"``, int64, is the
     newest version minus the oldest that sampled a token of the row, at least 0.
     ``"staleness_weight"``, float32, is ``0.5 ** (staleness / half_life)``, and 0 for rows more than
-    ``max_staleness`` versions old; that the policy has changed is for the loss's ratio to correct.
+    ``max_staleness`` versions old.
 
     Example:
         >>> weigh = StalenessWeight(updater, half_life=2, multiply="advantage")
@@ -214,8 +199,8 @@ class StalenessWeight(Transform):
 
     Args:
         version: What tells the newest version, as for ``StalenessFilter``.
-        half_life: Versions after which a row counts half; ``None`` does not decay.
-        max_staleness: Rows older than that weigh nothing; ``None`` sets no bound.
+        half_life: Versions after which a row counts half.
+        max_staleness: Rows older than that weigh nothing.
         multiply: Floating-point entry to multiply by the weight, dense or ragged, its shape
             beginning with the batch's; usually ``"advantage"``.
         version_key: Integer entry with the stamp.
@@ -239,7 +224,7 @@ class StalenessWeight(Transform):
         if half_life is not None:
             check_positive("half_life", half_life)
         if max_staleness is not None:
-            _check_bound(max_staleness)
+            check_integer("max_staleness", max_staleness, 0)
         super().__init__()
         self._source = as_version_source(version)
         self.half_life, self.max_staleness = half_life, max_staleness
@@ -264,8 +249,7 @@ class StalenessWeight(Transform):
 
         Raises:
             UnstampedRowsError: Some rows carry no stamp.
-            UnsupportedArgumentError: ``multiply`` names no floating-point entry.
-            KeyError: ``multiply`` names no entry.
+            UnsupportedArgumentError, KeyError: ``multiply`` names no floating-point entry.
         """
         if not tensordict.batch_size.numel():
             return tensordict
@@ -298,10 +282,9 @@ class VersionStamp(PolicyVersion):
     """TorchRL's ``PolicyVersion`` that says which version sampled the tokens.
 
     TorchRL's writes its counter when the environment steps, which is too new after a push between
-    the sampling and the step. This one writes ``("next", "policy_version")``, int64 of the batch's
-    shape, from the row's own stamp of ``vLLMWrapper``, the oldest version that sampled a token; and
-    on rows without one, and at a reset, as TorchRL's does. An ``AsyncEnvPool`` steps environments
-    elsewhere: give each of them a stamp, and one to the collector.
+    the sampling and the step. This one writes ``("next", "policy_version")`` from the row's own
+    stamp of ``vLLMWrapper``; on rows without one, and at a reset, as TorchRL's does. An
+    ``AsyncEnvPool`` steps environments elsewhere: give each of them a stamp, and the collector one.
 
     Example:
         >>> collector = LLMCollector(env, policy=policy, track_policy_version=VersionStamp(service))

@@ -42,22 +42,17 @@ class TrainerPolicy(LLMWrapperBase):
     """The actor network of TorchRL's LLM losses at the speed and in the memory of the bare model.
 
     It takes the place of ``TransformersWrapper(model, input_mode="tokens", generate=False)`` in
-    ``GRPOLoss`` and its kin, and as the reference model of ``RetrieveLogProb``. Losses, gradients
-    and log-probabilities are the same; what differs is the work:
-
-    * Only positions that the loss asks for get logits, ``chunk_tokens`` at a time, in float32
-      whatever the model's dtype; backward computes logits of earlier chunks again.
-    * Rows are moved to start at column 0 and cut behind the last position that is asked for, so no
-      padding on the left is computed and a causal model needs no attention mask. Results are laid
-      out as the rows were. Padding may stand anywhere; positions count a row's own tokens.
+    ``GRPOLoss`` and its kin, and as the reference model of ``RetrieveLogProb``, with the same
+    results. Only positions that the loss asks for get logits, ``chunk_tokens`` at a time, in
+    float32; backward computes logits of earlier chunks again. No padding on the left is computed,
+    wherever it stands, and a causal model needs no attention mask.
 
     Rows are a ``TensorDict`` of batch size ``[B]`` with int64 ``("tokens", "full")`` ``[B, T]`` and
     boolean ``("masks", "all_attention_mask")`` and ``("masks", "all_assistant_mask")`` of the same
     shape, or TorchRL's lazy stacks of ragged rows, which are padded on the left as its losses do.
     A row's first token follows nothing: its log-probability is 0.
 
-    A called policy writes ``(log_probs_key, "full")`` as the wrapper does, float32 and 0 on
-    padding, in the rows themselves, and leaves tokens and masks as they are.
+    A called policy writes ``(log_probs_key, "full")`` into the rows, float32 and 0 on padding.
 
     Args:
         model: A causal language model of transformers, also inside PEFT or sharded by FSDP2, where
@@ -67,21 +62,18 @@ class TrainerPolicy(LLMWrapperBase):
             1,024 takes about 2 GiB.
         micro_batch: Rows a forward pass, all by default. Activations of one pass exist at a time:
             backward computes those before the last again.
-        gradient_checkpointing: Turns on the model's own, layer by layer. transformers does it in
-            train mode only.
+        gradient_checkpointing: Turns on the model's own; transformers does it in train mode only.
         temperature: Of sampling, above 0: logits are divided by it, as vLLM does for
             ``logprobs_mode="processed_logprobs"``.
-        packed: Puts the rows of a pass one after the other, with no padding between them; positions
-            that begin again tell the model where a row begins. Flash attention then computes each
-            row by itself (``transformers.modeling_flash_attention_utils``). Others compute the
-            square of all tokens of a pass, and sdpa holds a mask of that size: bound it by
-            ``micro_batch``.
+        packed: Puts the rows of a pass one after the other, without padding; positions that begin
+            again tell the model where a row begins. Flash attention then computes each row by
+            itself; others the square of all tokens of a pass, which ``micro_batch`` bounds.
         log_probs_key: Where a call writes; not where losses read.
 
     Raises:
-        UnsupportedArgumentError: An argument is out of range; or gradients are wanted with
-            ``gradient_checkpointing`` of a model in evaluation mode; or, when rows are first
-            scored, the model's attention does not keep ``packed`` rows apart.
+        UnsupportedArgumentError: An argument is out of range; or, when rows are scored, gradients
+            are wanted with ``gradient_checkpointing`` of a model in evaluation mode, or its
+            attention does not keep ``packed`` rows apart.
         InvalidPromptError: Of a call or a loss: an entry is missing or of a wrong shape, a token is
             outside the vocabulary, a row is longer than the model's positions, or has no token that
             the loss asks for.
@@ -129,13 +121,12 @@ class TrainerPolicy(LLMWrapperBase):
 
     @cached_property
     def path(self) -> Literal["head", "logits"]:
-        """How logits are computed.
+        """How logits are computed: ``"head"`` or ``"logits"``.
 
-        ``"head"``: the model without its head once, then the head on chunks of the positions asked
-        for. ``"logits"``, where the model does more to logits than its head (a soft cap, a scale)
-        or must be called as a whole (FSDP2): as many rows at a time as have ``chunk_tokens``
-        columns. Found by a call of the model on two tokens, whose states are replaced by large
-        ones, when the path is first needed.
+        By the model without its head once, then the head on chunks of positions. Or, where the
+        model does more to logits than its head (a soft cap, a scale) or must be called as a whole
+        (FSDP2), of as many rows at a time as have ``chunk_tokens`` columns. Found by a call on two
+        tokens, whose states are replaced by large ones, when the path is first needed.
         """
         core: Any = base_model(self.model)
         if not isinstance(core, PreTrainedModel) or is_sharded(core):
@@ -164,11 +155,15 @@ class TrainerPolicy(LLMWrapperBase):
             hook.remove()
         return "head" if alone else "logits"
 
+    def _takes(self, argument: str) -> bool:
+        """Whether the model's call takes it; a PEFT model hands on what its base takes."""
+        return argument in inspect.signature(base_model(unwrap(self.model)).forward).parameters
+
     @cached_property
     def _keeps_rows_apart(self) -> bool:
         """Whether a packed row's logits are those that it has alone, found by a call on two."""
         core: Any = base_model(unwrap(self.model))
-        if "position_ids" not in inspect.signature(core.forward).parameters:
+        if not self._takes("position_ids"):
             return False
         if getattr(core.config.get_text_config(), "attention_chunk_size", None):
             return False  # chunks are counted from the first row's start
@@ -192,32 +187,26 @@ class TrainerPolicy(LLMWrapperBase):
         return bool((packed - alone).norm() <= 0.1 * (run_on - alone).norm())
 
     def forward(self, tensordict: TensorDictBase, **kwargs: Any) -> TensorDictBase:
-        """Writes the log-probability of every token.
+        """Returns the rows with the log-probability of every token, ragged ones as long.
 
         Args:
             tensordict: The rows; also one row, or several batch dimensions.
             **kwargs: Refused: what the wrapper's call takes beyond rows has no use here.
 
-        Returns:
-            The rows, with ``(log_probs_key, "full")``: float32 ``[B, T]``, or ``[t]`` of each
-            ragged row's own length.
-
         Raises:
-            InvalidPromptError: An entry is missing, or does not fit the model.
             UnsupportedArgumentError: There are ``kwargs``.
         """
         if kwargs:
             raise UnsupportedArgumentError(f"TrainerPolicy takes rows only, got {sorted(kwargs)}")
-        if tensordict.ndim != 1:
-            flat = tensordict.reshape(-1) if tensordict.ndim else lazy_stack([tensordict])
-            flat = self(flat)
-            return flat.view(tensordict.shape) if tensordict.ndim else flat[0]
+        if not tensordict.ndim:
+            return self(lazy_stack([tensordict]))[0]
+        if tensordict.ndim > 1:
+            return self(tensordict.reshape(-1)).view(tensordict.shape)
         dist = self._get_generic_dist(tensordict)
         log_probs = dist.log_prob(_padded(tensordict, _TOKENS))
         if isinstance(tensordict, LazyStackedTensorDict):
-            for row, values, length in zip(
-                tensordict.unbind(0), log_probs, _lengths(tensordict), strict=True
-            ):
+            rows = zip(tensordict.unbind(0), log_probs, _lengths(tensordict), strict=True)
+            for row, values, length in rows:
                 row.set(self.log_probs_key, _entry(values[len(values) - length :]))
         else:
             tensordict.set(self.log_probs_key, _entry(log_probs))
@@ -230,19 +219,12 @@ class TrainerPolicy(LLMWrapperBase):
         mask_key: NestedKey | None = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> TokenDistribution:
-        """Gives the distribution of the tokens that a mask picks.
+        """Returns the distribution, of shape ``[B, T]``, of the tokens that a mask picks.
 
         Args:
             tensordict: The rows.
-            *args: TorchRL's others, for where logits are and how they are padded: no effect.
             mask_key: A boolean entry of the tokens' shape; the attention mask by default.
-            **kwargs: As ``args``.
-
-        Returns:
-            The distribution, with a mask and log-probabilities of shape ``[B, T]``.
-
-        Raises:
-            InvalidPromptError: An entry is missing, or does not fit the model.
+            *args, **kwargs: TorchRL's others, without effect.
         """
         mask = _padded(tensordict, mask_key or _ATTENTION)
         return self._distribution(tensordict, mask)
@@ -283,9 +265,8 @@ class TrainerPolicy(LLMWrapperBase):
         attention = _padded(tensordict, _ATTENTION)
         for name, one in {_ATTENTION: attention, "the mask": mask}.items():
             if one.shape != tokens.shape:
-                raise InvalidPromptError(
-                    f"{name} has shape {_shape(one)}, {_TOKENS} {_shape(tokens)}"
-                )
+                shapes = f"{_shape(one)}, {_TOKENS} {_shape(tokens)}"
+                raise InvalidPromptError(f"{name} has shape {shapes}")
         mask = mask.bool() & attention.bool()
         inner: Any = unwrap(self.model)
         num_tokens = inner.get_input_embeddings().weight.shape[0]
@@ -321,10 +302,7 @@ class TrainerPolicy(LLMWrapperBase):
 
     def _scores_by_model(self, rows: _Rows, targets: Tensor) -> tuple[Tensor, Tensor]:
         step = min(self.micro_batch or len(rows.ids), self.chunk_tokens // max(*rows.ends, 1) or 1)
-        # A PEFT model hands on what its base takes.
-        keeps = (
-            "logits_to_keep" in inspect.signature(base_model(unwrap(self.model)).forward).parameters
-        )
+        keeps = self._takes("logits_to_keep")
 
         def one(
             targets: Tensor, ids: Tensor, predicts: Tensor, *places: Tensor
@@ -342,20 +320,10 @@ class TrainerPolicy(LLMWrapperBase):
 
 
 class TokenDistribution(torch.distributions.Distribution):
-    """The distribution of each token that a mask picks, given the tokens before it in its row.
-
-    As TorchRL's ``LLMMaskedCategorical`` of the same mask, without the logits of all positions.
-
-    Attributes:
-        mask: Boolean ``[B, T]``.
-    """
+    """TorchRL's ``LLMMaskedCategorical`` of a mask [B, T], without the logits of all positions."""
 
     def __init__(
-        self,
-        mask: Tensor,
-        tokens: Tensor,
-        positions: tuple[Tensor, ...],
-        scorer: _Scorer,
+        self, mask: Tensor, tokens: Tensor, positions: tuple[Tensor, ...], scorer: _Scorer
     ) -> None:
         super().__init__(mask.shape, validate_args=False)
         self.mask = mask
@@ -363,17 +331,7 @@ class TokenDistribution(torch.distributions.Distribution):
         self._entropies: dict[bool, Tensor] = {}  # by whether gradients were wanted
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Returns the log-probability of each token, 0 outside the mask and of a first token.
-
-        Args:
-            value: Token ids, int64 ``[B, T]``; each in place of the row's own at its position.
-
-        Returns:
-            Float32 ``[B, T]``.
-
-        Raises:
-            InvalidPromptError: ``value`` has another shape.
-        """
+        """Float32 [B, T] of ids in place of the rows' own, 0 outside the mask and at first."""
         if value.shape != self.mask.shape:
             raise InvalidPromptError(
                 f"log_prob of tokens of shape {_shape(value)}, rows are {_shape(self.mask)}"
@@ -382,7 +340,7 @@ class TokenDistribution(torch.distributions.Distribution):
         return self._laid_out(log_probs)
 
     def entropy(self) -> Tensor:
-        """Returns float32 ``[B, T]`` in nats, 0 where :meth:`log_prob` is by definition."""
+        """Float32 [B, T] in nats, 0 where :meth:`log_prob` is by definition."""
         if torch.is_grad_enabled() not in self._entropies:
             self.log_prob(self._tokens)
         return self._laid_out(self._entropies[torch.is_grad_enabled()])
