@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 # Names are stable. Prometheus sees them behind the ``ray_`` that Ray puts before all its metrics.
 PREFIX = "torchrl_vllm_sync_"
-# Stands for the whole push among the phases on the trainer's side.
-WHOLE = "whole"
 # Upper bounds of the histograms' buckets, in seconds.
 SECONDS_BOUNDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0]
 SECONDS_BOUNDS += [10.0, 30.0, 60.0, 300.0]
@@ -139,11 +137,9 @@ def status_readings(status: ServiceStatus) -> Iterator[Reading]:
 def request_readings(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[Reading]:
     """Yields what requests that have ended in between add to counters."""
     for end, total in now.items():
-        gained = total - before[end]
-        if end == "retried":
-            yield Reading("requests_retried_total", gained)
-        else:
-            yield Reading("requests_total", gained, (("end", end),))
+        tags = () if end == "retried" else (("end", end),)
+        name = "requests_total" if tags else "requests_retried_total"
+        yield Reading(name, total - before[end], tags)
 
 
 def push_readings(push: PushReport) -> Iterator[Reading]:
@@ -154,11 +150,10 @@ def push_readings(push: PushReport) -> Iterator[Reading]:
     if push.error:
         return  # its times are those of time limits, and say nothing of other pushes
     yield Reading("pushed_bytes_total", push.num_bytes or 0)
-    for phase, seconds in {WHOLE: push.seconds, **seconds_of(push.phases)}.items():
+    for phase, seconds in {"whole": push.seconds, **seconds_of(push.phases)}.items():
         if seconds:  # what took no time did not happen
-            tags = (("phase", phase),)
-            yield Reading("push_seconds_total", seconds, tags)
-            yield Reading("push_seconds", seconds, tags)
+            for name in ("push_seconds_total", "push_seconds"):
+                yield Reading(name, seconds, (("phase", phase),))
     for one in push.replicas:
         for phase, seconds in seconds_of(one.phases).items():
             if seconds:
@@ -191,9 +186,9 @@ class MetricsExporter:
     """Exports a service's metrics, listed in ``METRICS``, until it is stopped.
 
     The service's end, or that of the connection to Ray, ends it too. A gauge whose figure has
-    become unknown, or whose replica has left, disappears, and so do all at the end. Counters of
-    replicas begin at what these have done since they started, those of this process at 0. Let one
-    process export: figures of engines are the same in each.
+    become unknown disappears, and so do all at the end. Counters of replicas begin at what these
+    have done since they started, those of this process at 0. Let one process export: figures of
+    engines are the same in each.
 
     Example:
         >>> exporter = service.export_metrics(interval_s=5.0)

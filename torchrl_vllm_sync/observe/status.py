@@ -24,7 +24,6 @@ MAX_PUSHES = 8
 MAX_FAILURES = 16
 # An engine's figures that are older than this many seconds count as unknown.
 MAX_AGE_S = 5.0
-_TROUBLE = (ReplicaState.STALE, ReplicaState.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class StatusLog:
         self._pushes: list[PushReport] = []  # newest first
         self._failures: deque[FailureStatus] = deque(maxlen=MAX_FAILURES)
         self._states: dict[str, ReplicaState] = {}
-        self._listeners: list[Callable[[PushReport], object]] = []
+        self._listeners: dict[object, Callable[[PushReport], object]] = {}
         self._watching = contextlib.ExitStack()
         self._watching.enter_context(load.watched(self._note_failures, urgent=False))
 
@@ -72,23 +71,16 @@ class StatusLog:
             newest = sorted(known.values(), key=lambda one: one.ended_at, reverse=True)
             self._pushes = newest[:MAX_PUSHES]
 
-    def listen(self, listener: Callable[[PushReport], object]) -> Callable[[], None]:
+    def listen(self, listener: Callable[[PushReport], object]) -> Callable[[], object]:
         """Calls ``listener``, which must not raise, as each push ends, in the pushing thread."""
-        with self._lock:
-            self._listeners.append(listener)
-
-        def stop() -> None:
-            with self._lock, contextlib.suppress(ValueError):  # it was removed already
-                self._listeners.remove(listener)
-
-        return stop
+        key = object()
+        self._listeners[key] = listener
+        return lambda: self._listeners.pop(key, None)
 
     def end_push(self, push: PushReport) -> None:
         """Adds a push of this process, and calls the listeners."""
         self.add_pushes([push])
-        with self._lock:
-            listeners = list(self._listeners)
-        for listener in listeners:
+        for listener in [*self._listeners.values()]:
             listener(push)
 
     def status(
@@ -118,8 +110,10 @@ class StatusLog:
             for one in snapshots:
                 is_news = one.state is not self._states.get(one.replica_id)
                 # One that joins is stale for a moment, and has no reason to be.
-                joins = one.state is ReplicaState.STALE and not one.reason
-                if one.state in _TROUBLE and is_news and not joins:
+                is_bad = one.state is ReplicaState.FAILED or (
+                    one.state is ReplicaState.STALE and one.reason
+                )
+                if is_news and is_bad:
                     noted = self._wall_clock(), one.state, one.replica_id, one.reason
                     self._failures.append(FailureStatus(*noted))
             self._states = {one.replica_id: one.state for one in snapshots}
@@ -286,6 +280,7 @@ def finite(value: Any) -> Any:
 _HERE = ("replica_id", "state", "reason", "in_flight", "weight_version")
 _REPORTED = ("num_unfinished", "num_running", "num_waiting", "kv_cache_usage", "counters")
 _REPORTED += ("time_to_first_token", "inter_token_latency")
+_DESCRIBED = ("pid", "device_type", "device_name", "num_workers")
 
 
 def _of_replica(known: LoadSnapshot, member: Member | None, now: float) -> ReplicaStatus:
@@ -293,10 +288,8 @@ def _of_replica(known: LoadSnapshot, member: Member | None, now: float) -> Repli
     if known.measured_at is not None:
         figures["report_age_s"] = max(0.0, now - known.measured_at)
     if member is not None:
-        about = member.description
-        figures |= {"node": about.node_ip, "pid": about.pid, "device_type": about.device_type}
-        figures |= {"device_name": about.device_name, "num_workers": about.num_workers}
-        figures["num_restarts"] = member.num_restarts
+        figures |= {name: getattr(member.description, name) for name in _DESCRIBED}
+        figures |= {"node": member.description.node_ip, "num_restarts": member.num_restarts}
     if known.is_fresh(now, MAX_AGE_S):
         figures |= {name: getattr(known.report, name) for name in _REPORTED}
         figures |= token_rates(known.counted)

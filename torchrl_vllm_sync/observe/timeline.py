@@ -8,6 +8,7 @@ track must nest or not meet at all (perfetto.dev/docs/faq).
 from __future__ import annotations
 
 import json
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,13 @@ if TYPE_CHECKING:
 
 
 _BEFORE, _PAUSED = LOAD_STEPS[:2], LOAD_STEPS[2:]
-_READY = "ready_s"  # the beginning of ``stage_s``
-_WHOLE_PAUSE = "whole_pause_s"
 
 
 def save_timeline(path: str | os.PathLike[str], reports: PushReport | Iterable[PushReport]) -> None:
     """Writes pushes into a file that ``chrome://tracing`` and ``ui.perfetto.dev`` open.
 
-    One track is the trainer's, one is each replica's, by its host's clock, with each phase where
-    the one before ends. Phases without a start of their own are among the arguments of their push.
+    One track is the trainer's, one is each replica's, by its host's clock. Phases without a start
+    of their own are arguments of their push.
 
     Example:
         >>> service.register_version_hook(reports.append)
@@ -69,8 +68,7 @@ def trace_of(reports: PushReport | Iterable[PushReport]) -> dict[str, Any]:
         about = _event("M", "thread_name", name=name)
         order = _event("M", "thread_sort_index", sort_index=track)
         events += [{**one, "tid": track} for one in (about, order, *spans)]
-    seconds = {"began_at": first}  # of Unix time
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": seconds}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began_at": first}}
 
 
 def _trainer_spans(report: PushReport, begin: float) -> Iterator[dict[str, Any]]:
@@ -92,16 +90,14 @@ def _replica_spans(one: LoadReport, first: float) -> Iterator[dict[str, Any]]:
     for phase in _BEFORE:
         if seconds := one.phases.get(phase, 0.0):
             yield _span(phase, at, at + seconds, version=one.version)
-            if phase == "stage_s" and (ready_s := one.phases.get(_READY, 0.0)):
-                yield _span(_READY, at, at + ready_s, version=one.version)
+            if phase == "stage_s" and (ready_s := one.phases.get("ready_s", 0.0)):
+                yield _span("ready_s", at, at + ready_s, version=one.version)
             at += seconds
-    bounds = [at]
-    for phase in _PAUSED:
-        bounds.append(bounds[-1] + one.phases.get(phase, 0.0))
+    bounds = [*accumulate((one.phases.get(phase, 0.0) for phase in _PAUSED), initial=at)]
     counts = {name: num for name, num in one.phases.items() if not name.endswith("_s")}
     about = {"version": one.version, **counts, "path": one.path, "path_reason": one.path_reason}
-    yield _span(_WHOLE_PAUSE, at, bounds[-1], **about)
-    for phase, begin, end in zip(_PAUSED, bounds, bounds[1:], strict=False):
+    yield _span("whole_pause_s", at, bounds[-1], **about)
+    for phase, (begin, end) in zip(_PAUSED, pairwise(bounds), strict=True):
         yield _span(phase, begin, end, version=one.version)
 
 

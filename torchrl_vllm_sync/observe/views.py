@@ -115,19 +115,11 @@ def headline(status: ServiceStatus) -> str:
 
 def about_text(status: ServiceStatus) -> str:
     """Returns what a service is, on one line: model, time since launch, hardware and versions."""
-    versions = ", ".join(f"{name} {number}" for name, number in status.versions.items())
-    since = (
-        ""
-        if status.uptime_s is None
-        else f"up {datetime.timedelta(seconds=round(status.uptime_s))}"
-    )
-    parts = (status.model, since, status.hardware, versions)
+    parts = [status.model, status.hardware]
+    parts += [", ".join(f"{name} {number}" for name, number in status.versions.items())]
+    if status.uptime_s is not None:
+        parts.insert(1, f"up {datetime.timedelta(seconds=round(status.uptime_s))}")
     return "; ".join(printable(one) for one in parts if one)
-
-
-def requests_text(requests: Mapping[str, int]) -> str:
-    ends = ", ".join(f"{number_text(number)} {printable(end)}" for end, number in requests.items())
-    return f"requests of this process: {ends}"
 
 
 def push_text(push: PushReport) -> str:
@@ -181,11 +173,10 @@ def status_view(status: ServiceStatus, width: int = WIDE) -> RenderableType:
     else:
         parts.append(Text("no push yet that this process heard of", "dim"))
     if status.requests:
-        parts.append(Text(requests_text(status.requests), "dim"))
-    for one in status.replicas:
-        if one.reason:
-            why = f"replica {printable(one.replica_id)}: {printable(one.reason)}"
-            parts.append(Text(why, "red"))
+        number = [f"{number_text(n)} {printable(end)}" for end, n in status.requests.items()]
+        parts.append(Text(f"requests of this process: {', '.join(number)}", "dim"))
+    told = {one.replica_id: one.reason for one in status.replicas if one.reason}
+    parts += [Text(f"replica {printable(n)}: {printable(why)}", "red") for n, why in told.items()]
     if status.failures:
         parts.append(Text("lately", "bold"))
         parts += [Text(failure_text(one), "red") for one in status.failures[:MAX_FAILURES]]
@@ -218,8 +209,8 @@ def _last_push(push: PushReport) -> list[RenderableType]:
     """
     line = Text.assemble(("last push ", "bold"), (push_text(push), "red" if push.error else ""))
     table = Table.grid("", Column(justify="right"), "", padding=(0, 1, 0, 0))
-    phases, slowest = seconds_of(push.phases), push.slowest
-    if slowest is not None:
+    phases = seconds_of(push.phases)
+    if (slowest := push.slowest) is not None:
         phases.pop("acknowledge", None)
         of_replica = seconds_of(slowest.steps).items()
         phases |= {f"replica {slowest.replica_id}: {name}": took for name, took in of_replica}
