@@ -27,8 +27,7 @@ class TokenizerMismatchError(SyncError, ValueError):
     """Two tokenizers mean different tokens by the same ids; nothing was generated.
 
     Attributes:
-        first: Whose tokenizer the one is, and its name.
-        second: The same of the other.
+        first, second: Whose tokenizers these are, and their names.
         difference: What they disagree on.
     """
 
@@ -44,10 +43,8 @@ class UnstampedRowsError(SyncError, KeyError):
     """Rows reached a transform without an entry that ``vLLMWrapper`` stamps on them.
 
     Attributes:
-        transform: Name of the transform's class.
-        key: The entry.
-        num_missing: Rows without it.
-        num_rows: Rows of the batch.
+        transform, key: Name of the transform's class, and of the entry.
+        num_missing, num_rows: Rows without it, of the batch's.
     """
 
     def __init__(self, transform: str, key: object, num_missing: int, num_rows: int) -> None:
@@ -70,8 +67,7 @@ class RowLayoutError(SyncError, ValueError):
     """Rows are not laid out as columns that belong together; nothing was stored or queued.
 
     Attributes:
-        key: The entry.
-        reason: What is wrong with it.
+        key, reason: The entry, and what is wrong with it.
     """
 
     def __init__(self, key: object, reason: str) -> None:
@@ -118,9 +114,7 @@ class ReplicaUnavailableError(SyncError, RuntimeError):
     """One replica refused or lost a request: it died, is stale, or is shutting down.
 
     Attributes:
-        replica_id: Stable id of the replica.
-        state: Its state.
-        reason: What is wrong with it.
+        replica_id, state, reason: Stable id of the replica, its state, and what is wrong with it.
         may_return: Whether its actor could only not be reached for the moment.
     """
 
@@ -140,8 +134,7 @@ class GenerationError(SyncError, RuntimeError):
     """One request failed for good.
 
     Attributes:
-        request_id: Id of the request.
-        reason: The last cause.
+        request_id, reason: Id of the request, and the last cause.
     """
 
     def __init__(self, request_id: str, reason: str) -> None:
@@ -194,8 +187,7 @@ class PushUnderWayError(SyncError, RuntimeError):
     """Another trainer is pushing to the service; this push touched nothing and may be repeated.
 
     Attributes:
-        host: Name of the host that the other trainer runs on.
-        pid: Its process id there.
+        host, pid: Name of the host that the other trainer runs on, and its process id there.
     """
 
     def __init__(self, host: str, pid: int) -> None:

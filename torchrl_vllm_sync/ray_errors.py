@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from ray.exceptions import (
-    ActorPlacementGroupRemoved,
-    ActorUnavailableError,
-    ActorUnschedulableError,
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    RuntimeEnvSetupError,
-    WorkerCrashedError,
-)
+from typing import TYPE_CHECKING
+
+from ray import exceptions
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
 from torchrl_vllm_sync.replica import ReplicaState
+
+if TYPE_CHECKING:
+    from ray.exceptions import RayError
 
 # Every call to an actor that the memory monitor killed ends with an ``OutOfMemoryError``, and every
 # call to one that could not be created with what prevented it. An answer is lost with its node.
 _GONE = (
     RayActorError,
-    OutOfMemoryError,
-    NodeDiedError,
-    WorkerCrashedError,
-    ObjectLostError,
-    ActorUnschedulableError,
-    ActorPlacementGroupRemoved,
-    RuntimeEnvSetupError,
+    exceptions.OutOfMemoryError,
+    exceptions.NodeDiedError,
+    exceptions.WorkerCrashedError,
+    exceptions.ObjectLostError,
+    exceptions.ActorUnschedulableError,
+    exceptions.ActorPlacementGroupRemoved,
+    exceptions.RuntimeEnvSetupError,
 )
 
 

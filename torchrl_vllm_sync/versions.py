@@ -19,12 +19,7 @@ class VersionSpan(NamedTuple):
     """Tokens ``[start, end)`` of a response were sampled by ``version``.
 
     The spans of a response are in order, leave no gaps, and neighbours differ in version; an empty
-    response has none.
-
-    Attributes:
-        version: Policy version; 0 is what the engine was launched with.
-        start: Position of the first token in the response.
-        end: Position after the last one.
+    response has none. Version 0 is what the engine was launched with.
     """
 
     version: int
@@ -87,8 +82,7 @@ def min_version(spans: Iterable[VersionSpan], *, default: int) -> int:
     """Returns the oldest version, or ``default`` where no token was sampled.
 
     Args:
-        spans: Spans of one response.
-        default: Version for a response without tokens.
+        spans, default: Spans of one response, and the version of one without tokens.
     """
     return min((one.version for one in spans), default=default)
 
@@ -97,7 +91,6 @@ def max_version(spans: Iterable[VersionSpan], *, default: int) -> int:
     """Returns the newest version, or ``default`` where no token was sampled.
 
     Args:
-        spans: Spans of one response.
-        default: Version for a response without tokens.
+        spans, default: Spans of one response, and the version of one without tokens.
     """
     return max((one.version for one in spans), default=default)

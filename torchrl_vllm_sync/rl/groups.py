@@ -271,8 +271,7 @@ class RolloutStorage(LazyStackStorage):
         """Copies rows in.
 
         Args:
-            cursor: Where to: an index, or indices.
-            data: A row, or as many rows as indices.
+            cursor, data: Indices and as many rows, or one of each.
             set_cursor: Without effect, as in TorchRL's list storages.
 
         Raises:
@@ -331,7 +330,7 @@ class RolloutStorage(LazyStackStorage):
         """Returns copies of rows, without the columns that none of them uses.
 
         Args:
-            index: An integer for one row; a slice or integers for rows of batch size ``[N]``.
+            index: An integer for one row; a slice or integers for several.
 
         Raises:
             IndexError: There is no such row.

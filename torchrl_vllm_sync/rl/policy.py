@@ -19,14 +19,8 @@ from tensordict import LazyStackedTensorDict, MetaData, NonTensorData, TensorDic
 from torch.nn.utils.rnn import pad_sequence
 from torchrl.data.llm import History
 from torchrl.modules.llm import vLLMWrapper as _TorchRLWrapper
+from torchrl.modules.llm.policies import vllm_wrapper as _torchrl
 from torchrl.modules.llm.policies.common import ChatHistory, LogProbs, Masks, Text, Tokens
-from torchrl.modules.llm.policies.vllm_wrapper import (
-    _assemble_generate_full_logprobs,
-    _build_prompt_logprobs,
-    _cat_prompt_response,
-    _has_usable_prompt_logprobs,
-    _warn_missing_vllm_prompt_logprobs,
-)
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_vllm_sync.errors import TokenizerMismatchError, UnsupportedArgumentError
@@ -251,6 +245,7 @@ _FIGURES = (
     (keys.PREFILL_TIME, "prefill_s", math.nan, torch.float32),
     (keys.DECODE_TIME, "decode_s", math.nan, torch.float32),
 )
+_joined = _torchrl._cat_prompt_response
 # The values of one entry: a tensor of all rows, or a list with a value for each.
 _Entry: TypeAlias = Any
 Chat: TypeAlias = "list[dict[str, Any]]"
@@ -582,17 +577,17 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         if self.num_samples is not None:
             return {"response": response}
         entries = {"response": response}
-        prompt: Any = [_build_prompt_logprobs(one) for one in answers.outputs]
+        prompt: Any = [_torchrl._build_prompt_logprobs(one) for one in answers.outputs]
         if self.pad_output:
             prompt = self._padded(prompt, self.padding_value, "right")
             missing = prompts.shape[-1] - prompt.shape[-1]
             prompt = torch.nn.functional.pad(prompt, (missing, 0))  # padded prompts
-        if _has_usable_prompt_logprobs(prompt, pad_output=self.pad_output):
+        if _torchrl._has_usable_prompt_logprobs(prompt, pad_output=self.pad_output):
             entries["prompt"] = prompt
         else:
             prompt = None
-            _warn_missing_vllm_prompt_logprobs()
-        entries["full"] = _assemble_generate_full_logprobs(prompt, response, prompts)
+            _torchrl._warn_missing_vllm_prompt_logprobs()
+        entries["full"] = _torchrl._assemble_generate_full_logprobs(prompt, response, prompts)
         return entries
 
     def _unpadded(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -757,10 +752,6 @@ def _stacked(entries: dict[Any, Any], shape: torch.Size) -> dict[Any, Any]:
 
 def _non_tensor(value: Any) -> NonTensorData:
     return NonTensorData._from_tensordict(TensorDict({}), {"data": value})
-
-
-def _joined(prompt: _Entry, response: _Entry) -> _Entry:
-    return _cat_prompt_response(prompt, response)
 
 
 def _filled(entry: _Entry, value: Any) -> _Entry:

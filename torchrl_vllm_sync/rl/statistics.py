@@ -62,16 +62,14 @@ class GenerationStatistics(Transform):
     ===================== ======== ==============================================================
     entry                 type     holds
     ===================== ======== ==============================================================
-    ``prompt_length``     int64    tokens of the prompt; -1 where the wrapper keeps no mask of it
-                                   (``input_mode="text"``)
+    ``prompt_length``     int64    tokens of the prompt; -1 with ``input_mode="text"``
     ``response_length``   int64    tokens that were sampled
     ``truncated``         bool     the response ended by its length (``finish_reason``)
     ``cached_fraction``   float32  share of the prompt that came from the prefix cache, 0 to 1
     ``queue_time``        float32  seconds in vLLM's queue
     ``decode_time``       float32  seconds from the first token to the last
     ``tokens_per_second`` float32  tokens after the first, by ``decode_time``
-    ``staleness_span``    int64    newest minus oldest version that sampled one of the tokens:
-                                   how many pushes the row lived through
+    ``staleness_span``    int64    newest minus oldest version that sampled one of the tokens
     ===================== ======== ==============================================================
 
     A float is NaN where it is unknown; so are all at an environment's reset, with integers -1. An
@@ -92,10 +90,7 @@ class GenerationStatistics(Transform):
         self.reset_summary()
 
     def summary(self) -> dict[str, float | None]:
-        """Returns ``"rows"``, how many have passed since the last reset, and means over these.
-
-        Each is over the rows where the entry is known; ``None`` where it is known of none.
-        """
+        """Returns how many ``"rows"`` have passed, and means over those where each is known."""
         with COUNTING:
             means = {
                 name: total / num if num else None for name, (total, num) in self._known.items()
@@ -114,7 +109,7 @@ class GenerationStatistics(Transform):
             tensordict: Rows that ``vLLMWrapper`` stamped.
 
         Raises:
-            UnstampedRowsError: An entry of the wrapper's is missing.
+            UnstampedRowsError: One of its entries is missing.
         """
         shape = tensordict.batch_size
         for key in _REQUIRED:
@@ -190,10 +185,7 @@ class GenerationStatistics(Transform):
             observation_spec: The environment's, which is changed.
         """
         shape, device = observation_spec.shape, cast("torch.device", observation_spec.device)
-        entries = {
-            name: Unbounded(shape=shape, dtype=dtype, device=device)
-            for name, dtype in _DTYPES.items()
-        }
+        entries = {name: Unbounded(shape, device, dtype) for name, dtype in _DTYPES.items()}
         observation_spec[_STATISTICS] = Composite(entries, shape=shape, device=device)
         return observation_spec
 
@@ -228,8 +220,7 @@ def _texts(entry: Any) -> list[str]:
 class DashboardLogger(Logger):
     """A TorchRL logger that shows what a run logs on a service's dashboard.
 
-    Numbers become plots, several values at once a histogram. It takes the place of any logger:
-    ``log_rollouts``, ``log_pushes`` and TorchRL's recipes and trainers log to it unchanged.
+    Numbers become plots, several values at once a histogram.
 
     Example:
         >>> logger = DashboardLogger(service.dashboard(), WandbLogger("grpo"))
@@ -255,9 +246,8 @@ class DashboardLogger(Logger):
         """Adds a number to its plot; several, as ``log_metrics`` passes on, make a histogram.
 
         Args:
-            name: What it is called.
-            value: The number, or a tensor of them.
-            step: For the other logger; the page has the time instead.
+            name, value: What it is called, and the number, or a tensor of them.
+            step: For the other logger.
         """
         self.board.log(name, _numbers(name, value))
         if self.also:
@@ -267,8 +257,7 @@ class DashboardLogger(Logger):
         """Shows the histogram of values.
 
         Args:
-            name: What they are called.
-            data: The values.
+            name, data: What they are called, and the values.
             **kwargs: For the other logger.
         """
         self.board.log(name, _numbers(name, data))
@@ -314,16 +303,15 @@ def log_pushes(
     """Logs each push that commits a new version, at the step of that version's number.
 
     These are ``seconds`` of the whole push, ``bytes`` of all tensors, how many replicas were
-    ``left_behind``, and the trainer's ``phases``: seconds as ``<phase>_s``, and counts. Of replicas
-    there are ``replica/<phase>_s`` of the slowest one, and over all ``replica/num_kept`` samples
-    that went on with their tokens and ``replica/num_restarted`` that began again. Pushes of other
-    processes are not heard of. What the logger raises leaves ``push_weights``, after the commit.
+    ``left_behind``, and the trainer's ``phases``. Of replicas there are ``replica/<phase>_s`` of
+    the slowest one, and sums of ``replica/num_kept`` and ``replica/num_restarted``, see
+    ``LoadReport``. What the logger raises leaves ``push_weights``, after the commit.
 
     Example:
         >>> stop = log_pushes(service, CSVLogger("run"))
 
     Args:
-        service: Whose pushes.
+        service: Whose pushes; those of this process.
         logger: One of TorchRL's loggers.
         prefix: What the names begin with, before a ``/``.
 
@@ -367,8 +355,7 @@ def log_rollouts(
 
     That is how many ``rows`` and sampled ``tokens`` there are, the mean ``reward``, mean and
     greatest age in versions of the rows' oldest tokens (``staleness``, ``staleness_max``), and
-    means of what ``GenerationStatistics`` finds, by its names. What cannot be known is not logged:
-    lengths, times and ages without stamps of ``vLLMWrapper``, ages without ``version``.
+    means of what ``GenerationStatistics`` finds, by its names; nothing that is not known.
     A ``DashboardLogger`` also shows how lengths, ages and rewards are distributed over the rows.
 
     Example:
@@ -378,8 +365,8 @@ def log_rollouts(
         logger: One of TorchRL's loggers.
         batch: Rows of any shape, ragged or padded.
         step: Step to log at; ``None`` leaves that to the logger.
-        version: What tells the newest version, as for ``StalenessFilter``.
-        reward: Entry of the rewards, below the batch's shape.
+        version: What tells the newest version, as for ``StalenessFilter``; without it, no ages.
+        reward: Entry of the rewards.
         prefix: What the names begin with, before a ``/``.
 
     Returns:
@@ -390,10 +377,8 @@ def log_rollouts(
         UnstampedRowsError: Rows carry some of the wrapper's stamps and lack others.
     """
     if not isinstance(batch, TensorDictBase):
-        raise UnsupportedArgumentError(
-            f"batch must be a TensorDict, got {batch!r}; a collector that fills a replay buffer "
-            "yields None: log rows of the buffer, such as buffer[:]"
-        )
+        why = "a collector with a replay buffer yields None: log rows of the buffer[:]"
+        raise UnsupportedArgumentError(f"batch must be a TensorDict, got {batch!r}; {why}")
     found = {"rows": float(batch.batch_size.numel())}
     by_row = _by_row(batch, version, reward) if found["rows"] else {}
     found |= {name: float(values.mean()) for name, values in by_row.items()}

@@ -90,15 +90,14 @@ class WeightUpdater:
     ) -> PushReport:
         """Brings every replica to new weights, and every registered collector to their version.
 
-        Arguments and errors beside these are those of :meth:`AsyncVLLM.push_weights`; after an
-        error collectors keep their versions.
+        Arguments and errors beside these are those of :meth:`AsyncVLLM.push_weights`.
 
         Args:
             policy_or_weights: What to send; ``None`` sends ``source``.
             worker_ids: Must be ``None``: replicas on different versions would mix in one batch.
 
         Returns:
-            What the push did, with the time of each phase; also kept as ``last_report``.
+            What the push did, also kept as ``last_report``.
 
         Raises:
             UnsupportedArgumentError: There is nothing to send, ``worker_ids`` is given, or
@@ -160,7 +159,6 @@ class WeightUpdater:
 
         Raises:
             UnsupportedArgumentError: There is no service.
-            SyncError: It could not be opened.
         """
         if self.service is None:
             raise UnsupportedArgumentError("there is no service to open a transport to")
@@ -176,19 +174,16 @@ class WeightUpdater:
         self.service, self._is_disconnected = None, True
 
     def register_collector(self, collector: Any) -> None:
-        """Keeps ``collector``'s version equal to the service's after every push of this process.
+        """Keeps a collector's version equal to the service's after every push of this process.
 
         Args:
-            collector: A collector of TorchRL's, or a ``RayLLMCollector``; held weakly.
-
-        Raises:
-            UnsupportedArgumentError: It is none of TorchRL's collectors.
+            collector: One of TorchRL's; held weakly. Others are refused.
         """
         self._versions.register(collector, self.service)
 
     @property
     def collector(self) -> Any | None:
-        """The collector registered last, or ``None``."""
+        """The collector registered last."""
         return next(reversed(self._versions.live), None)
 
     @property
