@@ -46,9 +46,8 @@ def check_positive(name: str, value: object) -> None:
 def check_seconds(name: str, value: object) -> None:
     """Refuses what is no finite number greater than 0."""
     if not (isinstance(value, int | float) and 0 < value < math.inf):
-        raise UnsupportedArgumentError(
-            f"{name} must be a finite number greater than 0, got {value!r}"
-        )
+        wanted = "a finite number greater than 0"
+        raise UnsupportedArgumentError(f"{name} must be {wanted}, got {value!r}")
 
 
 def check_wait(name: str, value: object) -> None:
@@ -57,17 +56,12 @@ def check_wait(name: str, value: object) -> None:
         raise UnsupportedArgumentError(f"{name} must be a finite number from 0 on, got {value!r}")
 
 
-_MAX_LENGTH = 60
-_MAX_BITS = 256
-
-
 class _Short(reprlib.Repr):
     """Looks at a few items and levels only: ``repr`` fails on deep lists and long integers."""
 
     def repr_int(self, x: int, level: int) -> str:
-        if x.bit_length() > _MAX_BITS:
-            return f"an integer of {x.bit_length()} bits"
-        return super().repr_int(x, level)
+        bits = x.bit_length()
+        return f"an integer of {bits} bits" if bits > 256 else super().repr_int(x, level)
 
 
 _short = _Short()
@@ -78,7 +72,7 @@ _short.maxdict, _short.maxlong, _short.maxother, _short.maxstring = 6, 60, 60, 6
 def shown(value: object) -> str:
     """Returns at most 60 characters for a value in a message, whatever it is, without failing."""
     text = _short.repr(value)
-    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def first_few(texts: Sequence[str], separator: str = ", ") -> str:

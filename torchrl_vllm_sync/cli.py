@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-DEFAULT_WATCH_S = 1.0
+WATCH_S = 1.0
 # Reports come once a second; tokens per second need two of them.
 FIRST_LOOK_S = 1.5
 CONNECT_TIMEOUT_S = 5.0
@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if "file" in options:
-            return _show_history(options, Console())
+            _show_history(options, Console())
+            return 0
         with _without_vllm():
             _connect(options.address)
             show = _list_services if options.name is None else _show_service
@@ -58,20 +59,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     about = "show what a service is and does now, or list the services"
-    status = commands.add_parser("status", help=about, description=about, epilog=_EPILOG)
-    status.add_argument("name", nargs="?", metavar="NAME", help="the service; all if not given")
+    add = commands.add_parser("status", help=about, description=about, epilog=_EPILOG).add_argument
+    add("name", nargs="?", metavar="NAME", help="the service; all if not given")
     watch = "look again and again, every second unless told otherwise"
-    status.add_argument(
-        "--watch", nargs="?", type=_seconds, const=DEFAULT_WATCH_S, metavar="SECONDS", help=watch
-    )
-    status.add_argument("--json", action="store_true", help="print JSON, one line for each look")
-    status.add_argument(
-        "--address", metavar="ADDR", help="Ray cluster; RAY_ADDRESS, or this machine's, by default"
-    )
+    add("--watch", nargs="?", type=_seconds, const=WATCH_S, metavar="SECONDS", help=watch)
+    add("--json", action="store_true", help="print JSON, one line for each look")
+    where = "Ray cluster; RAY_ADDRESS, or this machine's, by default"
+    add("--address", metavar="ADDR", help=where)
     about = "show the history that a dashboard has kept in a file, in a browser"
-    dashboard = commands.add_parser("dashboard", help=about, description=about, epilog=_EPILOG)
-    dashboard.add_argument("file", metavar="FILE", help="what dashboard(history=FILE) has written")
-    dashboard.add_argument("--port", type=int, default=0, help="port to listen on; a free one")
+    board = commands.add_parser("dashboard", help=about, description=about, epilog=_EPILOG)
+    board.add_argument("file", metavar="FILE", help="what dashboard(history=FILE) has written")
+    board.add_argument("--port", type=int, default=0, help="port to listen on; a free one")
     return parser
 
 
@@ -104,11 +102,11 @@ def _connect(address: str | None) -> None:
     if ray.is_initialized():
         return
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
-    where = "on this machine" if address == "auto" else f"at {address}"
     try:
         _check_reachable(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, OverflowError, RuntimeError) as error:
+        where = "on this machine" if address == "auto" else f"at {address}"
         raise ServiceClosedError(
             f"no Ray cluster was found {where}; name one by --address or RAY_ADDRESS ({error})"
         ) from error
@@ -136,16 +134,15 @@ def _looks(watch_s: float | None) -> Iterator[None]:
         yield
 
 
-def _show_history(options: argparse.Namespace, console: Console) -> int:
+def _show_history(options: argparse.Namespace, console: Console) -> None:
     """Shows a file until it is interrupted."""
     from torchrl_vllm_sync.observe.page import Dashboard
 
     with Dashboard(None, port=options.port, history=options.file) as board:
         console.print(f"{options.file} is shown at {board.url} until Ctrl-C", markup=False)
-        for _ in _looks(DEFAULT_WATCH_S):
+        for _ in _looks(WATCH_S):
             if not board.is_open:
                 break
-    return 0
 
 
 def _list_services(options: argparse.Namespace, console: Console) -> None:
@@ -156,10 +153,9 @@ def _list_services(options: argparse.Namespace, console: Console) -> None:
         services = running_services()
         if options.json:
             _print_json(console, {"services": services})
-        elif services:
-            console.print(services_view(services))
         else:
-            console.print("no service runs on this Ray cluster")
+            none = "no service runs on this Ray cluster"
+            console.print(services_view(services) if services else none)
 
 
 def _show_service(options: argparse.Namespace, console: Console) -> None:

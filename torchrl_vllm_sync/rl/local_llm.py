@@ -19,12 +19,7 @@ from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, Member, ReplicaState
 from torchrl_vllm_sync.requests.background import run_blocking
 from torchrl_vllm_sync.requests.messages import marks
-from torchrl_vllm_sync.service.replicas import (
-    Membership,
-    ReplicaCalls,
-    Replicas,
-    ServiceSettings,
-)
+from torchrl_vllm_sync.service.replicas import Membership, ReplicaCalls, Replicas, ServiceSettings
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.service.weights import Weights
 from torchrl_vllm_sync.weights.transport import Standing
@@ -47,10 +42,8 @@ REPLICA_ATTRIBUTE = "torchrl_vllm_sync_replica"
 class LocalLLM:
     """One ``vllm.LLM`` that takes pushes as the only replica of a service.
 
-    ``WeightUpdater(llm)`` makes one. The ``LLM`` must not generate during a push, which a caller
-    with one thread cannot do anyway; its prefix cache is emptied after each. Requests that were
-    enqueued and have not run yet run under the new weights. From then on its outputs carry
-    ``version_spans``, ``min_version`` and ``max_version`` as a service's do.
+    ``WeightUpdater(llm)`` makes one. The ``LLM`` must not generate during a push; its prefix cache
+    is emptied after each. Its outputs carry ``version_spans``, ``min_version`` and ``max_version``.
 
     Example:
         >>> llm = vllm.LLM(
@@ -63,7 +56,14 @@ class LocalLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
-        _require_extension(llm)
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+
+        given = llm.llm_engine.vllm_config.parallel_config.worker_extension_cls
+        if not given or not issubclass(resolve_obj_by_qualname(given), SyncWorkerExtension):
+            raise UnsupportedArgumentError(
+                f"the LLM must be created with worker_extension_cls={WORKER_EXTENSION!r}, "
+                f"got {given!r}"
+            )
         check_can_be_filled(llm.llm_engine.vllm_config.model_config)
         replica: _LocalReplica | None = vars(llm.llm_engine).get(REPLICA_ATTRIBUTE)
         if replica is None:
@@ -85,18 +85,6 @@ class LocalLLM:
     def close(self) -> None:
         """Closes the transport; the ``LLM`` lives on. Idempotent."""
         self.weights.pusher.close()
-
-
-def _require_extension(llm: LLM) -> None:
-    """Refuses an ``LLM`` whose workers cannot take weights."""
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    extension = llm.llm_engine.vllm_config.parallel_config.worker_extension_cls
-    if not extension or not issubclass(resolve_obj_by_qualname(extension), SyncWorkerExtension):
-        raise UnsupportedArgumentError(
-            f"the LLM must be created with worker_extension_cls={WORKER_EXTENSION!r}, "
-            f"got {extension!r}"
-        )
 
 
 class LocalReplicas(Replicas):
@@ -157,19 +145,8 @@ class _LocalReplica(EngineActor):
         self._llm_engine = engine
 
     async def start(self) -> EngineDescription:
-        """Begins to take pushes; the engine runs already."""
-        await self._begin()
-        self._stamp_outputs()
-        return self.describe()
-
-    def describe(self) -> EngineDescription:
-        return self._description(LOCAL_ADDRESS, None)
-
-    def _stamp_outputs(self) -> None:
-        """Has each output of ``LLM.generate`` say which versions sampled it, as a service's do."""
+        """Begins to take pushes, and to stamp outputs; the engine runs already."""
         from vllm import RequestOutput
-
-        step = self._llm_engine.step
 
         def step_and_stamp() -> list[Any]:
             outputs = step()
@@ -178,9 +155,15 @@ class _LocalReplica(EngineActor):
                     self._stamp(output)
             return outputs
 
-        self._llm_engine.step = step_and_stamp
+        await self._begin()
+        step, self._llm_engine.step = self._llm_engine.step, step_and_stamp
+        return self.describe()
+
+    def describe(self) -> EngineDescription:
+        return self._description(LOCAL_ADDRESS, None)
 
     def _stamp(self, output: RequestOutput) -> None:
+        """Has an output of ``LLM.generate`` say which versions sampled it, as a service's do."""
         followed = self._gate.samples
         keys = [(output.request_id, one.index) for one in output.outputs]
         if not all(key in followed for key in keys):  # enqueued before the first updater was made
