@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import io
 import time
 from html import escape
 from typing import TYPE_CHECKING
 
 from rich import box, filesize
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -37,7 +38,6 @@ _STYLES = {
     "failed": "bold red",
     "closed": "dim",
 }
-_CELL = "padding:2px 8px;text-align:right;white-space:nowrap"
 
 
 def printable(text: str) -> str:
@@ -98,10 +98,6 @@ COLUMNS: dict[str, Callable[[ReplicaStatus], str]] = {
 }
 
 
-def replica_cells(replica: ReplicaStatus) -> tuple[str, ...]:
-    return tuple(text(replica) for text in COLUMNS.values())
-
-
 def headline(status: ServiceStatus) -> str:
     """Returns what matters most of a service, on one line, without its name."""
     return (
@@ -143,18 +139,10 @@ def failure_text(failure: FailureStatus) -> str:
 
 
 def status_html(status: ServiceStatus) -> str:
-    """Returns a page's fragment: a line, a table of replicas, and the last push."""
-    heads = "".join(f'<th style="{_CELL}">{escape(one)}</th>' for one in COLUMNS)
-    rows = ""
-    for one in status.replicas:
-        cells = "".join(f'<td style="{_CELL}">{escape(text)}</td>' for text in replica_cells(one))
-        rows += f'<tr title="{escape(one.reason)}">{cells}</tr>'
-    pushed = f"<div>last push: {escape(push_text(status.pushes[0]))}</div>" if status.pushes else ""
-    return (
-        f"<div><b>AsyncVLLM {escape(status.name)}</b> {escape(headline(status))}"
-        f"<div>{escape(about_text(status))}</div>"
-        f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{pushed}</div>"
-    )
+    """Returns what a terminal shows, as a page's fragment."""
+    console = Console(file=io.StringIO(), record=True, width=WIDE + 20)
+    console.print(status_view(status))
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 def absent_html(name: str) -> str:
