@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
     from tensordict.utils import NestedKey
 
+    from torchrl_vllm_sync.versions import VersionSpan
+
 
 # Where TorchRL's collectors and its TrajCounter write the number of a row's trajectory.
 TRAJECTORY_KEYS: tuple[NestedKey, ...] = (("collector", "traj_ids"), "traj_ids", "traj_count")
@@ -495,17 +497,13 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     def _rendered(self, first: History, chats: list[list[dict[str, Any]]]) -> list[str]:
         """Applies the chat template to all prompts at once; which one TorchRL alone knows."""
         chosen: dict[str, Any] = {}
-        listener = SimpleNamespace(
+        listener: Any = SimpleNamespace(
             name_or_path=getattr(self.tokenizer, "name_or_path", ""),
             chat_template=getattr(self.tokenizer, "chat_template", None),
             apply_chat_template=lambda **settings: chosen.update(settings) or "",
         )
-        template: Any = first.apply_chat_template
-        template(
-            tokenizer=listener,
-            chat_template=self.chat_template,
-            chat_template_name=self.chat_template_name,
-        )
+        template = {name: getattr(self, name) for name in ("chat_template", "chat_template_name")}
+        first.apply_chat_template(tokenizer=listener, **template)
         shown = [[one for one in chat if one["role"] != "<none>"] for chat in chats]
         return self.tokenizer.apply_chat_template(**{**chosen, "conversation": shown})
 
@@ -551,8 +549,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     ) -> dict[Any, Any]:
         """Tokens, masks and versions of all rows; of prompts there may be no tokens."""
         response, versions, is_answer = answers
-        tokens, stamps = {"response": response}, {"response": versions}
-        masks: dict[str, _Entry] = {}
+        tokens, stamps, masks = {"response": response}, {"response": versions}, {}
         if prompt is not None:
             tokens |= {"prompt": prompt, "full": _joined(prompt, response)}
             masks["all_attention_mask"] = _joined(is_prompt, is_answer)
@@ -572,16 +569,15 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     def _log_probs(self, answers: _Answers, prompts: _Entry) -> dict[str, _Entry]:
         log_probs = [torch.tensor(one, dtype=torch.float32) for one in answers.log_probs()]
         response = self._laid_out(log_probs, self.padding_value)
-        if prompts is None:
-            return {"response": response, "full": response}
-        if self.num_samples is not None:
-            return {"response": response}
         entries = {"response": response}
+        if prompts is None:
+            return entries | {"full": response}
+        if self.num_samples is not None:
+            return entries
         prompt: Any = [_torchrl._build_prompt_logprobs(one) for one in answers.outputs]
         if self.pad_output:
             prompt = self._padded(prompt, self.padding_value, "right")
-            missing = prompts.shape[-1] - prompt.shape[-1]
-            prompt = torch.nn.functional.pad(prompt, (missing, 0))  # padded prompts
+            prompt = torch.nn.functional.pad(prompt, (prompts.shape[-1] - prompt.shape[-1], 0))
         if _torchrl._has_usable_prompt_logprobs(prompt, pad_output=self.pad_output):
             entries["prompt"] = prompt
         else:
@@ -646,10 +642,7 @@ class _Answers:
         """
         tokens, is_answer = _right_padded(self.ids, torch.int64, padding)
         versions = torch.full_like(tokens, keys.NO_VERSION)
-        spans = [span for one, _ in self._reports for span in one.spans]
-        each = torch.tensor([one for one, *_ in spans], dtype=torch.int64)
-        lengths = torch.tensor([end - begin for _, begin, end in spans], dtype=torch.int64)
-        versions[is_answer] = each.repeat_interleave(lengths)
+        versions[is_answer] = _expanded([span for one, _ in self._reports for span in one.spans])
         return tokens, versions, is_answer
 
     def log_probs(self) -> list[Any]:
@@ -657,12 +650,7 @@ class _Answers:
 
     def versions(self) -> list[torch.Tensor]:
         """The version that sampled each token."""
-        none = torch.empty(0, dtype=torch.int64)
-        parts = [
-            [torch.full((end - begin,), version) for version, begin, end in one.spans]
-            for one, _ in self._reports
-        ]
-        return [torch.cat([none, *each]) for each in parts]
+        return [_expanded(one.spans) for one, _ in self._reports]
 
     def stamps(self) -> dict[str, Any]:
         """Columns of one value a row."""
@@ -670,7 +658,7 @@ class _Answers:
         newest = [max_version(one.spans, default=of.max_version) for one, of in self._reports]
         generation: dict[str, _Entry] = {}
         for key, name, unknown, dtype in _FIGURES:
-            known = [getattr(one, name) for one, _ in self._reports]
+            known = (getattr(one, name) for one, _ in self._reports)
             values = [unknown if one is None else one for one in known]
             generation[key[-1]] = torch.tensor(values, dtype=dtype)
         generation[keys.REPLICA_ID[-1]] = [of.replica_id for _, of in self._reports]
@@ -680,6 +668,12 @@ class _Answers:
             keys.FINISH_REASON: [one.finish_reason for one in self.samples],
             keys.GENERATION: generation,
         }
+
+
+def _expanded(spans: Sequence[VersionSpan]) -> torch.Tensor:
+    """The version of each token."""
+    versions, starts, ends = torch.tensor(spans, dtype=torch.int64).view(-1, 3).unbind(1)
+    return versions.repeat_interleave(ends - starts)
 
 
 def _right_padded(
