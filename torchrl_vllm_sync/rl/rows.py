@@ -104,11 +104,9 @@ class Columns:
 
     def to(self, device: torch.device | str | None) -> Columns:
         """The same rows on a device; where they are if it is None."""
-        leaves = {
-            key: leaf.to(device) if isinstance(leaf, torch.Tensor) and device else leaf
-            for key, leaf in self.leaves.items()
-        }
-        return Columns(self.size, leaves, self.kinds)
+        is_tensor = torch.is_tensor if device else lambda _: False
+        moved = {key: leaf.to(device) for key, leaf in self.leaves.items() if is_tensor(leaf)}
+        return Columns(self.size, self.leaves | moved, self.kinds)
 
     def first(self, size: int) -> Columns:
         """Views of the first rows."""
@@ -137,9 +135,7 @@ class Columns:
     def check_like(self, other: Columns) -> None:
         """Raises unless both have the same columns, whatever their widths."""
         for key, (_, inner) in self.kinds.items():
-            if inner != other.kinds.get(key, (None, inner))[1]:
-                told = [[*inner], [*other.kinds[key][1]]]
-                raise RowLayoutError(key, f"it is of {told[0]} a row, in earlier rows {told[1]}")
+            _check_alike(key, [[*inner], [*other.kinds.get(key, (None, inner))[1]]], "of ")
         for key in [*other.leaves, *self.leaves]:
             mine, its = self.leaves.get(key), other.leaves.get(key)
             if mine is None or its is None:
@@ -149,12 +145,9 @@ class Columns:
             if isinstance(mine, torch.Tensor):
                 fixed = 2 if any(_sections(key, mine)) else 1
                 if mine.shape[fixed:] != its.shape[fixed:] or mine.dtype != its.dtype:
-                    told = [f"{one.dtype} {[*one.shape[1:]]}" for one in (mine, its)]
-                    raise RowLayoutError(key, f"it is {told[0]} a row, in earlier rows {told[1]}")
+                    _check_alike(key, [f"{one.dtype} {[*one.shape[1:]]}" for one in (mine, its)])
             elif mine and its:
-                told = [_text_shape(one[0]) for one in (mine, its)]
-                if told[0] != told[1]:
-                    raise RowLayoutError(key, f"it is {told[0]} a row, in earlier rows {told[1]}")
+                _check_alike(key, [_text_shape(one[0]) for one in (mine, its)])
 
     def widened(self, widths: Sequence[int], padding: Padding) -> Columns:
         """The same rows with more columns; needs those of :meth:`check`."""
@@ -191,6 +184,11 @@ class Columns:
 def _sections(key: _Key, leaf: Any) -> tuple[bool, bool]:
     has_columns = isinstance(leaf, torch.Tensor) and leaf.ndim > 1
     return _SECTIONS.get(key[-1], (False, False)) if has_columns else (False, False)
+
+
+def _check_alike(key: _Key, told: Sequence[object], of: str = "") -> None:
+    if told[0] != told[1]:
+        raise RowLayoutError(key, f"it is {of}{told[0]} a row, in earlier rows {told[1]}")
 
 
 def _text_shape(item: Any) -> str:
