@@ -174,14 +174,6 @@ def metrics_port() -> int | None:
 _exported_totals: dict[tuple[str, str, Tags], float] = {}
 
 
-def _growth(service: str, one: Reading) -> float:
-    """By how much a total is more than what was exported; one that is less began anew."""
-    key = (service, one.name, one.tags)
-    before = _exported_totals.get(key, 0.0)
-    _exported_totals[key] = one.value
-    return one.value - before if one.value >= before else one.value
-
-
 class MetricsExporter:
     """Exports a service's metrics, listed in ``METRICS``, until it is stopped.
 
@@ -202,9 +194,8 @@ class MetricsExporter:
 
     def __init__(self, service: Any, *, interval_s: float = 5.0) -> None:
         check_seconds("interval_s", interval_s)
-        self._interval_s = interval_s
+        self._interval_s, self._name = interval_s, service.name
         self._service = weakref.ref(service)
-        self._name = service.name
         self._requests = service.requests.counts.totals()
         self._pushes: deque[PushReport] = deque()
         self._unsubscribe = service.weights.log.listen(self._pushes.append)
@@ -252,10 +243,9 @@ class MetricsExporter:
         """Exports what is known now; returns whether the service is still there."""
         while self._pushes:
             self._record(push_readings(self._pushes.popleft()))
-        service = self._service()
-        if service is None:
-            return False
         try:
+            if (service := self._service()) is None:
+                return False
             status, requests = service.status(), service.requests.counts.totals()
         except ServiceClosedError:
             return False
@@ -272,7 +262,10 @@ class MetricsExporter:
                 self._shown.add((one.name, one.tags))
                 self._record([one])
             else:
-                self._record([one._replace(value=_growth(self._name, one))])
+                key = (self._name, one.name, one.tags)
+                known, _exported_totals[key] = _exported_totals.get(key, 0.0), one.value
+                grown = one.value - known if one.value >= known else one.value  # it began anew
+                self._record([one._replace(value=grown)])
         self._record(Reading(name, _GONE, tags) for name, tags in before - self._shown)
 
     def _record(self, readings: Iterable[Reading]) -> None:

@@ -6,6 +6,7 @@ Both work on dense rows, column by column; see ``torchrl_vllm_sync.rl.rows``.
 from __future__ import annotations
 
 from collections import deque
+from itertools import count, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -80,7 +81,10 @@ class GroupAdvantage(MCAdvantage):
         return super().share_memory_()
 
     def _queue_list(self, group: Any) -> list[TensorDictBase]:
-        return [_as_row(one) for one in super()._queue_list(group)]
+        return [
+            one.columns.take(torch.tensor([one.at])).rows() if isinstance(one, _Row) else one
+            for one in super()._queue_list(group)
+        ]
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         groups = self._dense_groups(tensordict)
@@ -132,9 +136,8 @@ class GroupAdvantage(MCAdvantage):
         if rewards.numel() != columns.size or not rewards.is_floating_point():
             told = f"{rewards.dtype} of shape {[*rewards.shape]}"
             raise RewardError(f"{key!r}: {columns.size} rows need a number each, got {told}")
-        if not rewards.isfinite().all():
-            bad = rewards.reshape(-1).isfinite().logical_not().nonzero().flatten().tolist()
-            values = [rewards.reshape(-1)[at].item() for at in bad[:8]]
+        if bad := (~rewards.reshape(-1).isfinite()).nonzero().flatten().tolist():
+            values = rewards.reshape(-1)[bad[:8]].tolist()
             told = f"{len(bad)} of {columns.size} are not finite: rows {bad[:8]} hold {values}"
             raise RewardError(f"{key!r}: {told}")
 
@@ -182,22 +185,16 @@ class GroupAdvantage(MCAdvantage):
 
     def _wait(self, columns: Columns, members: dict[Any, list[int]]) -> None:
         places = [at for queue in members.values() for at in queue]
-        kept = columns.take(torch.tensor(places, dtype=torch.int64))
-        begin = 0
+        rows = zip(repeat(columns.take(torch.tensor(places, dtype=torch.int64))), count())
         for group, queue in members.items():
             self.queues.pop(group, None)
             if queue:
-                rows = (_Row(kept, at) for at in range(begin, begin + len(queue)))
-                self.queues[group] = deque(rows, self.candidate_group_size)
-                begin += len(queue)
+                waiting = (_Row(*one) for one in islice(rows, len(queue)))
+                self.queues[group] = deque(waiting, self.candidate_group_size)
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else tuple(key)  # pyright: ignore[reportReturnType]
-
-
-def _as_row(one: Any) -> Any:
-    return one.columns.take(torch.tensor([one.at])).rows() if isinstance(one, _Row) else one
 
 
 def _gathered(waiting: dict[Any, Iterable[_Row]]) -> tuple[list[Columns], dict[Any, list[int]]]:

@@ -294,14 +294,14 @@ class ServiceScheme(_TorchRLScheme):
     master_address: str | None = None
     master_port: int | None = None
 
-    def __init__(self, strategy: Strategy, service: Any, **options: Any) -> None:
+    def __init__(self, strategy: Strategy, service: Any, options: PushOptions) -> None:
         if strategy not in get_args(Strategy):
             raise UnsupportedArgumentError(
                 f"strategy must be 'tensordict' or 'state_dict', got {strategy!r}"
             )
         super().__init__()  # without it: TorchRL would warn of its own way to read a state dict
         self.strategy_str = self.strategy_name = strategy
-        self.options, self._service = PushOptions(**options), service
+        self.options, self._service = options, service
         self._sender: VLLMWeightSender | None = None
 
     def new_transport(self) -> WeightTransport:
@@ -496,8 +496,8 @@ class VLLMWeightSyncScheme(ServiceScheme):
         mode: PauseMode = "keep",
         strict: bool | None = None,
     ) -> None:
-        options = {"timeout_s": timeout_s, "clear_cache": clear_cache, "mode": mode}
-        super().__init__(strategy, service, strict=strict, **options)
+        how = PushOptions(timeout_s=timeout_s, clear_cache=clear_cache, mode=mode, strict=strict)
+        super().__init__(strategy, service, how)
         as_transport(transport)
         if device is not None and transport not in ("auto", "broadcast"):
             raise UnsupportedArgumentError(f"device {device!r} is for broadcasts only")
@@ -559,15 +559,16 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         mode: PauseMode = "keep",
         strict: bool | None = None,
     ) -> None:
-        options = {"timeout_s": timeout_s, "clear_cache": clear_cache, "mode": mode}
-        super().__init__(strategy, service, strict=strict, **options)
+        how = PushOptions(timeout_s=timeout_s, clear_cache=clear_cache, mode=mode, strict=strict)
+        super().__init__(strategy, service, how)
         check_integer("num_threads", num_threads, 1)
         if layout not in (known := get_args(LayoutName)):
             raise UnsupportedArgumentError(f"layout must be one of {known}, got {layout!r}")
         local_addr = remote_addr if local_addr is None else local_addr
         self.remote_addr = _as_directory("remote_addr", remote_addr)
         self.local_addr = _as_directory("local_addr", local_addr)
-        self.num_threads, self.layout = num_threads, layout
+        self.num_threads = num_threads
+        self.layout: LayoutName = layout
 
     def new_transport(self) -> MemmapTransport:
         """Returns the transport that the sender pushes through once it is connected."""

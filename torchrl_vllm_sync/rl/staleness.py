@@ -271,9 +271,8 @@ def _multiply(tensordict: TensorDictBase, key: NestedKey, weight: torch.Tensor) 
     value: Any = tensordict[key]  # KeyError if there is none
     kind = _kind(value)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise UnsupportedArgumentError(
-            f"multiply must name a floating-point entry, got {key!r}, which holds {kind}"
-        )
+        told = f"got {key!r}, which holds {kind}"
+        raise UnsupportedArgumentError(f"multiply must name a floating-point entry, {told}")
     extra = value.ndim - weight.ndim
     tensordict.set(key, value * weight.to(value.dtype).reshape(*weight.shape, *(1,) * extra))
 
@@ -291,8 +290,8 @@ class VersionStamp(PolicyVersion):
 
     Args:
         version: ``None`` counts from 0, one for each :meth:`increment_version`. Otherwise
-            :attr:`version` follows a service, an updater or a function, however often it is
-            incremented; setting it announces a version of which its source may hear later.
+            :attr:`version` follows a service, an updater or a function; setting it announces a
+            version of which its source may hear later.
 
     Raises:
         UnsupportedArgumentError: No version can be read from ``version``, or it is set to none.

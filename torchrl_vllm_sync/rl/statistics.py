@@ -100,7 +100,8 @@ class GenerationStatistics(Transform):
     def reset_summary(self) -> None:
         """Forgets the rows that have passed."""
         with COUNTING:
-            self._rows, self._known = 0, dict.fromkeys(_DTYPES, (0.0, 0))
+            self._rows = 0
+            self._known: dict[str, tuple[float, int]] = dict.fromkeys(_DTYPES, (0.0, 0))
 
     def measure(self, tensordict: TensorDictBase) -> TensorDict:
         """Returns the figures of a batch, uncounted.

@@ -79,9 +79,8 @@ class WeightUpdater:
         self.source = source
         self.last_report: PushReport | None = None
         self._transport = as_transport(transport)
-        self._options = PushOptions(
-            timeout_s=timeout_s, clear_cache=clear_cache, mode=mode, strict=strict
-        )
+        how = PushOptions(timeout_s=timeout_s, clear_cache=clear_cache, mode=mode, strict=strict)
+        self._options = how
         self._is_disconnected, self._versions = False, CollectorVersions()
         self._post_hooks: list[Callable[[], Any]] = []
 
