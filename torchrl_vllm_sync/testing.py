@@ -140,7 +140,7 @@ def load_tiny_model(checkpoint: str | os.PathLike[str]) -> PreTrainedModel:
     """Returns a model as the trainer would hold it: float32 on the CPU, in evaluation mode.
 
     Args:
-        checkpoint: Directory of the checkpoint.
+        checkpoint: Its directory.
     """
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
@@ -203,8 +203,7 @@ def greedy_tokens(
     """Returns the most likely continuation; no token ends it early.
 
     Args:
-        model: A causal language model.
-        token_ids: The prompt, at least one token.
+        model, token_ids: A causal language model, and the prompt.
         max_tokens: How many tokens to append.
     """
     ids = list(token_ids)

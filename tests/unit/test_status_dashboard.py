@@ -178,16 +178,7 @@ def test_what_a_run_logs_is_in_the_next_sample_alone():
 def test_what_is_no_figure_is_refused_and_the_page_goes_on(board, name, value):
     with pytest.raises(UnsupportedArgumentError, match="must be"):
         board.log(name, value)
-    assert not board._names
-
-
-def test_a_run_that_logs_many_names_is_told_once_that_the_others_do_not_show(board, caplog):
-    for i in range(page_module.MAX_NAMES + 5):
-        board.log(f"figure {i}", i)
-        board.log("figure 0", i)
-    assert len(board._names) == page_module.MAX_NAMES
-    (told,) = caplog.messages
-    assert "64 names, and not 'figure 64'" in told
+    assert not any(board._logged.values())
 
 
 def test_a_push_is_in_one_sample_whether_it_failed_or_not():

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-MAX_NAMES = 64  # that a run logs
 NUM_BINS = 24  # of a histogram
 MAX_BINNED = 1e12  # numbers as far as this from 0 count as unknown in histograms
 MAX_CONNECTIONS = 64  # at once; each holds a file descriptor and a thread of the trainer's process
@@ -96,7 +95,6 @@ class Dashboard:
             self._recorded, samples = read_history(history or "")
             self._history.samples.extend(samples)
         self._logged, self._logging = _nothing_logged(), threading.Lock()
-        self._names, self._is_full = set[str](), False
         self._before: ServiceStatus | None = None
         self._stop = threading.Event()
         try:
@@ -139,8 +137,6 @@ class Dashboard:
     def log(self, name: str, value: float | Sequence[float]) -> None:
         """Shows a figure of the run: a number over time, or of several the last histogram.
 
-        The page shows the first 64 names, and a warning names the first of the others.
-
         Args:
             name: What it is called on the page.
             value: A number, or several, such as the lengths of a batch's responses.
@@ -157,12 +153,6 @@ class Dashboard:
                 f"{name!r} must be a number or several, got {value!r}"
             ) from error
         with self._logging:
-            if name not in self._names and len(self._names) == MAX_NAMES:
-                if not self._is_full:
-                    logger.warning("the dashboard shows %d names, and not %r", MAX_NAMES, name)
-                self._is_full = True
-                return
-            self._names.add(name)
             if not values.ndim:
                 self._logged["numbers"][name] = float(values)
             elif (known := values[np.abs(values) < MAX_BINNED]).size:

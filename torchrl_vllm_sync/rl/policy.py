@@ -418,7 +418,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         said = answers.ids  # all that texts hold on to: rows may be kept, the outputs need not be
 
         def late(make: Callable[[], Any]) -> Texts:
-            return Texts.late([num_rows], lambda: objects(make()))
+            return Texts([num_rows], lambda: objects(make()))
 
         def wholes() -> list[str]:
             each = zip(where, said, strict=True)
@@ -626,7 +626,7 @@ class _Answers:
         return [torch.tensor(one, dtype=torch.int64) for one in self.ids]
 
     @property
-    def sequences(self) -> list[torch.Tensor]:
+    def sequences(self) -> Any:
         """Tokens of prompts and answers, without padding."""
         return _joined(self.for_each_row(self._prompts), self.tokens)
 
@@ -707,7 +707,7 @@ def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> d
     def messages(made: Callable[[str], np.ndarray], turns: int) -> History:
         shape = (num_rows, turns)
         entries = {
-            name: Texts.late(shape, lambda name=name: made(name))
+            name: Texts(shape, lambda name=name: made(name))
             for name in ("role", "content", "is_complete")
         }
         return History._from_tensordict(TensorDict(entries, shape))

@@ -319,7 +319,7 @@ class ServiceScheme(_TorchRLScheme):
             service: The service.
 
         Raises:
-            UnsupportedArgumentError: ``num_replicas`` or ``gpus_per_replica`` is another.
+            UnsupportedArgumentError: It has others.
         """
         if not isinstance(service, AsyncVLLM) or self.num_replicas is None:
             return
@@ -397,18 +397,18 @@ class ServiceScheme(_TorchRLScheme):
     def _find_service(
         self, context: Any, model_id: str | None, policy: Any = None
     ) -> AsyncVLLM | LocalLLM:
-        if self._service is not None:
-            return find_service(self._service)
-        if (known := self.create_sender().service) is not None:
-            return known
-        if policy is None and context is not None and model_id is not None:
-            policy = _resolve_model(context, model_id)
-        engine = getattr(policy, "model", None)  # where TorchRL's wrappers have it
-        if engine is None:
+        known = self._service
+        if known is None:
+            known = self.create_sender().service
+        if known is None:
+            if policy is None and context is not None and model_id is not None:
+                policy = _resolve_model(context, model_id)
+            known = getattr(policy, "model", None)  # where TorchRL's wrappers have it
+        if known is None:
             raise UnsupportedArgumentError(
                 f"{model_id!r} of the collector has no engine: give the scheme a service"
             )
-        return find_service(engine)
+        return find_service(known)
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:
         """Pushes to every replica; ``update_policy_weights_`` of a collector calls it.
@@ -467,10 +467,9 @@ class VLLMWeightSyncScheme(ServiceScheme):
         >>> collector.update_policy_weights_()
 
     Args:
-        master_address: Where the engines find the trainer; found when ``None``.
-        master_port: Port of the rendezvous; found when ``None``.
-        gpus_per_replica: Tensor-parallel size of a replica, or all of its workers.
-        num_replicas: Replicas of the service.
+        master_address, master_port: Where the engines find the trainer; found when ``None``.
+        gpus_per_replica, num_replicas: What the service must have: tensor-parallel size, or
+            workers, of a replica; and replicas.
         strategy: ``"tensordict"`` or ``"state_dict"``, as TorchRL's; both push the same.
         device: The trainer's device (a GPU's index) for a broadcast, which ``"auto"`` is then.
         service: The service; by default that of the collector's policy.
@@ -530,8 +529,7 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         True
 
     Args:
-        remote_addr: Directory that the sender writes.
-        local_addr: The same directory as the replicas see it; by default under the same path.
+        remote_addr, local_addr: Directory that the sender writes, and as the replicas see it.
         num_threads: Must be at least 1; stores and loads are bounded by memory, and use one.
         strategy: ``"tensordict"`` or ``"state_dict"``, as TorchRL's; both push the same.
         service: The service; by default that of the collector's policy.
