@@ -129,9 +129,8 @@ class TextReward(Transform):
         if rewards.shape != (len(rows),):
             shape = tuple(rewards.shape)
             raise RewardError(f"{self._name} returned shape {shape} for {len(rows)} rows")
-        if not (finite := rewards.isfinite()).all():
-            at = int(finite.logical_not().nonzero()[0])
-            raise RewardError(f"{self._name} returned {float(rewards[at])} for row {at}")
+        if bad := (~rewards.isfinite()).nonzero().flatten().tolist():
+            raise RewardError(f"{self._name} returned {rewards[bad[0]]} for row {bad[0]}")
         return rewards
 
 

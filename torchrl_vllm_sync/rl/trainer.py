@@ -6,7 +6,7 @@ import inspect
 import math
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, MetaData, TensorDict, lazy_stack
@@ -233,7 +233,7 @@ class TrainerPolicy(LLMWrapperBase):
         """Of the answers: of ragged rows what follows the prompt, as TorchRL has it."""
         prompts = None
         if isinstance(tensordict, LazyStackedTensorDict) or _ASSISTANT not in tensordict:
-            prompts = _get(tensordict, _PROMPTS, as_list=True)
+            prompts = cast("Any", tensordict).get(_PROMPTS, None, as_list=True)
         if prompts is None:
             return self.get_dist(tensordict, mask_key=_ASSISTANT)
         mask = _padded(tensordict, _ATTENTION)
@@ -460,13 +460,10 @@ def _joined(scores: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(log_probs), torch.cat(entropies)
 
 
-def _get(tensordict: Any, key: NestedKey, **layout: Any) -> Any:
-    return tensordict.get(key, None, **layout)
-
-
-def _padded(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
+def _padded(tensordict: Any, key: NestedKey) -> Tensor:
     """An entry of the rows as [B, T], ragged rows padded on the left."""
-    value = _get(tensordict, key, as_padded_tensor=True, padding_side="left", padding_value=0)
+    layout = {"as_padded_tensor": True, "padding_side": "left", "padding_value": 0}
+    value = tensordict.get(key, None, **layout)
     if value is None:
         there = ", ".join(sorted(map(str, tensordict.keys(True, True))))
         raise InvalidPromptError(f"rows have no {key!r}; they have {there}")
@@ -475,8 +472,8 @@ def _padded(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
     return value
 
 
-def _lengths(tensordict: TensorDictBase) -> list[int]:
-    return [row.shape[-1] for row in _get(tensordict, _TOKENS, as_list=True)]
+def _lengths(tensordict: Any) -> list[int]:
+    return [row.shape[-1] for row in tensordict.get(_TOKENS, as_list=True)]
 
 
 def _entry(log_probs: Tensor) -> LogProbs:
