@@ -418,7 +418,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         said = answers.ids  # all that texts hold on to: rows may be kept, the outputs need not be
 
         def late(make: Callable[[], Any]) -> Texts:
-            return Texts([num_rows], lambda: objects(make()))
+            return Texts.late([num_rows], lambda: objects(make()))
 
         def wholes() -> list[str]:
             each = zip(where, said, strict=True)
@@ -707,7 +707,7 @@ def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> d
     def messages(made: Callable[[str], np.ndarray], turns: int) -> History:
         shape = (num_rows, turns)
         entries = {
-            name: Texts(shape, lambda name=name: made(name))
+            name: Texts.late(shape, lambda name=name: made(name))
             for name in ("role", "content", "is_complete")
         }
         return History._from_tensordict(TensorDict(entries, shape))
