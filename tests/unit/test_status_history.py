@@ -202,7 +202,7 @@ def test_the_command_shows_a_file_until_it_is_interrupted(path, monkeypatch, cap
 
     monkeypatch.setattr(cli.time, "sleep", interrupt)
     assert cli.main(["dashboard", str(path)]) == 0
-    assert "is shown at http://127.0.0.1:" in capsys.readouterr().out.replace("\n", " ")
+    assert "is shown at http://127.0.0.1:" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_says_that_there_is_no_such_file(tmp_path, capsys):
