@@ -1,26 +1,34 @@
-"""Requests and streams of a replica that falls silent: others take them up."""
+"""Streams whose replica is killed: another takes them up, and nobody can tell by the answer."""
 
 import asyncio
+import os
+import signal
 import sys
 
 import psutil
 import pytest
 import ray
+import torch
+from tokenizers.decoders import DecodeStream
 
+from tests.engine.checks import TOLERANCE, assert_labelled
+from tests.engine.faults import engine_core_pid
 from tests.engine.requests import eventually, is_idle, sampling, token_ids
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import RequestLostError
 from torchrl_vllm_sync.service.requests import _reserver
+from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 PROMPT = list(range(40, 90))
 LENGTH = 150
+KILLS = True
 
 
 @pytest.fixture(scope="module")
 def doomed(hurt):
-    """Three replicas, of which tests stop some for a while."""
+    """Three replicas, of which tests stop some for a while; the last two tests kill one each."""
     for actor in hurt.actors:
         ray.get(actor.__ray_call__.remote(listen))
     hurt.create_load_balancer("round-robin")
@@ -54,6 +62,12 @@ def forget(service):
         asked(service, one.replica_id)
 
 
+def shown_text(tokenizer, tokens):
+    """What vLLM shows of an answer: it holds back a character whose bytes have not all come."""
+    stream = DecodeStream(ids=PROMPT, skip_special_tokens=True)
+    return "".join(stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens)
+
+
 def taken(actor):
     heard, actor.asked = actor.asked, []
     return heard
@@ -62,6 +76,15 @@ def taken(actor):
 def actor_pid(service, replica_id):
     (actor,) = [one.actor for one in service.replicas if one.replica_id == replica_id]
     return ray.get(actor.describe.remote()).pid
+
+
+def kill_actor(service, replica_id):
+    os.kill(actor_pid(service, replica_id), signal.SIGKILL)
+
+
+def kill_engine_core(service, replica_id):
+    (actor,) = [one.actor for one in service.replicas if one.replica_id == replica_id]
+    os.kill(engine_core_pid(actor), signal.SIGKILL)
 
 
 def alive(service):
@@ -87,6 +110,35 @@ def is_delta(params):
     from vllm.sampling_params import RequestOutputKind
 
     return params.output_kind is RequestOutputKind.DELTA
+
+
+def greedy(**fields):
+    return sampling(
+        max_tokens=LENGTH, min_tokens=100, ignore_eos=True, logprobs=2, prompt_logprobs=1, **fields
+    )
+
+
+def assert_same_logprobs(found, wanted):
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        if one is None or other is None:
+            assert one is other
+            continue
+        for token in set(one) & set(other):
+            assert abs(one[token].logprob - other[token].logprob) < TOLERANCE
+            assert one[token].decoded_token == other[token].decoded_token
+        assert next(iter(one)) == next(iter(other))
+
+
+def assert_continued(service, outputs, victim):
+    """Another replica sampled the rest, and only that: the prompt was longer by what had come."""
+    last = outputs[-1].replica_id
+    assert last != victim
+    ((num_prompt, max_tokens, min_tokens),) = asked(service, last)
+    received = num_prompt - len(PROMPT)
+    assert 30 <= received < LENGTH
+    assert max_tokens == LENGTH - received
+    assert min_tokens == max(0, 100 - received)
 
 
 @pytest.mark.slow
@@ -133,7 +185,7 @@ def test_what_a_stopped_replica_holds_is_run_elsewhere_and_its_late_answers_are_
 
 
 @pytest.mark.slow
-def test_a_stream_begins_again_elsewhere_or_says_why_not(doomed):
+def test_what_cannot_be_gone_on_with_begins_again_or_says_why(doomed):
     from vllm.sampling_params import RequestOutputKind
 
     params = sampling(max_tokens=LENGTH, ignore_eos=True, temperature=1.0, seed=7)
@@ -164,7 +216,7 @@ def test_a_stream_begins_again_elsewhere_or_says_why_not(doomed):
         stream = doomed.generate(PROMPT, params, stream=True)
         victim = next(stream).replica_id
         stop_and_fail(doomed, victim)
-        with pytest.raises(RequestLostError, match="cannot begin again") as caught:
+        with pytest.raises(RequestLostError, match="because of seed") as caught:
             list(stream)
         assert [one.replica_id for one in caught.value.attempts] == [victim]
         wake()
@@ -172,3 +224,59 @@ def test_a_stream_begins_again_elsewhere_or_says_why_not(doomed):
         for one in stopped:
             one.resume()
     eventually(lambda: is_idle(doomed), timeout_s=30)
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_elsewhere_and_equals_an_unbroken_one(doomed):
+    wanted = list(doomed.generate(PROMPT, greedy(), stream=True))[-1]
+    forget(doomed)
+    outputs, victim = broken_stream(doomed, kill_actor, greedy())
+    assert_continued(doomed, outputs, victim)
+
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    assert lengths == sorted(lengths)  # it did not start over
+    last, found, unbroken = outputs[-1], outputs[-1].outputs[0], wanted.outputs[0]
+    assert token_ids(last) == token_ids(wanted)
+    assert found.text == unbroken.text
+    assert last.prompt_token_ids == PROMPT
+    assert_same_logprobs(found.logprobs, unbroken.logprobs)
+    assert_same_logprobs(last.prompt_logprobs, wanted.prompt_logprobs)
+    assert abs(found.cumulative_logprob - unbroken.cumulative_logprob) < LENGTH * TOLERANCE
+    assert (found.finish_reason, found.stop_reason) == ("length", None)
+    assert last.num_cached_tokens <= len(PROMPT)
+    assert last.sample_reports[0].num_cached_tokens == last.num_cached_tokens
+    assert_labelled(last)
+    assert doomed.load.total_in_flight == 0
+
+
+@pytest.mark.slow
+def test_deltas_go_on_elsewhere_with_the_log_probabilities_of_the_trainer(
+    doomed, untied_checkpoint
+):
+    """Drawn at random, so that a stream that began again would have other tokens."""
+    from vllm.sampling_params import RequestOutputKind
+
+    params = sampling(
+        temperature=1.0, max_tokens=LENGTH, min_tokens=100, ignore_eos=True, logprobs=0
+    )
+    params.output_kind = RequestOutputKind.DELTA
+    forget(doomed)
+    outputs, victim = broken_stream(doomed, kill_engine_core, params)
+    assert_continued(doomed, outputs, victim)
+
+    parts = [output.outputs[0] for output in outputs]
+    tokens = [token for part in parts for token in part.token_ids]
+    logprobs = [entry for part in parts for entry in part.logprobs]
+    assert len(tokens) == len(logprobs) == LENGTH
+    found = torch.tensor([one[token].logprob for one, token in zip(logprobs, tokens, strict=True)])
+    wanted = token_log_probs(load_tiny_model(untied_checkpoint), PROMPT + tokens)[-LENGTH:]
+    assert (found - wanted).abs().max() < TOLERANCE
+    assert abs(parts[-1].cumulative_logprob - found.sum()) < LENGTH * TOLERANCE
+    tokenizer = ray.get(alive(doomed)[0].actor.get_tokenizer.remote())
+    assert "".join(part.text for part in parts) == shown_text(tokenizer, tokens)
+    for output in outputs:
+        (spans,) = output.version_spans
+        assert spans == ((doomed.weight_version, 0, len(output.outputs[0].token_ids)),)
+    assert (parts[-1].weight_versions[0].start, parts[-1].weight_versions[-1].end) == (0, LENGTH)
+    assert all(output.prompt_token_ids == PROMPT for output in outputs)
+    assert doomed.load.total_in_flight == 0

@@ -29,11 +29,6 @@ ODD_FLOATS = (
 ODD_TEXTS = ("", " the", "\x00", "Ġ猫", "\ud83d", "\N{GRINNING FACE}")
 
 
-def made(row):
-    """vLLM's output of a row, without what the caller holds."""
-    return row.outputs[row.at]
-
-
 def assert_same(left, right, path="output"):
     """The two graphs agree in every type, value, bit of a float and order of a dict."""
     assert type(left) is type(right), f"{path}: {type(left)} and {type(right)}"
@@ -77,7 +72,7 @@ def unpacked(packed):
 
 
 def round_trip(output):
-    return made(unpacked(across_ray(pack_output(output, include_prompt=True))).output)
+    return unpacked(across_ray(pack_output(output, include_prompt=True))).output.make()
 
 
 class OutputMaker:
@@ -441,7 +436,7 @@ def test_results_of_a_batch_come_back_in_their_order_errors_among_them():
     assert [str(one.error) for one in back if one.error] == ["1", "5"]
     for at, one in enumerate(back):
         if one.error is None:
-            assert_same(made(one.output), outputs[at])
+            assert_same(one.output.make(), outputs[at])
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -483,7 +478,7 @@ def test_answers_are_read_without_unpacking(seed):
 def test_one_row_can_be_made_twice_without_sharing():
     output, wanted = flat_output()
     row = unpacked(pack_output(output, include_prompt=True)).output
-    first, second = made(row), made(row)
+    first, second = row.make(), row.make()
     first.outputs[0].token_ids.append(1)
     first.outputs[0].logprobs.append({})
     second.outputs[0].logprobs = as_dicts(second.outputs[0].logprobs)

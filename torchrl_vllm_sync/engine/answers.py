@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.engine.updates import Updates
-    from torchrl_vllm_sync.requests.messages import SampleReport
+    from torchrl_vllm_sync.requests.messages import BegunAnswer, SampleReport
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,30 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
         if params.seed is not None:
             sample.seed = params.seed + index
     return samples
+
+
+def longer_prompt(prompt: dict[str, Any], begun: BegunAnswer) -> dict[str, Any]:
+    """Returns a ``TokensPrompt`` extended by another replica's tokens; see ``SampleState``."""
+    return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *begun.token_ids]}
+
+
+def remaining_params(params: SamplingParams, begun: BegunAnswer) -> SamplingParams:
+    num_tokens = len(begun.token_ids)
+    remaining = copy.copy(params)
+    remaining.min_tokens = max(0, params.min_tokens - num_tokens)
+    remaining.prompt_logprobs = None
+    if params.max_tokens is not None:
+        remaining.max_tokens = params.max_tokens - num_tokens
+    return remaining
+
+
+def tell_of_first_replica(output: RequestOutput, begun: BegunAnswer) -> None:
+    """Sets an output's prompt facts to the first replica's; drops a partial ``sampling_mask``."""
+    output.num_cached_tokens = begun.num_cached_tokens
+    for completion in output.outputs:
+        masked = getattr(completion, "sampling_mask", None)  # vLLM 0.32; of the last replica alone
+        if masked is not None and len(masked.token_ids) != len(completion.token_ids):
+            completion.sampling_mask = None
 
 
 @dataclass(slots=True, eq=False)
@@ -148,10 +172,13 @@ class Batch:
             await self._gate.enter(request.min_version)
             if answer.has_ended:
                 return
-            engine_id, params = self._replica.new_engine_id(request), answer.samples[index]
+            engine_id = self._replica.new_engine_id(request)
+            prompt, params = request.prompt, answer.samples[index]
+            if (begun := request.begun) is not None:
+                prompt, params = longer_prompt(prompt, begun), remaining_params(params, begun)
             running = RunningRequest(engine_id, request, self, answer, index)
             self._gate.running[engine_id] = answer.running[engine_id] = running
-            prompt, lora = self._replica.rendered(request.prompt), request.lora_request
+            prompt, lora = self._replica.rendered(prompt), request.lora_request
             await self._replica.engine.add_request(engine_id, prompt, params, lora_request=lora)
         except Exception as failure:  # noqa: BLE001  a result, too
             self._fail(answer, failure)
@@ -183,6 +210,8 @@ class Batch:
         answer, (completion,) = running.answer, output.outputs
         request = answer.request
         output.request_id, completion.index = request.request_id, running.index
+        if request.begun is not None:
+            tell_of_first_replica(output, request.begun)
         assert running.sample is not None, "vLLM registers it before any output"
         report = running.sample.report(completion, self._replica.checker)
         if output.finished:

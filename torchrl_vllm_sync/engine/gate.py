@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
     from torchrl_vllm_sync.engine.internals import SampleState
-    from torchrl_vllm_sync.requests.messages import EngineRequest
+    from torchrl_vllm_sync.requests.messages import BegunAnswer, EngineRequest
     from torchrl_vllm_sync.versions import VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -30,15 +30,18 @@ logger = logging.getLogger(__name__)
 class SampleVersions:
     """Which versions sampled one sample, counted at each switch."""
 
-    __slots__ = ("_delivered", "_starts", "state")
+    __slots__ = ("_begun", "_delivered", "_received", "_starts", "state")
 
-    def __init__(self, state: SampleState, version: int) -> None:
-        self.state, self._delivered, self._starts = state, 0, [(version, 0)]
+    def __init__(self, state: SampleState, version: int, begun: BegunAnswer | None = None) -> None:
+        self.state, self._begun = state, begun
+        self._received = self._delivered = len(begun.token_ids) if begun else 0
+        former = begun.spans if begun else ()
+        self._starts = [(one.version, one.start) for one in former] + [(version, self._received)]
 
     @property
     def has_begun(self) -> bool:
-        """Whether a token was sampled, or it ended without one."""
-        return self.state.num_tokens > 0 or self.state.is_finished
+        """Whether a token was sampled here, or it ended without one."""
+        return self.state.num_tokens > self._received or self.state.is_finished
 
     def switch(self, version: int) -> None:
         self._starts.append((version, self.state.num_tokens))
@@ -54,12 +57,14 @@ class SampleVersions:
         if completion.finish_reason is not None:
             labelled = internals.label_spans(completion)
             spans = checker.agreed(self.state.engine_id, spans, labelled, end)
+        first = self._begun or self.state
         return SampleReport(
             spans=slice_spans(spans, start, end) if start else spans,
-            num_cached_tokens=self.state.num_cached_tokens,
-            queue_s=self.state.queue_s,
-            prefill_s=self.state.prefill_s,
-            decode_s=self.state.decode_s,
+            num_cached_tokens=first.num_cached_tokens,
+            queue_s=first.queue_s,
+            prefill_s=first.prefill_s,
+            # Unknown where another replica began: some seconds were lost on the way.
+            decode_s=None if self._begun else self.state.decode_s,
         )
 
 
@@ -154,9 +159,13 @@ class AdmissionGate:
 
     def register(self, state: SampleState) -> None:
         """Notes that vLLM has registered one of the samples inside."""
-        if running := self.running.get(state.engine_id):
-            running.sample = SampleVersions(state, self.version)
-            state.deliver_to(running)
+        running = self.running.get(state.engine_id)
+        if running is None:
+            return
+        if begun := running.request.begun:
+            state.resume(begun, running.request.sampling_params)
+        running.sample = SampleVersions(state, self.version, begun)
+        state.deliver_to(running)
 
     def switch(self, version: int) -> None:
         """Notes that ``version`` samples from now on: the engine is paused, its outputs settled."""

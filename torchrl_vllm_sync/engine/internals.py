@@ -1,8 +1,12 @@
-"""Every internal of vLLM (0.26 to 0.32) that is used; tests/engine/test_internals.py names each."""
+"""Every internal of vLLM (0.26 to 0.32) that is used; tests/engine/test_internals.py names each.
+
+``tests/unit/test_resumption.py`` names those that continue an answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import re
 import stat
@@ -17,6 +21,7 @@ import numpy as np
 from packaging.version import Version
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from torchrl_vllm_sync.replica import EngineCounters, Latency
@@ -24,9 +29,12 @@ from torchrl_vllm_sync.replica import EngineCounters, Latency
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from vllm import SamplingParams
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from torchrl_vllm_sync.requests.messages import BegunAnswer
 
 # vLLM's label for weights without one: those of the launch.
 UNLABELLED = "default"
@@ -144,10 +152,10 @@ def num_unfinished_requests(engine: AsyncLLM) -> int:
 class SampleState:
     """A sample as the ``AsyncLLM`` process knows it (``vllm/v1/engine/output_processor.py``)."""
 
-    __slots__ = ("_processor", "_state", "engine_id", "index")
+    __slots__ = ("_processor", "_request", "_state", "engine_id", "index")
 
-    def __init__(self, processor: Any, state: Any) -> None:
-        self._processor, self._state = processor, state
+    def __init__(self, processor: Any, state: Any, request: Any) -> None:
+        self._processor, self._state, self._request = processor, state, request
         self.engine_id: str = state.external_req_id
         self.index: int = state.request_index
 
@@ -178,6 +186,27 @@ class SampleState:
         """Has vLLM call ``taker.put``, which must not fail or use the engine, with all outputs."""
         self._state.queue = taker
 
+    def resume(self, begun: BegunAnswer, params: SamplingParams) -> None:
+        """Makes the answer begin with another replica's tokens, which end the prompt until now."""
+        state, tokens = self._state, list(begun.token_ids)
+        whole = copy.copy(self._request)
+        whole.prompt_token_ids = self._request.prompt_token_ids[: -len(tokens)]
+        whole.sampling_params = params
+        tokenizer = self._processor.tokenizer if params.detokenize else None
+        state.detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, whole)
+        state.detokenizer.update(tokens, False)
+        if self.yields_only_new:  # what was sent is not new
+            state.detokenizer.get_next_output_text(False, True)
+            state.sent_tokens_offset = len(tokens)
+        logprobs = state.logprobs_processor
+        logprobs.logprobs = copy.deepcopy(begun.logprobs)  # vLLM adds to them
+        logprobs.cumulative_logprob = begun.cumulative_logprob
+        logprobs.prompt_logprobs = begun.prompt_logprobs
+        if installed_vllm() >= _FIRST_WITH_LABEL_SPANS:
+            state.weight_version_starts[:] = [
+                (str(one.version) if one.version else UNLABELLED, one.start) for one in begun.spans
+            ]
+
     def _between(self, begin: str, end: str) -> float | None:
         # An engine may keep no statistics; 0 means never.
         times = [getattr(self._state.stats, name, 0.0) for name in (begin, end)]
@@ -191,7 +220,7 @@ def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None
 
     def add_and_tell(request: Any, *args: Any, **kwargs: Any) -> None:
         add_request(request, *args, **kwargs)
-        on_sample(SampleState(processor, processor.request_states[request.request_id]))
+        on_sample(SampleState(processor, processor.request_states[request.request_id], request))
 
     processor.add_request = add_and_tell
 

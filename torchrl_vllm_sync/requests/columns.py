@@ -240,6 +240,10 @@ class OutputRow:
         """Token ids of each sample, of shape ``(num_tokens,)``."""
         return [samples.fields["token_ids"].array(at) for samples, at in self.samples()]
 
+    def make(self) -> RequestOutput:
+        """vLLM's output without its prompt; log-probabilities are ``FlatLogprobs``."""
+        return self.outputs[self.at]
+
     def unread(self, result: EngineResult, request: EngineRequest) -> RequestOutput:
         """vLLM's output with the caller's prompt, and what only this library knows; made late."""
         return _unread(self.outputs.kind, {}, _Output(self, result, request))

@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.requests.continuation import AnswerSoFar
 from torchrl_vllm_sync.requests.messages import EngineResult
 
 if TYPE_CHECKING:
@@ -71,9 +72,7 @@ class PendingRequest:
 
     request: EngineRequest
     begin: float  # time.monotonic() from which its time limit counts
-    is_stream: bool = False
-    only_new: bool = False  # whether each step of it holds new tokens only
-    has_deltas: bool = False  # and some were yielded, which cannot be taken back
+    so_far: AnswerSoFar | None = None  # what was yielded of it, if it is streamed
     losses: list[Loss] = field(default_factory=list)
     has_waited: bool = False  # for a replica, which counts against its time limit
     has_ended: bool = False
@@ -94,16 +93,16 @@ class PendingRequest:
             return f"and {MAX_ATTEMPTS} attempts are the limit"
         if self.losses and self.left_s <= 0:
             return f"and its time limit of {self.request.timeout_s:g} s is over"
-        return "and a stream of deltas that has begun cannot begin again" if self.has_deltas else ""
+        return "" if self.so_far is None else self.so_far.final_reason
 
     def send(self, actor: Any) -> EngineRequest:
-        """The request for an actor, with what is left of its time limit."""
+        """The request for an actor: with what is left of its time limit, and of its answer."""
         request = self.request
         if self.has_waited or self.losses:
             timeout_s = max(self.left_s, LEAST_TIMEOUT_S)
             request = dataclasses.replace(request, timeout_s=timeout_s, attempt=len(self.losses))
         self.actor, self.abort_id = actor, request.abort_id
-        return request
+        return request if self.so_far is None else self.so_far.follow_up(request)
 
     def lose(self, error: errors.ReplicaUnavailableError) -> None:
         """Notes that a replica lost or refused the request, and gives its place back."""
@@ -113,12 +112,13 @@ class PendingRequest:
 
     def note(self, result: EngineResult) -> None:
         """Notes an answer or a step of one; gives the place back if it is the end."""
+        if self.so_far is not None:
+            self.so_far.add(result)
         self.has_ended = result.error is not None or result.finished
-        self.has_deltas = self.has_deltas or (self.only_new and result.output is not None)
         if self.has_ended:
             # For placing what goes on from it: what is in the cache, under the oldest version.
-            in_parts = self.is_stream and (self.only_new or self.request.sampling_params.n > 1)
-            answers = [] if result.output is None or in_parts else result.output.answers
+            is_whole = result.output is not None and (self.so_far is None or self.so_far.is_whole)
+            answers = result.output.answers if result.output is not None and is_whole else []
             begun = [one.spans[0].version for one in result.samples if one.spans]
             self.place.release(answers, min(begun, default=None))
 
@@ -223,11 +223,12 @@ class Dispatcher:
     async def stream(
         self, request: EngineRequest, reserve: Reserve
     ) -> AsyncGenerator[EngineResult]:
-        """Yields growing outputs of one request; after a lost replica another begins again."""
-        from vllm.sampling_params import RequestOutputKind
+        """Yields the partial outputs of one request, the last one finished.
 
-        only_new = request.sampling_params.output_kind is RequestOutputKind.DELTA
-        pending = PendingRequest(request, time.monotonic(), is_stream=True, only_new=only_new)
+        After a lost replica another goes on where sampling allows that (``continuation``), or
+        begins again; a stream of only new tokens then ends with a ``RequestLostError``.
+        """
+        pending = PendingRequest(request, time.monotonic(), AnswerSoFar(request))
         while not pending.has_ended:
             async with self._reserved([pending], reserve) as (shares, results):
                 for result in results:
@@ -293,7 +294,7 @@ class Dispatcher:
         left = {one.request_id: one.abort_id for one in asked}
         limit_s = max(one.timeout_s for one in asked) + GRACE_S
         end, watch = time.monotonic() + limit_s, ReplicaWatch(self._replicas, self._load, replica)
-        is_stream = share[0].is_stream
+        is_stream = share[0].so_far is not None
         lost: errors.ReplicaUnavailableError | None = None
         may_return, reason = False, ""
 

@@ -13,6 +13,22 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.versions import VersionSpan
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BegunAnswer:
+    """What a lost replica had sent of the one sample of a request, for another to go on."""
+
+    token_ids: tuple[int, ...]  # all that were received, at least one
+    spans: tuple[VersionSpan, ...]
+    logprobs: Any = None  # vLLM's SampleLogprobs of all of them
+    cumulative_logprob: float | None = None
+    # What outputs are to say of the prompt: vLLM's PromptLogprobs, nothing where each output holds
+    # only what is new, or None.
+    prompt_logprobs: Any = None
+    num_cached_tokens: int | None = None  # these three were measured by the first replica
+    queue_s: float | None = None
+    prefill_s: float | None = None
+
+
 # No slots: a frozen class with slots is pickled by Python code, object by object.
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
@@ -26,6 +42,7 @@ class EngineRequest:
     min_version: int = 0  # oldest policy version to begin it under; 0 takes any
     session_id: str | int | None = None  # the conversation that it belongs to
     group_id: str | int | None = None  # the group of requests with the same prompt
+    begun: BegunAnswer | None = None  # the answer so far, to go on with
     attempt: int = 0  # how often it was sent before
 
     @property

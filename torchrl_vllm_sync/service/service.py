@@ -409,7 +409,9 @@ class AsyncVLLM(RLvLLMEngine):
             timeout_seconds: Time limit of each request; ``None`` means ``request_timeout_s``.
             actor_index: Use this replica instead of the balancer's choice.
             stream: Yield partial outputs of a single prompt instead. When its replica is lost
-                another begins again; a stream of kind ``DELTA`` then ends with an error.
+                another goes on behind the tokens received, or begins again where that is unsound:
+                with a ``seed``, penalties that count the answer alone, ``n > 1``, structured
+                outputs. Those of kind ``DELTA`` then end with an error.
             return_exceptions: Put errors into a batch's list instead of raising the first one.
             min_version: Begin only under this policy version or a later one; a replica that holds
                 it, pushed or not yet, is waited for within the time limit.
