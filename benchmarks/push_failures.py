@@ -6,8 +6,7 @@ way through one; after it was woken, and a push took it back, it kills itself (S
 through another. Recorded, in milliseconds:
 
 * ``normal push``: pushes to three replicas;
-* ``noticed``: from the signal until the trainer gave the transfer up;
-* ``given up``: from then until the first attempt was over on all sides;
+* ``given up``: from the signal until the first attempt was over on all sides;
 * ``sent again``: the second attempt, to the two others, a new group included;
 * ``whole push``: from ``push_weights`` to its return;
 * ``first answer``: a request of 8 tokens, sent at once, answered under the new weights;
@@ -224,10 +223,8 @@ class Run:
         if how == "kill":
             self.killed_at = signalled
         phases, after = found["phases"], f", SIG{how.upper()} in mid-push"
-        noticed = found["began"] + phases["lost_s"] - phases["last_words_s"]
-        self.add("noticed", [noticed - signalled], after)
-        self.add("given up", [phases["last_words_s"]], after)
-        self.add("sent again", [phases["again_s"]], after)
+        self.add("given up", [found["began"] + phases["lost_s"] - signalled], after)
+        self.add("sent again", [found["seconds"] - phases["lost_s"]], after)
         self.add("join", [phases["join_s"]], after)
         self.add("whole push", [found["seconds"]], after)
         self.add("first answer", [found["answer_s"]], after)
