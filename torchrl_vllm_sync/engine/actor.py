@@ -90,6 +90,7 @@ class EngineHealth:
     def stop(self) -> None:
         for task in filter(None, (self._watch, self._question)):
             task.cancel()  # vLLM ignores an answer that nothing waits for
+        self._question = None
 
     @contextlib.contextmanager
     def blocking(self, timeout_s: float | None = None) -> Iterator[None]:
