@@ -43,8 +43,10 @@ class UnstampedRowsError(SyncError, KeyError):
     """Rows reached a transform without an entry that ``vLLMWrapper`` stamps on them.
 
     Attributes:
-        transform, key: Name of the transform's class, and of the entry.
-        num_missing, num_rows: Rows without it, of the batch's.
+        transform: Name of the transform's class.
+        key: Name of the entry.
+        num_missing: Rows without it.
+        num_rows: Rows of the batch.
     """
 
     def __init__(self, transform: str, key: object, num_missing: int, num_rows: int) -> None:

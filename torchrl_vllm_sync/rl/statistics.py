@@ -269,7 +269,10 @@ class DashboardLogger(Logger):
         """Passes a video on to the other logger.
 
         Args:
-            name, video, step, **kwargs: For that logger.
+            name: For that logger, as all of these.
+            video: See there.
+            step: See there.
+            **kwargs: See there.
         """
         if self.also:
             self.also.log_video(name, video, step=step, **kwargs)

@@ -121,7 +121,7 @@ class TrainerPolicy(LLMWrapperBase):
 
     @cached_property
     def path(self) -> Literal["head", "logits"]:
-        """How logits are computed: ``"head"`` or ``"logits"``.
+        """The way in which logits are computed, ``"head"`` or ``"logits"``.
 
         By the model without its head once, then the head on chunks of positions. Or, where the
         model does more to logits than its head (a soft cap, a scale) or must be called as a whole

@@ -288,7 +288,8 @@ class AsyncVLLM(RLvLLMEngine):
         Arguments not named here, and errors, are those of :meth:`from_pretrained`.
 
         Args:
-            engine_args, **kwargs: Those of the class.
+            engine_args: That of the class.
+            **kwargs: Its other arguments.
         """
         service = cls(engine_args, num_replicas, **kwargs)
         service._launch()
@@ -524,7 +525,8 @@ class AsyncVLLM(RLvLLMEngine):
         """Returns a new balancer; requests in flight stay counted, sessions are forgotten.
 
         Args:
-            strategy, **kwargs: Arguments of :class:`LoadBalancer`, which raises its errors.
+            strategy: That of :class:`LoadBalancer`, which raises its errors.
+            **kwargs: Its other arguments.
         """
         self.replicas.require()
         balancer = self.requests.balancer = LoadBalancer(self, strategy, **kwargs)
