@@ -1,5 +1,6 @@
 """Log-probabilities that travel packed are those that vLLM would have sent."""
 
+import asyncio
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from torchrl_vllm_sync.engine.logprobs import pack, unpack
+from torchrl_vllm_sync.engine.logprobs import pack, unpack, unpack_on_arrival
 
 
 class Tokenizer:
@@ -106,3 +107,28 @@ def test_what_vllm_sends_by_itself_is_left_alone():
     wanted = [one.new_logprobs for one in outputs]
     unpack(outputs, of)
     assert [one.new_logprobs for one in outputs] == wanted
+
+
+async def test_others_run_between_outputs_that_lie_ready():
+    ready = asyncio.Queue()
+    engine = SimpleNamespace(
+        engine_core=SimpleNamespace(get_output_async=ready.get),
+        output_processor=SimpleNamespace(request_states={}),
+    )
+    unpack_on_arrival(engine)
+    turns = []
+
+    async def read():
+        for _ in range(4):
+            ready.put_nowait(EngineCoreOutputs())
+        for _ in range(4):
+            await engine.engine_core.get_output_async()
+            turns.append("reader")
+
+    async def other():
+        for _ in range(4):
+            turns.append("other")
+            await asyncio.sleep(0)
+
+    await asyncio.gather(read(), other())
+    assert turns == ["other", "reader"] * 4

@@ -181,6 +181,23 @@ async def test_each_step_of_a_stream_has_the_spans_of_its_tokens(pushed, kind):
     assert all(one.num_span_disagreements == 0 for one in reports(service))
 
 
+async def test_an_update_is_not_kept_waiting_until_many_streams_have_ended(pushed):
+    service, model = pushed
+    first, has_begun = service.weight_version, asyncio.Event()
+
+    async def follow(prompt):
+        async for output in service.astream(prompt, greedy(), actor_index=0, timeout_seconds=120):
+            if len(output.outputs[0].token_ids) > 10:
+                has_begun.set()
+        return {one.version for one in output.version_spans[0]}
+
+    streams = [asyncio.ensure_future(follow(one)) for one in prompts(32)]
+    await has_begun.wait()
+    await asyncio.to_thread(service.push_weights, perturbed(model, seed=4))
+    found = await asyncio.gather(*streams)
+    assert {first, first + 1} in found
+
+
 def reports(service):
     return list(service.replicas.call_replicas("report").values())
 

@@ -73,8 +73,10 @@ class Engine:
     async def abort(self, engine_ids):
         self.aborted += engine_ids
 
-    def put(self, engine_id, *, finish_reason="stop", error=None):
-        completion = SimpleNamespace(index=0, finish_reason=finish_reason, token_ids=[7])
+    def put(self, engine_id, *, finish_reason="stop", error=None, token_ids=(7,)):
+        completion = SimpleNamespace(
+            index=0, finish_reason=finish_reason, token_ids=token_ids, logprobs=None
+        )
         output = SimpleNamespace(outputs=[completion], finished=finish_reason is not None)
         self.gate.running[engine_id].put(error or output)
 
@@ -91,7 +93,7 @@ async def answers(gate, engine):
     return answers
 
 
-def request(request_id="r", **fields):
+def request(request_id="r", *, kind="FINAL_ONLY", n=1, **fields):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -99,7 +101,7 @@ def request(request_id="r", **fields):
         request_id=request_id,
         prompt=fields.pop("prompt", {"prompt_token_ids": [5, 6]}),
         timeout_s=fields.pop("timeout_s", 9.0),
-        sampling_params=SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY),
+        sampling_params=SamplingParams(n=n, output_kind=RequestOutputKind[kind]),
         **fields,
     )
 
@@ -295,3 +297,32 @@ async def test_a_caller_that_cancels_has_nothing_left_in_the_engine(answers, eng
         await task
     assert engine.aborted == ["r~1"]
     assert answers._gate.running == {}
+
+
+@pytest.mark.parametrize(("kind", "num_read"), [("CUMULATIVE", 3), ("DELTA", 5)])
+async def test_a_reader_that_falls_behind_gets_the_newest_output_that_holds_all(
+    monkeypatch, answers, engine, kind, num_read
+):
+    """Two samples: one takes three steps, the last of them after a step was read, one two."""
+    monkeypatch.setattr("torchrl_vllm_sync.engine.answers.PackedResults", lambda some, **_: some)
+    steps = answers.stream(request(kind=kind, n=2))
+    first = asyncio.ensure_future(anext(steps))
+    await inside()
+    await inside()
+    growing = []
+
+    def put(engine_id, finish_reason=None):
+        growing.append(len(growing))
+        engine.put(engine_id, finish_reason=finish_reason, token_ids=growing)
+
+    for one in ("r~1", "r~2", "r~1"):
+        put(one)
+    read = [await first]
+    put("r~1", "stop")
+    put("r~2", "stop")
+    read += [step async for step in steps]
+    assert [one.finished for one in read] == [False] * (len(read) - 1) + [True]
+    found = [(one.output.outputs[0].index, one.output.outputs[0].token_ids) for one in read]
+    each = [(0, [0]), (1, [0, 1]), (0, [0, 1, 2]), (0, [0, 1, 2, 3]), (1, [0, 1, 2, 3, 4])]
+    assert found == (each if kind == "DELTA" else [each[1], *each[3:]])
+    assert len(found) == num_read

@@ -299,12 +299,24 @@ class Answers:
                 yield PackedResults(results, want_prompt=want_prompt)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineResult]:
-        """Yields every partial output of one request as vLLM makes it, the last one finished."""
-        steps: asyncio.Queue[EngineResult | None] = asyncio.Queue()
+        """Yields the growing outputs of one request, the last one finished.
+
+        Where vLLM is faster than its reader, newer outputs take the place of older ones, as they do
+        in vLLM's own streams; those that hold only new tokens are all kept.
+        """
+        is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
+        steps: dict[Any, EngineResult] = {}  # in their order, by sample where one holds all
+        some = asyncio.Event()
 
         def keep(step: EngineResult) -> None:
-            (packed,) = PackedResults([step], want_prompt=False)  # at once: vLLM adds to its lists
-            steps.put_nowait(packed)
+            of: Any = object()
+            for sample in step.output.outputs if step.output is not None else ():
+                sample.token_ids = [*sample.token_ids]  # vLLM adds to its own
+                sample.logprobs = sample.logprobs and sample.logprobs[:]
+                of = of if is_delta else sample.index
+            steps.pop(of, None)
+            steps[of] = step
+            some.set()
 
         async def run() -> None:
             async with contextlib.aclosing(Batch(self, self._gate, [request], keep).run()) as ends:
@@ -313,10 +325,14 @@ class Answers:
 
         # In a task of its own, as the time limit holds while nobody reads, too.
         task = asyncio.create_task(run())
-        task.add_done_callback(lambda _: steps.put_nowait(None))
+        task.add_done_callback(lambda _: some.set())
         try:
-            while (step := await steps.get()) is not None:
-                yield step
+            while steps or not task.done():
+                await some.wait()
+                some.clear()
+                while steps:
+                    (packed,) = PackedResults([steps.pop(next(iter(steps)))], want_prompt=False)
+                    yield packed
             task.result()
         finally:
             task.cancel()

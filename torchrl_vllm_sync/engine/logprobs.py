@@ -7,6 +7,7 @@ most of what log-probabilities cost (``benchmarks/packed_logprobs.py``). Read in
 
 from __future__ import annotations
 
+import asyncio
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -92,15 +93,20 @@ def pack_on_the_way(config: VllmConfig) -> None:
     """Has the engine core pack, unless it is to have a scheduler of another kind."""
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = _PACKING[scheduler.get_scheduler_cls()]
+        scheduler.scheduler_cls = _PACKING.get(scheduler.get_scheduler_cls())
 
 
 def unpack_on_arrival(engine: AsyncLLM) -> None:
-    """Unpacks what the engine core sends before ``engine`` looks at it."""
+    """Unpacks what the engine core sends before ``engine`` looks at it.
+
+    vLLM's reader takes what has arrived without letting others run; an engine core that is faster
+    than it would keep updates, and whatever else the process is asked, out for as long as it runs.
+    """
     client: Any = engine.engine_core
     get = client.get_output_async
 
     async def get_unpacked() -> Any:
+        await asyncio.sleep(0)
         outputs = await get()
         unpack(outputs.outputs, engine.output_processor.request_states)
         return outputs

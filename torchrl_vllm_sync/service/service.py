@@ -409,8 +409,9 @@ class AsyncVLLM(RLvLLMEngine):
             prompt_adapter_request, guided_options_request: Must be ``None``: vLLM has none.
             timeout_seconds: Time limit of each request; ``None`` means ``request_timeout_s``.
             actor_index: Use this replica instead of the balancer's choice.
-            stream: Yield partial outputs of a single prompt instead. When its replica is lost
-                another goes on behind the tokens received, or begins again where that is unsound:
+            stream: Yield partial outputs of a single prompt instead, the newest where the reader is
+                slower than the engine; no ``DELTA`` is left out. When its replica is lost another
+                goes on behind the tokens received, or begins again where that is unsound:
                 with a ``seed``, penalties that count the answer alone, ``n > 1``, structured
                 outputs. Those of kind ``DELTA`` then end with an error.
             return_exceptions: Put errors into a batch's list instead of raising the first one.
