@@ -377,11 +377,13 @@ def test_a_load_ends_when_its_transfer_has_ended(world, transports, monkeypatch,
             for name, one in checkpoint.items()
         }
     here.push(transport, checkpoint, 1)
+    group = here.receiver._group
 
     def noting(word, call):
         def noted(*args, **kwargs):
             call(*args, **kwargs)
-            order.append(word)
+            if word != "direct" or args[0] is group:  # the trainer's thread calls it, too
+                order.append(word)
 
         return noted
 
@@ -389,7 +391,6 @@ def test_a_load_ends_when_its_transfer_has_ended(world, transports, monkeypatch,
         receiver.buckets, "broadcast_tensors", noting("direct", receiver.buckets.broadcast_tensors)
     )
     monkeypatch.setattr(BoundBucket, "unpack", noting("bucket", BoundBucket.unpack))
-    group = here.receiver._group
     monkeypatch.setattr(group, "synchronize", noting("end", group.synchronize), raising=False)
     assert only(here.push(transport, checkpoint, 2)).error == ""
     *loads, end = order
