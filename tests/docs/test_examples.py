@@ -24,6 +24,7 @@ SPOKEN_OF = {
     "MetricsExporter",
     "QueueLengthScaling",
     "RayReplayBuffer",
+    "RolloutCorrection",
     "register_strategy",
     "save_timeline",
     "ServiceStatus",

@@ -19,8 +19,10 @@ from tests.engine.checks import perturbed
 from tests.engine.test_torchrl_faces import TOKENIZER, asked, make_env, policy_of
 from torchrl_vllm_sync import (
     GenerationStatistics,
+    RolloutCorrection,
     StalenessFilter,
     StalenessWeight,
+    TrainerPolicy,
     VersionStamp,
     WeightUpdater,
     vLLMWrapper,
@@ -65,6 +67,25 @@ def test_statistics_are_those_of_the_wrappers_rows(service, mode, padded):
     assert (found["decode_time"] > 0).all()
     speed = 5 / rows[keys.DECODE_TIME]
     torch.testing.assert_close(found["tokens_per_second"], speed)
+
+
+def test_corrections_tell_what_the_engine_rounds_from_what_is_old(service, model):
+    service.push_weights(perturbed(model, seed=3))
+    rows = sampled(service, padded=True, return_log_probs=True)
+    rows["advantage"] = torch.ones(4, 1, 1)
+    correct = RolloutCorrection(TrainerPolicy(model), weigh="token", cap=None, version=service)
+    found = correct(rows)
+    noise = correct.summary()
+    assert (noise["noise_tokens"], noise["stale_tokens"]) == (24, 0)
+    assert noise["noise_abs_log_ratio_max"] < 1e-3
+    weights = found["advantage"][found["advantage"] > 0]
+    torch.testing.assert_close(weights, torch.ones(24), atol=1e-3, rtol=0)
+    correct.reset_summary()
+    service.push_weights(perturbed(model, seed=4))
+    correct(rows)
+    stale = correct.summary()
+    assert (stale["noise_tokens"], stale["stale_tokens"]) == (0, 24)
+    assert stale["stale_abs_log_ratio"] > 100 * noise["noise_abs_log_ratio_max"]
 
 
 def test_prompts_that_were_seen_before_come_from_the_cache(service, model):
