@@ -45,7 +45,7 @@ def test_everything_arrives_whatever_the_chunks(tmp_path, chunk_bytes, by_value)
     wanted, path = values(source), str(tmp_path / "chunk")
     assert giver.layout == taker.layout
     assert giver.checksums() != taker.checksums()
-    for index in range(giver.num_chunks):
+    for index in range(giver.num_chunks + 1):  # another worker of the replica may have more
         if not by_value:
             giver.give_file(index, path)
             assert stat.S_IMODE(os.stat(path).st_mode) == 0o600

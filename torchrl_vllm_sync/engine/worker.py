@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -78,7 +79,8 @@ class PeerCopy:
         sizes = [piece.numel() for piece in pieces]
         if len(data) != sum(sizes):
             raise TransferError(f"chunk {index} has {len(data)} bytes, which do not fit")
-        parts = torch.frombuffer(bytearray(data), dtype=torch.uint8).split(sizes)
+        # NumPy's, as torch's takes no empty one: workers may have fewer chunks than others have.
+        parts = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).split(sizes)
         for piece, part in zip(pieces, parts, strict=True):
             piece.copy_(part)
 
