@@ -419,6 +419,13 @@ def test_many_threads_may_look_at_once():
         assert all(one == wanted.outputs[0].logprobs for one in read)
 
 
+def test_a_thread_that_finds_an_output_read_meanwhile_gets_what_it_looks_for():
+    made = unread(flat_output()[0])
+    late = type(made).__getattr__  # where a thread is that has found nothing under a name
+    assert made.finished
+    assert late(made, "request_id") == made.request_id
+
+
 def test_results_of_a_batch_come_back_in_their_order_errors_among_them():
     maker = OutputMaker(3)
     outputs = [maker.output() for _ in range(9)]

@@ -370,10 +370,11 @@ def _unread(kind: type, known: dict[str, Any], rest: Callable[[], dict[str, Any]
 
 
 def _read(unread: Any) -> Any:
-    kind = unread._kind
-    # First the attributes, then the class: another thread may be looking, too.
-    for name, value in unread._rest().items():
-        object.__setattr__(unread, name, value)
-    object.__setattr__(unread, "__class__", kind)
-    vars(unread).pop("_rest", None)
+    rest, kind = getattr(unread, "_rest", None), getattr(type(unread), "_kind", None)
+    if rest is not None and kind is not None:  # or another thread has read it meanwhile
+        # First the attributes, then the class: others may be looking.
+        for name, value in rest().items():
+            object.__setattr__(unread, name, value)
+        object.__setattr__(unread, "__class__", kind)
+        vars(unread).pop("_rest", None)
     return unread
