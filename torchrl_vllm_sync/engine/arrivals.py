@@ -178,8 +178,8 @@ class PeerLoads:
                 updates.refuse_older(version)
                 if (updates.version, updates.run_id) == (version, run_id):
                     return LoadReport(version=version, loaded=False)
+            own = await self._ask("sync_peer_open", offer["token"], False)
             try:
-                own = await self._ask("sync_peer_open", offer["token"], False)
                 if [a["layout"] for a in own] != [a["layout"] for a in offer["workers"]]:
                     raise TransferError("the two replicas' tensors are not alike")
                 return await updates.apply(
