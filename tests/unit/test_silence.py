@@ -11,7 +11,12 @@ from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine import actor, internals
 from torchrl_vllm_sync.engine.actor import BLOCKING_CALL_S, EngineHealth
 from torchrl_vllm_sync.engine.gate import AdmissionGate
-from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.engine.updates import Updates
+from torchrl_vllm_sync.errors import (
+    ReplicaUnavailableError,
+    SilentEngineError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.replica import Silence
 
 LIMIT_S = 8.0
@@ -159,6 +164,26 @@ async def test_after_a_callers_call_it_owes_answers_again(watch):
         assert await watch.pass_time(3 * LIMIT_S)
         assert watch.engine.asked == []
     assert not await watch.pass_time(LIMIT_S + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("dies", "error"), [(False, SilentEngineError), (True, ReplicaUnavailableError)]
+)
+async def test_a_callers_call_ends_in_time_and_leaves_vllm_no_answer_to_mistake(watch, dies, error):
+    asked = []
+
+    async def never(*args, engine):
+        asked.append(args)
+        watch.engine.errored = dies
+        await asyncio.Event().wait()
+
+    watch.engine.engine_core = types.SimpleNamespace(core_engines=[0], _call_utility_async=never)
+    replica = actor.EngineActor(replica_id="7", engine_args=None, environment={})
+    replica.engine, replica._health = watch.engine, watch.health
+    replica._updates = Updates(watch.engine, watch.gate)
+    with pytest.raises(error, match=r"dig took longer than 0\.01 s|engine core died: it died"):
+        await replica.collective_rpc("dig", None if dies else 0.01, (3,))
+    assert asked == [("collective_rpc", "dig", None, (3,), None)]
 
 
 @pytest.mark.parametrize("state", [ReplicaState.FAILED, ReplicaState.CLOSED])

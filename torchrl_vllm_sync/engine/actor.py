@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import math
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -222,7 +223,7 @@ class EngineActor:
             disable_log_stats=self._engine_args.disable_log_stats,
         )
         logprobs.unpack_on_arrival(self.engine)
-        for refusal in await internals.call_workers(self.engine, "sync_staging_refusal", ()):
+        for refusal in await internals.call_workers(self.engine, "sync_staging_refusal"):
             if refusal:
                 await asyncio.to_thread(self.engine.shutdown)
                 raise TransferError(refusal)
@@ -231,7 +232,7 @@ class EngineActor:
     async def _begin(self) -> None:
         """Builds the parts that need the engine, and begins to serve."""
         internals.watch_samples(self.engine, self._gate.register)
-        found = await internals.call_workers(self.engine, "native_device", ())
+        found = await internals.call_workers(self.engine, "native_device")
         self._device_uuids = tuple(uuid for uuid, _ in found if uuid)
         self._device_name = found[0][1]
         self._updates = updates = Updates(self.engine, self._gate)
@@ -357,8 +358,9 @@ class EngineActor:
     ) -> list[Any]:
         """Calls ``method`` on the workers of all data-parallel engines, one engine at a time."""
         # For as long as ``timeout``, or 300 s, a silent engine is not marked failed.
+        call = internals.call_workers(self.engine, method, args, kwargs)
         with self._health.blocking(timeout):
-            return await internals.call_workers(self.engine, method, args, kwargs, timeout)
+            return await self._updates.ask(method, call, math.inf if timeout is None else timeout)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         return await self.engine.reset_prefix_cache(reset_running_requests)

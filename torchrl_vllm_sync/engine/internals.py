@@ -125,23 +125,19 @@ def _latency(seconds: Sequence[float]) -> Latency | None:
 
 
 async def call_workers(
-    engine: AsyncLLM,
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    timeout_s: float | None = None,
+    engine: AsyncLLM, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> list[Any]:
     """Calls every worker of every engine; ``AsyncLLM.collective_rpc`` returns one engine's only."""
     client: Any = engine.engine_core
-    call = "collective_rpc", method, timeout_s, args, kwargs
+    # Without a time limit: the multiprocessing executor would take a late answer for the next one.
+    call = "collective_rpc", method, None, args, kwargs
     calls = (client._call_utility_async(*call, engine=one) for one in client.core_engines)
     return [answer for of_one_engine in await asyncio.gather(*calls) for answer in of_one_engine]
 
 
 async def ask_health(engine: AsyncLLM) -> None:
     """Returns when every worker has answered; ``AsyncLLM.check_health`` asks the process only."""
-    # Without a time limit: the multiprocessing executor would take a late answer for the next one.
-    await call_workers(engine, "check_health", ())
+    await call_workers(engine, "check_health")
 
 
 def num_unfinished_requests(engine: AsyncLLM) -> int:
