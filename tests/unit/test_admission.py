@@ -13,6 +13,7 @@ from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest
 from torchrl_vllm_sync.errors import (
     GenerationError,
     GenerationTimeoutError,
+    InvalidPromptError,
     ReplicaUnavailableError,
 )
 from torchrl_vllm_sync.requests.messages import EngineRequest, SampleReport
@@ -297,6 +298,19 @@ async def test_a_caller_that_cancels_has_nothing_left_in_the_engine(answers, eng
         await task
     assert engine.aborted == ["r~1"]
     assert answers._gate.running == {}
+
+
+async def test_ids_need_no_tokenizer_and_text_says_what_to_pass_without_one(answers, engine):
+    from vllm import SamplingParams
+
+    about = {"skip_tokenizer_init": True, "max_model_len": 9, "get_vocab_size": lambda: 9}
+    vars(engine.vllm_config.model_config).update(about)
+    with pytest.raises(InvalidPromptError, match="no tokenizer to encode it: pass token ids"):
+        await answers.generate("text")
+    task = asyncio.create_task(answers.generate([5, 6], SamplingParams(flat_logprobs=True)))
+    await inside()
+    engine.put(*engine.asked)
+    assert (await task).outputs[0].token_ids == (7,)
 
 
 @pytest.mark.parametrize(("kind", "num_read"), [("CUMULATIVE", 3), ("DELTA", 5)])

@@ -1,6 +1,7 @@
 import pickle
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from torchrl_vllm_sync.errors import InvalidPromptError
 from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
+from torchrl_vllm_sync.service.requests import Requests
 
 pytestmark = pytest.mark.filterwarnings(
     # Importing vLLM 0.32 on torch 2.11 and later.
@@ -196,6 +198,20 @@ def test_text_without_an_encoder_is_refused_and_asks_for_ids():
         read([[5], "ab"], encode=None)
     given = {"prompt": "ab", "prompt_token_ids": [5]}
     assert read(given, encode=None).prompts == [tokens_prompt((5,), "ab")]
+
+
+def test_a_service_whose_engines_have_no_tokenizer_asks_for_ids_too():
+    settings = SimpleNamespace(
+        request_timeout_s=9.0, engine_args=SimpleNamespace(skip_tokenizer_init=True)
+    )
+    members = [SimpleNamespace(description=SimpleNamespace(max_model_len=8, vocab_size=300))]
+    replicas = SimpleNamespace(
+        settings=settings, require=lambda: SimpleNamespace(members=members), current=None, load=None
+    )
+    requests = Requests(replicas, None, lambda: False)
+    assert requests.prepare(IDS, None, None).requests[0].prompt == tokens_prompt(IDS)
+    with pytest.raises(InvalidPromptError, match=r"prompts is text .* pass token ids"):
+        requests.prepare("ab", None, None)
 
 
 def test_what_the_encoder_returns_is_checked_too():

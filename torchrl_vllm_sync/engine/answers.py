@@ -410,7 +410,7 @@ class Answers:
         checked, is_batch = as_requests(
             prompts,
             prompt_token_ids,
-            encode=self.engine.get_tokenizer().encode,
+            encode=None if config.skip_tokenizer_init else self.engine.get_tokenizer().encode,
             max_model_len=config.max_model_len,
             vocab_size=config.get_vocab_size(),
         )

@@ -167,10 +167,11 @@ class Requests:
         if min_version is not None:
             check_version("min_version", min_version)
         only = None if actor_index is None else self._replicas.at(actor_index).replica_id
+        has_none = self._replicas.settings.engine_args.skip_tokenizer_init
         checked, is_batch = as_requests(
             prompts,
             prompt_token_ids,
-            encode=lambda text: self.tokenizer().encode(text),
+            encode=None if has_none else lambda text: self.tokenizer().encode(text),
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
         )
