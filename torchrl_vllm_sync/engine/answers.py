@@ -161,6 +161,7 @@ class Batch:
                     await self._enter(answer, index)
                 else:
                     self._enter_later(answer, index)
+            await asyncio.sleep(0)  # vLLM, which only queues them, lets nobody else run
 
     def _enter_later(self, answer: Answer, index: int) -> None:
         self._tasks.append(asyncio.create_task(self._enter(answer, index)))
