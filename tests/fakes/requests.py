@@ -1,11 +1,14 @@
 """Fake engine actors, and a dispatcher over them."""
 
 import asyncio
+from types import SimpleNamespace
+
+import numpy as np
 
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.replica import Replica
 from torchrl_vllm_sync.requests.dispatch import Dispatcher
-from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, SampleReport
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 
@@ -50,6 +53,13 @@ class FakeActor:
     def _abort(self, request_ids):
         self.aborted += request_ids
         return ready(len(request_ids))
+
+
+def step(*token_ids):
+    """What a result has that holds these tokens of one sample, without log-probabilities."""
+    column = SimpleNamespace(fields={"logprobs": [None]})
+    output = SimpleNamespace(answers=[np.array(token_ids)], samples=lambda: iter([(column, 0)]))
+    return {"output": output, "samples": (SampleReport(),)}
 
 
 def ready(value):

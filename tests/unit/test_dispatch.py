@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from tests.fakes.requests import FakeActor, Method, Rig, hang, ids, make_requests, raises
+from tests.fakes.requests import FakeActor, Method, Rig, hang, ids, make_requests, raises, step
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     GenerationError,
@@ -228,9 +228,8 @@ async def test_only_a_stream_whose_last_output_is_whole_tells_how_long_answers_a
     from vllm.sampling_params import RequestOutputKind
 
     def answered(request, finished):
-        output = SimpleNamespace(answers=[[1, 2, 3]])
         return EngineResult(
-            request_id=request.request_id, replica_id="a", output=output, finished=finished
+            request_id=request.request_id, replica_id="a", finished=finished, **step(1, 2, 3)
         )
 
     rig = Rig(FakeActor("a", answer=answered))

@@ -4,12 +4,21 @@ import asyncio
 import pickle
 import random  # noqa: TID251  seeded below
 import threading
-from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from tests.fakes.requests import FakeActor, Method, Rig, hang, ids, make_requests, raises, ready
+from tests.fakes.requests import (
+    FakeActor,
+    Method,
+    Rig,
+    hang,
+    ids,
+    make_requests,
+    raises,
+    ready,
+    step,
+)
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     GenerationError,
@@ -481,9 +490,7 @@ def stepping(replica_id, num_steps, then=None, **kwargs):
             yield ref
 
     actor.stream = Method(stream)
-    actor.answer = lambda request, finished: actor.result(
-        request, finished=finished, output=SimpleNamespace(answers=[[1]])
-    )
+    actor.answer = lambda request, finished: actor.result(request, finished=finished, **step(1))
     return actor
 
 

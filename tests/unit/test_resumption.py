@@ -1,6 +1,7 @@
 """Answers gone on with: vLLM's own output processor makes the outputs of an unbroken run."""
 
 import copy
+import pickle
 import random  # noqa: TID251  seeded below
 
 import numpy as np
@@ -220,6 +221,19 @@ def test_each_part_keeps_the_versions_that_sampled_it(tokenizer, only_new):
         assert results[-1].samples[0].spans == tuple(
             VersionSpan(int(version), start, end) for version, start, end in wanted
         )
+
+
+def test_a_stream_of_new_tokens_keeps_those_and_not_its_outputs(tokenizer):
+    from vllm.sampling_params import RequestOutputKind
+
+    answer = list(range(5, 55))
+    request = make_request([5], output_kind=RequestOutputKind.DELTA, max_tokens=50, logprobs=None)
+    so_far, sizes = AnswerSoFar(request), []
+    for result in Engine(tokenizer, [5], answer).run(request):
+        so_far.add(pickle.loads(pickle.dumps(result)))
+        sizes.append(len(pickle.dumps(vars(so_far))))
+    assert so_far._num_tokens() == len(sizes) == 50
+    assert sizes[-2] - sizes[0] < 50 * 50
 
 
 def test_an_update_sends_back_what_has_no_token_of_this_engine_yet(tokenizer):

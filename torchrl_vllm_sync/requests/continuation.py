@@ -15,8 +15,7 @@ from torchrl_vllm_sync.requests.messages import BegunAnswer
 from torchrl_vllm_sync.versions import spans_from_starts
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.requests.columns import OutputRow
-    from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, SampleReport
+    from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 
 
 # Fields of vLLM's SamplingParams with which an answer can be gone on with. A field that is not here
@@ -89,14 +88,33 @@ class AnswerSoFar:
 
         self._request = request
         self._only_new = request.sampling_params.output_kind is RequestOutputKind.DELTA
-        # Outputs that hold all tokens so far together, with what the replica reported of samples.
-        self._steps: list[tuple[OutputRow, tuple[SampleReport, ...]]] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._last: EngineResult | None = None
+        # Of the outputs so far together: those of single tokens would take 10 KB each.
+        self._token_ids: list[int] = []
+        self._starts: list[tuple[int, int]] = []  # where each version began
+        self._logprobs: Any = None
 
     def add(self, result: EngineResult) -> None:
         if not self._only_new:
-            self._steps.clear()
+            self._forget()
         if result.output is not None:
-            self._steps.append((result.output, result.samples))
+            self._last = result
+            if self._only_new:
+                self._take(result)
+
+    def _take(self, result: EngineResult) -> None:
+        samples, at = next(result.output.samples())
+        logprobs: Any = samples.fields["logprobs"][at]
+        if self._logprobs is None:
+            self._logprobs = logprobs
+        else:
+            self._logprobs.extend(logprobs or ())
+        begin = len(self._token_ids)
+        self._starts += [(one.version, begin + one.start) for one in result.samples[0].spans]
+        self._token_ids += result.output.answers[0].tolist()
 
     @property
     def is_whole(self) -> bool:
@@ -119,7 +137,7 @@ class AnswerSoFar:
     def follow_up(self, request: EngineRequest) -> EngineRequest:
         """Returns what to ask the next replica for."""
         if not self._num_tokens() or self._obstacles():
-            self._steps.clear()
+            self._forget()
             return request
         return dataclasses.replace(request, begun=self._begun())
 
@@ -131,32 +149,25 @@ class AnswerSoFar:
         return unsound
 
     def _num_tokens(self) -> int:
-        return sum(len(output.answers[0]) for output, _ in self._steps)
+        return len(self._token_ids or (self._last.output.answers[0] if self._last else ()))
 
     def _begun(self) -> BegunAnswer:
-        outputs = [output.make() for output, _ in self._steps]
-        reports = [samples[0] for _, samples in self._steps]
-        parts = [output.outputs[0] for output in outputs]
-        token_ids: list[int] = []
-        starts: list[tuple[int, int]] = []  # where each version began, over all parts
-        logprobs: Any = parts[0].logprobs
-        for at, (part, report) in enumerate(zip(parts, reports, strict=True)):
-            starts += [(one.version, len(token_ids) + one.start) for one in report.spans]
-            token_ids += part.token_ids
-            if logprobs is not None and at:
-                logprobs.extend(part.logprobs or ())
-        prompt_logprobs: Any = outputs[-1].prompt_logprobs
+        assert self._last is not None, "there are tokens"
+        if not self._token_ids:
+            self._take(self._last)
+        output, report = self._last.output.make(), self._last.samples[0]
+        prompt_logprobs: Any = output.prompt_logprobs
         return BegunAnswer(
-            token_ids=tuple(token_ids),
-            spans=spans_from_starts(starts, len(token_ids)),
-            logprobs=logprobs,
-            cumulative_logprob=parts[-1].cumulative_logprob,
+            token_ids=tuple(self._token_ids),
+            spans=spans_from_starts(self._starts, len(self._token_ids)),
+            logprobs=self._logprobs,
+            cumulative_logprob=output.outputs[0].cumulative_logprob,
             prompt_logprobs=prompt_logprobs
             if prompt_logprobs is None or not self._only_new
             else [],
-            num_cached_tokens=reports[-1].num_cached_tokens,
-            queue_s=reports[-1].queue_s,
-            prefill_s=reports[-1].prefill_s,
+            num_cached_tokens=report.num_cached_tokens,
+            queue_s=report.queue_s,
+            prefill_s=report.prefill_s,
         )
 
 
