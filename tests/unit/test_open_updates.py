@@ -224,6 +224,25 @@ async def test_a_pause_outlives_an_update_and_sleep_wants_its_weights_back(nativ
     assert native.state is SERVING
 
 
+@pytest.mark.parametrize("drains", [False, True])
+async def test_weights_are_labelled_while_no_request_gets_tokens(native, drains):
+    called = []
+
+    async def pause(**_):
+        called.append("pause")
+
+    async def label(_):
+        called.append("label")
+
+    native._engine.engine_core.pause_scheduler_async = pause
+    native._engine.update_weight_version = label
+    if drains:  # those inside go on
+        native._updates.drain()
+    before = native.state
+    await native.update_weight_version("3")
+    assert (called, native._updates.version, native.state) == (["pause", "label"], 3, before)
+
+
 def test_the_actor_has_its_parts_methods_under_their_signatures():
     assert inspect.isasyncgenfunction(EngineActor.run_batch)
     assert inspect.isasyncgenfunction(EngineActor.stream)

@@ -252,7 +252,7 @@ class NativeCalls:
         """Labels weights that are in place; requests in flight freeze, so each token has one."""
         async with self._turn("update_weight_version"), contextlib.AsyncExitStack() as stack:
             version = self._version_of(str(new_version))
-            if self._updates.whole and self._gate.state.admits_requests:
+            if self._updates.whole and self._gate.state is not ReplicaState.STALE:
                 pause = self._updates.paused("keep", clear_cache=False, timeout_s=SHORT_TIMEOUT_S)
                 await stack.enter_async_context(pause)
             await self._updates.label(str(new_version))
