@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.fakes.engine import quiet_engine
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine.answers import Answers, Batch
 from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest
+from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import (
     GenerationError,
     GenerationTimeoutError,
@@ -205,6 +207,53 @@ async def test_what_an_update_sends_back_enters_again(answers, engine):
     await asyncio.sleep(0.01)
     engine.put("r~2")
     assert (await task)["r"].output.outputs[0].finish_reason == "stop"
+
+
+@pytest.fixture
+async def prepared(engine):
+    """Set, it ends what vLLM does with images before it knows a request; ``abort`` is vLLM's."""
+    add, prepared = engine.add_request, asyncio.Event()
+
+    async def slow(engine_id, *args, **kwargs):
+        await prepared.wait()
+        await add(engine_id, *args, **kwargs)
+
+    async def abort(engine_ids):
+        engine.aborted += engine_ids
+        for one in engine.gate.running.keys() & set(engine_ids):
+            engine.put(one, finish_reason="abort")
+
+    engine.add_request, engine.abort = slow, abort
+    return prepared
+
+
+IMAGES = {"prompt_token_ids": [5], "multi_modal_data": {}}
+
+
+async def test_an_update_does_not_wait_for_what_vllm_is_preparing(answers, engine, prepared):
+    updates = Updates(quiet_engine(), answers._gate)
+    updates._engine.abort = engine.abort
+    task = started(answers, request(prompt=IMAGES))
+    await inside()
+    async with asyncio.timeout(5), updates.paused("keep", False, 5.0) as pause:
+        answers._updates.salt = "v2"  # the new weights are in
+        await updates.commit(pause, 2, None, None)
+    prepared.set()
+    await inside()
+    assert [given["cache_salt"] for given, _ in engine.asked.values()] == ["v1", "v2"]
+    engine.put("r~2")
+    assert (await task)["r"].output.outputs[0].finish_reason == "stop"
+    assert (pause.num_restarted, pause.num_kept) == (1, 0)
+
+
+async def test_who_gives_up_does_not_wait_for_what_vllm_is_preparing(answers, engine, prepared):
+    task = started(answers, request(prompt=IMAGES))
+    await inside()
+    async with asyncio.timeout(5):
+        assert await answers.abort([request().abort_id]) == 0
+    prepared.set()
+    assert (await task)["r"].output.outputs[0].finish_reason == "abort"
+    assert engine.aborted == ["r~1"]
 
 
 async def test_one_failure_is_one_requests_and_its_work_in_the_engine_ends(answers, engine):

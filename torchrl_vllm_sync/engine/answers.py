@@ -39,8 +39,6 @@ _OF_TOKENS = {"prompt_token_ids", "prompt", "cache_salt"}
 BATCH_LINGER_S = 0.05
 # How many ids are remembered of requests that were given up before they arrived.
 MAX_GIVEN_UP = 10_000
-# Seconds between checks that requests that were given up have left the engine.
-ABORT_POLL_S = 0.005
 
 
 def split_samples(params: SamplingParams) -> list[SamplingParams]:
@@ -184,7 +182,8 @@ class Batch:
         except Exception as failure:  # noqa: BLE001  a result, too
             self._fail(answer, failure)
             return
-        if answer.has_ended:  # meanwhile: what was not there could not be aborted
+        is_unwanted = answer.has_ended or request.abort_id in self._replica.given_up
+        if is_unwanted or running.restart:  # meanwhile: it was not there to be aborted
             self._unwanted.append(engine_id)
             await self._abort_unwanted()
 
@@ -389,13 +388,10 @@ class Answers:
         self.given_up.update(dict.fromkeys(wanted))
         for _ in range(len(self.given_up) - MAX_GIVEN_UP):
             del self.given_up[next(iter(self.given_up))]
-        ended: set[str] = set()
-        # A request that has just passed the gate may not be known to vLLM yet, hence the loop.
-        while left := [one for one in self._gate.running if one.rpartition("~")[0] in wanted]:
-            ended.update(left)
-            await self.engine.abort(left)
-            await asyncio.sleep(ABORT_POLL_S)
-        return len(ended)
+        inside = self._gate.running.items()
+        left = [name for name, one in inside if one.sample and one.request.abort_id in wanted]
+        await self.engine.abort(left)
+        return len(left)
 
     async def generate(
         self,

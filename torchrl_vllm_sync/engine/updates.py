@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds for calls that only ask, label, resume or clear up.
 SHORT_TIMEOUT_S = 30.0
-# Seconds within which requests without a token must have left a paused engine.
-SEND_BACK_TIMEOUT_S = 10.0
 # Seconds between checks that an engine core that has yet to answer is alive.
 POLL_S = 0.5
 # Added to the reason when a load broke off that had begun to write.
@@ -313,17 +311,12 @@ class Updates:
 
     async def _send_back_unstarted(self) -> int:
         """Sends requests without a token back to the gate: they would read old keys otherwise."""
-        pending = {name: one for name, one in self._gate.running.items() if not one.has_begun}
-        deadline = Deadline(SEND_BACK_TIMEOUT_S)
-        for running in pending.values():
+        pending = [one for one in self._gate.running.values() if not one.has_begun]
+        for running in pending:
             running.restart = True
-        # One that has just passed the gate may not be registered with vLLM yet, hence the loop.
-        while left := [name for name in pending if name in self._gate.running]:
-            self._require_alive()
-            if deadline.passed:
-                raise errors.SyncError(f"{len(left)} requests did not leave the paused engine")
-            await self._engine.abort(left)
-            await asyncio.sleep(0.002)
+        # What vLLM is still preparing, which takes long with images, goes back when it is done.
+        if ids := [one.engine_id for one in pending if one.sample is not None]:
+            await self.ask("sending back", self._engine.abort(ids), SHORT_TIMEOUT_S)
         return len(pending)
 
     async def commit(
@@ -336,7 +329,7 @@ class Updates:
         self._repeats = self._repeats + 1 if version == self.version else 0
         self._gate.switch(version)
         self.whole, self.run_id = True, run_id
-        pause.num_kept = len(self._gate.running)
+        pause.num_kept = sum(one.has_begun for one in self._gate.running.values())
 
     async def label(self, label: str) -> None:
         call = internals.set_weight_label(self._engine, label)
