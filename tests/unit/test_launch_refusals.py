@@ -20,6 +20,16 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_ray_starts(model, monk
         AsyncVLLM.from_pretrained(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", None), ("seed", -1), ("tensor_parallel_size", 0)]
+)
+def test_a_number_that_no_engine_can_have_is_refused(name, value, monkeypatch, tmp_path):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+    with pytest.raises(UnsupportedArgumentError, match=f"{name} must be"):
+        AsyncVLLM.from_pretrained(tmp_path, **{name: value})
+
+
 @pytest.mark.parametrize("verbose", [True, False])
 def test_the_launch_says_what_it_does_unless_told_not_to(verbose, monkeypatch, tmp_path, capsys):
     class StartedError(Exception):

@@ -115,6 +115,7 @@ def prepare_engine_args(
     prepared = copy.copy(engine_args)
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         check_integer(name, getattr(prepared, name), 1)
+    check_integer("seed", prepared.seed, 0)  # replicas count up from it
     if prepared.disable_log_stats:
         raise UnsupportedArgumentError(
             "disable_log_stats must be False: replicas report their load from these statistics"
