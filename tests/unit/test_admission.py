@@ -361,14 +361,16 @@ async def test_a_caller_that_cancels_has_nothing_left_in_the_engine(answers, eng
     assert answers._gate.running == {}
 
 
-async def test_ids_need_no_tokenizer_and_text_says_what_to_pass_without_one(answers, engine):
+async def test_torchrls_call_of_one_replica_needs_no_tokenizer_for_ids(answers, engine):
     from vllm import SamplingParams
 
     about = {"skip_tokenizer_init": True, "max_model_len": 9, "get_vocab_size": lambda: 9}
     vars(engine.vllm_config.model_config).update(about)
     with pytest.raises(InvalidPromptError, match="no tokenizer to encode it: pass token ids"):
         await answers.generate("text")
-    task = asyncio.create_task(answers.generate([5, 6], SamplingParams(flat_logprobs=True)))
+    torchrls = {"use_tqdm": False, "timeout_seconds": None}
+    params = SamplingParams(flat_logprobs=True)
+    task = asyncio.create_task(answers.generate([5, 6], params, **torchrls))
     await inside()
     engine.put(*engine.asked)
     assert (await task).outputs[0].token_ids == (7,)

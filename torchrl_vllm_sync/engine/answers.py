@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _OF_TOKENS = {"prompt_token_ids", "prompt", "cache_salt"}
 # Seconds that finished outputs of a batch wait at most, to be sent back together.
 BATCH_LINGER_S = 0.05
+# Seconds for a request by default.
+TIMEOUT_S = 3600.0
 # How many ids are remembered of requests that were given up before they arrived.
 MAX_GIVEN_UP = 10_000
 
@@ -399,8 +401,9 @@ class Answers:
         sampling_params: Any = None,
         *,
         prompt_token_ids: Any = None,
-        timeout_seconds: float = 3600.0,
+        use_tqdm: bool = False,  # noqa: ARG002  TorchRL's argument
         lora_request: Any = None,
+        timeout_seconds: float | None = None,
     ) -> Any:
         """TorchRL's actor surface: generates on this replica and returns vLLM's own outputs."""
         config = self.engine.vllm_config.model_config
@@ -417,7 +420,7 @@ class Answers:
                 request_id=f"direct-{uuid.uuid4().hex}",
                 prompt=prompt,
                 sampling_params=params[at],
-                timeout_s=timeout_seconds,
+                timeout_s=TIMEOUT_S if timeout_seconds is None else timeout_seconds,
                 lora_request=lora_request,
             )
             for at, prompt in enumerate(checked)
