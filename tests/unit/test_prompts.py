@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_vllm_sync.errors import InvalidPromptError
+from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
 from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
 from torchrl_vllm_sync.service.requests import Requests
 
@@ -200,7 +200,7 @@ def test_text_without_an_encoder_is_refused_and_asks_for_ids():
     assert read(given, encode=None).prompts == [tokens_prompt((5,), "ab")]
 
 
-def test_a_service_whose_engines_have_no_tokenizer_asks_for_ids_too():
+def test_a_service_refuses_text_without_a_tokenizer_and_adapters_for_each_prompt():
     settings = SimpleNamespace(
         request_timeout_s=9.0, engine_args=SimpleNamespace(skip_tokenizer_init=True)
     )
@@ -212,6 +212,8 @@ def test_a_service_whose_engines_have_no_tokenizer_asks_for_ids_too():
     assert requests.prepare(IDS, None, None).requests[0].prompt == tokens_prompt(IDS)
     with pytest.raises(InvalidPromptError, match=r"prompts is text .* pass token ids"):
         requests.prepare("ab", None, None)
+    with pytest.raises(UnsupportedArgumentError, match=r"LoRARequest, for all prompts, got \['a'"):
+        requests.prepare([IDS, IDS], None, None, ["a", "b"])
 
 
 def test_what_the_encoder_returns_is_checked_too():

@@ -14,11 +14,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from tqdm.auto import tqdm
 
-from torchrl_vllm_sync.checks import check_positive
+from torchrl_vllm_sync.checks import check_positive, shown
 from torchrl_vllm_sync.errors import (
     InvalidPromptError,
     NoReplicaAvailableError,
     RequestLostError,
+    UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.requests.dispatch import Dispatcher
@@ -166,6 +167,9 @@ class Requests:
         check_positive("timeout_seconds", timeout_seconds)
         if min_version is not None:
             check_version("min_version", min_version)
+        if lora_request is not None and not hasattr(lora_request, "lora_int_id"):
+            told = f"lora_request must be a LoRARequest, for all prompts, got {shown(lora_request)}"
+            raise UnsupportedArgumentError(told)
         only = None if actor_index is None else self._replicas.at(actor_index).replica_id
         has_none = self._replicas.settings.engine_args.skip_tokenizer_init
         checked, is_batch = as_requests(
