@@ -18,7 +18,7 @@ from torchrl_vllm_sync.engine.arrivals import BroadcastLoads
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS
-from torchrl_vllm_sync.weights.metadata import to_json
+from torchrl_vllm_sync.weights.metadata import ParamMeta, to_json
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Standing
 
@@ -254,6 +254,30 @@ def test_staged_weights_wait_beside_the_model(world, transports, name):
     assert only(here.push(transport, second, 2)).error == ""
     assert seen == [True]
     here.assert_holds(second)
+
+
+def test_buffers_that_a_model_loads_are_staged_too(world):
+    here = world("qwen3", stage=True)
+    table = torch.full((3,), -1.0)
+    here.model.register_buffer("table", table)
+    rest, load = here.metadata, here.model.load_weights
+
+    def load_all(weights):
+        weights = dict(weights)
+        table.copy_(weights.pop("table"))
+        return load(weights.items())
+
+    here.model.load_weights = load_all
+    metadata = [*rest, ParamMeta("table", torch.float32, (3,))]
+    with here.models.active():
+        here.receiver.prepare(metadata, 2**20)
+    assert here.receiver.path_taken == {"path": "plan", "path_reason": ""}
+    (copy,) = [one for one in here.receiver._staged_plan.copies if one.name == "table"]
+    copy.target.fill_(7.0)
+    assert (table == -1).all()
+    here.receiver._staged = []
+    here.receiver.install_staged()
+    assert (table == 7).all()
 
 
 def test_staged_weights_need_memory(world, transports):

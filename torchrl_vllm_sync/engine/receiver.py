@@ -274,12 +274,18 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
                 f"staged weights need {num_bytes / 1e9:.2f} GB on {self.device} beside the model, "
                 f"{free / 1e9:.2f} GB are free"
             )
-        for pointer, storage in needed.items():
+        for storage in needed.values():
+            self._spare_of(storage)
+
+    def _spare_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The spare bytes of a storage; reserved by now, unless it is a buffer's that is loaded."""
+        if (pointer := storage.data_ptr()) not in self._spare:
             live = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
             self._spare[pointer] = live, live.clone()
+        return self._spare[pointer][1]
 
     def _counterpart(self, target: torch.Tensor) -> torch.Tensor:
-        spare = self._spare[target.untyped_storage().data_ptr()][1].view(target.dtype)
+        spare = self._spare_of(target.untyped_storage()).view(target.dtype)
         return spare.as_strided(target.shape, target.stride(), target.storage_offset())
 
     def shutdown(self) -> None:
