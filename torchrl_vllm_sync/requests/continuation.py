@@ -124,10 +124,7 @@ class AnswerSoFar:
     @property
     def final_reason(self) -> str:
         """Why no other replica can take the request up; empty if one can."""
-        if not self._only_new or not self._num_tokens():
-            return ""
-        unsound = self._obstacles()
-        if not unsound:
+        if not self._only_new or not self._num_tokens() or not (unsound := self._obstacles()):
             return ""
         return (
             "and a stream of deltas that has begun can neither begin again nor be gone on with "
@@ -156,15 +153,13 @@ class AnswerSoFar:
         if not self._token_ids:
             self._take(self._last)
         output, report = self._last.output.make(), self._last.samples[0]
-        prompt_logprobs: Any = output.prompt_logprobs
+        is_rest = self._only_new and output.prompt_logprobs is not None
         return BegunAnswer(
             token_ids=tuple(self._token_ids),
             spans=spans_from_starts(self._starts, len(self._token_ids)),
             logprobs=self._logprobs,
             cumulative_logprob=output.outputs[0].cumulative_logprob,
-            prompt_logprobs=prompt_logprobs
-            if prompt_logprobs is None or not self._only_new
-            else [],
+            prompt_logprobs=[] if is_rest else output.prompt_logprobs,
             num_cached_tokens=report.num_cached_tokens,
             queue_s=report.queue_s,
             prefill_s=report.prefill_s,

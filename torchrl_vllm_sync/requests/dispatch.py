@@ -299,12 +299,10 @@ class Dispatcher:
         may_return, reason = False, ""
 
         def failure(name: str) -> Exception:
+            if reason:
+                return errors.GenerationError(name, reason)
             late = f"request {name}: replica {replica_id} did not answer within {limit_s:g} s"
-            return (
-                errors.GenerationError(name, reason)
-                if reason
-                else errors.GenerationTimeoutError(late)
-            )
+            return errors.GenerationTimeoutError(late)
 
         async def next_answer() -> Any:
             return await (await anext(refs))
