@@ -78,7 +78,7 @@ class Replicas:
     def __init__(self, **held):
         self.held, self.states, self.held_back, self.calls = held, {}, [], []
         self.known, self.left_behind, self.answer = {}, {}, {}
-        self.turns, self.refusals = [], {}
+        self.turns, self.refusals, self.stopped = [], {}, set()
 
     def standings(self):
         return {name: self.known.get(name, SERVING) for name in self.held}
@@ -93,8 +93,9 @@ class Replicas:
         if method in ("begin_push", "keep_push", "end_push"):
             self.turns += [(method, *sorted(calls))] if calls else []
             return Answered({name: self.refusals.get(name, True) for name in calls})
-        if method == "probe_workers":  # nobody who was silent shows life
-            return Answered(dict.fromkeys(calls, TimeoutError("no answer")))
+        if method == "probe_workers":
+            silence = TimeoutError("no answer")
+            return Answered({name: silence if name in self.stopped else None for name in calls})
         if calls:
             self.calls.append(method)
         if method == "hold_back":
@@ -133,6 +134,7 @@ class Transport:
     def answer(self, name, version):
         if name in self.failing:
             self.replicas.states[name] = ReplicaState.STALE
+            self.replicas.stopped |= self.silent & {name}
             return (TimeoutError if name in self.silent else OSError)("injected")
         self.replicas.states[name] = ReplicaState.SERVING
         self.replicas.held[name] = version

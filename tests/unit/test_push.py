@@ -463,9 +463,29 @@ def test_who_was_silent_and_has_caught_up_can_give_to_others(
     monkeypatch.setattr("torchrl_vllm_sync.weights.push.catch_up_from_others", catch_up)
     transport.failing = transport.silent = {"b"}
     push(pusher, strict=False)
+    replicas.stopped = set()
     assert pusher.catch_up(["b"], 1.0) == {}
     assert pusher.catch_up(["a"], 1.0) == {}
     assert asked == [(["b"], ["a"], 1), (["a"], ["b"], 1)]
+
+
+def test_who_is_stopped_is_not_waited_for_while_pushes_wait(
+    pusher, replicas, transport, monkeypatch
+):
+    loads = []
+
+    def from_store(client, replica_ids, stored, version, limit_s):
+        loads.append(sorted(replica_ids))
+        return {name: {} for name in replica_ids}
+
+    transport.directory = "store"
+    monkeypatch.setattr("torchrl_vllm_sync.weights.push.MemmapTransport", type(transport))
+    monkeypatch.setattr("torchrl_vllm_sync.weights.push.load_snapshot", from_store)
+    push(pusher)
+    transport.last_version = 1
+    replicas.stopped = {"b"}
+    assert pusher.catch_up(["a", "b"], 1.0) == {"b": "no answer"}
+    assert loads == [["a"]]
 
 
 def test_who_cannot_read_the_store_gets_the_weights_from_another(
@@ -698,6 +718,7 @@ class Collective(Transport):
     def send(self, members, push):
         self.sent_to.append(sorted(members.incarnations))
         lost = self.silent & members.incarnations.keys()
+        self.replicas.stopped |= lost
         answers = dict.fromkeys(members.incarnations, SyncError("somebody is missing"))
         if lost:
             return answers | dict.fromkeys(lost, TimeoutError("no answer"))

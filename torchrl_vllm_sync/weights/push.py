@@ -201,7 +201,7 @@ class VersionHooks:
             raise failures[0]
 
 
-# Seconds for a replica to show that all of it is alive before another sends it weights.
+# Seconds for a replica to show that all of it is alive before it is sent weights.
 PROBE_TIMEOUT_S = 10.0
 # Least seconds for a step of a catch-up, however late it begins.
 LEAST_S = 1.0
@@ -224,22 +224,16 @@ def catch_up_from_others(
 ) -> dict[str, Any]:
     """Makes replicas load the snapshot that others loaded, or copy weights of one, which serves on.
 
-    Pushes to that one wait for a chunk at most. A silent replica gets nothing.
+    Pushes to that one wait for a chunk at most.
     """
     answers: dict[str, Any] = {}
-
-    def ask(method: str, names: Collection[str]) -> dict[str, Any]:
-        calls = client.start_calls(method, dict.fromkeys(names, ()))
-        return calls.answers(deadline.min(PROBE_TIMEOUT_S).left_s)
-
-    told = ask("snapshot_source", givers).values()
+    calls = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
+    told = calls.answers(deadline.min(PROBE_TIMEOUT_S).left_s).values()
     if stored := next((one for one in told if isinstance(one, dict)), None):
         limit_s = max(deadline.left_s, LEAST_S)
         answers = load_snapshot(client, replica_ids, stored, version, limit_s)
         replica_ids = failed(answers)
-    silent = failed(ask("probe_workers", replica_ids))
-    answers |= silent
-    left = [one for one in replica_ids if one not in silent]
+    left = [*replica_ids]
     reason: BaseException = RuntimeError(f"no replica is there that serves version {version}")
     for giver in givers if left else ():
         left_s = max(deadline.left_s, LEAST_S)
@@ -574,9 +568,12 @@ class WeightPusher:
     def catch_up(self, replica_ids: Collection[str], timeout_s: float) -> dict[str, str]:
         """Brings single replicas to the newest version that others serve, without a push.
 
-        From a snapshot where one is stored, otherwise from a replica whose weights can be copied.
+        From a snapshot where one is stored, otherwise from a replica whose weights can be copied. A
+        silent replica gets nothing, and keeps no push waiting.
         """
         deadline = Deadline(timeout_s)
+        probes = self._client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
+        silent = failed(probes.answers(deadline.min(PROBE_TIMEOUT_S).left_s))
         with self.exclusive(timeout_s):
             others, serving = self._reports(without=replica_ids).values(), ReplicaState.SERVING
             reports = [one for one in others if isinstance(one, EngineReport)]
@@ -585,7 +582,8 @@ class WeightPusher:
             if version == 0:
                 return {}
             transport, answers = self.transport, {}
-            left, givers = replica_ids, [n for n, held in served.items() if held == version]
+            left = [one for one in replica_ids if one not in silent]
+            givers = [n for n, held in served.items() if held == version]
             is_stored = version == self._ledger.reached == transport.last_version
             if isinstance(transport, MemmapTransport) and is_stored:
                 own = {"directory": str(transport.directory), "run_id": transport.run_id}
@@ -594,7 +592,7 @@ class WeightPusher:
                 left = failed(answers)
             if left and (givers or not answers):  # such as on a node that the store is not on
                 answers |= catch_up_from_others(self._client, left, givers, version, deadline)
-            failures = failed(answers)
+            failures = silent | failed(answers)
             for name in answers.keys() - failures.keys():  # these have done something
                 self._members.silent.pop(name, None)
             self._ledger.is_current = False
