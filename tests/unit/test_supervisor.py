@@ -322,6 +322,15 @@ def test_a_policy_that_fails_does_not_end_the_restarts(wish, caplog):
     assert [one.levelname for one in caplog.records].count("ERROR") == 1
 
 
+def test_a_policy_that_lacks_a_time_limit_does_not_end_the_restarts(caplog):
+    rig = Rig(2, scaling=lambda snapshots, now: 1)
+    rig.look()
+    rig.load.mark("1", FAILED)
+    rig.look(after_s=5.0)
+    assert rig.fleet.done == [("restart", "1")]
+    assert "drain_timeout_s" in caplog.text
+
+
 def test_what_the_cluster_cannot_hold_is_asked_for_after_growing_pauses():
     rig = Rig(1, scaling=QueueLengthScaling(2, 2))
     full = PlacementError("no room")
@@ -342,6 +351,7 @@ def test_what_the_cluster_cannot_hold_is_asked_for_after_growing_pauses():
         ((2, 1), {}),
         ((1, 2), {"patience_s": -1.0}),
         ((1, 2), {"long_queue": "many"}),
+        ((1, 2), {"drain_timeout_s": float("inf")}),  # which no removal takes
     ],
 )
 def test_policies_that_cannot_be_are_refused(arguments, options):

@@ -343,8 +343,9 @@ class QueueLengthScaling:
     def __post_init__(self) -> None:
         checks.check_integer("min_replicas", self.min_replicas, 1)
         checks.check_integer("max_replicas", self.max_replicas, self.min_replicas)
-        for name in ("long_queue", "idle_load", "patience_s", "drain_timeout_s"):
+        for name in ("long_queue", "idle_load", "patience_s"):
             checks.check_number(name, getattr(self, name), 0)
+        checks.check_wait("drain_timeout_s", self.drain_timeout_s)
         self._long_since = self._idle_since = math.inf
 
     def __call__(self, snapshots: Sequence[LoadSnapshot], now: float) -> int:
@@ -500,7 +501,7 @@ class Supervisor:
     def _scale(self, scaling: ScalingPolicy, there: Sequence[LoadSnapshot], now: float) -> None:
         """Brings the number of replicas nearer to what the policy wants."""
         try:
-            wanted = scaling(there, now)
+            wanted, limit_s = scaling(there, now), scaling.drain_timeout_s
             checks.check_integer("the number of replicas wanted", wanted, 1)
         except Exception:  # whatever the user's own code raises must not end the restarts
             if SCALING not in self._warned:
@@ -513,7 +514,6 @@ class Supervisor:
         if wanted > len(there):
             self._begin(SCALING, self._scalings, self._fleet.add_replicas, wanted - len(there))
         else:
-            limit_s = scaling.drain_timeout_s
             remove = functools.partial(self._fleet.remove_replicas, drain_timeout_s=limit_s)
             self._begin(SCALING, self._scalings, remove, idlest(there)[: len(there) - wanted])
 
