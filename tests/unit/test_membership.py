@@ -7,13 +7,15 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.fakes.service import member, replicas_of
-from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.errors import ServiceClosedError
+from torchrl_vllm_sync import ParamMeta, ReplicaState
+from torchrl_vllm_sync.errors import NoReplicaAvailableError, ServiceClosedError
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.service.replicas import Answers, Membership
+from torchrl_vllm_sync.service.weights import Weights
 
 
 def ids(membership):
@@ -103,6 +105,28 @@ def test_the_first_failure_of_several_is_raised():
     with pytest.raises(KeyError, match="a"):
         answers.raise_failures()
     assert Answers({"0": 1}).raise_failures() == {"0": 1}
+
+
+@pytest.mark.parametrize("answer", [None, RuntimeError("no such checkpoint")])
+def test_what_a_push_must_hold_is_asked_of_those_that_are_there(monkeypatch, answer):
+    replicas = replicas_of([member("0"), member("1")])
+
+    def start_calls(method, calls):
+        failures = {} if answer is None else dict.fromkeys(calls, answer)
+        first = [["w", "float32", [2]]] if calls and answer is None else None
+        return SimpleNamespace(first_answer=lambda deadline_s: first, failures=lambda: failures)
+
+    monkeypatch.setattr(replicas, "start_calls", start_calls)
+    if answer is not None:
+        with pytest.raises(RuntimeError, match="no such checkpoint"):
+            Weights(replicas).expected()
+    else:
+        assert Weights(replicas).expected() == [ParamMeta("w", torch.float32, (2,))]
+    for one in "01":
+        replicas.membership.suspend(one)
+        replicas.load.mark(one, ReplicaState.STARTING, "it is being restarted")
+    with pytest.raises(NoReplicaAvailableError, match=r"replica 0 is starting \(it is being rest"):
+        Weights(replicas).model_metadata()
 
 
 # ---------------------------------------------------------------- the ledger beside it

@@ -125,6 +125,9 @@ class LocalReplicas(Replicas):
 class _LocalCalls(ReplicaCalls):
     """Calls under way, whose references are futures of this process."""
 
+    def first_answer(self, deadline_s: float) -> Any:
+        return next(iter(self.answers(deadline_s).good.values()), None)
+
     def _ready(self, timeout_s: float) -> list[str]:
         wait_for(self._refs.values(), timeout=timeout_s)
         return [name for name, one in self._refs.items() if one.done()]

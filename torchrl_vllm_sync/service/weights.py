@@ -8,8 +8,14 @@ import torch
 
 from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_wait
 from torchrl_vllm_sync.engine.args import num_workers, payload_of
-from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionNotReachedError
+from torchrl_vllm_sync.errors import (
+    NoReplicaAvailableError,
+    UnsupportedArgumentError,
+    VersionNotReachedError,
+)
 from torchrl_vllm_sync.observe.status import StatusLog
+from torchrl_vllm_sync.routing.ledger import describe_replicas
+from torchrl_vllm_sync.service.replicas import RPC_TIMEOUT_S
 from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json
 from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
@@ -70,10 +76,13 @@ class Weights:
     def expected(self) -> list[ParamMeta]:
         """Returns the tensors that a push must hold."""
         if self._metadata is None:
-            answers = self._replicas.call_replicas("model_metadata")
-            if not answers.good:
-                answers.raise_failures()
-            self._metadata = from_json(next(iter(answers.good.values())))
+            calls = self._replicas.start_calls("model_metadata", self._replicas.everyone())
+            if (found := calls.first_answer(RPC_TIMEOUT_S)) is None:
+                for failure in calls.failures().values():
+                    raise failure
+                states = describe_replicas(self._replicas.load.snapshots(), ())
+                raise NoReplicaAvailableError(f"no replica says what a push must hold: {states}")
+            self._metadata = from_json(found)
         return self._metadata
 
     def model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
