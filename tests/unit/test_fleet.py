@@ -143,6 +143,36 @@ def test_those_who_leave_at_once_leave_one_behind(rig):
     assert rig.load.replica_ids == ["0"]
 
 
+def test_those_who_are_leaving_are_not_counted_again(rig):
+    rig.membership.put(member("2", "actor 2"))
+    rig.load.add("2", SERVING)
+    rig.during["drain"] = lambda: rig.fleet.remove_replicas(1, drain_timeout_s=0)
+    rig.fleet.remove_replicas(1, drain_timeout_s=0)
+    assert rig.load.replica_ids == ["2"]
+    assert sorted(rig.closed) == ["actor 0", "actor 1"]
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_who_is_waited_for_until_the_user_interrupts_stays(rig):
+    rig.during["report"] = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        rig.fleet.remove_replicas(["1"])
+    assert rig.calls[-1] == ("undrain", "actor 1")
+    rig.fleet.remove_replicas(["1"])
+    assert rig.load.replica_ids == ["0"]
+
+
+def test_who_is_removed_by_another_thread_is_not_waited_for(rig):
+    rig.membership.put(member("2", "actor 2"))
+    rig.load.add("2", SERVING)
+    rig.during["report"] = lambda: rig.fleet.remove_replicas(["2"], drain_timeout_s=0)
+    assert rig.fleet.remove_replicas(["1", "2"]) == ["1", "2"]
+    assert rig.load.replica_ids == ["0"]
+
+
 def test_who_cannot_leave_for_a_push_that_never_ends_stays(rig, monkeypatch):
     @contextlib.contextmanager
     def never(timeout_s):

@@ -205,10 +205,12 @@ class Fleet:
         checks.check_wait("drain_timeout_s", drain_timeout_s)
         if isinstance(replicas, int):
             checks.check_integer("replicas", replicas, 1)
-            replicas = idlest(self._load.snapshots())[:replicas]
-        ids = [replicas] if isinstance(replicas, str) else list(dict.fromkeys(replicas))
         with self._lock:
             known = [one.replica_id for one in self._replicas]
+            if isinstance(replicas, int):
+                idle = idlest(self._load.snapshots())
+                replicas = [one for one in idle if one not in self._leaving][:replicas]
+            ids = [replicas] if isinstance(replicas, str) else list(dict.fromkeys(replicas))
             if not ids or not {*ids} <= {*known}:
                 raise errors.UnsupportedArgumentError(f"replicas must be among {known}, got {ids}")
             members = [self._member(one) for one in ids]
@@ -241,7 +243,7 @@ class Fleet:
                 gone = [membership.remove(one) for one in known]
                 self._load.follow([one.replica_id for one in self._replicas])
                 self.share_membership()
-        except errors.SyncError:
+        except BaseException:  # an interrupt from the keyboard too
             if self.is_open:
                 self._call(members, "undrain")
             raise
@@ -255,7 +257,8 @@ class Fleet:
                 one
                 for one in busy
                 if (report := reports.get(one.replica_id))
-                and (report.num_unfinished or self._load.in_flight(one.replica_id))
+                and (known := self._load.snapshot(one.replica_id))  # else it has left meanwhile
+                and (report.num_unfinished or known.in_flight)
             ]
             time.sleep(DRAIN_POLL_S if busy else 0.0)
         late = "replica %s had not finished after %g s; its requests go on elsewhere"
