@@ -1,5 +1,6 @@
 """Who the members are, in which order, and that copies go their own way."""
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -76,6 +77,19 @@ def test_a_copy_follows_when_it_is_told():
     assert ids(copy) == ["0", "1"]
     copy.follow(membership)
     assert (ids(copy), copy.epoch, copy.new_id()) == (["1", "2"], 2, "3")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda one: one.with_actors(None)])
+def test_a_copy_is_of_one_moment(copied):
+    class Changing(Membership):
+        @property
+        def members(self):
+            found = super().members
+            self.put(member("1"))
+            return found
+
+    found = copied(Changing([member("0")]))
+    assert (ids(found), found.epoch) in [(["0"], 0), (["0", "1"], 1)]
 
 
 def test_a_card_holds_no_actor():

@@ -109,7 +109,7 @@ class Membership:
 
     def follow(self, newer: Membership) -> None:
         """Takes over what another process knows."""
-        members, next_id, epoch = newer.members, newer._next_id, newer.epoch
+        members, next_id, epoch = newer._state()
         with self._lock:
             self._members = {one.replica_id: one for one in members}
             self._next_id, self.epoch = next_id, epoch
@@ -117,15 +117,21 @@ class Membership:
     def with_actors(self, actors: Mapping[str, Any] | None) -> Membership:
         """Returns a copy of the same epoch: the members with these actors, or all without any."""
         # Without, for an actor to keep: it must not hold handles of its own service.
+        known, next_id, epoch = self._state()
         members = [
             dataclasses.replace(one, actor=actors and actors[one.replica_id])
-            for one in self.members
+            for one in known
             if actors is None or one.replica_id in actors
         ]
-        return Membership(members, self._next_id, self.epoch)
+        return Membership(members, next_id, epoch)
+
+    def _state(self) -> tuple[list[Member], int, int]:
+        """What a copy is made of, at one moment: of two copies of an epoch none counts as newer."""
+        with self._lock:
+            return [*self._members.values()], self._next_id, self.epoch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Membership, (self.members, self._next_id, self.epoch)
+        return Membership, self._state()
 
 
 NAMESPACE = "torchrl_vllm"
