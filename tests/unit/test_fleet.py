@@ -212,6 +212,20 @@ def test_a_restarted_replica_is_known_to_serve_when_its_restart_is_over(rig):
     assert rig.load.snapshot("1").state is SERVING
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda fleet: fleet.add_replicas(), lambda fleet: fleet.remove_replicas("1")],
+    ids=["who comes", "who goes"],
+)
+def test_pushes_go_on_while_replicas_are_told_who_is_there(rig, monkeypatch, change):
+    """One that hangs answers after 30 s."""
+    held, told = threading.Lock(), []
+    monkeypatch.setattr(rig.pusher, "exclusive", lambda timeout_s: held)
+    rig.during["keep_card"] = lambda: told.append((held.locked(), rig.fleet._lock.locked()))
+    change(rig.fleet)
+    assert told == [(False, False)]
+
+
 def test_after_a_shutdown_nobody_is_removed_any_more(rig):
     rig.fleet.close()
     with pytest.raises(ServiceClosedError):

@@ -145,10 +145,10 @@ class Fleet:
                 for one in members:  # pushes wait for it from now on, requests do not go there yet
                     self._load.renew(one.replica_id, ReplicaState.STALE)
                     self._replicas.describe(one)
-                self.share_membership()
         except BaseException:
             close_members(members, timeout_s=0.0)
             raise
+        self.share_membership()  # pushes need not wait until one that hangs is given up
         if self._newest_version(ids):
             time.sleep(PROPAGATION_S)  # from now on others' pushes reach them too
         for _ in range(MAX_LOOKS):
@@ -226,6 +226,7 @@ class Fleet:
         finally:
             with self._lock:
                 self._leaving.difference_update(ids)
+        self.share_membership()
         close_members(gone)
         return ids
 
@@ -242,7 +243,6 @@ class Fleet:
                 known = [one.replica_id for one in members if membership.find(one.replica_id)]
                 gone = [membership.remove(one) for one in known]
                 self._load.follow([one.replica_id for one in self._replicas])
-                self.share_membership()
         except BaseException:  # an interrupt from the keyboard too
             if self.is_open:
                 self._call(members, "undrain")
