@@ -593,6 +593,16 @@ def test_a_call_for_a_group_that_is_none_is_refused():
         source._called([["first"], ["second"]], 2)
 
 
+def test_a_push_by_a_rank_that_does_not_send_begins_no_round():
+    source = ShardedModuleSource.__new__(ShardedModuleSource)
+    source._ranks = TrainerRanks([0, 1], 1, dist.HashStore(), timeout_s=5)
+    source.metadata, source._round = list, None
+    for begin in (lambda: leading(source).__enter__(), lambda: next(iter(source))):
+        with pytest.raises(UnsupportedArgumentError, match="rank 1 must take part with partic"):
+            begin()
+    assert not source._ranks.store.check(["rounds"])
+
+
 def wrap_adapters(rank):
     import peft
 

@@ -483,11 +483,6 @@ class ShardedModuleSource:
 
         A tensor must not be used on another stream after the next item is asked for.
         """
-        if not self.leads:
-            raise UnsupportedArgumentError(
-                f"rank {self._ranks.rank} must take part with participate(): "
-                f"rank {self._ranks.leader} sends"
-            )
         if (leading := self._round) is None:
             with self.lead():
                 yield from self
@@ -522,6 +517,11 @@ class ShardedModuleSource:
         Leaving waits for ranks that have yet to join, and gives them the ``outcome`` that was set:
         plain values or dataclasses.
         """
+        if not self.leads:
+            raise UnsupportedArgumentError(
+                f"rank {self._ranks.rank} must take part with participate(): "
+                f"rank {self._ranks.leader} sends"
+            )
         announcement = SimpleNamespace(outcome=None)
         self._failure = None
         with self._ranks.store_errors():
