@@ -113,6 +113,22 @@ def test_the_replicas_of_a_service_are_a_sequence_that_others_can_be_given():
         replicas.at(0)
 
 
+def test_one_replica_s_figure_is_asked_of_that_one_alone(monkeypatch):
+    """Another may hang."""
+    replicas, asked = replicas_of(map(member, "012")), []
+
+    def start_calls(method, calls):
+        asked.append([*calls])
+        found = Answers({name: 10 + int(name) for name in calls if name != "1"})
+        return SimpleNamespace(answers=lambda deadline_s: found)
+
+    monkeypatch.setattr(replicas, "start_calls", start_calls)
+    assert replicas.figure("get_cache_usage", 2) == 12
+    assert replicas.figure("get_cache_usage", 1) is None
+    assert replicas.figure("get_cache_usage", None) == [10, None, 12]
+    assert asked == [["2"], ["1"], ["0", "1", "2"]]
+
+
 def test_the_first_failure_of_several_is_raised():
     answers = Answers({"0": 1, "1": KeyError("a"), "2": ValueError("b")})
     assert list(answers.failures) == ["1", "2"]

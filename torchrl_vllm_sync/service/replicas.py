@@ -451,10 +451,11 @@ class Replicas(Sequence[Member]):
 
     def figure(self, method: str, actor_index: int | None) -> Any:
         """One replica's figure by position, or all in a list, as TorchRL; ``None`` if unknown."""
-        chosen = None if actor_index is None else self.at(actor_index)
-        known = self.call_replicas(method, deadline_s=FIGURE_TIMEOUT_S).good
-        figures = [known.get(one.replica_id) for one in ([chosen] if chosen else self)]
-        return figures[0] if chosen else figures
+        chosen = self.require().members if actor_index is None else [self.at(actor_index)]
+        calls = {one.replica_id: () for one in chosen}
+        known = self.call_replicas(method, calls=calls, deadline_s=FIGURE_TIMEOUT_S).good
+        figures = [known.get(name) for name in calls]
+        return figures if actor_index is None else figures[0]
 
     def standings(self) -> dict[str, Standing]:
         """Returns what this process knows of every current replica, by id, without actor calls."""
