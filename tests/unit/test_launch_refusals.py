@@ -1,13 +1,15 @@
-"""What a launch refuses before Ray starts, and how it starts Ray."""
+"""What a launch and its service refuse, how Ray is started, and how replicas end."""
 
 import signal
 
 import pytest
 import ray
 
-from torchrl_vllm_sync import AsyncVLLM
+from tests.fakes.service import member, replicas_of, service_of
+from torchrl_vllm_sync import AsyncVLLM, ReplicaState
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.service.replicas import ensure_ray
+from torchrl_vllm_sync.service import service as service_module
+from torchrl_vllm_sync.service.replicas import Membership, ServiceSettings, ensure_ray
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./model", "~/model"])
@@ -80,3 +82,29 @@ def test_what_engines_print_is_shown_to_those_who_ask_for_it(given, monkeypatch)
     monkeypatch.setenv("RAY_LOG_TO_DRIVER", "1")
     ensure_ray("local")
     assert given["log_to_driver"] is None  # Ray reads the variable
+
+
+@pytest.mark.parametrize("num_replicas", [0, 1.5, float("inf"), "2"])
+def test_a_number_of_replicas_that_cannot_be_is_refused(num_replicas):
+    with pytest.raises(UnsupportedArgumentError, match="num_replicas must be"):
+        AsyncVLLM(None, num_replicas)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "timeout_s", "culprit"),
+    [(None, float("inf"), "timeout_s"), (None, "5", "timeout_s"), ("2", 0, "num_replicas")],
+)
+def test_what_cannot_be_waited_for_is_refused(num_replicas, timeout_s, culprit):
+    service = service_of(replicas_of([member("0")]))
+    service.load.mark("0", ReplicaState.SERVING)
+    service.wait_until_serving(1, timeout_s=0)
+    with pytest.raises(UnsupportedArgumentError, match=f"{culprit} must be"):
+        service.wait_until_serving(num_replicas, timeout_s=timeout_s)
+
+
+def test_a_service_that_cannot_be_supervised_from_here_is_not_attached_to(monkeypatch):
+    settings = ServiceSettings(name="rollouts", engine_args=None)
+    monkeypatch.setattr(service_module, "find_service", lambda _: (settings, Membership()))
+    monkeypatch.setattr(service_module, "_rebuild", lambda *_: pytest.fail("it was attached to"))
+    with pytest.raises(UnsupportedArgumentError, match="supervise must be False"):
+        service_module.attach("rollouts", supervise=True)

@@ -159,7 +159,7 @@ class AsyncVLLM(RLvLLMEngine):
         scaling: ScalingPolicy | None = None,
     ) -> None:
         checks.check_integer("max_restarts", max_restarts, 0)
-        checks.check_number("num_replicas", num_replicas, 1)
+        checks.check_integer("num_replicas", num_replicas, 1)
         checks.check_number("num_cpus_per_replica", num_cpus_per_replica, 0)
         checks.check_positive("request_timeout_s", request_timeout_s)
         if not 1 <= unresponsive_after_s < math.inf:
@@ -735,6 +735,9 @@ class AsyncVLLM(RLvLLMEngine):
         Raises:
             NoReplicaAvailableError: Fewer serve after that time; it says what each is.
         """
+        checks.check_wait("timeout_s", timeout_s)
+        if num_replicas is not None:
+            checks.check_integer("num_replicas", num_replicas, 0)
 
         def serving() -> tuple[int, int]:
             self.replicas.require()
@@ -852,12 +855,12 @@ def attach(name: str, *, supervise: bool = False) -> AsyncVLLM:
             end with the process that launched it.
     """
     settings, membership = find_service(name)
-    service = _rebuild(AsyncVLLM, settings, membership)
     if supervise and not settings.detached:
         raise UnsupportedArgumentError(
             f"supervise must be False: service {name} is not detached, so that its replicas end "
             "with the process that launched it"
         )
+    service = _rebuild(AsyncVLLM, settings, membership)
     if supervise:
         service._supervise()
     return service
