@@ -1,6 +1,7 @@
 """What a launch and its service refuse, how Ray is started, and how replicas end."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -8,6 +9,7 @@ import ray
 from tests.fakes.service import member, replicas_of, service_of
 from torchrl_vllm_sync import AsyncVLLM, ReplicaState
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.service import launch as launch_module
 from torchrl_vllm_sync.service import service as service_module
 from torchrl_vllm_sync.service.replicas import Membership, ServiceSettings, ensure_ray
 
@@ -100,6 +102,19 @@ def test_what_cannot_be_waited_for_is_refused(num_replicas, timeout_s, culprit):
     service.wait_until_serving(1, timeout_s=0)
     with pytest.raises(UnsupportedArgumentError, match=f"{culprit} must be"):
         service.wait_until_serving(num_replicas, timeout_s=timeout_s)
+
+
+def test_replicas_end_though_the_user_does_not_wait_for_them(monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    ended = []
+    monkeypatch.setattr(launch_module.ray, "wait", interrupt)
+    monkeypatch.setattr(launch_module.ray, "kill", ended.append)
+    actors = [SimpleNamespace(close=SimpleNamespace(remote=object)) for _ in "01"]
+    with pytest.raises(KeyboardInterrupt):
+        launch_module.close_members([member(str(at), one) for at, one in enumerate(actors)])
+    assert ended == actors
 
 
 def test_a_service_that_cannot_be_supervised_from_here_is_not_attached_to(monkeypatch):

@@ -250,9 +250,11 @@ def close_members(
     members: Sequence[Member], *, timeout_s: float = CLOSE_TIMEOUT_S, linger_s: float = 0.0
 ) -> None:
     """Ends replicas and frees their resources; one that does not answer is ended all the same."""
-    if timeout_s > 0 and (closing := [one.actor.close.remote() for one in members]):
-        ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
-    time.sleep(linger_s)
-    for one in members:
-        ray.kill(one.actor)
-    remove([one.group for one in members])
+    try:
+        if timeout_s > 0 and (closing := [one.actor.close.remote() for one in members]):
+            ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
+        time.sleep(linger_s)
+    finally:  # also after an interrupt: nothing lists them any more
+        for one in members:
+            ray.kill(one.actor)
+        remove([one.group for one in members])
