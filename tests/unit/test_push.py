@@ -21,6 +21,8 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
     WeightSyncError,
 )
+from torchrl_vllm_sync.observe.status import StatusLog
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.weights import source as source_module
 from torchrl_vllm_sync.weights.push import WeightPusher
 from torchrl_vllm_sync.weights.transport import Standing, awaited_replicas
@@ -336,6 +338,7 @@ def test_what_is_no_transport_takes_nobodys_place(pusher, transport, other):
         ("3", 1, "version"),
         (True, 1, "version"),
         (float("nan"), 1, "version"),
+        ([1], 1, "version"),
         (2**63, 1, "version"),
         (None, 0, "timeout_s"),
         (None, -1, "timeout_s"),
@@ -346,9 +349,11 @@ def test_what_is_no_transport_takes_nobodys_place(pusher, transport, other):
 def test_arguments_that_are_no_such_numbers_send_nothing(
     pusher, transport, version, timeout_s, culprit
 ):
+    log, options = StatusLog(LoadTracker([])), {"timeout_s": timeout_s, "clear_cache": False}
     with pytest.raises(UnsupportedArgumentError, match=culprit):
-        pusher.push(WEIGHTS, version=version, timeout_s=timeout_s, clear_cache=False)
+        pusher.push(WEIGHTS, version=version, on_end=log.end_push, **options)
     assert transport.sent == []
+    assert isinstance(log.pushes[0].version, int | None)  # pages are made of it
 
 
 # ---------------------------------------------------------------- replicas that are left behind

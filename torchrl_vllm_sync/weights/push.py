@@ -602,7 +602,7 @@ class WeightPusher:
 def failed_push(
     error: Exception, version: int | None, seconds: float, ended_at: float
 ) -> PushReport:
-    about: dict[str, Any] = {"version": version}
+    about: dict[str, Any] = {"version": version if isinstance(version, int) else None}
     if isinstance(error, WeightSyncError):
         about = {"version": error.version, "left_behind": dict(error.failures)}
     began_at, reason = ended_at - seconds, reason_of(error)
