@@ -87,6 +87,7 @@ class Rig:
         self.fleet = Fleet(self.replicas, self.pusher)
         self.fleet.supervises = True
         self.calls, self.during, self.closed, self.ended = [], {}, [], []
+        self.limits = {}
         monkeypatch.setattr(self.replicas, "start_calls", self.start)
         monkeypatch.setattr(fleet_module, "close_members", self.close)
         monkeypatch.setattr(self.fleet, "_end", lambda one: self.ended.append(one.actor))
@@ -101,7 +102,12 @@ class Rig:
             one.replica_id: EngineReport(replica_id=one.replica_id, state=SERVING)
             for one in replicas
         }
-        return SimpleNamespace(answers=lambda deadline_s: Answers(reports))
+
+        def answers(deadline_s):
+            self.limits[method] = deadline_s
+            return Answers(reports)
+
+        return SimpleNamespace(answers=answers)
 
     def close(self, members, **_):
         self.closed += [one.actor for one in members]
@@ -150,6 +156,12 @@ def test_those_who_are_leaving_are_not_counted_again(rig):
     rig.fleet.remove_replicas(1, drain_timeout_s=0)
     assert rig.load.replica_ids == ["2"]
     assert sorted(rig.closed) == ["actor 0", "actor 1"]
+
+
+def test_who_hangs_is_not_waited_for_longer_than_who_is_busy(rig):
+    rig.fleet.remove_replicas(["1"], drain_timeout_s=2)
+    assert rig.limits["drain"] == 2
+    assert 0 < rig.limits["report"] <= 2
 
 
 def interrupt():

@@ -234,7 +234,8 @@ class Fleet:
         """Drains replicas and takes them out of the service; returns them as they are then."""
         for one in members:
             self._load.mark(one.replica_id, ReplicaState.DRAINING, "it is being removed")
-        self._call(members, "drain")
+        limit_s = min(drain_timeout_s, CALL_TIMEOUT_S)  # one that hangs hears of it when it wakes
+        self._call(members, "drain", limit_s=limit_s)
         try:
             self._await_idle(members, drain_timeout_s)
             with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
@@ -252,7 +253,8 @@ class Fleet:
     def _await_idle(self, members: Sequence[Member], timeout_s: float) -> None:
         deadline, busy = checks.Deadline(timeout_s), list(members)
         while busy and not deadline.passed:
-            reports = self._call(busy, "report").good
+            limit_s = deadline.min(CALL_TIMEOUT_S).left_s
+            reports = self._call(busy, "report", limit_s=limit_s).good
             busy = [
                 one
                 for one in busy
@@ -282,10 +284,12 @@ class Fleet:
         card = {"settings": self._replicas.settings, "membership": bare}
         return self._replicas.call_replicas("keep_card", card, deadline_s=CALL_TIMEOUT_S)
 
-    def _call(self, members: Sequence[Member], method: str, *args: Any) -> Answers:
+    def _call(
+        self, members: Sequence[Member], method: str, *args: Any, limit_s: float = CALL_TIMEOUT_S
+    ) -> Answers:
         """Calls the actors that these members had, even if they have been replaced since."""
         calls = dict.fromkeys([one.replica_id for one in members], args)
-        return self._replicas.start_calls(method, calls, among=members).answers(CALL_TIMEOUT_S)
+        return self._replicas.start_calls(method, calls, among=members).answers(limit_s)
 
     def _require_open(self) -> Membership:
         """Returns the membership; raises once the fleet was closed."""
