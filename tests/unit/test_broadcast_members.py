@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.fakes.weights import Answered, DescribingClient, members_of, send
 from torchrl_vllm_sync import BroadcastTransport, ReplicaState
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights.broadcast import transport as module
+from torchrl_vllm_sync.weights.module import ModuleSource
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Standing
 
@@ -156,6 +158,25 @@ def test_plans_are_checked_until_everybody_has_loaded_by_them(engines, groups):
         assert push(transport, engines, version).failures == {}
     assert passes(engines) == [2, 2, 1]
     assert len(groups) == 2
+
+
+@pytest.mark.parametrize("contiguous", [True, False], ids=["whole", "through buckets"])
+def test_tensors_that_were_made_for_one_push_are_not_kept_until_the_next(
+    engines, groups, contiguous
+):
+    transport, module = BroadcastTransport(), torch.nn.Linear(2, 2, bias=False)
+    made = torch.ones(2, 2) if contiguous else torch.ones(2, 4)[:, ::2]
+    kept = StorageWeakRef(module.weight.untyped_storage())
+    freed = StorageWeakRef(made.untyped_storage())
+    assert send(transport, engines, MappingSource({"a": made}), 1).failures == {}
+    del made
+    assert freed.expired()
+    for version in (2, 3):
+        assert send(transport, engines, ModuleSource(module), version).failures == {}
+        views, packer = transport._views, transport._packer
+    assert send(transport, engines, ModuleSource(module), 4).failures == {}
+    assert (transport._views is views, transport._packer is packer) == (True, True)
+    assert not kept.expired()
 
 
 def test_a_new_group_is_told_what_pushes_consist_of(engines, groups):

@@ -6,6 +6,7 @@ import functools
 import secrets
 import time
 import uuid
+import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, StreamingP
 from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup, Rendezvous
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import current_device, home_device
-from torchrl_vllm_sync.weights.source import views_of
+from torchrl_vllm_sync.weights.source import StableSource, views_of
 from torchrl_vllm_sync.weights.transport import GRACE_S, failed, is_lost, raise_exceptions
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class BroadcastTransport:
         self._layout: BucketLayout | None = None
         self._buffers: list[torch.Tensor] = []
         self._views: Any = None
+        self._owner: weakref.ref[Any] | None = None  # of these, beyond which they are not kept
         self._packer: Packer | None = None
         self._whole: list[torch.Tensor] | None = None
         self._checked: set[tuple[str, str, str]] = set()
@@ -316,11 +318,18 @@ class BroadcastTransport:
         if views is None or views is not self._views:
             for name, tensor in views or ():
                 buckets.check_device(name, tensor, device)
-            self._views, self._packer = views, None
+            self._views, self._packer, self._owner = views, None, None
+            if isinstance(source, StableSource):
+                self._owner = weakref.ref(source.owner, self._drop_views)
             self._whole = buckets.sendable_tensors(metadata, views)
             if self._whole and self._whole[0].device != device:
                 self._whole = None  # a group on CPUs, and tensors on a GPU
         return layout
+
+    def _drop_views(self, owner: weakref.ref[Any]) -> None:
+        """Frees tensors that were made for one push, such as a dict of gathered ones."""
+        if owner is self._owner:
+            self._views = self._packer = self._whole = None
 
     def _packer_for(
         self, source: WeightSource, layout: BucketLayout, device: torch.device
