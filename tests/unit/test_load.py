@@ -404,3 +404,41 @@ def test_the_monitor_outlives_an_error_of_the_cluster(monkeypatch):
     monitor.start()
     assert again.wait(10)
     monitor.stop()
+
+
+class HeldLock:
+    """A lock that another thread holds for longer than any limit, until it is let go."""
+
+    def __init__(self):
+        self.asked, self.free = threading.Event(), threading.Event()
+
+    def acquire(self, blocking=True, timeout=-1):
+        self.asked.set()
+        return timeout < 0 and self.free.wait(10)
+
+    def release(self):
+        pass
+
+    __enter__ = acquire
+
+    def __exit__(self, *error):
+        pass
+
+
+def test_the_monitor_outlives_a_thread_that_keeps_it_waiting(monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("torchrl_vllm_sync.routing.monitor._connection", lambda: ("node", "job"))
+    begun, again, lock = threading.Event(), threading.Event(), HeldLock()
+
+    def replicas():
+        (again if lock.free.is_set() else begun).set()
+        return []
+
+    monitor = LoadMonitor(LoadTracker([]), replicas, interval_s=0.01)
+    monitor.start()
+    assert begun.wait(10)
+    monkeypatch.setattr("ray._private.worker._connect_or_shutdown_lock", lock)
+    assert lock.asked.wait(10)
+    lock.free.set()
+    assert again.wait(1)
+    monitor.stop()

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Starting a cluster holds the lock for some seconds.
-LOCK_TIMEOUT_S = 5.0
-
 
 @contextlib.contextmanager
 def staying_connected() -> Iterator[bool]:
@@ -37,13 +34,9 @@ def staying_connected() -> Iterator[bool]:
 
     # A core worker (Ray 2.60) that is called after its end takes the whole process with it, so
     # background threads make their calls in here, and no long ones: Ray shuts down under this lock.
-    if not worker._connect_or_shutdown_lock.acquire(timeout=LOCK_TIMEOUT_S):
-        yield False
-        return
-    try:
+    # No time limit: while one of them waits for a busy head, the others must not end for good.
+    with worker._connect_or_shutdown_lock:
         yield ray.is_initialized()
-    finally:
-        worker._connect_or_shutdown_lock.release()
 
 
 def _connection() -> tuple[str, str]:
