@@ -120,6 +120,16 @@ def test_nothing_is_made_before_somebody_looks():
     assert looked == [1]
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_rows_stay_those_that_were_chosen(kind):
+    index = kind([0, 1])
+    rows = mine()[index]
+    index[0] = 3
+    assert rows["at"].tolist() == [0, 1]
+    assert rows["flat"] == ["a", "b"]
+    assert rows["deep", "nested"] == NESTED[:2]
+
+
 def test_what_is_changed_is_a_stack_from_then_on():
     rows = mine()
     before = rows.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,7 +158,8 @@ def _cell(values: Any, shape: torch.Size) -> TextCell:
 
 
 def _for_numpy(index: Any) -> Any:
-    return index.cpu().numpy() if isinstance(index, torch.Tensor) else index
+    """A copy: it is used when somebody looks, and what it is of may be another by then."""
+    return copy(index.cpu().numpy() if isinstance(index, torch.Tensor) else index)
 
 
 def objects(values: Sequence[Any]) -> np.ndarray:
