@@ -251,6 +251,47 @@ def test_collectors_that_are_gone_are_forgotten_with_a_warning(updater, collecto
     assert len(caplog.records) == 1
 
 
+class FakeRay:
+    """Calls of collectors in actors, which take them when they are free."""
+
+    def __init__(self):
+        self.is_free, self.calls, self.num_waits = True, [], 0
+        self.get = self.calls.index
+
+    def remote(self, function, version):
+        self.calls.append(SimpleNamespace(version=version, is_done=False))
+        return self.calls[-1]
+
+    def wait(self, refs, *, num_returns=1, timeout):
+        self.num_waits += timeout > 0
+        for one in self.calls if timeout else ():
+            one.is_done = self.is_free
+        return [one for one in refs if one.is_done], None
+
+
+def test_a_collector_that_was_busy_is_waited_for_again_once_it_is_free(
+    updater, caplog, monkeypatch
+):
+    fake, remote = FakeRay(), Collector()
+    remote._collector = SimpleNamespace(__ray_call__=fake)
+    monkeypatch.setattr("torchrl_vllm_sync.rl.collectors.ray", fake)
+    monkeypatch.setattr("torchrl_vllm_sync.rl.collectors.RayLLMCollector", Collector)
+    updater.register_collector(remote)
+    assert (fake.num_waits, fake.calls[-1].is_done) == (1, True)
+    for fake.is_free, num_waits, num_warnings in [
+        (False, 2, 1),
+        (False, 2, 1),  # it has not taken the one before
+        (True, 2, 1),
+        (True, 3, 1),
+        (False, 4, 2),
+    ]:
+        updater.push_weights()
+        assert (fake.num_waits, len(caplog.records)) == (num_waits, num_warnings)
+        for one in fake.calls if fake.is_free else ():
+            one.is_done = True
+    assert [one.version for one in fake.calls] == [0, 1, 2, 3, 4, 5]
+
+
 def test_hooks_run_after_each_push_that_succeeded(updater, collector, service):
     calls = []
     updater.register_post_hook(lambda: calls.append(collector.policy_version))

@@ -103,7 +103,8 @@ class CollectorVersions:
     def __init__(self) -> None:
         self._lock, self._newest = threading.RLock(), 0
         self._collectors: list[weakref.ref[Any]] = []
-        self._busy: weakref.WeakSet[Any] = weakref.WeakSet()
+        # The last call of each collector that did not take it in time.
+        self._late: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._end: Callable[[], None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -158,15 +159,18 @@ class CollectorVersions:
                 else:
                     move_collector(collector, version)
         # One that has not even taken the version before is busy: it takes both when it is free.
-        waited = [ref for one, ref in calls.items() if one not in self._busy]
+        late = {one: self._late.pop(one, None) for one in calls}
+        waited = [
+            calls[one] for one, ref in late.items() if ref is None or ray.wait([ref], timeout=0)[0]
+        ]
         if waited:
             ray.wait(waited, num_returns=len(waited), timeout=MOVE_TIMEOUT_S)
         for collector, ref in calls.items():
             if ray.wait([ref], timeout=0)[0]:
-                self._busy.discard(collector)
                 self._check(collector, ref, version)
-            elif collector not in self._busy:
-                self._busy.add(collector)
+                continue
+            self._late[collector] = ref
+            if ref in waited:
                 told = "a collector was busy for %g s; it hears of version %d when it is free"
                 logger.warning(told, MOVE_TIMEOUT_S, version)
 
