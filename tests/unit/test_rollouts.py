@@ -11,7 +11,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_coll
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import StepCounter, Transform
+from torchrl.envs import StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv, DataLoadingPrimer
 from torchrl.modules.llm import vLLMWrapper as TorchRLWrapper
 
@@ -402,8 +402,9 @@ def test_bad_rewards_are_refused(bad, kind):
         next(iter(collector(kind, env)))
 
 
+@pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("kind", [LLMCollector, RolloutCollector])
-def test_rewards_are_given_what_they_name(kind):
+def test_rewards_are_given_what_they_name(kind, pad_output):
     def given(prompts, answers, note="none", **columns):
         assert note == "none"
         assert sorted(columns) == ["answer", "hard"]
@@ -411,11 +412,28 @@ def test_rewards_are_given_what_they_name(kind):
         return torch.tensor([float(len(one)) for one in answers])
 
     env = make_env(StepCounter(max_steps=1), TextReward(given, over="ids"))
-    rows = next(iter(collector(kind, env, flatten_data=True)))
+    rows = next(iter(collector(kind, env, make_policy(pad_output=pad_output), flatten_data=True)))
     lengths = rows["next", "reward"].flatten().tolist()
     rows = rows.get(("masks", "all_assistant_mask"), as_list=True)
     assert lengths == [int(one.sum()) for one in rows]
     assert len({*lengths}) > 1
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_an_environment_without_a_data_set_has_no_columns(pad_output):
+    def given(prompts, answers, **columns):
+        assert (prompts, columns) == (["Why?", "How?"], {})
+        return [float(len(one)) for one in answers]
+
+    env = TransformedEnv(ChatEnv(batch_size=(2,), tokenizer=TOKENIZER))
+    env = env.append_transform(TextReward(given, over="ids"))
+    rows = env.reset(TensorDict({"query": ["Why?", "How?"]}, [2]))
+    rows = env.step(make_policy(pad_output=pad_output)(rows))
+    masks = rows.get(("masks", "all_assistant_mask"), as_list=True)
+    assert rows["next", "reward"].flatten().tolist() == [int(one.sum()) for one in masks]
+    env.transform[-1]._columns = {"answer": True}
+    with pytest.raises(RewardError, match=r"given wants the column 'answer'; there are \[\]"):
+        env.step(rows)
 
 
 def test_over_something_else_is_refused():

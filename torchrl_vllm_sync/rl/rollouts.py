@@ -97,12 +97,11 @@ class TextReward(Transform):
                 f"TextReward({self._name}) is not part of an environment"
             )
         chat = env.base_env
-        answers: Any = rows.get(("tokens", "response"), as_list=True)
-        answers = [one.cpu().numpy() for one in answers]
-        if isinstance(rows, TensorDict):  # dense: the end of a row is where its mask says
-            width = rows["tokens", "response"].shape[1]
-            is_answer = rows["masks", "all_assistant_mask"][:, -width:].cpu().numpy()
-            answers = [one[mask] for one, mask in zip(answers, is_answer, strict=True)]
+        answers: Any = _arrays(rows.get(("tokens", "response"), as_list=True))
+        masks = rows.get(("masks", "all_assistant_mask"), None, as_list=True)
+        if masks is not None:  # where answers may be padded
+            pairs = zip(answers, _arrays(masks), strict=True)
+            answers = [one[mask[len(mask) - len(one) :]] for one, mask in pairs]
         if self._over == "text":
             tokenizer = self._tokenizer or chat.tokenizer
             if tokenizer is None:
@@ -113,7 +112,8 @@ class TextReward(Transform):
             answers = tokenizer.batch_decode(answers, skip_special_tokens=True)
         else:
             answers = [one.tolist() for one in answers]
-        known: list[Any] = [*_primer(env).primers.keys()]
+        primers = [one.primers for one in _transforms(env) if isinstance(one, DataLoadingPrimer)]
+        known: list[Any] = [name for one in primers for name in one.keys()]  # noqa: SIM118
         missing = [one for one, needed in self._columns.items() if needed and one not in known]
         if missing:
             raise RewardError(f"{self._name} wants the column {missing[0]!r}; there are {known}")
@@ -132,6 +132,12 @@ class TextReward(Transform):
         if bad := (~rewards.isfinite()).nonzero().flatten().tolist():
             raise RewardError(f"{self._name} returned {rewards[bad[0]]} for row {bad[0]}")
         return rewards
+
+
+def _arrays(entry: Any) -> Any:
+    """The values of each row, dense or ragged, as an array."""
+    is_dense = isinstance(entry, torch.Tensor)
+    return entry.cpu().numpy() if is_dense else [one.cpu().numpy() for one in entry]
 
 
 def _listed(column: Any) -> list[Any]:
