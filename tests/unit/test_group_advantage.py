@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random  # noqa: TID251  seeded
+import threading
 
 import pytest
 import torch
@@ -176,6 +177,28 @@ def test_single_rows_complete_groups():
 
 
 @pytest.mark.slow  # a process is started for the queues
+def test_threads_that_write_at_once_lose_no_row(monkeypatch):
+    advantage, second = GroupAdvantage(4), threading.Event()
+    check, found = advantage._check_rewards, []
+
+    def check_slowly(columns):
+        check(columns)
+        if threading.current_thread() is first:
+            writer.start()
+            second.wait(0.2)  # the other is done, or waits
+
+    def write():
+        found.append(advantage._inv_call(batch("aa", seed=1)))
+        second.set()
+
+    monkeypatch.setattr(advantage, "_check_rewards", check_slowly)
+    first, writer = threading.current_thread(), threading.Thread(target=write)
+    found.append(advantage._inv_call(batch("aa")))
+    writer.join()
+    assert sum(0 if one is None else len(one) for one in found) == 4
+    assert advantage.queued_trajectories == 0
+
+
 def test_shared_queues_keep_what_waits():
     transform = GroupAdvantage(4)
     assert transform._inv_call(batch("aab", [1.0, 0.0, 3.0])) is None

@@ -5,6 +5,7 @@ Both work on dense rows, column by column; see ``torchrl_vllm_sync.rl.rows``.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from itertools import count, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tensordict import NestedKey
+
+
+# Held while any transform groups rows, so that copies need no lock of their own: buffers call it
+# outside theirs.
+_GROUPING = threading.RLock()
 
 
 class _Row(NamedTuple):
@@ -88,25 +94,24 @@ class GroupAdvantage(MCAdvantage):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         groups = self._dense_groups(tensordict)
-        if groups is None:
-            return super()._inv_call(tensordict)
-        waiting: dict[Any, Iterable[Any]] = {
-            group: self.queues.get(group, ()) for group in dict.fromkeys(groups)
-        }
-        if any(not isinstance(one, _Row) for queue in waiting.values() for one in queue):
-            return super()._inv_call(tensordict)
-        if self.verbose:
-            waits = f"{self.queued_trajectories} of {self.queued_groups} groups wait"
-            logger.info(f"{type(self).__name__}: {len(tensordict)} rows, {waits}")
-        columns = Columns.of(tensordict)
-        self._check_rewards(columns)
-        if ATTENTION in columns.leaves and all(columns.widths):
-            columns.check()
-            self._padding.learn(columns)
-        parts, members = _gathered(waiting)
-        num_waiting = sum(one.size for one in parts)
-        columns = joined([*parts, columns], self._padding)
-        with self._state_lock:
+        with _GROUPING:
+            waiting: dict[Any, Iterable[Any]] = {
+                group: self.queues.get(group, ()) for group in dict.fromkeys(groups or ())
+            }
+            is_dense = all(isinstance(one, _Row) for queue in waiting.values() for one in queue)
+            if groups is None or not is_dense:
+                return super()._inv_call(tensordict)
+            if self.verbose:
+                waits = f"{self.queued_trajectories} of {self.queued_groups} groups wait"
+                logger.info(f"{type(self).__name__}: {len(tensordict)} rows, {waits}")
+            columns = Columns.of(tensordict)
+            self._check_rewards(columns)
+            if ATTENTION in columns.leaves and all(columns.widths):
+                columns.check()
+                self._padding.learn(columns)
+            parts, members = _gathered(waiting)
+            num_waiting = sum(one.size for one in parts)
+            columns = joined([*parts, columns], self._padding)
             return self._complete(columns, groups, members, num_waiting)
 
     def _dense_groups(self, rows: TensorDictBase) -> list[Any] | None:
