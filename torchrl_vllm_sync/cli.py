@@ -152,7 +152,7 @@ def _list_services(options: argparse.Namespace, console: Console) -> None:
     for _ in _looks(options.watch):
         services = running_services()
         if options.json:
-            _print_json(console, {"services": services})
+            console.out(json.dumps({"services": services}), highlight=False)
         else:
             none = "no service runs on this Ray cluster"
             console.print(services_view(services) if services else none)
@@ -177,16 +177,11 @@ def _show_service(options: argparse.Namespace, console: Console) -> None:
                 if states == {ReplicaState.CLOSED}:
                     raise ServiceClosedError(f"service {status.name} was shut down")
                 if options.json:
-                    _print_json(console, status.as_dict())
+                    console.out(json.dumps(status.as_dict()), highlight=False)
                 elif is_live:
                     live.update(status_view(status, console.width), refresh=True)
                 else:
                     console.print(status_view(status, console.width))
-
-
-def _print_json(console: Console, value: object) -> None:
-    console.file.write(json.dumps(value) + "\n")
-    console.file.flush()
 
 
 if __name__ == "__main__":

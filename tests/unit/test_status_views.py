@@ -326,6 +326,25 @@ def test_where_no_cluster_can_be_it_is_said_at_once(address, monkeypatch, capsys
     assert "no Ray cluster was found at" in capsys.readouterr().err
 
 
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word():
+    import subprocess
+    import sys
+
+    code = """if True:
+        from torchrl_vllm_sync import cli
+        from torchrl_vllm_sync.service import replicas
+        cli._connect = print
+        replicas.running_services = lambda: {"a": 1}
+        cli.main(["status", "--watch", "0.01", "--json"])
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe) as process:
+        assert process.stdout.readline() == b"None\n"
+        assert json.loads(process.stdout.readline()) == {"services": {"a": 1}}
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
 def test_the_command_and_the_page_are_in_the_package():
     from importlib import resources
 
