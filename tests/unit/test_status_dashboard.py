@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from tests.fakes.observe import HOSTILE, NOON, Moving, hostile, push, replica, status
 from tests.fakes.service import replicas_of, service_of
@@ -150,6 +151,7 @@ def test_what_a_run_logs_is_in_the_next_sample_alone():
             board.log("reward", 0.25)
             board.log("reward", 0.5)
             board.log("loss", math.nan)
+            board.log("gain", torch.tensor(0.25, dtype=torch.bfloat16, requires_grad=True))
             board.log("age", [0, 1, 1, 3, math.inf])
             board.log("length", [0.5, 24.5])
             board.log("none", [])
@@ -163,7 +165,7 @@ def test_what_a_run_logs_is_in_the_next_sample_alone():
     board.close()
     assert [one["numbers"] for one in board._history.samples] == [
         {},
-        {"reward": 0.5, "loss": None},
+        {"reward": 0.5, "loss": None, "gain": 0.25},
         {},
     ]
     assert board._history.samples[0]["histograms"] == {}

@@ -139,7 +139,7 @@ class Dashboard:
 
         Args:
             name: What it is called on the page.
-            value: A number, or several, such as the lengths of a batch's responses.
+            value: A number, or several, such as the lengths of a batch's responses; or a tensor.
 
         Raises:
             UnsupportedArgumentError: ``name`` is no text, or ``value`` no number and no several.
@@ -147,7 +147,8 @@ class Dashboard:
         if not isinstance(name, str):
             raise UnsupportedArgumentError(f"name must be text, got {name!r}")
         try:
-            values = np.asarray(value, dtype=float)
+            # A tensor's own list, as numpy takes none with a gradient, or of bfloat16.
+            values = np.asarray(getattr(value, "tolist", lambda: value)(), dtype=float)
         except (TypeError, ValueError) as error:
             raise UnsupportedArgumentError(
                 f"{name!r} must be a number or several, got {value!r}"
