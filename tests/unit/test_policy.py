@@ -285,6 +285,20 @@ def test_so_they_are_where_tokens_are_preferred(pad_output, name):
     assert_rows_are_torchrls(tokenised, mode="history", pad_output=pad_output, prefer_tokens=True)
 
 
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("name", ["prompt", "full"])
+def test_preferred_tokens_may_be_of_unequal_lengths(pad_output, name):
+    """As TorchRL's ``IncrementalTokenizer`` gives them; its own wrapper refuses these."""
+    tokens = [torch.arange(3, 3 + length) for length in (4, 7, 5)]
+    rows = asked("history", (3,), lazy=True)
+    rows["tokens"] = lazy_stack([TensorDict({name: one}) for one in tokens])
+    policy = policy_of(vLLMWrapper, mode="history", pad_output=pad_output, prefer_tokens=True)
+    found = policy(rows).get(("tokens", "prompt"), as_list=True)
+    assert [one[one != policy.padding_value].tolist() for one in found] == [
+        one.tolist() for one in tokens
+    ]
+
+
 @pytest.mark.parametrize("num_samples", [None, 2])
 @pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])

@@ -473,17 +473,18 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     ) -> tuple[_Entry, list[str]]:
         """Tokens and text of each prompt; with ``prefer_tokens`` those that the rows have."""
         tokens: Any = None
-        if self.prefer_tokens:
-            tokens = rows.get((self.tokens_key, "prompt"), None)
-            tokens = rows.get((self.tokens_key, "full"), None) if tokens is None else tokens
+        for name in ("prompt", "full") if self.prefer_tokens else ():
+            if tokens is None:
+                tokens = rows.get((self.tokens_key, name), None, as_list=True)
         if tokens is None:
             texts = self._rendered(first, chats)
             ids = self._encoded(texts)
             tokens = [torch.tensor(ids[one], dtype=torch.int64) for one in texts]
         else:
-            if isinstance(tokens, torch.Tensor):
-                is_nested = tokens.is_nested
-                tokens = [one if is_nested else self._unpadded(one) for one in tokens.unbind(0)]
+            is_nested = getattr(tokens, "is_nested", False)
+            tokens = [*tokens.unbind(0)] if isinstance(tokens, torch.Tensor) else tokens
+            if not is_nested and len({*map(len, tokens)}) == 1:  # others cannot be padded
+                tokens = [*map(self._unpadded, tokens)]
             texts = self._decoded(tokens)
         if self.pad_output:
             tokens = self._padded(tokens, self.padding_value, "left")
