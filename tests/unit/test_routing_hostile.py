@@ -280,6 +280,9 @@ def test_samples_that_cannot_be_counted_are_refused(service, n):
         balancer.reserve_batch([[1]], sampling_params=[SimpleNamespace(n=n, max_tokens=None)])
     with pytest.raises(UnsupportedArgumentError, match="max_tokens of at least 0"):
         balancer.reserve_batch([[1]], sampling_params=[SimpleNamespace(n=1, max_tokens=-5)])
+    for odd in (None, {"n": 1}):
+        with pytest.raises(UnsupportedArgumentError, match="sampling_params must have n of"):
+            balancer.reserve_batch([[1]], sampling_params=[odd])
     with pytest.raises(UnsupportedArgumentError, match="one for each of 1 prompts"):
         balancer.reserve_batch([[1]], sampling_params=SimpleNamespace(n=1, max_tokens=1))
     assert in_flight(service) == [0, 0, 0, 0]

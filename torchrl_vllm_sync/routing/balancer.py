@@ -354,7 +354,7 @@ class LoadBalancer:
 
 def _sampled_as(params: Any) -> tuple[int, int | None]:
     """Number of samples and their length at most, as the ledger can count them."""
-    n, max_tokens = params.n, params.max_tokens
+    n, max_tokens = (getattr(params, name, None) for name in ("n", "max_tokens"))
     if not isinstance(n, int) or n < 1 or not (max_tokens is None or max_tokens >= 0):
         raise UnsupportedArgumentError(
             "sampling_params must have n of at least 1 and max_tokens of at least 0 or None, "
