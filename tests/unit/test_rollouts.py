@@ -284,6 +284,11 @@ def test_what_has_no_fast_way_goes_torchrls(why):
     assert why in one.path
 
 
+def test_torchrl_says_what_is_wrong_with_an_environment_without_prompts():
+    with pytest.raises(RuntimeError, match="ChatEnv expects a tensordict"):
+        collector(env=TransformedEnv(ChatEnv(batch_size=(4,))))
+
+
 def test_torchrls_way_gives_torchrls_rows():
     one = collector(env=make_env(StepCounter(max_steps=1), Seen(), TextReward(length)))
     wanted = collector(LLMCollector)

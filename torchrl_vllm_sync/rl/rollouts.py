@@ -228,7 +228,7 @@ class RolloutCollector(LLMCollector):
             return f"the environment is no ChatEnv but {type(base).__name__}"
         if env.base_env.input_mode != "history" or len(env.batch_size) != 1:
             return f"input_mode={env.base_env.input_mode!r}, batch_size={tuple(env.batch_size)}"
-        first, *others = _transforms(env)
+        first, *others = _transforms(env) or [None]
         if type(first) is not DataLoadingPrimer:
             return f"prompts come from {type(first).__name__}"
         for one in others:
