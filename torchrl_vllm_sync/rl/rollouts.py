@@ -19,6 +19,7 @@ from torchrl.modules.llm.policies import ChatHistory
 
 from torchrl_vllm_sync.errors import InvalidPromptError, RewardError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl.policy import check_tokenizers, named, vLLMWrapper
+from torchrl_vllm_sync.rl.rows import ATTENTION
 from torchrl_vllm_sync.rl.texts import Texts
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class TextReward(Transform):
             )
         chat = env.base_env
         answers: Any = _arrays(rows.get(("tokens", "response"), as_list=True))
-        masks = rows.get(("masks", "all_assistant_mask"), None, as_list=True)
+        masks = rows.get(ATTENTION, None, as_list=True)
         if masks is not None:  # where answers may be padded
             pairs = zip(answers, _arrays(masks), strict=True)
             answers = [one[mask[len(mask) - len(one) :]] for one, mask in pairs]
