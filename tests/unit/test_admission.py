@@ -195,12 +195,15 @@ async def test_a_request_that_waits_at_the_gate_keeps_none_back(answers, engine)
     assert [one.error for one in (await task).values()] == [None, None]
 
 
-async def test_what_an_update_sends_back_enters_again(answers, engine):
+@pytest.mark.parametrize("reason", ["abort", "stop"])
+async def test_what_an_update_sends_back_enters_again(answers, engine, reason):
+    """Also if it was quicker than the call that ends it, and was begun on keys of old weights."""
     task = started(answers, request())
     await inside()
     answers._gate.set(ReplicaState.UPDATING)
     answers._gate.running["r~1"].restart = True
-    engine.put("r~1", finish_reason="abort")
+    engine.put("r~1", finish_reason=None)
+    engine.put("r~1", finish_reason=reason)
     await asyncio.sleep(0.01)
     assert [*engine.asked] == ["r~1"]
     answers._gate.set(ReplicaState.SERVING)

@@ -200,10 +200,10 @@ class Batch:
         try:
             if output.finished:
                 self._leave(running)
-                if running.restart and output.outputs[0].finish_reason == "abort":
-                    self._enter_later(answer, running.index)
-                    return
-            self._add(running, output)
+            if not running.restart:
+                self._add(running, output)
+            elif output.finished:  # and what it sampled meanwhile has read keys of the old weights
+                self._enter_later(answer, running.index)
         except Exception as failure:  # noqa: BLE001  a result, too
             self._fail(answer, failure)
 
