@@ -469,7 +469,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return self._rows(self._answers(tokens, sampling_params, conversations), tokens, {})
 
     def _prompt_tokens(
-        self, rows: TensorDictBase, first: History, chats: list[list[dict[str, Any]]]
+        self, rows: Any, first: History, chats: list[list[dict[str, Any]]]
     ) -> tuple[_Entry, list[str]]:
         """Tokens and text of each prompt; with ``prefer_tokens`` those that the rows have."""
         tokens: Any = None
