@@ -261,7 +261,7 @@ def _entry(rows: TensorDictBase, key: NestedKey) -> Tensor:
     return value
 
 
-def _of_level(level: Level, log_ratio: Tensor, sampled: Tensor) -> Tensor:
+def _of_level(level: str, log_ratio: Tensor, sampled: Tensor) -> Tensor:
     """The logarithm of the ratio that counts for each token, of shape [B, T] or [B, 1]."""
     if level == "token":
         return log_ratio
