@@ -176,21 +176,29 @@ async def test_a_sample_that_has_not_begun_begins_under_the_new_weights(service,
         SamplingParams(max_tokens=240, **options),
         SamplingParams(n=2, max_tokens=120, **options),
     )
-    requests = [([number, 7, 9], long) for number in range(5, 5 + places)] + [(prompt, both)]
-    running = asyncio.gather(
-        *(service.agenerate(*one, actor_index=0, timeout_seconds=100) for one in requests)
-    )
     old, target = service.weight_version, service.load.replica_ids[0]
-    async with asyncio.timeout(30):
-        ask = service.replicas.call_replicas
-        queued = (0, 0)
-        while queued != (places + 1, 1):
-            report = (await asyncio.to_thread(ask, "report"))[target]
-            queued = report.num_running, report.num_waiting
-            await asyncio.sleep(0.005)
+
+    async def queued(running, waiting):
+        async with asyncio.timeout(30):
+            while True:
+                report = (await asyncio.to_thread(service.replicas.call_replicas, "report"))[target]
+                if (report.num_running, report.num_waiting) == (running, waiting):
+                    return
+                await asyncio.sleep(0.005)
+
+    def send(requests):
+        return asyncio.gather(
+            *(service.agenerate(*one, actor_index=0, timeout_seconds=100) for one in requests)
+        )
+
+    # In this order: requests sent together arrive in any.
+    others = send([([number, 7, 9], long) for number in range(5, 5 + places)])
+    await queued(places, 0)
+    last = send([(prompt, both)])
+    await queued(places + 1, 1)
     await asyncio.to_thread(service.push_weights, weights.at(old + 1), clear_cache=False)
-    *others, output = await running
-    for one in [*others, output]:
+    output = (await last)[0]
+    for one in [*(await others), output]:
         assert_labelled(one)
     begun, waited = output.version_spans
     assert [one.version for one in begun] == [old, old + 1]
