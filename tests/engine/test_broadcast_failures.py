@@ -430,14 +430,13 @@ def test_a_trainer_killed_in_mid_push_leaves_no_mixture(
     trainer = Trainer.remote(faulty, untied_checkpoint, bucket_bytes=2**12)
     pid = ray.get(trainer.pid.remote())
     if moment == "ready":
-        plan(faulty, 1, linger_s=4)
+        plan(faulty, 1, at="ready", touch=str(marker))
     else:
         plan(faulty, 0, 1, 2, at=4, touch=str(marker))
     pushing = trainer.push.remote(21, timeout_s=60)
+    eventually(marker.exists)
     if moment == "ready":
         eventually(lambda: {one.state for one in reports(faulty)} == {ReplicaState.UPDATING})
-    else:
-        eventually(marker.exists)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(pushing, timeout=30)
