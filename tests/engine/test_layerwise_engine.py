@@ -146,8 +146,9 @@ def test_an_update_that_breaks_off_does_not_poison_the_next(layerwise, model, me
 
 def test_a_sender_that_falls_silent_loses_its_turn(layerwise, model):
     version = next_version(layerwise)
-    call(layerwise, "start_weight_update", timeout_s=1.0, **as_push(version, "silent"))
-    call(layerwise, "update_weights", next(parts(model)), timeout_s=1.0)
+    part = next(parts(model))
+    call(layerwise, "start_weight_update", timeout_s=4.0, **as_push(version, "silent"))
+    call(layerwise, "update_weights", part, timeout_s=4.0)
     deadline = time.monotonic() + 20
     while state(layerwise) != "stale":
         assert time.monotonic() < deadline
