@@ -51,7 +51,8 @@ class FaultyWorker(PacedWorker):
     and ``at``: send this process a signal, ``kill`` or ``stop``, before tensor ``at``. ``touch``:
     make this file before tensor ``at`` and sleep until it is gone; an ``at`` of ``"end"`` is behind
     the last tensor, one of ``"repack"`` where the weights are in place and what is computed from
-    them is not. ``rank``: only the worker of this rank in its replica misbehaves.
+    them is not, one of ``"ready"`` before the trainer of a broadcast is told that this worker is
+    ready. ``rank``: only the worker of this rank in its replica misbehaves.
 
     Of broadcasts alone: ``unready``: raise before the trainer is told that this worker is ready.
     ``linger_s``: sleep instead, there.
@@ -90,6 +91,7 @@ class FaultyWorker(PacedWorker):
         plan = getattr(self, "_plan", {})
         if plan.get("unready"):
             raise RuntimeError("injected before it was ready")
+        self._sync_reached("ready")
         time.sleep(plan.get("linger_s", 0))
         return super()._sync_prepared(digest)
 

@@ -1,6 +1,22 @@
 """What the tests of the request side share."""
 
+import contextlib
 import time
+
+# Seconds that each step takes inside ``slowed``: a request of 200 tokens outlasts what a test does
+# meanwhile on any machine.
+STEP_S = 0.05
+
+
+@contextlib.contextmanager
+def slowed(service, step_s=STEP_S):
+    """Has the steps of engines that live last ``step_s`` longer inside; by ``PacedWorker``."""
+    set_pace = service.replicas.call_replicas
+    assert set_pace("collective_rpc", "sync_pace", None, (step_s,)).good
+    try:
+        yield
+    finally:
+        set_pace("collective_rpc", "sync_pace")
 
 
 def sampling(**fields):

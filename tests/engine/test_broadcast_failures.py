@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.faults import engine_core_pid
-from tests.engine.requests import eventually
+from tests.engine.requests import eventually, slowed
 from tests.engine.trainers import Breaking, Rival, Trainer, broadcast
 from torchrl_vllm_sync import ReplicaState, attach
 from torchrl_vllm_sync.errors import (
@@ -293,10 +293,12 @@ def test_requests_in_flight_on_a_replica_that_fails_finish_elsewhere(faulty, tra
     plan(faulty, 1, fail_at=10, times=1)
     long = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
     prompts = [[i, 7, 8] for i in range(9)]
-    running = ray.remote(num_cpus=0)(lambda service: service.generate(prompts, long)).remote(faulty)
-    eventually(lambda: sum(report.num_running or 0 for report in reports(faulty)) >= 9)
-    with pytest.raises(WeightSyncError):
-        faulty.push_weights(trained)
+    generate = ray.remote(num_cpus=0)(lambda service: service.generate(prompts, long))
+    with slowed(faulty):
+        running = generate.remote(faulty)
+        eventually(lambda: sum(report.num_running or 0 for report in reports(faulty)) >= 9)
+        with pytest.raises(WeightSyncError):
+            faulty.push_weights(trained)
     outputs = ray.get(running, timeout=60)
     assert [one.finish_reason for output in outputs for one in output.outputs] == ["length"] * 9
     assert {output.replica_id for output in outputs} == {"0", "2"}
@@ -428,14 +430,13 @@ def test_a_trainer_killed_in_mid_push_leaves_no_mixture(
     trainer = Trainer.remote(faulty, untied_checkpoint, bucket_bytes=2**12)
     pid = ray.get(trainer.pid.remote())
     if moment == "ready":
-        plan(faulty, 1, linger_s=4)
+        plan(faulty, 1, at="ready", touch=str(marker))
     else:
         plan(faulty, 0, 1, 2, at=4, touch=str(marker))
     pushing = trainer.push.remote(21, timeout_s=60)
+    eventually(marker.exists)
     if moment == "ready":
         eventually(lambda: {one.state for one in reports(faulty)} == {ReplicaState.UPDATING})
-    else:
-        eventually(marker.exists)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(pushing, timeout=30)

@@ -26,6 +26,8 @@ from torchrl_vllm_sync.testing import load_tiny_model
 
 OWN = {**ENGINE, "max_restarts": 3}
 REPAIR_S = 200.0
+# Seconds between requests of one thread: the engines' processes must get to start, too.
+PAUSE_S = 0.3
 
 
 class Load:
@@ -51,6 +53,7 @@ class Load:
                 assert output.prompt_token_ids == prompt
                 assert number not in self.outputs
                 self.outputs[number] = output
+            self._stop.wait(PAUSE_S)
 
     def __exit__(self, *_):
         self._stop.set()

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.engine.requests import endless, eventually, is_idle, sampling, token_ids
+from tests.engine.requests import endless, eventually, is_idle, sampling, slowed, token_ids
 from torchrl_vllm_sync.errors import (
     GenerationError,
     GenerationTimeoutError,
@@ -272,11 +272,12 @@ def test_cancelled_before_anything_arrived(service):
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    for i in range(20):
-        asyncio.run(cancel_at_once(i / 1000))
-    assert service.load.total_in_flight == 0
-    # Far sooner than 20 x 16 x 250 tokens would take.
-    eventually(lambda: is_idle(service), timeout_s=3)
+    with slowed(service):
+        for i in range(20):
+            asyncio.run(cancel_at_once(i / 1000))
+        assert service.load.total_in_flight == 0
+        # Far sooner than 20 x 16 x 250 tokens would take: 64 at a time, a minute.
+        eventually(lambda: is_idle(service), timeout_s=20)
 
 
 def test_an_abort_that_overtakes_its_request_keeps_it_out(service):
@@ -299,9 +300,10 @@ def test_an_abort_that_overtakes_its_request_keeps_it_out(service):
 
 def test_a_time_limit_ends_the_engines_work_and_keeps_the_siblings(service):
     params = [endless(), sampling(max_tokens=1), endless()]
-    outputs = service.generate(
-        [IDS, OTHER_IDS, IDS], params, timeout_seconds=0.15, return_exceptions=True
-    )
+    with slowed(service):
+        outputs = service.generate(
+            [IDS, OTHER_IDS, IDS], params, timeout_seconds=4.0, return_exceptions=True
+        )
     assert outputs[1].finished
     assert isinstance(outputs[0], GenerationTimeoutError)
     assert sum(service.get_num_unfinished_requests()) == 0

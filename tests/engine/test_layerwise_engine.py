@@ -9,6 +9,7 @@ from vllm import SamplingParams
 
 from tests.engine.checks import assert_holds, perturbed
 from tests.engine.layerwise_engine import BACKEND
+from tests.engine.requests import slowed
 from torchrl_vllm_sync import LoadReport
 from torchrl_vllm_sync.errors import StaleVersionError, TransferError, TransferNotReadyError
 from torchrl_vllm_sync.testing import load_tiny_model
@@ -76,15 +77,16 @@ def test_an_update_in_parts(layerwise, model):
 def test_a_push_in_parts_reports_as_others_do(layerwise, model):
     version = next_version(layerwise)
     params = SamplingParams(temperature=0.0, max_tokens=220, min_tokens=220)
-    running = ray.remote(num_cpus=0)(
+    generate = ray.remote(num_cpus=0)(
         lambda service: service.generate(
             prompt_token_ids=[5, 6], sampling_params=params, actor_index=0
         )
-    ).remote(layerwise)
-    while layerwise.get_num_unfinished_requests(0) < 1:
-        assert not ray.wait([running], timeout=0.01)[0]
-    time.sleep(0.1)
-    call(layerwise, "start_weight_update", timeout_s=60.0, **as_push(version, "run"))
+    )
+    with slowed(layerwise):
+        running = generate.remote(layerwise)
+        while not layerwise.replicas.call_replicas("report")["0"].num_running:
+            assert not ray.wait([running], timeout=0.01)[0]
+        call(layerwise, "start_weight_update", timeout_s=60.0, **as_push(version, "run"))
     assert state(layerwise) == "updating"
     for part in parts(perturbed(model, seed=310)):
         call(layerwise, "update_weights", part, timeout_s=30.0)
@@ -144,8 +146,9 @@ def test_an_update_that_breaks_off_does_not_poison_the_next(layerwise, model, me
 
 def test_a_sender_that_falls_silent_loses_its_turn(layerwise, model):
     version = next_version(layerwise)
-    call(layerwise, "start_weight_update", timeout_s=1.0, **as_push(version, "silent"))
-    call(layerwise, "update_weights", next(parts(model)), timeout_s=1.0)
+    part = next(parts(model))
+    call(layerwise, "start_weight_update", timeout_s=4.0, **as_push(version, "silent"))
+    call(layerwise, "update_weights", part, timeout_s=4.0)
     deadline = time.monotonic() + 20
     while state(layerwise) != "stale":
         assert time.monotonic() < deadline

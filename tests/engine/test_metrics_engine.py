@@ -11,7 +11,7 @@ from torchrl.record.loggers import CSVLogger
 from vllm import SamplingParams
 
 from tests.engine.checks import perturbed
-from tests.engine.requests import eventually
+from tests.engine.requests import endless, eventually, slowed
 from torchrl_vllm_sync import attach, log_pushes, save_timeline
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.observe.metrics import metrics_port
@@ -31,9 +31,10 @@ def test_requests_are_counted_by_how_they_end(service):
     for _ in service.generate("Hello", PARAMS, stream=True):
         pass
     assert ended(service, before) == {"answered": 3}
-    stream = service.generate("Hello", SamplingParams(max_tokens=100), stream=True)
-    next(stream)
-    stream.close()
+    with slowed(service):
+        stream = service.generate("Hello", endless(), stream=True)
+        next(stream)
+        stream.close()
     eventually(lambda: ended(service, before) == {"answered": 3, "cancelled": 1})
 
 

@@ -11,7 +11,7 @@ import ray
 from vllm import SamplingParams
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
-from tests.engine.requests import eventually
+from tests.engine.requests import eventually, slowed
 from torchrl_vllm_sync import MemmapTransport, ReplicaState, SnapshotWriter
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
@@ -139,10 +139,12 @@ def test_requests_in_flight_on_a_replica_that_fails_finish_elsewhere(faulty, tra
     perturbed(trained, seed=5)
     plan(faulty, 1, fail_at=10, times=2)
     prompts = [[i, 7, 8] for i in range(8)]
-    running = ray.remote(num_cpus=0)(lambda service: service.generate(prompts, LONG)).remote(faulty)
-    wait_until_running(faulty, 8)
-    with pytest.raises(WeightSyncError):
-        faulty.push_weights(trained)
+    generate = ray.remote(num_cpus=0)(lambda service: service.generate(prompts, LONG))
+    with slowed(faulty):
+        running = generate.remote(faulty)
+        wait_until_running(faulty, 8)
+        with pytest.raises(WeightSyncError):
+            faulty.push_weights(trained)
     outputs = ray.get(running, timeout=60)
     assert [one.finish_reason for output in outputs for one in output.outputs] == ["length"] * 8
     assert {output.replica_id for output in outputs} == {"0", "2"}
@@ -342,7 +344,7 @@ def test_an_engine_that_dies_while_loading_is_named_and_the_others_go_on(faulty,
 
 def wait_until_running(service, number):
     """Waits until the engines have ``number`` requests that all have tokens."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while sum(report.num_running or 0 for report in reports(service)) < number:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -350,7 +352,7 @@ def wait_until_running(service, number):
 
 def wait_until_admitted(service):
     """Waits until this process has heard that every replica serves."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not all(one.state.admits_requests for one in service.load.snapshots()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -8,6 +8,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.checks import TOLERANCE, assert_holds, assert_labelled, perturbed
+from tests.engine.requests import STEP_S, slowed
 from tests.engine.trainers import broadcast
 from torchrl_vllm_sync import MemmapTransport
 from torchrl_vllm_sync.testing import greedy_tokens, token_log_probs
@@ -38,26 +39,23 @@ def pushed(service, model, transport):
 
 
 @asynccontextmanager
-async def paced(service, step_s=0.05):
+async def paced(service, step_s=STEP_S):
     """Steps last so long that requests of 200 tokens outlast a push by far, on any machine."""
 
-    async def set_pace(seconds):
-        call = service.replicas.call_replicas
-        await asyncio.to_thread(call, "collective_rpc", "sync_pace", None, (seconds,))
-
-    await set_pace(step_s)
+    pace = slowed(service, step_s)
+    await asyncio.to_thread(pace.__enter__)
     try:
         yield
     finally:
-        await set_pace(0.0)
+        await asyncio.to_thread(pace.__exit__, None, None, None)
 
 
 async def push_while_running(
-    service, weights, prompts, params, *, num_running, step_s=0.05, **options
+    service, weights, prompts, params, *, num_running, step_s=STEP_S, **options
 ):
     """Pushes once ``num_running`` requests are running; returns outputs and report."""
-    running = asyncio.ensure_future(service.agenerate(prompts, params, timeout_seconds=120))
     async with paced(service, step_s):
+        running = asyncio.ensure_future(service.agenerate(prompts, params, timeout_seconds=120))
         await until_running(service, num_running)
         report = await asyncio.to_thread(service.push_weights, weights, **options)
     outputs = await running
@@ -137,16 +135,18 @@ async def test_recomputed_tails_are_what_the_new_weights_continue_with(pushed, o
 
 async def test_requests_that_come_during_an_update_get_the_new_version_only(pushed, other_model):
     service, _ = pushed
-    running = asyncio.ensure_future(service.agenerate(prompts(4), greedy(), timeout_seconds=120))
-    await until_running(service, 4)
-    pushing = asyncio.ensure_future(asyncio.to_thread(service.push_weights, other_model))
     late = []
-    while not pushing.done():
-        late.append(
-            asyncio.ensure_future(service.agenerate(prompts(1)[0], greedy(8), timeout_seconds=60))
+    async with paced(service):
+        running = asyncio.ensure_future(
+            service.agenerate(prompts(4), greedy(), timeout_seconds=120)
         )
-        await asyncio.sleep(0.005)
-    version = pushing.result().version
+        await until_running(service, 4)
+        pushing = asyncio.ensure_future(asyncio.to_thread(service.push_weights, other_model))
+        while not pushing.done():
+            ask = service.agenerate(prompts(1)[0], greedy(8), timeout_seconds=60)
+            late.append(asyncio.ensure_future(ask))
+            await asyncio.sleep(0.005)
+        version = pushing.result().version
     outputs = await asyncio.gather(*late)
     await running
     assert {output.min_version for output in outputs} <= {version - 1, version}

@@ -1,6 +1,7 @@
 """2,000 requests, and replicas that are killed: nothing is lost, doubled or left behind."""
 
 import asyncio
+import functools
 import os
 import random  # noqa: TID251  seeded below
 import signal
@@ -11,7 +12,7 @@ import pytest
 import ray
 
 from tests.engine.faults import engine_core_pid
-from tests.engine.requests import endless, eventually, is_idle, sampling
+from tests.engine.requests import endless, eventually, is_idle, sampling, slowed
 from torchrl_vllm_sync.errors import (
     GenerationTimeoutError,
     NoReplicaAvailableError,
@@ -105,7 +106,7 @@ def test_2000_requests_with_timeouts_and_cancellations(service):
     assert timed_out
     assert cancelled
     assert service.load.total_in_flight == 0
-    eventually(lambda: is_idle(service), timeout_s=5)
+    eventually(lambda: is_idle(service))
     assert [
         one["pending_requests"] for one in service.requests.balancer.get_stats()["actor_stats"]
     ] == [
@@ -129,11 +130,12 @@ def all_token_ids(output):
 
 
 def kill_engine_core(service, index):
-    os.kill(engine_core_pid(service.actors[index]), signal.SIGKILL)
+    """Returns what kills it at once."""
+    return functools.partial(os.kill, engine_core_pid(service.actors[index]), signal.SIGKILL)
 
 
 def kill_actor(service, index):
-    ray.kill(service.actors[index])
+    return functools.partial(ray.kill, service.actors[index])
 
 
 @pytest.mark.parametrize(("index", "kill"), [(0, kill_engine_core), (1, kill_actor)])
@@ -148,6 +150,7 @@ def test_requests_of_a_killed_replica_go_to_the_others(doomed, monkeypatch, inde
     doomed.create_load_balancer("round-robin")
     dispatcher = doomed.requests._dispatcher
     run, arrived, killers = dispatcher.run, [], []
+    kill_now = kill(doomed, index)
 
     async def run_and_kill(requests, reserve, *, on_result):
         """Kills once the replica has answered some, and holds some more."""
@@ -157,13 +160,13 @@ def test_requests_of_a_killed_replica_go_to_the_others(doomed, monkeypatch, inde
             arrived.append(result.request_id)
             from_hurt.append(result.replica_id == str(index))
             if sum(from_hurt) >= 5 and not killers:
-                killers.append(threading.Thread(target=kill, args=(doomed, index)))
+                killers.append(threading.Thread(target=kill_now))
                 killers[0].start()
 
         from_hurt = []
         return await run(requests, reserve, on_result=watch)
 
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, slowed(doomed, 0.02):
         patched.setattr(dispatcher, "run", run_and_kill)
         outputs = doomed.generate(prompts, params)
     killers[0].join()
@@ -196,7 +199,7 @@ def test_without_any_replica_each_call_says_so_and_shutdown_is_clean(doomed):
     pids.append(engine_core_pid(doomed.actors[2]))
     stream = doomed.generate([5, 6], endless(), stream=True)
     next(stream)
-    kill_actor(doomed, 2)
+    kill_actor(doomed, 2)()
     with pytest.raises(ReplicaUnavailableError, match="replica 2 is failed"):
         list(stream)
     with pytest.raises(NoReplicaAvailableError, match="replica 2 is failed"):

@@ -78,13 +78,13 @@ def actor_pid(service, replica_id):
     return ray.get(actor.describe.remote()).pid
 
 
-def kill_actor(service, replica_id):
-    os.kill(actor_pid(service, replica_id), signal.SIGKILL)
-
-
-def kill_engine_core(service, replica_id):
+def core_pid(service, replica_id):
     (actor,) = [one.actor for one in service.replicas if one.replica_id == replica_id]
-    os.kill(engine_core_pid(actor), signal.SIGKILL)
+    return engine_core_pid(actor)
+
+
+def kill(service, replica_id, pid):
+    os.kill(pid, signal.SIGKILL)
 
 
 def alive(service):
@@ -92,16 +92,18 @@ def alive(service):
     return [one for one in service.replicas if one.replica_id in serving]
 
 
-def broken_stream(service, kill, params, after=30):
-    """Streams, and kills the replica once it has sent some tokens; returns all outputs."""
+def broken_stream(service, pid_of, strike, params, after=30):
+    """Streams, and strikes the replica once it has sent some tokens; returns all outputs."""
     outputs, num_tokens, victim = [], 0, None
+    # Whoever is hit is hit at once: asking for its pid takes longer than the rest of an answer.
+    pids = {one.replica_id: pid_of(service, one.replica_id) for one in alive(service)}
     for output in service.generate(PROMPT, params, stream=True):
         outputs.append(output)
         new = len(output.outputs[0].token_ids)
         num_tokens = num_tokens + new if is_delta(params) else new
         if num_tokens >= after and victim is None:
             victim = output.replica_id
-            kill(service, victim)
+            strike(service, victim, pids[victim])
     assert victim is not None
     return outputs, victim
 
@@ -193,8 +195,8 @@ def test_what_cannot_be_gone_on_with_begins_again_or_says_why(doomed):
     forget(doomed)
     stopped = []
 
-    def stop_and_fail(service, replica_id):
-        stopped.append(psutil.Process(actor_pid(service, replica_id)))
+    def stop_and_fail(service, replica_id, pid):
+        stopped.append(psutil.Process(pid))
         stopped[-1].suspend()
         service.load.mark(replica_id, ReplicaState.FAILED, "silent")
 
@@ -203,7 +205,7 @@ def test_what_cannot_be_gone_on_with_begins_again_or_says_why(doomed):
         eventually(lambda: all(one.state.admits_requests for one in doomed.load.snapshots()))
 
     try:
-        outputs, victim = broken_stream(doomed, stop_and_fail, params)
+        outputs, victim = broken_stream(doomed, actor_pid, stop_and_fail, params)
         last = outputs[-1]
         assert last.replica_id != victim
         assert asked(doomed, last.replica_id) == [(len(PROMPT), LENGTH, 0)]
@@ -213,9 +215,10 @@ def test_what_cannot_be_gone_on_with_begins_again_or_says_why(doomed):
         wake()
 
         params.output_kind = RequestOutputKind.DELTA
+        pids = {one.replica_id: actor_pid(doomed, one.replica_id) for one in doomed.replicas}
         stream = doomed.generate(PROMPT, params, stream=True)
         victim = next(stream).replica_id
-        stop_and_fail(doomed, victim)
+        stop_and_fail(doomed, victim, pids[victim])
         with pytest.raises(RequestLostError, match="because of seed") as caught:
             list(stream)
         assert [one.replica_id for one in caught.value.attempts] == [victim]
@@ -230,7 +233,7 @@ def test_what_cannot_be_gone_on_with_begins_again_or_says_why(doomed):
 def test_a_stream_goes_on_elsewhere_and_equals_an_unbroken_one(doomed):
     wanted = list(doomed.generate(PROMPT, greedy(), stream=True))[-1]
     forget(doomed)
-    outputs, victim = broken_stream(doomed, kill_actor, greedy())
+    outputs, victim = broken_stream(doomed, actor_pid, kill, greedy())
     assert_continued(doomed, outputs, victim)
 
     lengths = [len(output.outputs[0].token_ids) for output in outputs]
@@ -261,7 +264,7 @@ def test_deltas_go_on_elsewhere_with_the_log_probabilities_of_the_trainer(
     )
     params.output_kind = RequestOutputKind.DELTA
     forget(doomed)
-    outputs, victim = broken_stream(doomed, kill_engine_core, params)
+    outputs, victim = broken_stream(doomed, core_pid, kill, params)
     assert_continued(doomed, outputs, victim)
 
     parts = [output.outputs[0] for output in outputs]

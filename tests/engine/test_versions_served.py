@@ -1,6 +1,7 @@
 """Versions as callers see them: least versions, streams, waiting, hooks, retries, disagreement."""
 
 import asyncio
+import contextlib
 import threading
 import time
 
@@ -158,6 +159,13 @@ async def test_each_step_of_a_stream_has_the_spans_of_its_tokens(pushed, kind):
     first = service.weight_version
     params = SamplingParams(n=2, max_tokens=200, ignore_eos=True, temperature=1.0, output_kind=kind)
     versions, last, pushing = {0: [], 1: []}, None, None
+    pace = contextlib.AsyncExitStack()
+    await pace.enter_async_context(paced(service))
+
+    async def push():
+        await asyncio.to_thread(service.push_weights, perturbed(model, seed=3))
+        await pace.aclose()
+
     async for output in service.astream(prompts(1)[0], params, timeout_seconds=120):
         for completion, spans in zip(output.outputs, output.version_spans, strict=True):
             check_spans(spans, len(completion.token_ids))
@@ -169,8 +177,7 @@ async def test_each_step_of_a_stream_has_the_spans_of_its_tokens(pushed, kind):
             else:
                 versions[completion.index] += expand_spans(spans)
         if pushing is None and min(map(len, versions.values())) > 10:
-            perturbed(model, seed=3)
-            pushing = asyncio.ensure_future(asyncio.to_thread(service.push_weights, model))
+            pushing = asyncio.ensure_future(push())
         last = output
     await pushing
     assert last.finished
@@ -191,9 +198,10 @@ async def test_an_update_is_not_kept_waiting_until_many_streams_have_ended(pushe
                 has_begun.set()
         return {one.version for one in output.version_spans[0]}
 
-    streams = [asyncio.ensure_future(follow(one)) for one in prompts(32)]
-    await has_begun.wait()
-    await asyncio.to_thread(service.push_weights, perturbed(model, seed=4))
+    async with paced(service):
+        streams = [asyncio.ensure_future(follow(one)) for one in prompts(32)]
+        await has_begun.wait()
+        await asyncio.to_thread(service.push_weights, perturbed(model, seed=4))
     found = await asyncio.gather(*streams)
     assert {first, first + 1} in found
 
@@ -221,10 +229,10 @@ async def test_vllms_own_calls_make_boundaries_too(pushed):
     old, trainer = service.weight_version, Trainer(service)
     try:
         trainer.meet()
-        running = asyncio.ensure_future(
-            service.agenerate(prompts(6), greedy(), timeout_seconds=120)
-        )
         async with paced(service):
+            running = asyncio.ensure_future(
+                service.agenerate(prompts(6), greedy(), timeout_seconds=120)
+            )
             await until_running(service, 6)
             await asyncio.to_thread(trainer.update, perturbed(model, seed=4), str(old + 4))
         outputs = await running
@@ -241,8 +249,10 @@ async def test_naming_the_weights_afterwards_makes_a_boundary_there(pushed):
     """vLLM's Ray client names the weights when the engine runs again."""
     service, _ = pushed
     old = service.weight_version
-    running = asyncio.ensure_future(service.agenerate(prompts(6), greedy(), timeout_seconds=120))
     async with paced(service):
+        running = asyncio.ensure_future(
+            service.agenerate(prompts(6), greedy(), timeout_seconds=120)
+        )
         await until_running(service, 6)
         ray.get([actor.update_weight_version.remote(str(old + 1)) for actor in service.actors])
     for output in await running:
@@ -255,11 +265,15 @@ async def test_naming_the_weights_afterwards_makes_a_boundary_there(pushed):
 async def test_a_push_that_fails_before_loading_makes_no_boundary(pushed):
     service, model = pushed
     old = service.weight_version
-    running = asyncio.ensure_future(service.agenerate(prompts(4), greedy(), timeout_seconds=120))
-    await until_running(service, 4)
     wrong = {**model.state_dict(), "extra.weight": model.state_dict()["model.norm.weight"]}
-    with pytest.raises(WeightMismatchError):
-        await asyncio.to_thread(service.push_weights, wrong)
+    async with paced(service):
+        running = asyncio.ensure_future(
+            service.agenerate(prompts(4), greedy(), timeout_seconds=120)
+        )
+        await until_running(service, 4)
+        with pytest.raises(WeightMismatchError):
+            await asyncio.to_thread(service.push_weights, wrong)
+        assert not running.done()
     for output in await running:
         assert output.version_spans == (((old, 0, 200),),)
 
@@ -320,7 +334,7 @@ def test_another_process_notices_a_push(pushed, way):
     committed = time.time()
     reached, noticed = ray.get(waiting)
     assert reached == version + 1
-    assert noticed - committed < 5  # 0.1 s and a call, on a quiet machine
+    assert noticed - committed < 20  # 0.1 s and a call, on a quiet machine
     assert ray.get(other.generate.remote(version + 1)) == version + 1
     ray.kill(other)
 

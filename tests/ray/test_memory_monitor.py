@@ -26,6 +26,8 @@ ENGINE = {
     "verbose": False,
 }
 WAIT_S = 240.0
+# Seconds between batches: the engine's processes must get to start, too.
+PAUSE_S = 0.3
 
 
 @pytest.fixture
@@ -68,6 +70,7 @@ def test_a_replica_that_is_killed_for_memory_is_lost_like_any_other(cluster, tmp
                     return_exceptions=True,
                 )
             )
+            ended.wait(PAUSE_S)
 
     monkeypatch.setattr(Fleet, "restart", restart_when_told)
     with AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=1, **ENGINE) as service:

@@ -26,6 +26,8 @@ ENGINE = {
     "verbose": False,
 }
 REPAIR_S = 240.0
+# Seconds between requests: the engine's processes must get to start, too.
+PAUSE_S = 0.3
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,7 @@ def test_a_node_is_lost_and_its_replica_goes_on_on_another(cluster, tmp_path):
                 )
                 errors.extend(one for one in outputs if isinstance(one, Exception))
                 answered.extend(one for one in outputs if not isinstance(one, Exception))
+                stop.wait(PAUSE_S)
 
         caller = threading.Thread(target=ask)
         caller.start()

@@ -141,10 +141,10 @@ def test_an_actor_that_starts_may_be_silent(watched):
     tracker.mark("0", STARTING)
     time.sleep(2 * LIMIT_S)
     assert state(tracker) is STARTING
+    begun = time.monotonic()
     tracker.mark("0", SERVING)  # silence counts from here
-    time.sleep(LIMIT_S / 2)
-    assert state(tracker) is SERVING
     eventually(lambda: state(tracker) is FAILED)
+    assert time.monotonic() - begun > LIMIT_S - 2 * INTERVAL_S
     process.resume()
 
 
@@ -202,7 +202,7 @@ def test_what_outlived_its_actor_is_ended(actor):
     ray.kill(actor)
     eventually(lambda: gone(processes))
     end_replica(actor, ReplicaProcesses(processes.node_id, with_orphan))
-    assert orphan.wait(timeout=5) == -signal.SIGKILL
+    assert orphan.wait(timeout=30) == -signal.SIGKILL
 
 
 def test_a_later_process_of_the_same_number_is_left_alone(actor):

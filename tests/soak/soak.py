@@ -32,7 +32,7 @@ from benchmarks.record import Recorder, RecordError
 from tests.engine.checks import TOLERANCE, assert_holds
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
-from tests.engine.requests import sampling
+from tests.engine.requests import eventually, sampling
 from tests.engine.test_version_spans import Weights, compare, scored_spans
 from tests.soak.holdings import growth, of_service
 from tests.soak.memory import eat, quick_to_kill
@@ -61,15 +61,21 @@ class Soak:
     Args:
         checkpoint: What it is launched with.
         seed: Decides what happens when.
+        call_pause_s: Seconds between the requests of one caller while things happen: where cores
+            are few, replicas start much later beside callers that never pause.
+        one_by_one: Whether replicas begin in the order of their ids.
     """
 
-    def __init__(self, checkpoint, seed):
+    def __init__(self, checkpoint, seed, *, call_pause_s=0.0, one_by_one=False):
         self.random = random.Random(seed)
-        self.weights = Weights(checkpoint)
+        self.weights, self.call_pause_s = Weights(checkpoint), call_pause_s
         self.service = AsyncVLLM.from_pretrained(
-            str(checkpoint), num_replicas=1, **{**ENGINE, "max_restarts": 1000}
+            str(checkpoint),
+            num_replicas=1 if one_by_one else NUM_REPLICAS,
+            **{**ENGINE, "max_restarts": 1000},
         )
-        self.service.add_replicas(NUM_REPLICAS - 1)
+        if one_by_one:
+            self.service.add_replicas(NUM_REPLICAS - 1)
         self.happened, self.versions, self.cleared = Counter(), set(), set()
         self.answers, self.errors, self.spans = Counter(), [], {}
         self.numbers = itertools.count()
@@ -106,6 +112,7 @@ class Soak:
             pid = ray.get(victim.actor.describe.remote()).pid
             if kind == "kill core":
                 pid = engine_core_pid(victim.actor)
+            eventually(lambda: service.load.in_flight(victim.replica_id))  # it has some to lose
             os.kill(pid, signal.SIGKILL)
             self._await_restart(victim.replica_id)
             self.began.append(victim.replica_id)
@@ -141,10 +148,11 @@ class Soak:
             assert time.monotonic() < deadline, f"replica {replica_id} was not restarted"
             time.sleep(0.05)
 
-    def call(self, stop):
+    def call(self, stop, ended):
         """Sends requests until told to stop; every one is answered, once."""
         generator = random.Random(self.random.random())
         while not stop():
+            ended.wait(self.call_pause_s)
             numbers = [next(self.numbers) for _ in range(generator.choice([1, 4, 16]))]
             prompts = [[5 + one // 200 % 200, 5 + one % 200, 5 + one // 40_000] for one in numbers]
             length = generator.choice([2, 16, 40])
@@ -195,7 +203,7 @@ class Soak:
                 self.push()
 
         with ThreadPoolExecutor(NUM_CALLERS + 1) as pool:
-            callers = [pool.submit(self.call, stop) for _ in range(NUM_CALLERS)]
+            callers = [pool.submit(self.call, stop, ended) for _ in range(NUM_CALLERS)]
             pusher = pool.submit(push)
             try:
                 for kind in kinds:
@@ -256,6 +264,7 @@ def soak(
     num_memory_kills=0,
     num_pushes=0,
     push_pause_s=PUSH_PAUSE_S,
+    call_pause_s=0.0,
 ):
     """Runs everything, and prints what happened.
 
@@ -263,7 +272,7 @@ def soak(
         What is wrong, in words, and what happened.
     """
     begin = time.monotonic()
-    one = Soak(checkpoint, seed)
+    one = Soak(checkpoint, seed, call_pause_s=call_pause_s, one_by_one=bool(num_memory_kills))
     kinds = [one.random.choice(KINDS) for _ in range(num_events)]
     kinds += [one.random.choice(KILLS) for _ in range(num_kills)] + [MEMORY] * num_memory_kills
     one.random.shuffle(kinds)

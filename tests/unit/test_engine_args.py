@@ -11,6 +11,7 @@ import torch
 from torchrl.modules.llm import vLLMWrapper as TorchRLWrapper
 
 from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
+from torchrl_vllm_sync.engine import args
 from torchrl_vllm_sync.engine.args import for_replica, make_engine_args
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
@@ -144,3 +145,19 @@ def test_the_service_itself_is_pickled_as_what_can_be_imported():
 def test_what_was_perhaps_meant_is_named(given, hint):
     with pytest.raises(UnsupportedArgumentError, match=hint):
         AsyncVLLM.from_pretrained("a/model", **{given: 1})
+
+
+def test_engines_that_run_eagerly_on_a_cpu_compile_nothing(monkeypatch):
+    """vLLM would, while the first request that asks for log-probabilities waits."""
+    from vllm import AsyncEngineArgs
+
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    monkeypatch.setattr(args, "on_cpu", lambda: True)
+    quiet = {"verbose": False, "enable_fp32_output": False}
+    eager, compiled = AsyncEngineArgs("a/model", enforce_eager=True), AsyncEngineArgs("a/model")
+    assert args.engine_environment(eager, **quiet)["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in args.engine_environment(compiled, **quiet)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")  # the user's own setting stays
+    assert args.engine_environment(eager, **quiet)["TORCH_COMPILE_DISABLE"] == "0"
+    monkeypatch.setattr(args, "on_cpu", lambda: False)
+    assert "TORCH_COMPILE_DISABLE" not in args.engine_environment(eager, **quiet)

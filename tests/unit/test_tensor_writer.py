@@ -174,10 +174,10 @@ def test_nothing_is_stored_any_more_after_a_caller_gave_up(place):
 
 
 def test_a_slow_disk_may_take_its_time(place, monkeypatch):
-    monkeypatch.setattr(data_file, "STORE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(data_file, "STORE_TIMEOUT_S", 4.0)  # a busy machine takes its time, too
     slow = threading.Event()
-    tensor = torch.arange(10 * PIECE, dtype=torch.float32)
-    file = Memory(tensor.nbytes, lambda offset: slow.wait(0.2))
+    tensor = torch.arange(20 * PIECE, dtype=torch.float32)
+    file = Memory(tensor.nbytes, lambda offset: slow.wait(0.25))
     fill(file, [tensor])
     assert torch.equal(file.content.view(torch.float32), tensor)
 

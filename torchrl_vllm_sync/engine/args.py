@@ -174,6 +174,10 @@ def engine_environment(
     if on_cpu():
         # More threads of a worker inside the engine core spin against the other replicas.
         wanted["OMP_NUM_THREADS"] = "1"
+        if engine_args.enforce_eager:
+            # vLLM compiles the ranks of log-probabilities all the same, while the first request
+            # that asks for any waits: seconds, on a busy machine a quarter of a minute.
+            wanted["TORCH_COMPILE_DISABLE"] = "1"
         if engine_args.distributed_executor_backend == "uni":
             wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         else:
