@@ -16,7 +16,11 @@ import torch
 
 from tests.fakes import weights as fakes
 from torchrl_vllm_sync import MemmapTransport, ReplicaState, SnapshotReader, SnapshotWriter
+from torchrl_vllm_sync.engine.arena import WeightArena
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, SyncError
+from torchrl_vllm_sync.weights.p2p.handover import hand_over
+from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
+from torchrl_vllm_sync.weights.places import this_node
 from torchrl_vllm_sync.weights.push import WeightPusher
 from torchrl_vllm_sync.weights.snapshots import transport as transport_module
 from torchrl_vllm_sync.weights.snapshots.transport import PREFIX, SHARED_MEMORY
@@ -49,6 +53,50 @@ class MemmapReplica:
             self.values = {name: tensor.clone() for name, tensor in snapshot.tensors()}
             self.version, self.loads = snapshot.version, self.loads + 1
         return {"version": self.version, "loaded": True}
+
+    def begin_push(self, trainer, sender, number):
+        return True
+
+    def end_push(self, sender, number):
+        pass
+
+
+class P2PReplica:
+    """Serves tensors that are written from outside, as a worker's do."""
+
+    def __init__(self, name):
+        self.name, self.version, self.loads, self.values, self.fail = name, 0, 0, None, False
+        self.model = torch.nn.Module()
+
+    def describe(self):
+        return SimpleNamespace(device_type="cpu", node_id=this_node())
+
+    def plan_writes(self, metadata, *, timeout_s):
+        for name, _, shape, *_ in metadata:
+            self.model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+        self.arena = WeightArena(self.model, torch.device("cpu"))
+        writes = [
+            (name, 0, one.shape, one.stride(), "float32", self.arena.place(one), one.stride())
+            for name, one in self.model.named_parameters()
+        ]
+        return [{"num_bytes": self.arena.num_bytes, "writes": writes}]
+
+    def begin_writing(self, known, *, run_id, path, timeout_s):
+        number = self.arena.begin(run_id)
+        if number not in known[0]:
+            about = {"replica_id": self.name[1:], "rank": 0, "number": number}
+            hand_over(path, about, self.arena.export(), timeout_s)
+        return [number]
+
+    def take_written(self, numbers, *, version, run_id, **options):
+        if self.fail:
+            raise SyncError("injected")
+        if version == self.version:
+            return {"version": self.version, "loaded": False}
+        self.arena.take(run_id, numbers[0])
+        self.values = {name: one.detach().clone() for name, one in self.model.named_parameters()}
+        self.version, self.loads = version, self.loads + 1
+        return {"version": version, "loaded": True}
 
     def begin_push(self, trainer, sender, number):
         return True
@@ -93,12 +141,15 @@ TRANSPORTS = {
     "memmap slots in memory": lambda path: MemmapTransport(),
     "memmap versions": lambda path: MemmapTransport(path / "versions", layout="versions"),
     "memmap without verifying": lambda path: MemmapTransport(path / "quick", verify=False),
+    "p2p": lambda path: P2PTransport(),
 }
+STORING = [one for one in TRANSPORTS if one != "p2p"]
 
 
 @pytest.fixture
-def client():
-    return Client()
+def client(request):
+    of = request.getfixturevalue("transport") if "transport" in request.fixturenames else None
+    return Client(P2PReplica if isinstance(of, P2PTransport) else MemmapReplica)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -133,7 +184,7 @@ def test_every_replica_gets_every_version_whole(transport, client):
         assert outcome.num_bytes == NUM_TENSORS * 64 * 4
         for replica in client.replicas.values():
             assert_holds(replica, 10 * version, version)
-        assert transport.last_version == version
+        assert transport.last_version == (0 if isinstance(transport, P2PTransport) else version)
 
 
 def test_the_check_above_notices_a_mixture(transport, client):
@@ -155,6 +206,7 @@ def test_the_same_version_again_reaches_only_those_that_lack_it(transport, clien
         assert replica.loads == 1
 
 
+@pytest.mark.parametrize("transport", STORING, indirect=True)
 def test_a_version_stays_what_it_was_sent_as(transport, client):
     client.replicas["1"].fail = True
     send(transport, client, 5, 1)
@@ -197,6 +249,7 @@ def test_a_send_that_breaks_off_leaves_the_old_version(transport, client):
         assert_holds(replica, 3, 2)
 
 
+@pytest.mark.parametrize("transport", STORING, indirect=True)
 def test_going_back_is_refused(transport, client):
     send(transport, client, 1, 5)
     with pytest.raises(StaleVersionError, match="greater than 5, got 4"):

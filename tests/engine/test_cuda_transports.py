@@ -1,10 +1,10 @@
-"""Transports that need CUDA, on engines that have none: refused by name, never chosen."""
+"""Transports that these engines cannot take part in: refused with the reason, never chosen."""
 
 import pytest
 
 from tests.engine.checks import assert_holds, perturbed
-from torchrl_vllm_sync import IPCTransport, MemmapTransport, WeightUpdater
-from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync import IPCTransport, MemmapTransport, P2PTransport, WeightUpdater
+from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
 from torchrl_vllm_sync.weights.places import this_node
 
 
@@ -18,6 +18,19 @@ def test_engines_on_a_cpu_are_refused_and_go_on(service, model):
     service.use_transport(MemmapTransport())
     assert service.push_weights(model).version == version + 1
     assert_holds(service, model)
+
+
+def test_engines_that_cannot_be_written_to_are_named_and_go_on(service, model, other_model):
+    service.push_weights(model)
+    version = service.weight_version
+    with pytest.raises(WeightSyncError, match=r"0: .*written to: vLLM's CPU .* repacks") as caught:
+        service.push_weights(other_model, transport=P2PTransport())
+    assert set(caught.value.failures) == {"0", "1"}
+    assert service.weight_version == version
+    assert_holds(service, model)
+    service.use_transport(MemmapTransport())
+    assert service.push_weights(other_model).version > version
+    assert_holds(service, other_model)
 
 
 def test_without_a_choice_it_is_memmap_on_one_node(service, model):

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -515,3 +515,40 @@ def test_one_wide_row_is_refused_before_anything_is_sent(world, transports):
 def test_metadata_names_are_the_checkpoints(world):
     here = world("qwen3-moe")
     assert metadata_of(here.checkpoint()) == here.metadata
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_tensors_can_be_put_together_again_from_what_a_model_holds(world, transports, name):
+    here = world(name)
+    wanted = here.checkpoint()
+    here.push(transports(), wanted, 1)
+    found = dict(here.receiver._planned.tensors())
+    assert found.keys() == wanted.keys()
+    for key, one in found.items():
+        assert torch.equal(one, wanted[key]), key
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_the_first_weights_written_from_outside_are_checked_against_a_reload(world, is_wrong):
+    here = world("qwen3", stage=True)
+    receiver, wanted = here.receiver, here.checkpoint()
+    receiver.plan_writes(here.metadata)
+    if is_wrong:  # two layers' weights in each other's place
+        copies = receiver._staged_plan.copies
+        first, second = (i for i, one in enumerate(copies) if "input_layernorm" in one.name)
+        one, other = copies[first], copies[second]
+        copies[first] = replace(one, target=other.target)
+        copies[second] = replace(other, target=one.target)
+    number = receiver.arena.begin("run")
+    for copy in receiver._staged_plan.copies:
+        source = wanted[copy.name].as_strided(copy.shape, copy.stride, copy.offset)
+        copy.target.copy_(source)
+    receiver.take_written("run", number)
+    here.assert_holds(wanted)
+    if not is_wrong:
+        assert receiver.path_taken == {"path": "plan", "path_reason": ""}
+        return
+    assert receiver.path == "layerwise"
+    assert "the plan left other values than a reload" in receiver.path_reason
+    with pytest.raises(TransferError, match="the plan left other values"):
+        receiver.plan_writes(here.metadata)

@@ -55,6 +55,7 @@ def test_the_choice_follows_the_places(case):
     trainer, engines, wanted = CHOICES[case]
     assert choose_transport(trainer, dict(enumerate(engines))) == wanted
     assert wanted in TRANSPORTS
+    assert wanted != "p2p"  # for which engines must have reserved memory
 
 
 @pytest.mark.parametrize(
@@ -191,5 +192,5 @@ def test_the_updater_knows_every_name():
         updater = WeightUpdater(object(), transport=name)
         assert updater._transport.name == name
         assert pickle.loads(pickle.dumps(updater._transport)).name == name
-    with pytest.raises(UnsupportedArgumentError, match=r"'auto', 'broadcast', 'ipc', 'memmap'"):
+    with pytest.raises(UnsupportedArgumentError, match=r"'broadcast', 'ipc', 'memmap', 'p2p'"):
         WeightUpdater(object(), transport="carrier pigeon")

@@ -116,6 +116,48 @@ class BroadcastLoads:
         raise TransferError(f"staging took longer than {limit_s:.3g} s")
 
 
+class WrittenLoads:
+    """Serves what a trainer on this host has written into the workers' spare memory."""
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = updates
+
+    async def plan_writes(
+        self, metadata: list[list[Any]], *, timeout_s: float
+    ) -> list[dict[str, Any]]:
+        """Returns, of each worker, where the tensors of all coming pushes go."""
+        async with self._updates.exclusive(timeout_s):
+            return await self._updates.ask_workers(
+                "sync_plan_writes", metadata, timeout_s=timeout_s, what="planning"
+            )
+
+    async def begin_writing(
+        self, known: list[list[int]], *, run_id: str, path: str, timeout_s: float
+    ) -> list[int]:
+        """Returns the number of each worker's memory that may be written to."""
+        updates = self._updates
+        async with updates.exclusive(timeout_s):
+            args = run_id, known, path, updates.replica_id, timeout_s
+            answers = await updates.ask_workers(
+                "sync_begin_writing", *args, timeout_s=timeout_s, what="beginning"
+            )
+        return [one["number"] for one in answers]
+
+    async def take_written(
+        self, numbers: list[int], *, version: int, run_id: str, timeout_s: float, **options: Any
+    ) -> LoadReport:
+        """Serves one version; ``options`` say how the engine is paused."""
+        updates = self._updates
+
+        def load(left: float) -> Awaitable[list[dict[str, Any]]]:
+            return updates.call_workers("sync_take_written", run_id, numbers, timeout_s=left)
+
+        async with updates.exclusive(timeout_s) as deadline:
+            updates.refuse_older(version)
+            updates.refuse_foreign(version, run_id)
+            return await updates.apply(load, version, run_id, deadline.left_s, **options)
+
+
 class PeerLoads:
     """Gives this engine's weights to another replica, of one version, or takes another's."""
 

@@ -60,7 +60,6 @@ class LoadPlan:
     metadata: Sequence[ParamMeta]
     copies: list[TensorCopy]
     fills: list[PlannedFill] = field(default_factory=list)
-    _lacks_constants: bool = True
 
     @functools.cached_property
     def whole_targets(self) -> list[torch.Tensor] | None:
@@ -77,11 +76,24 @@ class LoadPlan:
 
     @torch.no_grad()
     def fill_constants(self) -> None:
-        """Sets, once, what a model that was launched with dummy weights lacks; a load follows."""
-        if self._lacks_constants:
-            for fill in self.fills:
-                fill.target.fill_(fill.value)
-            self._lacks_constants = False
+        """Sets what a model launched with dummy weights lacks, or new memory; a load follows."""
+        for fill in self.fills:
+            fill.target.fill_(fill.value)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Puts the tensors of a push together from what the model holds of them; the rest is 0."""
+        copies: defaultdict[str, list[TensorCopy]] = defaultdict(list)
+        for copy in self.copies:
+            copies[copy.name].append(copy)
+        for meta in self.metadata:
+            device = self.copies[0].target.device
+            whole = torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+            for copy in copies[meta.name]:
+                target = copy.target
+                for dim, step in enumerate(copy.stride):
+                    target = target if step else target.narrow(dim, 0, 1)  # the others are equal
+                whole.as_strided(target.shape, copy.stride, copy.offset).copy_(target)
+            yield meta.name, whole
 
     def redirected(self, place: Callable[[torch.Tensor], torch.Tensor]) -> LoadPlan:
         return LoadPlan(

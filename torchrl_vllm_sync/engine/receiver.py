@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -20,6 +21,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from torchrl_vllm_sync.checks import Deadline, first_few
+from torchrl_vllm_sync.engine.arena import WeightArena
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.plan import PlanNotPossibleError, record_load_plan
 from torchrl_vllm_sync.engine.reload import checksum, reload_model
@@ -31,7 +33,8 @@ from torchrl_vllm_sync.weights.broadcast.group import (
     BroadcastGroup,
     Rendezvous,
 )
-from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json
+from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, from_json, metadata_digest
+from torchrl_vllm_sync.weights.p2p.handover import hand_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -72,11 +75,16 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
     bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES  # read together with metadata
 
 
+def repacks() -> bool:
+    """Whether vLLM computes with other tensors than the model's parameters."""
+    return current_platform.is_cpu() and _custom_ops._supports_onednn
+
+
 def why_not_a_plan(vllm_config: VllmConfig) -> str:
     """Returns which settings change or move weights after ``load_weights``; empty allows a plan."""
     config: Any = vllm_config
     reasons = {
-        "vLLM's CPU backend repacks weights after loading": current_platform.is_cpu(),
+        "vLLM's CPU backend repacks weights after loading": repacks(),
         f"the model is quantised ({config.model_config.quantization})": (
             config.model_config.quantization is not None or config.quant_config is not None
         ),
@@ -117,14 +125,13 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self.path_reason, self._distrust = "no push was prepared yet", ""
         # The refusal says why the memory for staged weights could not be reserved.
         self._can_stage, self.staging_refusal = config.backend == STAGED_BACKEND, ""
-        # A second set of the parameters, where weights arrive while the model goes on serving: by
-        # the address of each of the model's storages, its bytes and as many spare ones.
-        self._spare: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.arena: WeightArena | None = None
         # From the end of a staged push until it is installed: whole tensors, if there is no plan.
         self._staged: list[tuple[str, torch.Tensor]] | None = None
-        if self._can_stage and device.type == "cuda":
+        if self._can_stage and not repacks():
             try:
-                self._reserve()  # at launch, so that vLLM sizes its KV cache for what is left
+                # Before graphs are captured, and before vLLM sizes its KV cache for what is left.
+                self.arena = WeightArena(model, device)
             except TransferError as error:
                 # Raised here it would end the engine core; vLLM does not pass its message on.
                 self._can_stage, self.staging_refusal = False, str(error)
@@ -175,10 +182,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         except PlanNotPossibleError as error:
             self.path_reason = str(error)
             return
-        if self._can_stage:
-            if not self._spare:
-                self._reserve()
-            self._staged_plan = self._planned.redirected(self._counterpart)
+        if self.arena is not None:
+            self._staged_plan = self._planned.redirected(self.arena.counterpart)
         if not self.takes_direct:
             self._buffers = buckets.make_buffers(self._layout, self.device)
             for plan in filter(None, (self._planned, self._staged_plan)):
@@ -233,7 +238,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self.require_staging()
         self._staged, tensors = None, list[tuple[str, torch.Tensor]]()
         with self._leaving_on_failure():
-            if self._staged_plan is not None:
+            if self._staged_plan is not None and self.arena is not None:
+                self.arena.open()
                 self._load(self._staged_plan, deadline, direct, ARRIVAL_POLL_S)
             else:
                 self._transfer(lambda arrivals: tensors.extend(self._whole(arrivals)), deadline)
@@ -260,33 +266,54 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         if self._staged_plan is None:
             reload_model(self.model, self.vllm_config, tensors)
             return
-        for live, spare in self._spare.values():
-            live.copy_(spare, non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        assert self.arena is not None  # it has the plan's targets
+        self.arena.swap()
 
-    def _reserve(self) -> None:
-        storages = (one.untyped_storage() for one in self.model.parameters())
-        needed = {one.data_ptr(): one for one in storages if one.nbytes()}
-        num_bytes, on_gpu = sum(one.nbytes() for one in needed.values()), self.device.type == "cuda"
-        if on_gpu and (free := torch.cuda.mem_get_info(self.device)[0]) < num_bytes:
-            raise TransferError(
-                f"staged weights need {num_bytes / 1e9:.2f} GB on {self.device} beside the model, "
-                f"{free / 1e9:.2f} GB are free"
-            )
-        for storage in needed.values():
-            self._spare_of(storage)
+    # ---- Writes from outside
 
-    def _spare_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The spare bytes of a storage; reserved by now, unless it is a buffer's that is loaded."""
-        if (pointer := storage.data_ptr()) not in self._spare:
-            live = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-            self._spare[pointer] = live, live.clone()
-        return self._spare[pointer][1]
+    def plan_writes(self, metadata: Sequence[ParamMeta]) -> dict[str, Any]:
+        """Returns where in the arena the tensors of coming pushes go."""
+        if metadata_digest(metadata) != self.digest:  # else a broadcast goes on with its buckets
+            self.prepare(metadata, buckets.DEFAULT_BUCKET_BYTES)
+        arena, plan = self.arena, self._planned
+        if arena is None or plan is None:
+            reason = self.staging_refusal or self.path_reason or "launch it with stage_weights=True"
+            raise TransferError(f"this engine's memory cannot be written to: {reason}")
+        writes: list[Any] = []
+        for copy in plan.copies:
+            place, target = arena.place(copy.target), copy.target
+            if place is None:
+                raise TransferError(f"{copy.name} goes into a tensor that is no parameter")
+            dtype = dtype_name(target.dtype)
+            row = copy.name, copy.offset, tuple(copy.shape), tuple(copy.stride)
+            writes.append((*row, dtype, place, tuple(target.stride())))
+        return {"num_bytes": arena.num_bytes, "writes": writes}
 
-    def _counterpart(self, target: torch.Tensor) -> torch.Tensor:
-        spare = self._spare_of(target.untyped_storage()).view(target.dtype)
-        return spare.as_strided(target.shape, target.stride(), target.storage_offset())
+    @torch.no_grad()
+    def begin_writing(
+        self, run_id: str, known: Sequence[int], path: str, about: dict[str, Any], timeout_s: float
+    ) -> int:
+        """Lets a run write; returns the number of the memory, which is handed over if it is new."""
+        arena, plan = self.arena, self._staged_plan
+        if arena is None or plan is None:
+            raise TransferError(f"no writes can be taken: {self.path_reason}")
+        number = arena.begin(run_id)
+        if number not in known:
+            arena.open()
+            plan.fill_constants()
+            hand_over(path, {**about, "number": number}, arena.export(), timeout_s)
+        return number
+
+    @torch.no_grad()
+    def take_written(self, run_id: str, number: int) -> None:
+        """Serves what a run has written, checked the first time; no step may run meanwhile."""
+        if self.arena is None or (plan := self._staged_plan) is None:
+            raise TransferError("no writes were planned")
+        self.arena.take(run_id, number)
+        if not self._is_checked:
+            self._is_checked = True
+            self.arena.mirror()  # the plan reads from there, which a reload leaves alone
+            self._compare_with(lambda: reload_model(self.model, self.vllm_config, plan.tensors()))
 
     def shutdown(self) -> None:
         """Leaves the group; the trainer notices if it is still sending. Idempotent."""
@@ -320,6 +347,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def _forget(self) -> None:
         self._planned: LoadPlan | None = None
         self._staged_plan: LoadPlan | None = None
+        self._is_checked = False  # by writes from outside
         self._buffers: list[torch.Tensor] = []
         self._bound: dict[LoadPlan, list[buckets.BoundBucket]] = {}
 
@@ -368,11 +396,16 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     def _check_plan(self, deadline: float) -> None:
         """Compares the plan's parameters with those of the layerwise reload."""
-        by_plan = checksum(self.model.named_parameters())
-        self._transfer(self._reload, deadline)
-        by_reload = checksum(self.model.named_parameters())
-        if self.takes_direct:
+        was_direct = self.takes_direct
+        self._compare_with(lambda: self._transfer(self._reload, deadline))
+        if was_direct:
             self._buffers, self._bound = [], {}  # until the next check
+
+    def _compare_with(self, reload: Callable[[], object]) -> None:
+        """Gives the plan up if ``reload`` leaves other values, which are the right ones."""
+        by_plan = checksum(self.model.named_parameters())
+        reload()
+        by_reload = checksum(self.model.named_parameters())
         if wrong := [name for name in by_reload if by_plan.get(name) != by_reload[name]]:
             self._planned = self._staged_plan = None
             self._distrust = self.path_reason = (

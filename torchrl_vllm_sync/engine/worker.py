@@ -144,12 +144,12 @@ class SyncWorkerExtension:
     vllm_config: VllmConfig
     device: torch.device
     model_runner: Any
-    weight_transfer_engine: Any
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
     _weight_update_active: bool
 
+    _sync_engine: Any = None
     _sync_touched: bool = False
     _sync_peer: PeerCopy
     _sync_peer_file: str
@@ -157,6 +157,19 @@ class SyncWorkerExtension:
     _native_launched: WeightTransferEngine[Any, Any] | None = None
     _native_ready: bool = False
     _native_parts: int | None = None  # received of the update that is open
+
+    @property
+    def weight_transfer_engine(self) -> Any:
+        return self._sync_engine
+
+    @weight_transfer_engine.setter
+    def weight_transfer_engine(self, engine: Any) -> None:
+        """VLLM sets it as soon as the weights are loaded, and then sizes the KV cache."""
+        is_first, self._sync_engine = self._sync_engine is None, engine
+        arena = engine.arena if isinstance(engine, BroadcastReceiver) else None
+        if is_first and arena is not None and engine.device.type == "cuda":
+            # The weights, which vLLM has counted, are in the arena now, which it counts as well.
+            self.model_runner.model_memory_usage -= arena.num_bytes
 
     @answered
     def sync_load_snapshot(self, path: str, metadata: list[list[Any]]) -> dict[str, Any]:
@@ -222,6 +235,29 @@ class SyncWorkerExtension:
         self._sync_touched = True
         receiver = self._sync_receiver()
         receiver.install_staged()
+        return {"num_tensors": 0, **receiver.path_taken}
+
+    @answered
+    def sync_plan_writes(self, metadata: list[list[Any]]) -> dict[str, Any]:
+        """Works out where a trainer that writes puts its tensors; the model may be serving."""
+        return self._sync_receiver().plan_writes(from_json(metadata))
+
+    @answered
+    def sync_begin_writing(
+        self, run_id: str, known: list[list[int]], path: str, replica_id: str, timeout_s: float
+    ) -> dict[str, Any]:
+        """Says which memory may be written to; the model may be serving."""
+        receiver = self._sync_receiver()
+        rank = receiver.rank_in_replica
+        about = {"replica_id": replica_id, "rank": rank}
+        return {"number": receiver.begin_writing(run_id, known[rank], path, about, timeout_s)}
+
+    @answered
+    def sync_take_written(self, run_id: str, numbers: list[int]) -> dict[str, Any]:
+        """Serves what was written; no step may run meanwhile."""
+        self._sync_touched = True
+        receiver = self._sync_receiver()
+        receiver.take_written(run_id, numbers[receiver.rank_in_replica])
         return {"num_tensors": 0, **receiver.path_taken}
 
     def sync_staging_refusal(self) -> str:

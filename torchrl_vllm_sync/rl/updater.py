@@ -56,8 +56,8 @@ class WeightUpdater:
             model sharded by FSDP2 calls :meth:`push_weights`, and all but the first give ``None``.
         source: What :meth:`push_weights` sends when it is given nothing: a module (plain, wrapped
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
-        transport: ``"broadcast"``, ``"ipc"``, ``"memmap"``, a ``WeightTransport``, or ``"auto"``,
-            which chooses by where trainer and engines are (``weights/places.py``).
+        transport: ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"p2p"``, a ``WeightTransport``, or
+            ``"auto"``, which chooses by where trainer and engines are (``weights/places.py``).
         timeout_s, clear_cache, mode, strict: Options of each push, see ``AsyncVLLM.push_weights``.
 
     Raises:

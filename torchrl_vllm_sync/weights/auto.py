@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.ipc import IPCTransport
+from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.places import Place, choose_transport, place_of
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 
@@ -94,4 +95,5 @@ TRANSPORTS: dict[TransportName, Callable[[], WeightTransport]] = {
     "broadcast": BroadcastTransport,
     "ipc": IPCTransport,
     "memmap": MemmapTransport,
+    "p2p": P2PTransport,
 }

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.source import WeightSource
 
 
-TransportName = Literal["auto", "broadcast", "ipc", "memmap"]
+TransportName = Literal["auto", "broadcast", "ipc", "memmap", "p2p"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,8 @@ def choose_transport(
 
     In this order: ``ipc`` if each engine is on the trainer's GPU and on no other; ``broadcast`` if
     all are on GPUs of their own; ``memmap`` if all are on the trainer's node, whose shared memory
-    they see; ``broadcast`` over Gloo if all are on CPUs.
+    they see; ``broadcast`` over Gloo if all are on CPUs. Never ``p2p``, for which engines must have
+    reserved memory.
 
     Args:
         trainer: Where the trainer's weights are.

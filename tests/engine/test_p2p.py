@@ -1,0 +1,159 @@
+"""The trainer writes into spare memory of the engines, which then serve it."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import ray
+
+from tests.engine.checks import TOLERANCE, assert_holds, assert_labelled, distance, perturbed
+from tests.engine.conftest import ENGINE
+from tests.engine.requests import eventually
+from tests.engine.test_version_spans import Weights, compare, pushes_under_load, scored_spans
+from tests.engine.trainers import Breaking
+from torchrl_vllm_sync import AsyncVLLM, attach
+from torchrl_vllm_sync.testing import load_tiny_model
+from torchrl_vllm_sync.weights.p2p import transport as p2p
+from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def plain(cluster, checkpoint):
+    with AsyncVLLM.from_pretrained(
+        str(checkpoint),
+        num_replicas=2,
+        stage_weights=True,
+        worker_extension_cls="tests.engine.plain_worker.PlainWorker",
+        **ENGINE,
+    ) as service:
+        service.use_transport(P2PTransport())
+        yield service
+
+
+@pytest.fixture
+def model(checkpoint):
+    return load_tiny_model(checkpoint)
+
+
+def test_pushes_take_turns_between_two_memories(plain, model):
+    assert_holds(plain, model)
+    for seed in range(5):
+        report = plain.push_weights(perturbed(model, seed=seed))
+        assert report.transport == "p2p"
+        assert {one.path for one in report.replicas} == {"plan"}
+        assert_holds(plain, model)
+
+
+def test_the_check_above_notices_a_tensor_that_is_not_written(plain, model, monkeypatch):
+    plain.push_weights(model)
+    assert_holds(plain, model)
+    whole = p2p.checked
+
+    def all_but_one(tensors, metadata):
+        return (
+            (meta, one) for meta, one in whole(tensors, metadata) if "down_proj" not in meta.name
+        )
+
+    monkeypatch.setattr(p2p, "checked", all_but_one)
+    for seed in range(2):  # the memory that is written to has held these values before
+        plain.push_weights(perturbed(model, seed=seed))
+    assert min(distance(plain, model, index) for index in range(2)) > 100 * TOLERANCE
+
+
+def test_other_dtypes_and_forms_are_cast_on_the_way(plain, model):
+    double = {name: one.double() for name, one in perturbed(model, seed=9).state_dict().items()}
+    turned = {
+        name: one.t().contiguous().t() if one.ndim == 2 else one for name, one in double.items()
+    }
+    plain.push_weights(turned)
+    assert_holds(plain, model)
+
+
+def test_a_source_that_breaks_off_leaves_the_weights_as_they_were(plain, model):
+    plain.push_weights(model)
+    other = perturbed(load_tiny_model(model.name_or_path), seed=3).state_dict()
+    with pytest.raises(RuntimeError, match="broke off"):
+        plain.push_weights(Breaking(other, RuntimeError("the source broke off")))
+    assert_holds(plain, model)
+    plain.push_weights(other)
+    assert_holds(plain, perturbed(load_tiny_model(model.name_or_path), seed=3))
+
+
+async def test_spans_are_exact(plain, checkpoint):
+    weights = Weights(checkpoint)
+    plain.push_weights(weights.at(plain.weight_version + 1))
+    outputs = await pushes_under_load(plain, weights, num_pushes=20, seed=1)
+    for one in outputs:
+        assert_labelled(one)
+    scored = scored_spans(outputs, first_only=True)
+    assert len(scored) > 10
+    for version, spans in scored.items():
+        own, _ = compare(weights.at(version), spans)
+        assert own < TOLERANCE
+
+
+@ray.remote(num_cpus=0)
+class Rival:
+    """A trainer that ends, or stops, in the middle of its writing."""
+
+    def __init__(self, name, checkpoint):
+        self.service, self.checkpoint = attach(name), checkpoint
+        self.service.use_transport(P2PTransport())
+
+    def pid(self):
+        return os.getpid()
+
+    def push(self, seed, how):
+        model = perturbed(load_tiny_model(self.checkpoint), seed=seed)
+        whole = p2p.checked
+
+        def half(tensors, metadata):
+            p2p.checked = whole
+            for at, pair in enumerate(whole(tensors, metadata)):
+                if at == 10:
+                    os.kill(os.getpid(), how)
+                yield pair
+
+        p2p.checked = half
+        return self.service.push_weights(model).version
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_trainer_that_ends_half_way_leaves_the_weights_as_they_were(
+    plain, checkpoint, model, how
+):
+    plain.push_weights(model)
+    rival = Rival.remote(plain.name, checkpoint)
+    pid = ray.get(rival.pid.remote(), timeout=60)
+    pushing = rival.push.remote(5, how)
+    if how == signal.SIGKILL:
+        with pytest.raises(ray.exceptions.RayError):
+            ray.get(pushing, timeout=60)
+    else:
+        eventually(lambda: "T (stopped)" in Path(f"/proc/{pid}/status").read_text())
+    assert_holds(plain, model)
+    eventually(lambda: pushed(plain, perturbed(model, seed=6)), timeout_s=90)
+    assert_holds(plain, model)
+    if how == signal.SIGSTOP:
+        os.kill(
+            pid, signal.SIGCONT
+        )  # goes on to write, is refused, and sends under the next number
+        assert ray.get(pushing, timeout=60) == plain.weight_version + 1
+        assert_holds(plain, perturbed(load_tiny_model(checkpoint), seed=5))
+    ray.kill(rival)
+
+
+def pushed(service, model):
+    from torchrl_vllm_sync.errors import PushUnderWayError
+
+    try:
+        return service.push_weights(model)
+    except PushUnderWayError:
+        return None

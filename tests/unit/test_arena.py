@@ -1,0 +1,161 @@
+"""A model's parameters with two memories behind their addresses."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from torchrl_vllm_sync.engine.arena import WeightArena
+from torchrl_vllm_sync.errors import TransferError
+from torchrl_vllm_sync.weights.p2p.handover import Handover, hand_over
+from torchrl_vllm_sync.weights.p2p.memory import new_memory, new_range
+
+CPU = torch.device("cpu")
+
+
+def model():
+    """Tied, transposed and fused parameters, of several dtypes."""
+    torch.manual_seed(0)
+    found = torch.nn.Module()
+    found.first = torch.nn.Parameter(torch.randn(33, 7))
+    found.tied = found.first
+    found.rounded = torch.nn.Parameter(torch.randn(129).bfloat16())
+    found.transposed = torch.nn.Parameter(torch.randn(8, 5).t())
+    fused = torch.randn(12, 4)
+    found.upper, found.lower = torch.nn.Parameter(fused[:6]), torch.nn.Parameter(fused[6:])
+    found.nothing = torch.nn.Parameter(torch.empty(0))
+    return found
+
+
+def contents(of):
+    return {name: one.detach().clone() for name, one in of.named_parameters()}
+
+
+def assert_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, one in found.items():
+        torch.testing.assert_close(one, wanted[name], rtol=0, atol=0)
+
+
+@pytest.fixture
+def arena():
+    of = model()
+    before, strides = contents(of), [one.stride() for one in of.parameters()]
+    made = WeightArena(of, CPU)
+    assert_equal(contents(of), before)
+    assert [one.stride() for one in of.parameters()] == strides
+    assert of.tied is of.first
+    made.model, made.before = of, before
+    return made
+
+
+def outside(arena, run_id="run"):
+    """What another process has of the memory that it may write to."""
+    number = arena.begin(run_id)
+    memory = new_memory(arena.num_bytes, CPU, arena.export())
+    there = new_range(arena.num_bytes, CPU)
+    there.show(memory)
+    return number, there
+
+
+def write(there, arena, value):
+    for one in arena.model.parameters():
+        if one.numel():
+            target = there.data.view(one.dtype)
+            target.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(value)
+
+
+def values(arena):
+    return {float(value) for one in arena.model.parameters() for value in one.detach().reshape(-1)}
+
+
+def test_what_is_written_is_served_after_a_swap_and_not_before(arena):
+    addresses = [one.data_ptr() for one in arena.model.parameters()]
+    number, there = outside(arena)
+    write(there, arena, 2.0)
+    assert_equal(contents(arena.model), arena.before)
+    arena.take("run", number)
+    assert values(arena) == {2.0}
+    assert [one.data_ptr() for one in arena.model.parameters()] == addresses
+    second, other = outside(arena)
+    assert second != number
+    write(other, arena, 3.0)
+    assert values(arena) == {2.0}
+    arena.take("run", second)
+    assert values(arena) == {3.0}
+    assert outside(arena)[0] == number  # two memories take turns
+
+
+def test_who_was_given_up_writes_nowhere_that_is_served(arena):
+    _, stopped = outside(arena, "stopped")
+    number, there = outside(arena, "other")
+    write(there, arena, 5.0)
+    write(stopped, arena, 9.0)
+    arena.take("other", number)
+    write(stopped, arena, 9.0)
+    outside(arena, "other")
+    write(stopped, arena, 9.0)
+    assert values(arena) == {5.0}
+
+
+@pytest.mark.parametrize("run", ["run", "other"])
+def test_what_was_not_begun_is_not_served(arena, run):
+    number, _ = outside(arena)
+    if run == "run":
+        arena.take("run", number)
+    with pytest.raises(TransferError, match="another trainer has begun to write"):
+        arena.take(run, number)
+
+
+def test_memory_of_another_size_is_refused():
+    memory = new_memory(5_000, CPU)
+    with pytest.raises(TransferError, match="not of 3"):
+        new_memory(300_000, CPU, memory.export())
+
+
+def test_descriptors_are_handed_over_and_closed(tmp_path):
+    memory, door = new_memory(1000, CPU), Handover()
+    open_before = len(os.listdir("/proc/self/fd"))
+    giving = threading.Thread(
+        target=hand_over, args=(door.path, {"rank": 3}, memory.export(), 10.0)
+    )
+    giving.start()
+    said, (descriptor,) = door.take(time.monotonic() + 10)
+    giving.join()
+    assert said == {"rank": 3}
+    new_memory(1000, CPU, [descriptor]).close()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert os.stat(os.path.dirname(door.path)).st_mode & 0o077 == 0
+    door.close()
+    assert not os.path.exists(os.path.dirname(door.path))
+    door.close()
+
+
+def test_no_wait_for_a_worker_or_a_trainer_is_endless():
+    door = Handover()
+    with pytest.raises(TransferError, match="in time"):
+        door.take(time.monotonic() + 0.05)
+    door.close()
+    with pytest.raises(TransferError, match="the trainer did not take"):
+        hand_over(door.path, {}, new_memory(10, CPU).export(), 0.05)
+
+
+def test_another_process_writes(arena):
+    code = """
+import sys, torch
+from torchrl_vllm_sync.weights.p2p.memory import new_memory, new_range
+memory = new_memory(int(sys.argv[1]), torch.device("cpu"), [int(sys.argv[2])])
+there = new_range(int(sys.argv[1]), torch.device("cpu"))
+there.show(memory)
+there.data.fill_(0)
+"""
+    number = arena.begin("run")
+    (descriptor,) = arena.export()
+    args = [sys.executable, "-c", code, str(arena.num_bytes), str(descriptor)]
+    subprocess.run(args, pass_fds=[descriptor], check=True, timeout=60)
+    arena.take("run", number)
+    assert values(arena) == {0.0}

@@ -1,0 +1,221 @@
+"""The p2p transport without a GPU: what it writes into vLLM's models, and what it refuses."""
+
+import asyncio
+import copy
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.contract.test_transports import Client, P2PReplica
+from tests.fakes.engine import BareUpdates
+from tests.fakes.weights import DescribingClient, open_transport, send
+from tests.unit import test_broadcast_receiver as broadcast
+from tests.unit.test_ipc import description
+from tests.unit.test_sharded_source import push, succeed
+from tests.unit.vllm_models import single_process_group
+from torchrl_vllm_sync import P2PTransport, as_weight_source
+from torchrl_vllm_sync.engine import receiver
+from torchrl_vllm_sync.engine.arrivals import WrittenLoads
+from torchrl_vllm_sync.errors import (
+    TransferError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+)
+from torchrl_vllm_sync.weights.places import this_node
+from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.transport import Members, Push
+
+
+@pytest.fixture(scope="module", autouse=True)
+def distributed(tmp_path_factory):
+    with single_process_group(tmp_path_factory.mktemp("group")):
+        yield
+
+
+@pytest.fixture
+def transport():
+    made = P2PTransport()
+    yield made
+    made.close()
+
+
+class Replica(broadcast.Replica):
+    """A replica's side of the transport, as the engine actor has it."""
+
+    def __init__(self, name, workers):
+        super().__init__(name, workers)
+        self.loads = WrittenLoads(BareUpdates(workers))
+
+    def describe(self):
+        return replace(super().describe(), node_id=this_node())
+
+    def plan_writes(self, metadata, **options):
+        return asyncio.run(self.loads.plan_writes(metadata, **options))
+
+    def begin_writing(self, known, **options):
+        return asyncio.run(self.loads.begin_writing(known, **options))
+
+    def take_written(self, numbers, **options):
+        return asdict(asyncio.run(self.loads.take_written(numbers, **options)))
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    def make(name, **options):
+        here = broadcast.World(tmp_path, monkeypatch, name, **options)
+        here.client = broadcast.Client([Replica("0", [here.worker])])
+        return here
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-tied", "gemma3", "qwen3-moe"])
+def test_what_is_written_is_what_vllms_loader_would_load(world, transport, name):
+    here = world(name, stage=True)
+    for version in (1, 2, 3):  # two memories take turns
+        checkpoint = here.checkpoint(start=1000 * version)
+        one = broadcast.only(here.push(transport, checkpoint, version))
+        assert (one.error, one.version, one.path) == ("", version, "plan")
+        here.assert_holds(checkpoint)
+    assert here.client.called.count("describe") == 1
+
+
+def assert_refused_untouched(here, transport, reason):
+    one = broadcast.only(here.push(transport, here.checkpoint(), 1))
+    assert (one.version, one.replica_id) == (None, "0")
+    assert reason in one.error
+    assert all((tensor == -1).all() for tensor in here.model.parameters())
+
+
+def test_an_engine_without_spare_memory_is_named(world, transport):
+    assert_refused_untouched(world("qwen3"), transport, "launch it with stage_weights=True")
+
+
+@pytest.mark.parametrize("stage", [True, False])
+def test_an_engine_that_repacks_its_weights_is_named(world, transport, monkeypatch, stage):
+    monkeypatch.setattr(receiver, "repacks", lambda: True)
+    here = world("qwen3", stage=stage)
+    assert here.receiver.arena is None
+    assert_refused_untouched(here, transport, "vLLM's CPU backend repacks weights after loading")
+
+
+def test_a_gpu_without_room_is_named(world, transport, monkeypatch):
+    def refuse(*_):
+        raise TransferError("staged weights need 9.00 GB")
+
+    monkeypatch.setattr(receiver, "WeightArena", refuse)
+    assert_refused_untouched(world("qwen3", stage=True), transport, "staged weights need 9.00 GB")
+
+
+HERE = {"node_id": this_node()}
+
+
+@pytest.mark.parametrize(
+    ("engines", "device", "reason"),
+    [
+        ([{"node_id": "elsewhere"}], None, "one host, and replica 0 is on elsewhere"),
+        ([HERE, {"node_id": ""}], None, "one host, and replica 1 is on an unknown one"),
+        ([HERE, {**HERE, "device_type": "cuda"}], None, "is on cpu, replica 1 is on cuda"),
+        ([HERE], "cuda:0", "the engines are on cpu, the trainer is on cuda:0"),
+        pytest.param(
+            [{**HERE, "device_type": "cuda"}],
+            None,
+            "the trainer is on a host without CUDA",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA"),
+        ),
+    ],
+)
+def test_engines_out_of_reach_are_named(engines, device, reason):
+    client = DescribingClient(*(description(**one) for one in engines))
+    with pytest.raises(UnsupportedArgumentError, match=reason):
+        open_transport(P2PTransport(device=device), client)
+
+
+class Elsewhere(MappingSource):
+    """Yields tensors on another device than those of the engines."""
+
+    def __iter__(self):
+        return ((name, one.to("meta")) for name, one in super().__iter__())
+
+
+class Computed(Elsewhere):
+    """The same without views."""
+
+    def views(self):
+        return None
+
+
+@pytest.mark.parametrize("source", [Elsewhere, Computed])
+def test_tensors_elsewhere_are_named_and_nothing_is_served(transport, source):
+    client, given = Client(P2PReplica), source({"t0": torch.ones(4)})
+    if source is Elsewhere:
+        given.views = lambda: [("t0", torch.ones(4, device="meta"))]
+    with pytest.raises(WeightMismatchError, match="t0 is on meta, but this transport writes from"):
+        send(transport, client, given, 1)
+    assert {one.version for one in client.replicas.values()} == {0}
+
+
+def test_replicas_that_cannot_be_reached_are_named():
+    with pytest.raises(TransferError, match=r"no replica can be reached: .*gone"):
+        open_transport(P2PTransport(), DescribingClient(RuntimeError("gone")))
+
+
+def test_a_transport_that_is_not_open_sends_nothing(transport):
+    with pytest.raises(TransferError, match="not open"):
+        transport.send(Members(Client(P2PReplica)), Push(MappingSource({}), 1, 1.0))
+
+
+class Shards(MappingSource):
+    """Yields what a rank holds of each tensor, as a source of a user's own may."""
+
+    def views(self):
+        return None
+
+    def __iter__(self):
+        return iter(self.tensors.items())
+
+
+def write_shards(rank):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shards = Shards({"t0": distribute_tensor(torch.ones(4), mesh)})
+    with pytest.raises(WeightMismatchError, match="t0 is a shard"):
+        send(P2PTransport(), Client(P2PReplica), shards, 1)
+    return True
+
+
+def test_shards_that_a_source_does_not_gather_are_refused():
+    assert succeed(write_shards) == [True, True]
+
+
+def push_shards(rank):
+    """A trainer of two ranks under FSDP2: the first one writes whole tensors."""
+    whole = torch.nn.Module()
+    for name, shape in (("first", (6, 4)), ("second", (5,)), ("third", (3, 2))):
+        values = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+        whole.register_parameter(name, torch.nn.Parameter(values))
+    sharded = copy.deepcopy(whole)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    assert all(isinstance(one, DTensor) for one in sharded.parameters())
+    transport, client = P2PTransport(), Client(P2PReplica)
+    for version in (1, 2):
+        with torch.no_grad():
+            for one in (*whole.parameters(), *sharded.parameters()):
+                one.mul_(-1.5)
+        source = as_weight_source(sharded)
+        failures = push(source, lambda now, at=version: send(transport, client, now, at).failures)
+        assert failures == {}
+    for replica in client.replicas.values() if rank == 0 else ():
+        assert replica.version == 2
+        for name, tensor in whole.named_parameters():
+            assert torch.equal(replica.values[name], tensor), name
+    transport.close()
+    return True
+
+
+def test_shards_of_several_ranks_are_written_whole():
+    assert succeed(push_shards) == [True, True]

@@ -1,0 +1,1 @@
+"""Weights that the trainer writes into spare memory of the engines."""

@@ -1,0 +1,302 @@
+"""The ``p2p`` transport: the trainer writes into spare memory of the engines on its host."""
+
+from __future__ import annotations
+
+import functools
+import os
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchrl_vllm_sync.checks import Deadline
+from torchrl_vllm_sync.errors import (
+    TransferError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+)
+from torchrl_vllm_sync.weights.metadata import checked, metadata_digest, to_json
+from torchrl_vllm_sync.weights.p2p.handover import Handover
+from torchrl_vllm_sync.weights.p2p.memory import new_memory, new_range
+from torchrl_vllm_sync.weights.places import current_device, home_device, this_node
+from torchrl_vllm_sync.weights.source import views_of
+from torchrl_vllm_sync.weights.transport import GRACE_S, failed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torchrl_vllm_sync.replica import EngineDescription
+    from torchrl_vllm_sync.weights.p2p.memory import Memory, Range
+    from torchrl_vllm_sync.weights.source import WeightSource
+    from torchrl_vllm_sync.weights.transport import Members, Push
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWrite:
+    """A slice of a tensor, by elements of the whole one, and where in the memory it goes."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    place: int  # first byte
+    target_stride: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Mapped:
+    """A memory of one worker, in this process."""
+
+    memory: Memory
+    range: Range
+    # By name of a tensor.
+    targets: dict[str, list[tuple[PlannedWrite, torch.Tensor]]]
+
+    def close(self) -> None:
+        self.targets = {}
+        self.range.close()
+        self.memory.close()
+
+
+@dataclass(slots=True)
+class Worker:
+    """What is known of one worker."""
+
+    num_bytes: int
+    writes: dict[str, list[PlannedWrite]]
+    memories: dict[int, Mapped] = field(default_factory=dict)
+
+    def bind(self, number: int, device: torch.device, descriptors: list[int]) -> None:
+        memory = new_memory(self.num_bytes, device, descriptors)
+        within = new_range(self.num_bytes, device)
+        within.show(memory)
+        targets: dict[str, list[tuple[PlannedWrite, torch.Tensor]]] = {}
+        for name, writes in self.writes.items():
+            for one in writes:
+                size = one.dtype.itemsize
+                flat = within.data[: within.data.numel() // size * size].view(one.dtype)
+                target = flat.as_strided(one.shape, one.target_stride, one.place // size)
+                targets.setdefault(name, []).append((one, target))
+        self.memories[number] = Mapped(memory, within, targets)
+        while len(self.memories) > 2:  # one that the worker has given up
+            self.memories.pop(min(self.memories)).close()
+
+
+class P2PTransport:
+    """Writes each version into spare memory of every engine, which then serves it at once.
+
+    The engines do nothing while weights arrive. They must be on this host, on GPUs that the
+    trainer's reaches, or on CPUs as the trainer is, and launched with ``stage_weights=True``; and a
+    load plan must be possible for their model. Chosen by name only, see ``choose_transport``.
+
+    Args:
+        device: The trainer's device; by default the one that the weights are on.
+    """
+
+    name = "p2p"
+    is_collective = False
+    last_version = 0  # it stores none
+
+    def __init__(self, *, device: torch.device | str | None = None) -> None:
+        self._given_device = None if device is None else torch.device(device)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.run_id = uuid.uuid4().hex
+        self._device = torch.device("cpu")
+        self._handover: Handover | None = None
+        self._digest = ""
+        self._joined: dict[str, str] = {}
+        self._workers: dict[str, list[Worker]] = {}
+
+    def open(self, members: Members, source: WeightSource | None = None) -> None:
+        """Opens the door through which workers hand their memory over.
+
+        Arguments are those of :meth:`WeightTransport.open`.
+
+        Raises:
+            UnsupportedArgumentError: An engine is on another host or kind of device, which the
+                message names.
+        """
+        for name in [
+            one for one in self._joined if members.incarnations.get(one) != self._joined[one]
+        ]:
+            self._drop(name)
+        new = members.incarnations.keys() - self._joined.keys()
+        if not new:
+            return
+        self._device = _device_for(self._given_device, source, members.describe())
+        self._handover = self._handover or Handover()
+
+    def _drop(self, name: str) -> None:
+        self._joined.pop(name, None)
+        for worker in self._workers.pop(name, []):
+            for one in worker.memories.values():
+                one.close()
+
+    def send(self, members: Members, push: Push) -> dict[str, Any]:
+        """Writes to every replica, and has each one serve it.
+
+        Arguments and result are those of :meth:`WeightTransport.send`.
+
+        Raises:
+            TransferError: The transport is not open.
+            WeightMismatchError: A tensor is on another device, or a shard. Nothing was sent.
+        """
+        deadline, times = Deadline(push.timeout_s), push.times
+        if self._handover is None:
+            raise TransferError("the transport is not open")
+        for name, tensor in views_of(push.source) or ():
+            _check_place(name, tensor, self._device)
+        with times.measure("prepare_s"):
+            answers = self._prepare(members, push.source, deadline)
+        ready = {name: () for name in answers if name not in failed(answers)}
+        with times.measure("begin_s"):
+            begun = self._begin(members, ready, deadline)
+        writable = {name: one for name, one in begun.items() if name not in failed(begun)}
+        with times.measure("send_s"):
+            self._write(push.source, writable)
+        with times.measure("acknowledge_s"):
+            calls = members.client.start_calls(
+                "take_written",
+                {name: (numbers,) for name, numbers in writable.items()},
+                run_id=self.run_id,
+                timeout_s=max(deadline.left_s, 1.0),
+                **push.terms,
+            )
+            taken = calls.answers(deadline.left_s + GRACE_S)
+        for name in failed(taken):
+            self._drop(name)
+        return answers | begun | taken
+
+    def _prepare(
+        self, members: Members, source: WeightSource, deadline: Deadline
+    ) -> dict[str, Any]:
+        """Has replicas that do not know it yet plan where the tensors go."""
+        metadata = source.metadata()
+        if (digest := metadata_digest(metadata)) != self._digest:
+            for name in list(self._joined):
+                self._drop(name)
+            self._digest = digest
+        new = {one: (to_json(metadata),) for one in members.incarnations if one not in self._joined}
+        limit_s = max(deadline.left_s, 1.0)
+        calls = members.client.start_calls("plan_writes", new, timeout_s=limit_s)
+        answers = calls.answers(limit_s + GRACE_S)
+        for name, planned in answers.items():
+            if name not in failed(answers):
+                self._workers[name] = [_worker(one) for one in planned]
+                self._joined[name] = members.incarnations[name]
+        return dict.fromkeys(members.incarnations) | failed(answers)
+
+    def _begin(self, members: Members, names: Iterable[str], deadline: Deadline) -> dict[str, Any]:
+        """Asks which memory is to be written to, and takes those that are new."""
+        assert self._handover is not None
+        known = {name: ([list(one.memories) for one in self._workers[name]],) for name in names}
+        options = {"run_id": self.run_id, "path": self._handover.path}
+        calls = members.client.start_calls(
+            "begin_writing", known, timeout_s=max(deadline.left_s, 1.0), **options
+        )
+        # Workers connect, and go on without waiting to be heard: the listener keeps what they sent.
+        answers = calls.answers(deadline.left_s + GRACE_S)
+        expected = {
+            (name, rank, number)
+            for name, numbers in answers.items()
+            if name not in failed(answers)
+            for rank, number in enumerate(numbers)
+            if number not in self._workers[name][rank].memories
+        }
+        while expected:
+            said, descriptors = self._handover.take(deadline.at)
+            one = str(said["replica_id"]), int(str(said["rank"])), int(str(said["number"]))
+            if one not in expected:  # of a push that was given up
+                for fd in descriptors:
+                    os.close(fd)
+                continue
+            expected.remove(one)
+            name, rank, number = one
+            self._workers[name][rank].bind(number, self._device, descriptors)
+        return answers
+
+    @torch.no_grad()
+    def _write(self, source: WeightSource, numbers: dict[str, Any]) -> None:
+        places = [
+            worker.memories[number].targets
+            for name, of in numbers.items()
+            for worker, number in zip(self._workers[name], of, strict=True)
+        ]
+        views, metadata = views_of(source), source.metadata()
+        tensors = source if views is None else views
+        for meta, tensor in checked(tensors, metadata):
+            _check_place(meta.name, tensor, self._device)
+            dense = tensor.detach().contiguous()
+            for targets in places:
+                for write, target in targets.get(meta.name, ()):
+                    begin = dense.storage_offset() + write.offset
+                    target.copy_(
+                        dense.as_strided(write.shape, write.stride, begin), non_blocking=True
+                    )
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), device=self._given_device), ()
+
+    def close(self) -> None:
+        """Forgets the engines' memory. Idempotent."""
+        for name in list(self._joined):
+            self._drop(name)
+        if self._handover is not None:
+            self._handover.close()
+        self._forget()
+
+
+def _device_for(
+    given: torch.device | None,
+    source: WeightSource | None,
+    engines: Mapping[str, EngineDescription],
+) -> torch.device:
+    """Returns the trainer's device; refuses engines whose memory it cannot write to."""
+    need, here = "the p2p transport needs trainer and engines on one host, and", this_node()
+    for name, one in engines.items():
+        if one.node_id != here:
+            where = f"replica {name} is on {one.node_id or 'an unknown one'}, the trainer on {here}"
+            raise UnsupportedArgumentError(f"{need} {where}: use the broadcast transport")
+    need = "the p2p transport needs trainer and engines on one kind of device, and"
+    kinds = {one.device_type for one in engines.values()}
+    if len(kinds) > 1:
+        where = ", ".join(
+            f"replica {name} is on {one.device_type}" for name, one in engines.items()
+        )
+        raise UnsupportedArgumentError(f"{need} {where}: use the memmap transport")
+    (kind,) = kinds
+    if kind == "cuda" and not torch.cuda.is_available():
+        where = "the engines are on cuda, the trainer is on a host without CUDA"
+        raise UnsupportedArgumentError(f"{need} {where}: use the memmap transport")
+    device = given or home_device(source, kind) or current_device(kind)
+    if device.type != kind:
+        where = f"the engines are on {kind}, the trainer is on {device}"
+        raise UnsupportedArgumentError(f"{need} {where}: use the memmap transport")
+    is_indexed = kind == "cuda" and device.index is not None
+    return device if is_indexed else current_device(kind)
+
+
+def _check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if isinstance(tensor, DTensor):
+        raise WeightMismatchError(f"{name} is a shard: a source must yield whole tensors")
+    if tensor.device != device:
+        raise WeightMismatchError(
+            f"{name} is on {tensor.device}, but this transport writes from {device}: move the "
+            "weights there, or use the memmap transport"
+        )
+
+
+def _worker(planned: dict[str, Any]) -> Worker:
+    writes: dict[str, list[PlannedWrite]] = {}
+    for name, offset, shape, stride, dtype, place, target_stride in planned["writes"]:
+        one = PlannedWrite(
+            offset, tuple(shape), tuple(stride), getattr(torch, dtype), place, tuple(target_stride)
+        )
+        writes.setdefault(name, []).append(one)
+    return Worker(planned["num_bytes"], writes)
