@@ -15,13 +15,19 @@ from ray.util import get_node_ip_address
 
 from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
 from benchmarks.token_rates import TokenLog
-from torchrl_vllm_sync import BroadcastTransport
+from torchrl_vllm_sync import BroadcastTransport, IPCTransport, MemmapTransport, P2PTransport
 from torchrl_vllm_sync.testing import token_log_probs
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync import AsyncVLLM
 
-TRANSPORTS = {"broadcast": BroadcastTransport, "vllm-nccl": VLLMNCCLTransport}
+TRANSPORTS: dict[str, Any] = {
+    "broadcast": BroadcastTransport,
+    "vllm-nccl": VLLMNCCLTransport,
+    "ipc": IPCTransport,
+    "memmap": MemmapTransport,
+    "p2p": P2PTransport,
+}
 RAW_PIECE_BYTES = 4 * 2**30
 RAW_TIMEOUT = timedelta(seconds=60)
 

@@ -1,5 +1,7 @@
 """Trainer and engine on one GPU, weights by CUDA IPC."""
 
+import contextlib
+
 import pytest
 import ray
 import torch
@@ -9,6 +11,7 @@ from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 
 ENGINE = {
+    "compile": False,
     "dtype": "bfloat16",
     "enforce_eager": True,
     "max_model_len": 1024,
@@ -46,14 +49,21 @@ def mean_difference(service, checkpoint):
     return (engine_log_probs(service) - wanted).abs().mean().item()
 
 
-@pytest.fixture(scope="module")
-def service(cluster, checkpoints):
-    with AsyncVLLM.from_pretrained(str(checkpoints[0]), compile=False, **ENGINE) as service:
+@contextlib.contextmanager
+def service_beside(checkpoint, **options):
+    """A replica on the GPU that this process uses."""
+    with AsyncVLLM.from_pretrained(str(checkpoint), **{**ENGINE, **options}) as service:
         (engine,) = service.replicas.call_replicas("describe").values()
         assert len(engine.device_uuids) == 1
         own = str(torch.cuda.get_device_properties(0).uuid)
         if engine.device_uuids != (own,):
             pytest.fail(f"the engine is on {engine.device_uuids}, this process on {own}")
+        yield service
+
+
+@pytest.fixture(scope="module")
+def service(cluster, checkpoints):
+    with service_beside(checkpoints[0]) as service:
         yield service
 
 
@@ -85,8 +95,7 @@ def test_one_gpu_for_both_is_recognised(service, checkpoints):
     assert mean_difference(service, checkpoints[1]) < TOLERANCE
 
 
-@pytest.mark.gpu
-def test_requests_in_flight_are_kept(service, checkpoints):
+def check_that_requests_are_kept(service, transport, checkpoint):
     from vllm import SamplingParams
 
     @ray.remote(num_cpus=0)
@@ -98,10 +107,15 @@ def test_requests_in_flight_are_kept(service, checkpoints):
     running = generate.remote(service)
     while service.get_num_unfinished_requests(0) < 4:
         assert not ray.wait([running], timeout=0.01)[0]
-    report = Trainer(service, IPCTransport()).push(checkpoints[0])
+    report = Trainer(service, transport).push(checkpoint)
     assert report.replicas[0].phases["num_kept"] == 4
     assert ray.get(running, timeout=100) == [(900, "length")] * 4
-    assert mean_difference(service, checkpoints[0]) < TOLERANCE
+    assert mean_difference(service, checkpoint) < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_requests_in_flight_are_kept(service, checkpoints):
+    check_that_requests_are_kept(service, IPCTransport(), checkpoints[0])
 
 
 @pytest.mark.gpu

@@ -1,0 +1,130 @@
+"""Trainer and engine on one GPU, weights written by the trainer into the engine's spare memory."""
+
+import itertools
+import multiprocessing
+import os
+
+import pytest
+import ray
+import torch
+
+from tests.gpu.test_ipc_gpu import (
+    TOKEN_IDS,
+    TOLERANCE,
+    Trainer,
+    check_that_requests_are_kept,
+    mean_difference,
+    service_beside,
+)
+from torchrl_vllm_sync import P2PTransport, attach
+from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
+from torchrl_vllm_sync.weights.p2p import transport as p2p
+
+LIMIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def service(cluster, checkpoints):
+    # Decoding by CUDA graphs, which hold the addresses that the memories take turns behind.
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
+    options = {"enforce_eager": False, "compilation_config": graphs, "stage_weights": True}
+    with service_beside(checkpoints[0], **options) as service:
+        yield service
+
+
+def decoded_difference(service, checkpoint):
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=32, ignore_eos=True, logprobs=0)
+    (one,) = service.generate(prompt_token_ids=TOKEN_IDS, sampling_params=params).outputs
+    pairs = zip(one.logprobs, one.token_ids, strict=True)
+    found = torch.tensor([entry[token].logprob for entry, token in pairs])
+    wanted = token_log_probs(load_tiny_model(checkpoint), [*TOKEN_IDS, *one.token_ids])
+    return (found - wanted.flatten()[-len(found) :]).abs().mean().item()
+
+
+@pytest.mark.gpu
+def test_the_engine_computes_what_was_written(service, checkpoints):
+    trainer = Trainer(service, "p2p")
+    for checkpoint, other in (checkpoints[::-1], checkpoints) * 2:  # two memories take turns
+        before = service.weight_version
+        report = trainer.push(checkpoint)
+        (replica,) = report.replicas
+        assert (report.transport, replica.path, replica.path_reason) == ("p2p", "plan", "")
+        assert report.version == service.weight_version > before
+        assert mean_difference(service, checkpoint) < TOLERANCE
+        assert mean_difference(service, other) > 2
+        assert decoded_difference(service, checkpoint) < TOLERANCE
+        assert decoded_difference(service, other) > 2
+
+
+@pytest.mark.gpu
+def test_the_comparison_above_notices_tensors_that_are_not_written(
+    service, checkpoints, monkeypatch
+):
+    trainer = Trainer(service, "p2p")
+    for _ in range(2):  # both memories
+        trainer.push(checkpoints[0])
+    assert mean_difference(service, checkpoints[0]) < TOLERANCE
+    whole = p2p.checked
+
+    def some(tensors, metadata):
+        return ((one, tensor) for one, tensor in whole(tensors, metadata) if "mlp" in one.name)
+
+    monkeypatch.setattr(p2p, "checked", some)
+    trainer.push(checkpoints[1])
+    assert mean_difference(service, checkpoints[1]) > 2 * TOLERANCE
+
+
+def push_from_here(pipe, ray_address, service_name, checkpoint):
+    os.environ["RAY_ADDRESS"] = ray_address
+    service = attach(service_name)
+    report = Trainer(service, "p2p").push(checkpoint)
+    pipe.send((report.version, report.transport))
+    service._let_go()
+
+
+@pytest.mark.gpu
+def test_another_trainer_takes_over(service, checkpoints):
+    """Another process: the engine takes new memory if the first one might still write to it."""
+    first = Trainer(service, "p2p")
+    version = first.push(checkpoints[0]).version
+    processes = multiprocessing.get_context("spawn")
+    ours, theirs = processes.Pipe()
+    address = ray.get_runtime_context().gcs_address
+    args = theirs, address, service.name, checkpoints[1]
+    second = processes.Process(target=push_from_here, args=args, daemon=True)
+    second.start()
+    try:
+        assert ours.poll(LIMIT_S), "the second trainer does not answer"
+        assert ours.recv() == (version + 1, "p2p")
+    finally:
+        second.join(LIMIT_S / 4)
+        second.kill()
+    assert mean_difference(service, checkpoints[1]) < TOLERANCE
+    assert first.push(checkpoints[0]).version == version + 2
+    assert mean_difference(service, checkpoints[0]) < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_requests_in_flight_are_kept(service, checkpoints):
+    check_that_requests_are_kept(service, P2PTransport(), checkpoints[1])
+
+
+@pytest.mark.gpu
+def test_a_push_that_breaks_off_leaves_what_is_served(service, checkpoints, monkeypatch):
+    trainer, whole = Trainer(service, "p2p"), p2p.checked
+    trainer.push(checkpoints[0])
+
+    def half(tensors, metadata):
+        metadata = [*metadata]
+        yield from itertools.islice(whole(tensors, metadata), len(metadata) // 2)
+        raise RuntimeError("the source broke off")
+
+    monkeypatch.setattr(p2p, "checked", half)
+    with pytest.raises(RuntimeError, match="broke off"):
+        trainer.push(checkpoints[1])
+    assert mean_difference(service, checkpoints[0]) < TOLERANCE
+    monkeypatch.undo()
+    trainer.push(checkpoints[1])
+    assert mean_difference(service, checkpoints[1]) < TOLERANCE
