@@ -1,6 +1,8 @@
 """GRPO on dense rows over real engines: what the engines sampled is what the trainer scores."""
 
+import asyncio
 import itertools
+from concurrent.futures import Future
 
 import pytest
 from tensordict import set_list_to_stack
@@ -114,3 +116,47 @@ def test_a_batch_sampled_ahead_is_one_push_behind_at_most(service, checkpoint):
     assert len(behind) == 6
     assert {int(one) for one in behind} <= {0, 1}
     assert any(behind)  # sampled ahead, indeed
+
+
+def test_a_long_answer_holds_up_no_other_group_until_it_would_be_too_old(
+    service, checkpoint, monkeypatch
+):
+    sent, gate, agenerate = [], Future(), service.agenerate
+
+    async def first_is_long(*, sampling_params, **request):
+        params, is_long = sampling_params.clone(), not sent
+        params.max_tokens, params.ignore_eos = (200 if is_long else 3), True
+        sent.append(request["group_id"])
+        outputs = await agenerate(sampling_params=params, **request)
+        if is_long:
+            await asyncio.wrap_future(gate)  # or it might end too soon where engines are fast
+        return outputs
+
+    monkeypatch.setattr(service, "agenerate", first_is_long)
+    batches = iter(
+        make_collector(
+            service,
+            length,
+            max_staleness=1,
+            yield_completed_trajectories=True,
+            total_dialog_turns=4 * ROWS,
+        )
+    )
+
+    def widths():
+        rows = next(batches)
+        behind.append(int(service.weight_version - rows["policy_version"].min()))
+        assert len({*rows["query"]}) * GROUP == len(rows) == ROWS
+        texts = TOKENIZER.batch_decode(rows["tokens", "response"], skip_special_tokens=True)
+        assert rows["next", "reward"].flatten().tolist() == length(None, texts)
+        return sorted({*rows["masks", "all_assistant_mask"].sum(-1).tolist()})
+
+    behind = []
+    assert widths() == [3]
+    assert widths() == [3]  # without a push it may stay behind
+    WeightUpdater(service, source=load_tiny_model(checkpoint)).push_weights()
+    gate.set_result(None)
+    assert widths() == [3, 200]
+    assert widths() == [3]
+    assert behind == [0, 0, 1, 0]
+    assert len({*sent}) == len(sent) == 8

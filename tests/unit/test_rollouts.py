@@ -1,9 +1,12 @@
 """``RolloutCollector`` gives the rows of TorchRL's collector, dense; and rewards are checked."""
 
+import asyncio
 import gc
 import itertools
+import re
 import threading
 import weakref
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from tests.unit.test_policy import (
 )
 from torchrl_vllm_sync import vLLMWrapper
 from torchrl_vllm_sync.errors import (
+    GenerationError,
     InvalidPromptError,
     RewardError,
     TokenizerMismatchError,
@@ -300,7 +304,7 @@ def test_torchrls_way_gives_torchrls_rows():
 @pytest.mark.parametrize(
     ("staleness", "message"),
     [
-        *((one, f"max_staleness must be 0 or 1, got {one!r}") for one in (2, -1, "1", None)),
+        *((one, f"max_staleness must be 0 or 1, got {one!r}") for one in (2, -1, "1", None, 0.5)),
         (1, "max_staleness=1, path 'torchrl: Seen looks at rows'"),
     ],
 )
@@ -384,6 +388,168 @@ def test_what_fails_ahead_fails_where_it_is_asked_for():
     next(batches)
     with pytest.raises(RuntimeError, match="no more"):
         next(batches)
+
+
+class ByGroup(CannedService):
+    """Answers the group of each question when its gate is opened, or fails as it says."""
+
+    weight_version = 0
+
+    def __init__(self, *shut):
+        super().__init__()
+        self.gates = [Future() for _ in range(20)]
+        self.sent, self.answered, self.cancelled = [], threading.Semaphore(0), []
+        for at, gate in enumerate(self.gates):
+            if at not in shut:
+                gate.set_result(None)
+
+    def generate(self, *args, **kwargs):
+        raise AssertionError("groups are awaited")
+
+    async def agenerate(self, *, prompt_token_ids, sampling_params, group_id):
+        assert len({*map(tuple, prompt_token_ids)}) == 1
+        at = number(TOKENIZER.decode(prompt_token_ids[0]))
+        self.sent.append(at)
+        try:
+            await asyncio.wrap_future(self.gates[at])
+        except asyncio.CancelledError:
+            self.cancelled.append(at)
+            raise
+        finally:
+            self.answered.release()
+        prompts = [{"prompt_token_ids": one} for one in prompt_token_ids]
+        return super().generate(prompts, sampling_params)
+
+
+def number(question):
+    """Of a question; an environment of four rows takes two when it is made."""
+    return int(re.search(r"What is (\d+) \+", question)[1]) - 2
+
+
+def by_group(service, reward=length, staleness=2, env=None, **settings):
+    """Batches of two groups of two."""
+    made = collector(
+        env=env or make_env(StepCounter(max_steps=1), TextReward(reward)),
+        policy=make_policy(service),
+        max_staleness=staleness,
+        yield_completed_trajectories=True,
+        **settings,
+    )
+    assert made.path == "columns"
+    return made
+
+
+def groups(rows):
+    """Questions of a batch, which is of whole groups, and no wider than they are."""
+    assert rows["masks", "all_attention_mask"].any(0).all()
+    found = [number(one) for one in rows["query"]]
+    assert found[::2] == found[1::2]
+    return found[::2]
+
+
+def test_groups_that_end_first_are_handed_on_first():
+    service = ByGroup(0, 3)
+    rolled = by_group(service, total_dialog_turns=16)
+    batches = iter(rolled)
+    assert groups(next(batches)) == [1, 2]
+    assert service.sent == [0, 1, 2, 3]
+    service.gates[3].set_result(None)
+    second = groups(next(batches))
+    assert 0 not in second  # the twin of the next test
+    service.gates[0].set_result(None)
+    rest = [one for rows in batches for one in groups(rows)]
+    assert sorted([1, 2, *second, *rest]) == [*range(8)] == sorted(service.sent)
+
+
+def test_a_group_that_would_be_too_old_is_waited_for():
+    scored = []
+
+    def reward(prompts, answers):
+        scored.extend(map(number, prompts))
+        if {1, 2, 3, 4, 5} <= {*scored} and not service.gates[0].done():
+            service.gates[0].set_result(None)  # the last of all
+        return [0.0] * len(prompts)
+
+    service = ByGroup(0)
+    batches = iter(by_group(service, reward, staleness=1))
+    assert groups(next(batches)) == [1, 2]
+    service.weight_version = 1
+    assert groups(next(batches)) == [3, 0]
+
+
+def test_groups_have_the_rows_of_torchrls_collector():
+    theirs = collector(
+        LLMCollector, make_env(num_rows=2), dialog_turns_per_batch=2, total_dialog_turns=18
+    )
+    wanted = {number(rows["query"][0]): rows for rows in theirs}
+    batches = [*by_group(ByGroup(), total_dialog_turns=16)]
+    assert [one.batch_size for one in batches] == [(4,)] * 4
+    for rows in batches:
+        assert type(rows) is TensorDict
+        for at, name in enumerate(groups(rows)):
+            for place in range(2):
+                assert_same_row(rows[2 * at + place], wanted[name][place])
+
+
+def test_groups_are_scored_while_others_are_sampled_and_together_when_they_wait():
+    sizes = []
+
+    def slow(prompts, answers):
+        if not sizes:
+            assert all(service.answered.acquire(timeout=20) for _ in range(3))
+        sizes.append(len(prompts))
+        return [0.0] * len(prompts)
+
+    service = ByGroup(0)
+    batches = iter(by_group(service, slow, total_dialog_turns=8))
+    assert groups(next(batches)) == [1, 2]
+    assert sizes == [2, 4]
+    service.gates[0].set_result(None)
+    assert groups(next(batches)) == [3, 0]
+    assert next(batches, None) is None
+    assert sizes == [2, 4, 2]
+
+
+def test_a_group_that_fails_fails_where_groups_are_asked_for():
+    service, seen = ByGroup(0, 2, 3), []
+    service.gates[2].set_exception(GenerationError("2", "it broke"))
+    rolled = by_group(service)
+    with pytest.raises(GenerationError, match="it broke"):
+        seen.extend(map(groups, rolled))
+    assert seen == []  # where only one was answered
+    assert all(service.answered.acquire(timeout=20) for _ in range(4))
+    assert {*service.cancelled} == {0, 3}  # as TorchRL ends a collector that fails
+
+
+def test_a_reward_that_fails_fails_where_groups_are_asked_for():
+    with pytest.raises(RewardError, match="nan for row 0"):
+        next(iter(by_group(ByGroup(), lambda prompts, answers: [float("nan")] * len(prompts))))
+
+
+def test_groups_on_their_way_are_cancelled_at_the_end():
+    service = ByGroup(0, 3)
+    rolled = by_group(service)
+    next(iter(rolled))
+    ends = [*rolled._groups]
+    rolled.shutdown()
+    assert all(service.answered.acquire(timeout=20) for _ in range(4))
+    assert {*service.cancelled} == {0, 3}
+    assert all(one.cancelled() for one in ends)
+
+
+def test_batches_of_parts_of_groups_are_refused():
+    policy = make_policy()
+    with pytest.raises(UnsupportedArgumentError, match=r"4 rows .* not of whole groups of 8"):
+        collector(
+            env=make_env(repeats=8),
+            policy=policy,
+            max_staleness=1,
+            yield_completed_trajectories=True,
+        )
+    assert policy._collector is None
+    for staleness in (-1, 0.5, "1"):
+        with pytest.raises(UnsupportedArgumentError, match="max_staleness must be 0 or more"):
+            by_group(ByGroup(), staleness=staleness)
 
 
 BAD_REWARDS = {

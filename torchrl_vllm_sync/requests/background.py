@@ -7,10 +7,11 @@ import os
 import sys
 import threading
 from concurrent.futures import wait
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
+    from concurrent.futures import Future
 
 _Result = TypeVar("_Result")
 # An interrupted caller waits this long for its coroutine to clean up, and a dropped iterator for
@@ -36,6 +37,11 @@ def _loop() -> asyncio.AbstractEventLoop:
         return loop
 
 
+def start(coroutine: Coroutine[Any, Any, _Result]) -> Future[_Result]:
+    """Runs ``coroutine`` on the background loop; cancelling the future cancels it."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
+
+
 def run_blocking(coroutine: Awaitable[_Result]) -> _Result:
     """Runs ``coroutine`` on the background loop, from any other thread, a notebook's too."""
     ended = threading.Event()
@@ -46,7 +52,7 @@ def run_blocking(coroutine: Awaitable[_Result]) -> _Result:
         finally:
             ended.set()
 
-    future = asyncio.run_coroutine_threadsafe(run(), _loop())
+    future = start(run())
     try:
         return future.result()
     except BaseException:

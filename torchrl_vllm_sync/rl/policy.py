@@ -31,7 +31,7 @@ from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import max_version, min_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
 
     from tensordict import TensorDictBase
     from tensordict.utils import NestedKey
@@ -376,13 +376,16 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             answers, tokens, {self.text_key: (Text, text), self.history_key: (ChatHistory, chat)}
         )
 
-    def answer_chats(self, chats: Sequence[Chat], of_row: Sequence[int]) -> TensorDict:
+    def answer_chats(
+        self, chats: Sequence[Chat], of_row: Sequence[int], outputs: Sequence[Any] | None = None
+    ) -> TensorDict:
         """Answers chats with dense rows, as :class:`RolloutCollector` gives them.
 
         Args:
             chats: Distinct ones, of equally many messages each, with a ``"role"`` and a
                 ``"content"``.
             of_row: The position in ``chats`` of each row's; the rows of a group share one.
+            outputs: What the service has answered for each row, if it was asked already.
 
         Returns:
             All entries of the rows in one ``TensorDict`` of batch size ``(num_rows,)``. Prompts are
@@ -392,15 +395,31 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         Raises:
             InvalidPromptError: As :meth:`AsyncVLLM.generate`, whose other errors pass, too.
         """
+        ids, texts, names = self._encoded_chats(chats)
+        if outputs is None:
+            options: dict[str, Any] = {"sampling_params": self.sampling_params}
+            options["group_id"] = [names[at] for at in of_row]
+            outputs = self._call_generate(prompt_token_ids=[ids[at] for at in of_row], **options)
+        return self._dense(_Answers(outputs, [], 1), ids, texts, chats, torch.tensor(of_row))
+
+    def _asked(self, chats: Sequence[Chat], num_rows: int) -> list[Coroutine[Any, Any, list[Any]]]:
+        """For each chat what sends it, so many times, and returns its ``outputs``."""
+        if not self._knows_tokenizer:
+            self._check_tokenizer()
+        ids, _, names = self._encoded_chats(chats)
+        params: dict[str, Any] = {"sampling_params": self.sampling_params}
+        return [
+            self.model.agenerate(prompt_token_ids=[one] * num_rows, group_id=name, **params)
+            for one, name in zip(ids, names, strict=True)
+        ]
+
+    def _encoded_chats(self, chats: Sequence[Chat]) -> tuple[list[list[int]], list[str], list[Any]]:
+        """Tokens, text and group of each chat."""
         texts = self._rendered(cast("History", History.from_chats([chats[0]])[0]), [*chats])
         encoded = self._encoded(texts)
-        ids = [encoded[one] for one in texts]
-        options: dict[str, Any] = {"sampling_params": self.sampling_params}
-        if self.find_sessions:
-            names = [_group_name([*_digests(_said(one))]) for one in chats]
-            options["group_id"] = [names[at] for at in of_row]
-        outputs = self._call_generate(prompt_token_ids=[ids[at] for at in of_row], **options)
-        return self._dense(_Answers(outputs, [], 1), ids, texts, chats, torch.tensor(of_row))
+        finds = self.find_sessions
+        names = [_group_name([*_digests(_said(one))]) if finds else None for one in chats]
+        return [encoded[one] for one in texts], texts, names
 
     def _dense(
         self,

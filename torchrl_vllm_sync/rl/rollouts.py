@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import math
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +22,18 @@ from torchrl.envs.transforms import Compose
 from torchrl.modules.llm.policies import ChatHistory
 
 from torchrl_vllm_sync.errors import InvalidPromptError, RewardError, UnsupportedArgumentError
+from torchrl_vllm_sync.requests.background import start
 from torchrl_vllm_sync.rl.policy import check_tokenizers, named, vLLMWrapper
-from torchrl_vllm_sync.rl.rows import ATTENTION
+from torchrl_vllm_sync.rl.rows import ATTENTION, Columns, Padding, joined
 from torchrl_vllm_sync.rl.texts import Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from tensordict import TensorDictBase
+
+    from torchrl_vllm_sync.rl.policy import Chat
 
 
 class TextReward(Transform):
@@ -168,27 +175,40 @@ class RolloutCollector(LLMCollector):
     Args:
         env: The environment, or a function that makes it.
         max_staleness: How many pushes the weights that sample a batch may be behind those that the
-            trainer has when it gets the batch. 0 samples when it is asked for; with 1 the next
-            batch is sampled while this one is scored and the trainer works on it, by threads.
+            trainer has when it gets the batch, if it pushes at most once a batch. 0 samples when it
+            is asked for; with 1 the next batch is sampled while this one is scored and the trainer
+            works on it, by threads. With ``yield_completed_trajectories=True`` it may be more, and
+            unless it is 0 batches are of those whole groups (rows of one item of the data set) that
+            finish first. They are scored as they finish, one or several at a time, while as many
+            rows are sampled for the next batch. What would be too old for that is waited for.
         **kwargs: ``LLMCollector``'s arguments; ``flatten_data`` is ``True`` unless said otherwise.
 
     Raises:
-        UnsupportedArgumentError: ``max_staleness`` is neither 0 nor 1, or it is 1 where only
-            TorchRL's way serves.
+        UnsupportedArgumentError: ``max_staleness`` is none of these, or it is not 0 where only
+            TorchRL's way serves, or where batches would not be of whole groups.
         TokenizerMismatchError: Answers would be decoded otherwise than the policy encodes.
         RewardError: While iterating, see :class:`TextReward`.
     """
 
     def __init__(self, env: Any, *, max_staleness: int = 0, **kwargs: Any) -> None:
-        if max_staleness not in (0, 1):
-            raise UnsupportedArgumentError(f"max_staleness must be 0 or 1, got {max_staleness!r}")
+        by_group = bool(kwargs.get("yield_completed_trajectories"))
+        most, told = (math.inf, "0 or more") if by_group else (1, "0 or 1")
+        if not isinstance(max_staleness, int) or not 0 <= max_staleness <= most:
+            raise UnsupportedArgumentError(f"max_staleness must be {told}, got {max_staleness!r}")
         if not kwargs.get("yield_only_last_steps") and kwargs.get("flatten_data") is None:
             kwargs["flatten_data"] = True
-        is_flat = kwargs.get("flatten_data") and not kwargs.get("yield_completed_trajectories")
+        is_flat = kwargs.get("flatten_data") and (max_staleness or not by_group)
         self.path, self.max_staleness, self._is_flat = "", max_staleness, bool(is_flat)
         names = ("answers", "rewards") if max_staleness else ()
         self._threads = [ThreadPoolExecutor(1, f"rollouts-{one}") for one in names]
         self._ahead: tuple[Future[TensorDict], Future[TensorDict]] | None = None
+        # Groups that are not handed on, each with the version when it was sent: none of its tokens
+        # is of an older one. As they end, they become ready.
+        self._groups: dict[Future[Any], int] = {}
+        self._ended: SimpleQueue[Future[Any]] = SimpleQueue()
+        self._ready: list[Future[Any]] = []
+        self._unscored, self._scoring = SimpleNamespace(groups=[], rows=None), asyncio.Lock()
+        self._by_group, self._turns = by_group, kwargs.get("dialog_turns_per_batch") or 1
         with warnings.catch_warnings():  # TorchRL 0.14 announces what 0.15 will do instead
             for notice in ("The env passed to LLMCollector", "Using WeightUpdaterBase"):
                 warnings.filterwarnings("ignore", notice)
@@ -197,14 +217,18 @@ class RolloutCollector(LLMCollector):
     @property
     def rollout(self) -> Callable[[], TensorDictBase]:
         """What gives the next batch."""
-        return self._rollout_columns if self.path == "columns" else super().rollout
+        if self.path != "columns":
+            return super().rollout
+        return self._rollout_groups if self._by_group else self._rollout_columns
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """Ends the collector; what is being sampled ahead is not waited for.
+        """Ends the collector; what is being sampled ahead is not waited for, groups are cancelled.
 
         Args:
             *args, **kwargs: ``LLMCollector``'s.
         """
+        for group in self._groups:
+            group.cancel()
         for one in self._threads:
             one.shutdown(wait=False, cancel_futures=True)
         super().shutdown(*args, **kwargs)
@@ -220,6 +244,11 @@ class RolloutCollector(LLMCollector):
         for one in _transforms(env) if why_not is None else ():
             if isinstance(one, TextReward):
                 one._check_decodes(env.base_env, policy)
+        if self._by_group and why_not is None:
+            num_rows = -(-self._turns // env.batch_size[0]) * env.batch_size[0]  # as TorchRL rounds
+            if num_rows % (size := _group_size(env)):
+                told = f"batches of {num_rows} rows (dialog_turns_per_batch)"
+                raise UnsupportedArgumentError(f"{told} are not of whole groups of {size}")
         return env
 
     def _why_not(self, env: Any, policy: Any) -> str | None:
@@ -247,8 +276,65 @@ class RolloutCollector(LLMCollector):
         if policy.sampling_params.prompt_logprobs is not None:
             return "the policy asks for log-probabilities of prompts"
         if not self._is_flat:
-            return "whole trajectories are asked for, or rows by step"
+            return "whole trajectories are asked for with max_staleness=0, or rows by step"
         return None
+
+    def _rollout_groups(self) -> TensorDict:
+        """A batch of the groups that end first, while as many others are on their way."""
+        policy: Any = self.policy
+        number = self.dialog_turns_per_batch // _group_size(self.env)
+        is_last = self._frames + self.dialog_turns_per_batch >= self.total_frames
+        self._send_groups((1 if is_last else 2) * number - len(self._groups))
+        while True:
+            oldest = policy.model.weight_version - self.max_staleness
+            # Those that would be too old after one more push.
+            due = {one for one, version in self._groups.items() if version <= oldest}
+            if len(self._ready) >= number and due <= {*self._ready}:
+                break
+            self._ready.append(one := self._ended.get())
+            one.result()  # or what has failed
+        chosen = sorted(self._ready, key=lambda one: one not in due)[:number]
+        for one in chosen:
+            del self._groups[one]
+            self._ready.remove(one)
+        padding = Padding(policy.padding_value)
+        padding.answers = {(policy.log_probs_key, name): 0.0 for name in ("response", "full")}
+        rows = joined([Columns.of(one.result()()) for one in chosen], padding)
+        return rows.trimmed(torch.arange(len(rows))).rows()
+
+    def _send_groups(self, number: int) -> None:
+        env: Any = self.env
+        policy: Any = self.policy
+        primer, size = _primer(env), _group_size(env)
+        loaded = [primer._load_from_dataloader() for _ in range(number * size)][::size]
+        if not loaded:
+            return
+        version, chats = policy.model.weight_version, self._chats(loaded)
+        for item, chat, asked in zip(loaded, chats, policy._asked(chats, size), strict=True):
+            group = start(self._group(item, chat, asked))
+            self._groups[group] = version
+            group.add_done_callback(self._ended.put)
+
+    async def _group(self, item: Any, chat: Chat, asked: Any) -> Callable[[], TensorDict]:
+        """What gives the rows of a group, once it is answered and scored."""
+        outputs, together = await asked, self._unscored
+        at, size = len(together.groups), len(outputs)
+        together.groups.append((item, chat, outputs))
+        async with self._scoring:
+            if together.rows is None:  # with all that were answered while others were scored
+                self._unscored = SimpleNamespace(groups=[], rows=None)
+                run = asyncio.get_running_loop().run_in_executor
+                together.rows = run(self._threads[-1], self._score_groups, together.groups)
+                await asyncio.gather(together.rows, return_exceptions=True)
+        rows = await together.rows
+        return lambda: rows[at * size : (at + 1) * size]
+
+    def _score_groups(self, groups: list[tuple[Any, Chat, list[Any]]]) -> TensorDict:
+        loaded, chats, outputs = zip(*groups, strict=True)
+        of_row = [at for at, each in enumerate(outputs) for _ in each]
+        policy: Any = self.policy
+        rows = policy.answer_chats(chats, of_row, [one for each in outputs for one in each])
+        return self._scored(self._with_data(rows, loaded, of_row))
 
     def _rollout_columns(self) -> TensorDict:
         if not self._threads:
@@ -269,29 +355,33 @@ class RolloutCollector(LLMCollector):
         """Prompts and answers; several steps of the environment, which are independent, are one."""
         env: Any = self.env
         policy: Any = self.policy
-        chat = env.base_env
-        num_steps = -(-self.dialog_turns_per_batch // env.batch_size[0])
-        num_rows = num_steps * env.batch_size[0]
-        primer = _primer(env)
+        primer, num_rows, each = _primer(env), self.dialog_turns_per_batch, env.batch_size[0]
         # TorchRL lays steps out side by side.
         loaded: list[Any] = [primer._load_from_dataloader() for _ in range(num_rows)]
-        each = env.batch_size[0]
         loaded = [one for at in range(each) for one in loaded[at::each]]
         distinct = list({id(one): one for one in loaded}.values())  # a group's rows are one object
         places = {id(one): at for at, one in enumerate(distinct)}
         of_row = [places[id(one)] for one in loaded]
-        asked = _listed(_column([one.get(chat.data_key) for one in distinct]))
+        rows = policy.answer_chats(self._chats(distinct), of_row)
+        return self._with_data(rows, distinct, of_row)
+
+    def _chats(self, loaded: Sequence[Any]) -> list[Chat]:
+        """What is asked with each item of the data set."""
+        chat: Any = self.env.base_env
+        asked = _listed(_column([one.get(chat.data_key) for one in loaded]))
         if strange := [one for one in asked if not isinstance(one, str)]:
             told = f"{chat.data_key!r} is {strange[0]!r}; LLMCollector takes chats, too"
             raise InvalidPromptError(f"RolloutCollector takes texts for prompts, {told}")
         before = [] if chat.system_prompt is None else [(chat.system_role, chat.system_prompt)]
-        chats = [
+        return [
             [{"role": role, "content": said} for role, said in (*before, (chat.user_role, query))]
             for query in asked
         ]
-        rows = policy.answer_chats(chats, of_row)
-        for name in primer.primers.keys():  # noqa: SIM118  a Composite
-            rows[name] = _column([one.get(name) for one in distinct])[of_row]
+
+    def _with_data(self, rows: TensorDict, loaded: Sequence[Any], of_row: list[int]) -> TensorDict:
+        env: Any = self.env
+        for name in _primer(env).primers.keys():  # noqa: SIM118  a Composite
+            rows[name] = _column([one.get(name) for one in loaded])[of_row]
         return rows
 
     def _scored(self, rows: TensorDict) -> TensorDict:
@@ -311,6 +401,10 @@ class RolloutCollector(LLMCollector):
             step = transform._step(rows, step)
         rows["next"] = step
         return rows
+
+
+def _group_size(env: Any) -> int:
+    return max(1, _primer(env).repeats)
 
 
 def _column(values: list[Any]) -> Any:
