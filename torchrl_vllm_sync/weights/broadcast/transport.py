@@ -54,8 +54,8 @@ class BroadcastTransport:
         device: The trainer's device; by default the one that the weights are on.
         interface: Network interface for rendezvous and data, such as ``"eth0"``; by default the
             one that reaches the other side.
-        staged: Engines receive into spare memory while they generate, and pause only to copy it
-            into place. They must have been launched with ``stage_weights=True``.
+        staged: Engines receive into spare memory while they generate, and pause only to put
+            it in place. They must have been launched with ``stage_weights=True``.
         verify: When engines check what their load plan did against vLLM's own reload, for which
             everything is sent twice: at the ``"first"`` push, ``"always"``, or ``"never"``. Staged
             pushes are not checked: the reload would end the generation they are there to keep.
