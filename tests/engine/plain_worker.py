@@ -1,5 +1,7 @@
 """A worker on a CPU that computes with its parameters as they are, as one on a GPU does."""
 
+from unittest import mock
+
 import vllm._custom_ops as ops
 
 from tests.engine.faults import FaultyWorker
@@ -8,7 +10,7 @@ ops._supports_onednn = False  # whose packed copies nobody can read; this is a p
 
 
 class PlainWorker(FaultyWorker):
-    """``packs``: it says what every worker on a CPU says. ``damages``: what it takes is altered."""
+    """``packs``: it says what other workers on a CPU say. ``damages``: what it takes is altered."""
 
     packs, damages = False, False
 
@@ -16,7 +18,8 @@ class PlainWorker(FaultyWorker):
         vars(self).update(faults)
 
     def _sync_uncopyable(self, gives):
-        return super()._sync_uncopyable(gives) if self.packs else ""
+        with mock.patch.object(ops, "_supports_onednn", self.packs):
+            return super()._sync_uncopyable(gives)
 
     def sync_peer_take(self, index, sources):
         answer = super().sync_peer_take(index, sources)
