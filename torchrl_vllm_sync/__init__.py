@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.versions import expand_spans as expand_spans
     from torchrl_vllm_sync.versions import max_version as max_version
     from torchrl_vllm_sync.versions import min_version as min_version
+    from torchrl_vllm_sync.weights.audit import AuditReport as AuditReport
+    from torchrl_vllm_sync.weights.audit import WeightDifference as WeightDifference
     from torchrl_vllm_sync.weights.auto import AutoTransport as AutoTransport
     from torchrl_vllm_sync.weights.broadcast.transport import (
         BroadcastTransport as BroadcastTransport,

@@ -5,9 +5,11 @@ Every constructor stores exactly its arguments in ``args``, so that instances su
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchrl_vllm_sync.replica import ReplicaState
 
 
@@ -205,6 +207,37 @@ class PushUnderWayError(SyncError, RuntimeError):
 
 class WeightMismatchError(SyncError, ValueError):
     """A push does not fit the model, by names, shapes or dtypes; nothing was written or loaded."""
+
+
+class NonFiniteWeightsError(SyncError, ValueError):
+    """A push holds NaN or infinity; nothing was sent.
+
+    Attributes:
+        names: The tensors that do.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(names)
+        self.names = names
+
+    def __str__(self) -> str:
+        return f"weights are not finite: {self.names[0]}, as one of {len(self.names)} tensors"
+
+
+class WeightAuditError(SyncError, RuntimeError):
+    """Engines serve other weights than the trainer holds.
+
+    Attributes:
+        differences: A ``WeightDifference`` for each tensor and worker.
+    """
+
+    def __init__(self, differences: Sequence[Any]) -> None:
+        super().__init__(differences)
+        self.differences = differences
+
+    def __str__(self) -> str:
+        told = f"{len(self.differences)} tensors are not the trainer's"
+        return f"{told}; the first is {self.differences[0]}"
 
 
 class WeightSyncError(SyncError, RuntimeError):

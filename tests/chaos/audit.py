@@ -8,7 +8,7 @@ from tests.chaos.traffic import ANSWER_TOKENS
 from tests.chaos.trainer import model_of
 from tests.engine.checks import TOLERANCE
 from tests.fakes.versions import check_spans
-from torchrl_vllm_sync.engine.reload import checksum
+from torchrl_vllm_sync.weights.audit import checksum
 
 # Seconds by which this process may hear of a replica later than what happened.
 HEARSAY_S = 3.0

@@ -1,7 +1,8 @@
-"""A local Ray cluster, tiny checkpoints, and two services that the modules share.
+"""A local Ray cluster, tiny checkpoints, and three services that the modules share.
 
-``service`` has two plain replicas, ``hurt`` three whose actors and workers go wrong on demand. One
-of them is open at a time. Each module gets it whole: what an earlier one killed is restarted.
+``service`` has two replicas, ``hurt`` three whose actors and workers go wrong on demand, ``plain``
+two that compute with parameters as they are. One of them is open at a time. Each module gets it
+whole: what an earlier one killed is restarted.
 """
 
 import gc
@@ -49,10 +50,12 @@ def pytest_collection_modifyitems(items):
 
 
 def engines_of(item):
-    """Which engines a test runs on: those of ``service``, of ``hurt``, or of its own."""
+    """Which engines a test runs on: those of ``service``, ``hurt`` or ``plain``, or of its own."""
     if "hurt" in item.fixturenames:
         return 1
-    return 0 if "service" in item.fixturenames and "cluster" not in item.fixturenames else 2
+    if "plain" in item.fixturenames:
+        return 2
+    return 0 if "service" in item.fixturenames and "cluster" not in item.fixturenames else 3
 
 
 class SharedServices:
@@ -79,7 +82,7 @@ class SharedServices:
         """Restarts replicas that died and undoes what tests have set; whether that worked."""
         service = self._service
         try:
-            if self._name == "hurt":
+            if self._name != "service":
                 service.replicas.call_replicas("collective_rpc", "sync_plan")  # no faults are left
             dead = [
                 name
@@ -192,6 +195,21 @@ def hurt(shared_services, untied_checkpoint):
             num_replicas=3,
             actor_class=FaultyActor,
             worker_extension_cls="tests.engine.layerwise_engine.LayerwiseWorker",
+            **ENGINE,
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(shared_services, checkpoint):
+    """Two replicas whose weights can be copied, compared, and written to from outside."""
+    return shared_services.get(
+        "plain",
+        lambda: AsyncVLLM.from_pretrained(
+            str(checkpoint),
+            num_replicas=2,
+            stage_weights=True,
+            worker_extension_cls="tests.engine.plain_worker.PlainWorker",
             **ENGINE,
         ),
     )

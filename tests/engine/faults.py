@@ -13,8 +13,8 @@ import torch
 
 from torchrl_vllm_sync.engine import internals, receiver, reload
 from torchrl_vllm_sync.engine.actor import EngineActor
-from torchrl_vllm_sync.engine.reload import checksum
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
+from torchrl_vllm_sync.weights.audit import checksum
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 

@@ -1,6 +1,6 @@
 """A worker on a CPU that computes with its parameters as they are, as one on a GPU does."""
 
-from unittest import mock
+import pickle
 
 import vllm._custom_ops as ops
 
@@ -16,10 +16,13 @@ class PlainWorker(FaultyWorker):
 
     def sync_peer_fault(self, **faults):
         vars(self).update(faults)
+        ops._supports_onednn = self.packs
 
-    def _sync_uncopyable(self, gives):
-        with mock.patch.object(ops, "_supports_onednn", self.packs):
-            return super()._sync_uncopyable(gives)
+    def sync_change(self, name, how, rank=None):
+        """Alters one of the model's tensors in place, as a pickled function does."""
+        tensors = {name: one.data for name, one in self._sync_model().named_parameters()}
+        if rank in (None, self._sync_receiver().rank_in_replica):
+            pickle.loads(how)(tensors[name], tensors)
 
     def sync_peer_take(self, index, sources):
         answer = super().sync_peer_take(index, sources)

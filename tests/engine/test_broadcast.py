@@ -19,6 +19,7 @@ from tests.engine.trainers import BUCKET_BYTES, Trainer, broadcast
 from torchrl_vllm_sync import AsyncVLLM, MemmapTransport, WeightUpdater
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
+    TransferError,
     WeightMismatchError,
     WeightSyncError,
 )
@@ -147,6 +148,14 @@ def test_the_size_of_buckets_does_not_matter(broadcasting, model, bucket_bytes):
         broadcasting.push_weights(perturbed(model, seed=bucket_bytes), transport=transport)
         assert_holds(broadcasting, model)
     broadcasting.use_transport(broadcast())
+
+
+def test_packed_weights_cannot_be_audited(broadcasting, model):
+    before = broadcasting.weight_version
+    for call in (broadcasting.audit, lambda one: broadcasting.push_weights(one, audit=True)):
+        with pytest.raises(TransferError, match="CPU backend repacks weights"):
+            call(perturbed(model, seed=1))
+    assert broadcasting.weight_version == before
 
 
 # ---------------------------------------------------------------- what is reported

@@ -10,11 +10,10 @@ import pytest
 import ray
 
 from tests.engine.checks import TOLERANCE, assert_holds, assert_labelled, distance, perturbed
-from tests.engine.conftest import ENGINE
 from tests.engine.requests import eventually
 from tests.engine.test_version_spans import Weights, compare, pushes_under_load, scored_spans
 from tests.engine.trainers import Breaking
-from torchrl_vllm_sync import AsyncVLLM, attach
+from torchrl_vllm_sync import attach
 from torchrl_vllm_sync.testing import load_tiny_model
 from torchrl_vllm_sync.weights.p2p import transport as p2p
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
@@ -24,17 +23,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def plain(cluster, checkpoint):
-    with AsyncVLLM.from_pretrained(
-        str(checkpoint),
-        num_replicas=2,
-        stage_weights=True,
-        worker_extension_cls="tests.engine.plain_worker.PlainWorker",
-        **ENGINE,
-    ) as service:
-        service.use_transport(P2PTransport())
-        yield service
+@pytest.fixture(scope="module", autouse=True)
+def transport(plain):
+    plain.use_transport(P2PTransport())
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ import ray
 from vllm import SamplingParams
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
-from tests.engine.conftest import ENGINE
 from tests.engine.trainers import broadcast
-from torchrl_vllm_sync import AsyncVLLM, ReplicaState
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import WeightSyncError
 from torchrl_vllm_sync.testing import load_tiny_model
 
@@ -19,16 +18,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def plain(cluster, checkpoint):
-    with AsyncVLLM.from_pretrained(
-        str(checkpoint),
-        num_replicas=2,
-        worker_extension_cls="tests.engine.plain_worker.PlainWorker",
-        **ENGINE,
-    ) as service:
-        service.use_transport(broadcast())
-        yield service
+@pytest.fixture(scope="module", autouse=True)
+def transport(plain):
+    plain.use_transport(broadcast())
 
 
 def fault(service, index, **faults):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torchrl_vllm_sync.engine import reload
-from torchrl_vllm_sync.engine.reload import checksum, tensor_checksum
+from torchrl_vllm_sync.weights import audit
+from torchrl_vllm_sync.weights.audit import checksum, tensor_checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex128]
 # Pinned: replicas of different hosts and releases compare them.
@@ -50,7 +50,7 @@ def test_chunks_and_strides_do_not_matter(dtype, monkeypatch):
     shifted = torch.zeros(1002, dtype=dtype)
     shifted[1:] = tensor.flatten()
     for chunk_words in (8, 24, 2**22):
-        monkeypatch.setattr(reload, "CHUNK_WORDS", chunk_words)
+        monkeypatch.setattr(audit, "CHUNK_WORDS", chunk_words)
         assert {tensor_checksum(one) for one in [*variants, shifted[1:]]} == {expected}
 
 

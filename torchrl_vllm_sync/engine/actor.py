@@ -21,7 +21,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine import internals, logprobs
 from torchrl_vllm_sync.engine.answers import Answers
-from torchrl_vllm_sync.engine.arrivals import BroadcastLoads, PeerLoads, SnapshotLoads, WrittenLoads
+from torchrl_vllm_sync.engine.arrivals import (
+    Audits,
+    BroadcastLoads,
+    PeerLoads,
+    SnapshotLoads,
+    WrittenLoads,
+)
 from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.engine.native import NativeCalls
 from torchrl_vllm_sync.engine.processes import own_processes
@@ -243,6 +249,7 @@ class EngineActor:
         self._broadcasts = BroadcastLoads(updates)
         self._peers = PeerLoads(updates)
         self._written = WrittenLoads(updates)
+        self._audits = Audits(updates)
         self._health = EngineHealth(
             self.engine,
             self._gate,
@@ -377,6 +384,7 @@ for _part, _kind, _names in (
     ("_snapshots", SnapshotLoads, "load_snapshot snapshot_source follow_snapshots stop_following"),
     ("_peers", PeerLoads, ""),
     ("_written", WrittenLoads, ""),
+    ("_audits", Audits, ""),
 ):
     for _name in _names.split() or [one for one in vars(_kind) if not one.startswith("_")]:
         setattr(EngineActor, _name, of_part(_part, getattr(_kind, _name)))

@@ -254,6 +254,43 @@ class PeerLoads:
         return await self._updates.ask_workers(method, *args, timeout_s=limit_s, what="copying")
 
 
+class Audits:
+    """Shows what this engine computes with to a trainer that compares it with its own."""
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = updates
+
+    async def plan_audit(
+        self, metadata: list[list[Any]], *, timeout_s: float
+    ) -> list[list[list[Any]]]:
+        """Returns, of each worker, which slices of such tensors it holds."""
+        answers = await self._ask("sync_plan_audit", metadata, timeout_s=timeout_s)
+        return [one["slices"] for one in answers]
+
+    async def audit_weights(self, digest: str, *, timeout_s: float) -> dict[str, Any]:
+        """Returns the version that is served, and checksums of each worker's slices."""
+        answers = await self._ask("sync_audit", digest, timeout_s=timeout_s)
+        checksums = [one["checksums"] for one in answers]
+        return {"version": self._updates.version, "workers": checksums}
+
+    async def audit_values(
+        self, digest: str, rank: int, at: int, chunk: int, *, timeout_s: float
+    ) -> bytes:
+        """Returns the bytes of a part of one worker's slice."""
+        args = digest, rank, at, chunk
+        answers = await self._ask("sync_audit_values", *args, timeout_s=timeout_s)
+        return answers[rank]["values"]
+
+    async def _ask(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:
+        updates = self._updates
+        async with updates.exclusive(timeout_s) as deadline:
+            updates.require_weights()
+            if not updates.whole:
+                raise TransferError(f"replica {updates.replica_id} holds no whole version")
+            limit_s = deadline.left_s
+            return await updates.ask_workers(method, *args, timeout_s=limit_s, what="comparing")
+
+
 class SnapshotLoads:
     """Applies stored versions to one engine, each at most once."""
 

@@ -95,6 +95,11 @@ class LoadPlan:
                 whole.as_strided(target.shape, copy.stride, copy.offset).copy_(target)
             yield meta.name, whole
 
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Whether the model still consists of the tensors that the plan writes to."""
+        tensors = (*model.parameters(), *model.buffers())
+        return {storage_key(one.target) for one in self.copies} <= {*map(storage_key, tensors)}
+
     def redirected(self, place: Callable[[torch.Tensor], torch.Tensor]) -> LoadPlan:
         return LoadPlan(
             self.metadata,

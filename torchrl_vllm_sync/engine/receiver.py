@@ -24,8 +24,9 @@ from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.engine.arena import WeightArena
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.plan import PlanNotPossibleError, record_load_plan
-from torchrl_vllm_sync.engine.reload import checksum, reload_model
+from torchrl_vllm_sync.engine.reload import reload_model
 from torchrl_vllm_sync.errors import TransferError
+from torchrl_vllm_sync.weights import audit
 from torchrl_vllm_sync.weights.broadcast import buckets
 from torchrl_vllm_sync.weights.broadcast.group import (
     PUSH_ID_BITS,
@@ -121,8 +122,10 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._group_id = 0
         self._layout: buckets.BucketLayout | None = None
         self._forget()
-        # Why pushes take no load plan; and if a check has failed, for good.
+        # Why pushes take no load plan; and if a check has failed, for good. Whether one has not.
         self.path_reason, self._distrust = "no push was prepared yet", ""
+        self._agrees = False
+        self._audited: LoadPlan | None = None
         # The refusal says why the memory for staged weights could not be reserved.
         self._can_stage, self.staging_refusal = config.backend == STAGED_BACKEND, ""
         self.arena: WeightArena | None = None
@@ -173,12 +176,9 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         """Works out where the tensors of all coming pushes go."""
         self._layout = buckets.BucketLayout(metadata, bucket_bytes)
         self._forget()
-        self.path_reason = self._distrust or why_not_a_plan(self.vllm_config)
-        if self.path_reason:
-            return
+        self.path_reason = ""
         try:
-            with set_current_vllm_config(self.vllm_config):
-                self._planned = record_load_plan(self.model, metadata)
+            self._planned = self._recorded(metadata)
         except PlanNotPossibleError as error:
             self.path_reason = str(error)
             return
@@ -188,6 +188,12 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             self._buffers = buckets.make_buffers(self._layout, self.device)
             for plan in filter(None, (self._planned, self._staged_plan)):
                 self._bound[plan] = buckets.bound_buckets(plan.copies, self._layout, self._buffers)
+
+    def _recorded(self, metadata: Sequence[ParamMeta]) -> LoadPlan:
+        if reason := self._distrust or why_not_a_plan(self.vllm_config):
+            raise PlanNotPossibleError(reason)
+        with set_current_vllm_config(self.vllm_config):
+            return record_load_plan(self.model, metadata)
 
     @property
     def digest(self) -> str:
@@ -315,6 +321,31 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             self.arena.mirror()  # the plan reads from there, which a reload leaves alone
             self._compare_with(lambda: reload_model(self.model, self.vllm_config, plan.tensors()))
 
+    # ---- Audits
+
+    def plan_audit(self, metadata: Sequence[ParamMeta]) -> list[list[Any]]:
+        """Returns which slices of such tensors this worker computes with."""
+        if self.vllm_config.model_config.is_moe and not self._agrees:
+            raise PlanNotPossibleError(
+                "experts may be laid out anew after loading; whether they are is known after a "
+                "first push by broadcast or p2p"
+            )
+        plan = self._planned if metadata_digest(metadata) == self.digest else None
+        self._audited = plan or self._recorded(metadata)
+        return [
+            [one.name, one.offset, [*one.shape], [*one.stride], dtype_name(one.target.dtype)]
+            for one in self._audited.copies
+        ]
+
+    def audited(self, digest: str) -> list[torch.Tensor]:
+        """Returns the slices of :meth:`plan_audit` as they are now."""
+        plan = self._audited
+        if self._distrust or plan is None or metadata_digest(plan.metadata) != digest:
+            raise TransferError(self._distrust or "this worker was asked about other tensors since")
+        if not plan.is_of(self.model):  # a reload may replace them
+            self._audited = plan = self._recorded(plan.metadata)
+        return [one.target for one in plan.copies]
+
     def shutdown(self) -> None:
         """Leaves the group; the trainer notices if it is still sending. Idempotent."""
         if self._group is not None:
@@ -403,12 +434,15 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     def _compare_with(self, reload: Callable[[], object]) -> None:
         """Gives the plan up if ``reload`` leaves other values, which are the right ones."""
-        by_plan = checksum(self.model.named_parameters())
+        by_plan = audit.checksum(self.model.named_parameters())
         reload()
-        by_reload = checksum(self.model.named_parameters())
+        by_reload = audit.checksum(self.model.named_parameters())
         if wrong := [name for name in by_reload if by_plan.get(name) != by_reload[name]]:
-            self._planned = self._staged_plan = None
-            self._distrust = self.path_reason = (
-                f"the plan left other values than a reload in {len(wrong)} parameters: "
-                + first_few(wrong)
-            )
+            what = f"left other values than a reload in {len(wrong)} parameters: {first_few(wrong)}"
+        elif self._planned is not None and not self._planned.is_of(self.model):
+            what = "writes to tensors that a reload replaces"
+        else:
+            self._agrees = True
+            return
+        self._planned = self._staged_plan = None
+        self._distrust = self.path_reason = f"the plan {what}"

@@ -67,40 +67,6 @@ def checkpoint_metadata(model_config: ModelConfig) -> list[ParamMeta]:
     ]
 
 
-# 32 MiB at a time; with the temporaries of a step about 160 MiB.
-CHUNK_WORDS = 2**22
-WORD_BYTES = 8
-# The mixer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
-# 2014), its constants as the signed numbers torch computes with.
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-_STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
-
-
-def checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Checksums of named tensors, against misplaced or stale weights, not forged ones."""
-    return {name: tensor_checksum(tensor) for name, tensor in parameters}
-
-
-@torch.no_grad()
-def tensor_checksum(tensor: torch.Tensor) -> int:
-    """Words of 64 bits, mixed with their positions and added up; alike on all devices."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    total = torch.full((), tensor.nbytes, dtype=torch.int64, device=tensor.device)
-    position = 1
-    for chunk in data.split(CHUNK_WORDS * WORD_BYTES):
-        words = torch.zeros(-(-len(chunk) // WORD_BYTES), dtype=torch.int64, device=tensor.device)
-        words.view(torch.uint8)[: len(chunk)].copy_(chunk)
-        end = position + len(words)
-        words ^= torch.arange(position, end, device=tensor.device).mul_(_GAMMA)
-        for shift, factor in _STEPS:
-            # Shifted without regard to the sign, which torch would keep.
-            words ^= (words >> shift).bitwise_and_(2 ** (64 - shift) - 1)
-            words *= factor
-        total += words.sum()
-        position = end
-    return int(total.item())
-
-
 # Every fp8 model has them, with defaults (``vllm/model_executor/layers/quantization/kv_cache.py``).
 _CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 

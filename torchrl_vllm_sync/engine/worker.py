@@ -25,13 +25,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.engine import receiver as receiver_module
 from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
-from torchrl_vllm_sync.engine.reload import reload_model, repack_cpu, tensor_checksum
+from torchrl_vllm_sync.engine.reload import reload_model, repack_cpu
 from torchrl_vllm_sync.errors import (
     SyncError,
     TransferError,
     TransferNotReadyError,
     UnsupportedArgumentError,
 )
+from torchrl_vllm_sync.weights.audit import checksum, chunk_of
 from torchrl_vllm_sync.weights.metadata import from_json
 from torchrl_vllm_sync.weights.places import device_name, device_uuid
 from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
@@ -85,7 +86,7 @@ class PeerCopy:
             piece.copy_(part)
 
     def checksums(self) -> dict[str, int]:
-        return {name: tensor_checksum(row) for name, row in self._rows.items()}
+        return checksum(self._rows.items())
 
     def _pieces(self, index: int) -> Iterator[torch.Tensor]:
         begin, offset = index * self._chunk_bytes, 0
@@ -299,6 +300,24 @@ class SyncWorkerExtension:
     def sync_peer_close(self) -> None:
         Path(self._sync_peer_file).unlink(missing_ok=True)
         self._sync_forget_encodings()
+
+    @answered
+    def sync_plan_audit(self, metadata: list[list[Any]]) -> dict[str, Any]:
+        """Returns which slices of the trainer's tensors this worker computes with."""
+        return {"slices": self._sync_receiver().plan_audit(from_json(metadata))}
+
+    @answered
+    def sync_audit(self, digest: str) -> dict[str, Any]:
+        """Returns checksums of those slices."""
+        slices = enumerate(self._sync_receiver().audited(digest))
+        return {"checksums": [*checksum((str(at), one) for at, one in slices).values()]}
+
+    @answered
+    def sync_audit_values(self, digest: str, rank: int, at: int, chunk: int) -> dict[str, Any]:
+        """Returns some bytes of one slice, if it is this worker who is asked."""
+        receiver = self._sync_receiver()
+        is_asked = receiver.rank_in_replica == rank
+        return {"values": chunk_of(receiver.audited(digest)[at], chunk) if is_asked else b""}
 
     def _sync_uncopyable(self, gives: bool) -> str:
         """Why the tensors are not all that the model computes with; empty if they are."""

@@ -77,7 +77,7 @@ class LocalLLM:
     name = AsyncVLLM.name
     weight_version, weight_versions = AsyncVLLM.weight_version, AsyncVLLM.weight_versions
     register_version_hook = AsyncVLLM.register_version_hook
-    push_weights = AsyncVLLM.push_weights
+    push_weights, audit = AsyncVLLM.push_weights, AsyncVLLM.audit
     use_transport = AsyncVLLM.use_transport
     init_weight_update_group = AsyncVLLM.init_weight_update_group
     get_model_metadata = AsyncVLLM.get_model_metadata

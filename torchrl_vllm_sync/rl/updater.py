@@ -58,7 +58,8 @@ class WeightUpdater:
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
         transport: ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"p2p"``, a ``WeightTransport``, or
             ``"auto"``, which chooses by where trainer and engines are (``weights/places.py``).
-        timeout_s, clear_cache, mode, strict: Options of each push, see ``AsyncVLLM.push_weights``.
+        timeout_s, clear_cache, mode, strict, audit, allow_nonfinite: Options of each push, see
+            ``AsyncVLLM.push_weights``.
 
     Raises:
         UnsupportedArgumentError: No transport of that name, or an option is no such value.
@@ -74,13 +75,21 @@ class WeightUpdater:
         clear_cache: bool = False,
         mode: PauseMode = "keep",
         strict: bool | None = None,
+        audit: bool = False,
+        allow_nonfinite: bool = False,
     ) -> None:
         self.service: AsyncVLLM | LocalLLM | None = as_service(service)
         self.source = source
         self.last_report: PushReport | None = None
         self._transport = as_transport(transport)
-        how = PushOptions(timeout_s=timeout_s, clear_cache=clear_cache, mode=mode, strict=strict)
-        self._options = how
+        self._options = PushOptions(
+            timeout_s=timeout_s,
+            clear_cache=clear_cache,
+            mode=mode,
+            strict=strict,
+            audit=audit,
+            allow_nonfinite=allow_nonfinite,
+        )
         self._is_disconnected, self._versions = False, CollectorVersions()
         self._post_hooks: list[Callable[[], Any]] = []
 

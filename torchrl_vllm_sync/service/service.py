@@ -602,6 +602,7 @@ class AsyncVLLM(RLvLLMEngine):
         return self.weights.versions
 
     push_weights = of_part("weights", Weights.push)
+    audit = of_part("weights", Weights.audit)
     wait_for_version = of_part("weights", Weights.wait_for_version)
     get_model_metadata = of_part(  # pyright: ignore[reportAssignmentType]
         "weights", Weights.model_metadata

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_wait
+from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_seconds, check_wait
 from torchrl_vllm_sync.engine.args import num_workers, payload_of
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
@@ -24,6 +24,7 @@ from torchrl_vllm_sync.weights.transport import GRACE_S, PauseMode, WeightTransp
 if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.service.replicas import Answers, Replicas
+    from torchrl_vllm_sync.weights.audit import AuditReport
 
 # Seconds for vLLM's calls that have no limit of their own.
 CALL_TIMEOUT_S = DEFAULT_TIMEOUT_S + GRACE_S
@@ -102,6 +103,8 @@ class Weights:
         clear_cache: bool = False,
         mode: PauseMode = "keep",
         strict: bool | None = None,
+        audit: bool = False,
+        allow_nonfinite: bool = False,
     ) -> PushReport:
         """Brings every replica to new weights, keeping requests in flight.
 
@@ -120,12 +123,19 @@ class Weights:
             strict: Raise if any replica is left behind, and commit nothing. Otherwise one replica
                 is enough, and the report's ``left_behind`` names the others. ``None`` is strict
                 where the service restarts no replicas.
+            audit: Compare afterwards what every worker computes with, as :meth:`audit` does. A
+                replica that holds other weights is left behind, and named.
+            allow_nonfinite: Send NaN and infinity, too. Of adapters, and of other tensors that are
+                computed as they are sent, the module's parameters are looked at; of sharded ones
+                this rank's.
 
         Returns:
             What was sent, how long each phase took, and what each replica answered.
 
         Raises:
             WeightMismatchError: The weights do not fit the model; nothing was sent.
+            NonFiniteWeightsError: They hold NaN or infinity; nothing was sent.
+            TransferError: ``audit`` cannot be done, see :meth:`audit`; nothing was sent.
             StaleVersionError: ``version`` is older than the newest, or this process pushed other
                 weights under it; nothing was sent.
             PushUnderWayError: Another trainer is pushing; nothing was sent.
@@ -137,9 +147,36 @@ class Weights:
         if transport is not None:
             self.pusher.use(transport)
         how: Any = {"clear_cache": clear_cache, "mode": mode, "strict": strict}
+        how |= {"audit": audit, "allow_nonfinite": allow_nonfinite}
         return self.pusher.push(
             weights, version=version, on_end=self._end_push, timeout_s=timeout_s, **how
         )
+
+    def audit(self, weights: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> AuditReport:
+        """Compares what every worker of every replica computes with to the trainer's weights.
+
+        Each element counts, as a load would slice and cast it. Nothing is loaded and requests go
+        on, which wait for the comparison once. Pushes are kept out meanwhile.
+
+        Args:
+            weights: What :meth:`push_weights` takes; of a sharded model use its ``audit=True``.
+            timeout_s: Seconds for each of its steps.
+
+        Returns:
+            What was compared; nothing differs.
+
+        Raises:
+            WeightAuditError: Something differs. It names each tensor, worker and replica, and says
+                how much the first of each replica differs.
+            TransferError: A replica did not answer, holds no whole version, or computes with other
+                tensors than a trainer holds: quantised or repacked ones (vLLM's CPU backend), or
+                LoRA layers. It says which.
+            WeightMismatchError: The weights do not fit the model.
+            PushUnderWayError: Another trainer is pushing.
+        """
+        check_seconds("timeout_s", timeout_s)
+        self._replicas.require()
+        return self.pusher.audit(weights, timeout_s)
 
     def _end_push(self, pushed: PushReport | None) -> None:
         """Passes the outcome of a push to listeners and replicas."""

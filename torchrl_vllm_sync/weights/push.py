@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrl_vllm_sync.checks import Deadline
@@ -19,12 +20,14 @@ from torchrl_vllm_sync.errors import (
     SyncError,
     TransferError,
     UnsupportedArgumentError,
+    WeightAuditError,
     WeightSyncError,
 )
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
 from torchrl_vllm_sync.versions import check_version
+from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, check_finite
 from torchrl_vllm_sync.weights.auto import AutoTransport
-from torchrl_vllm_sync.weights.sharded import leading
+from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import Content, as_weight_source, fit_to_model
@@ -42,6 +45,7 @@ from torchrl_vllm_sync.weights.transport import (
     check_transport,
     failed,
     is_lost,
+    raise_exceptions,
     reason_of,
 )
 
@@ -257,6 +261,8 @@ def catch_up_from_others(
 
 STOCK_TIMEOUT_S = 30.0
 HOLD_BACK_TIMEOUT_S = 5.0
+# No sender's: whoever is held back by it must load anew, whatever it holds.
+UNKNOWN_RUN = "unknown"
 # A push that is under way has time limits of its own; this is for one that ignores them.
 TURN_TIMEOUT_S = 3600.0
 # Seconds for a replica to answer whether another trainer is pushing; a silent one is passed over.
@@ -310,7 +316,7 @@ class WeightPusher:
         self._pushed: dict[int | None, Content] = {}  # the last version that a replica may hold
         self._missed: set[str] = set()
         self._sender, self._numbers = uuid.uuid4().hex, itertools.count(1)
-        self._deadlines = PushDeadlines()
+        self._deadlines, self._auditor = PushDeadlines(), Auditor(client)
         self._transport: WeightTransport = AutoTransport()
         self._lock = threading.RLock()
 
@@ -464,9 +470,13 @@ class WeightPusher:
                 self._client.refresh_members()
                 was_ours = stack.enter_context(self._turn(ending))
                 source = fit_to_model(given, self._expected())
+                if not options.allow_nonfinite:
+                    check_finite(source)
                 self._check_repeat(given, version)
                 ledger.is_current &= was_ours()  # another trainer may have pushed since
                 self._open(source)
+                if options.audit:
+                    self._plan_audit(source)
                 self._take_stock()
             num_bytes = sum(meta.num_bytes for meta in source.metadata())
             awaited, to = awaited_replicas(self._client.standings()), self.transport.name
@@ -478,6 +488,9 @@ class WeightPusher:
                 push = Push(source, chosen, limit_s, mode, clear_cache)
                 content, start = Content(given), time.perf_counter()
                 reports = deliver(transport, self._members, push)
+                if options.audit:
+                    with times.measure("audit_s"):
+                        reports = self._audited(push, reports)
                 seconds, failures = time.perf_counter() - start, errors_of(reports)
                 is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
                 self._keep(content, reports, chosen)
@@ -508,6 +521,52 @@ class WeightPusher:
             phase_starts={name: at - begin for name, at in starts.items()},
         )
         return report, is_news
+
+    def audit(self, weights: Any, timeout_s: float) -> AuditReport:
+        """Compares what every replica serves with ``weights``; raises if anything differs."""
+        given, start = as_weight_source(weights), time.perf_counter()
+        if isinstance(given, ShardedModuleSource):
+            raise UnsupportedArgumentError(
+                "weights must be on one rank; of a sharded model use push_weights(audit=True)"
+            )
+        with contextlib.ExitStack() as ending, self.exclusive(timeout_s):
+            self._client.refresh_members()
+            with self._turn(ending) as was_ours:
+                source = fit_to_model(given, self._expected())
+                self._ledger.is_current &= was_ours()
+                self._members.choose()
+                self._plan_audit(source, timeout_s)
+                found = self._auditor.compare(source, self._members.incarnations, timeout_s)
+        raise_exceptions(found.failures)
+        if found.differences:
+            raise WeightAuditError(found.differences)
+        metadata = source.metadata()
+        return AuditReport(
+            versions=found.versions,
+            num_tensors=len(metadata),
+            num_bytes=sum(meta.num_bytes for meta in metadata),
+            seconds=time.perf_counter() - start,
+        )
+
+    def _plan_audit(self, source: WeightSource, timeout_s: float = FIRST_TIMEOUT_S) -> None:
+        self._auditor.plan(self._members.incarnations, source.metadata(), timeout_s)
+
+    def _audited(self, push: Push, reports: list[LoadReport]) -> list[LoadReport]:
+        """The reports, of failures where replicas hold other weights; these serve no more."""
+        names = [one.replica_id for one in reports if not one.error]
+        found = self._auditor.compare(push.source, names, push.timeout_s)
+        wrong = {name: f"it cannot be audited: {one}" for name, one in found.failures.items()}
+        for one in found.differences:
+            wrong.setdefault(one.replica_id, f"it holds other weights than were sent: {one}")
+        stamp = push.version, UNKNOWN_RUN
+        calls = self._client.start_calls("hold_back", dict.fromkeys(wrong, stamp))
+        calls.answers(HOLD_BACK_TIMEOUT_S)
+        return [
+            replace(one, version=None, error=wrong[one.replica_id])
+            if one.replica_id in wrong
+            else one
+            for one in reports
+        ]
 
     def _open(self, source: WeightSource | None = None) -> None:
         is_collective = self._transport.is_collective

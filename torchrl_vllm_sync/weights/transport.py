@@ -47,12 +47,17 @@ class PushOptions:
     clear_cache: bool = False
     mode: PauseMode = "keep"
     strict: bool | None = None
+    audit: bool = False
+    allow_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None:
             check_seconds("timeout_s", self.timeout_s)
         if self.strict is not None and not isinstance(self.strict, bool):
             raise UnsupportedArgumentError(f"strict must be a bool or None, got {self.strict!r}")
+        for name in ("audit", "allow_nonfinite"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UnsupportedArgumentError(f"{name} must be a bool, got {value!r}")
         check_mode(self.mode)
 
 

@@ -1,0 +1,203 @@
+"""Audits through the load plans of vLLM's own models, and what is refused before a push."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.fakes.engine import BareUpdates
+from tests.unit.vllm_models import VllmModels, make_checkpoint, single_process_group
+from torchrl_vllm_sync.engine import receiver
+from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND
+from torchrl_vllm_sync.engine.arrivals import Audits
+from torchrl_vllm_sync.engine.reload import checkpoint_metadata
+from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
+from torchrl_vllm_sync.errors import NonFiniteWeightsError, TransferError
+from torchrl_vllm_sync.weights import audit
+from torchrl_vllm_sync.weights.audit import Auditor, WeightDifference, check_finite
+from torchrl_vllm_sync.weights.source import MappingSource, as_weight_source
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def distributed(tmp_path_factory):
+    with single_process_group(tmp_path_factory.mktemp("group")):
+        yield
+
+
+class World:
+    """One replica, its workers, and what reaches them."""
+
+    def __init__(self, directory, name, size=1, **options):
+        self.workers, self.models = [], []
+        for rank in range(size):
+            models = VllmModels(directory, name, rank, size, **options)
+            self.models.append((models, models.build(fill=-1.0)))
+            config = SimpleNamespace(backend=BROADCAST_BACKEND)
+            with models.active():
+                made = receiver.BroadcastReceiver(
+                    config, models.vllm_config, CPU, self.models[-1][1]
+                )
+            made.parallel_config = SimpleNamespace(
+                data_parallel_index=0, world_size=size, rank=rank
+            )
+            worker = SyncWorkerExtension()
+            worker.weight_transfer_engine, worker.vllm_config = made, models.vllm_config
+            self.workers.append(worker)
+        self.metadata = checkpoint_metadata(models.model_config)
+        self.updates = BareUpdates(self.workers, version=3)
+        self.auditor = Auditor(self)
+
+    def start_calls(self, method, calls, **kwargs):
+        def answer(args):
+            try:
+                return asyncio.run(getattr(Audits(self.updates), method)(*args, **kwargs))
+            except TransferError as error:
+                return error
+
+        found = {name: answer(args) for name, args in calls.items()}
+        return SimpleNamespace(answers=lambda _: found)
+
+    def load(self, checkpoint):
+        for models, model in self.models:
+            models.load(model, checkpoint)
+
+    def differences(self, checkpoint):
+        self.auditor.plan({"0": "a"}, self.metadata, timeout_s=5)
+        found = self.auditor.compare(MappingSource(checkpoint), ["0"], timeout_s=5)
+        assert not found.failures
+        assert found.versions == {"0": 3}
+        return found.differences
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    monkeypatch.setattr(receiver, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    return lambda *args, **options: World(tmp_path, *args, **options)
+
+
+def agree(here):
+    """As after a first push whose plan was compared with a reload."""
+    for worker in here.workers:
+        worker.weight_transfer_engine._agrees = True
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["llama-one-kv-head", "qwen2-tied", "gemma3", "qwen3-moe"])
+def test_one_wrong_tensor_is_named_at_any_place(world, name, size):
+    here = world(name, size)
+    agree(here)
+    checkpoint = make_checkpoint(here.metadata)
+    here.load(checkpoint)
+    assert here.differences(checkpoint) == []
+    for wrong in checkpoint:
+        changed = checkpoint[wrong].clone()
+        changed.view(-1)[-1] += 2
+        (one, *others) = here.differences({**checkpoint, wrong: changed})
+        assert (one.name, one.num_different, one.largest) == (wrong, 1, 2.0)
+        assert {other.name for other in others} <= {wrong}  # of a tensor that every worker has
+
+
+def test_experts_that_changed_places_are_named(world):
+    here = world("qwen3-moe", 2, expert_parallel=True)
+    agree(here)
+    checkpoint = make_checkpoint(here.metadata)
+    names = [f"model.layers.1.mlp.experts.{at}.up_proj.weight" for at in (0, 1)]
+    exchanged = dict(zip(names, (checkpoint[one] for one in reversed(names)), strict=True))
+    here.load({**checkpoint, **exchanged})
+    assert {one.name for one in here.differences(checkpoint)} == {*names}
+
+
+def test_experts_are_not_judged_before_a_plan_was_compared_with_a_reload(world):
+    here = world("qwen3-moe")
+    with pytest.raises(TransferError, match="experts may be laid out anew"):
+        here.differences(make_checkpoint(here.metadata))
+
+
+def test_tensors_that_a_reload_replaced_are_looked_at_where_they_are(world):
+    here = world("qwen3")
+    checkpoint = make_checkpoint(here.metadata)
+    here.load(checkpoint)
+    assert here.differences(checkpoint) == []
+    ((_, model),) = here.models
+    model.model.norm.weight.data = model.model.norm.weight.data + 1
+    (one,) = here.differences(checkpoint)
+    assert one.name == "model.norm.weight"
+
+
+def test_a_worker_that_was_asked_about_other_tensors_says_so(world):
+    here, other = world("qwen3"), None
+    checkpoint = make_checkpoint(here.metadata)
+    here.load(checkpoint)
+    here.differences(checkpoint)
+    other = Auditor(here)
+    other.plan({"0": "a"}, here.metadata[::-1], timeout_s=5)
+    found = here.auditor.compare(MappingSource(checkpoint), ["0"], timeout_s=5)
+    assert "asked about other tensors" in str(found.failures["0"])
+
+
+def test_replicas_are_asked_again_for_other_metadata_and_when_they_were_replaced(world):
+    here, asked = world("qwen3"), []
+    start = here.start_calls
+    here.start_calls = lambda method, *args, **kwargs: (
+        asked.append(method) or start(method, *args, **kwargs)
+    )
+    for incarnation in ("a", "a", "b"):
+        here.auditor.plan({"0": incarnation}, here.metadata, timeout_s=5)
+    assert asked == ["plan_audit"] * 2
+    here.auditor.plan({"0": "b"}, here.metadata[:], timeout_s=5)
+    assert asked == ["plan_audit"] * 2
+    here.auditor.plan({"0": "b"}, here.metadata[::-1], timeout_s=5)
+    assert asked == ["plan_audit"] * 3
+
+
+def test_a_replica_without_whole_weights_is_not_compared(world):
+    here = world("qwen3")
+    here.updates.whole = False
+    with pytest.raises(TransferError, match=r"replica 0: .*no whole version"):
+        here.auditor.plan({"0": "a"}, here.metadata, timeout_s=5)
+
+
+def test_differences_are_exact_across_chunks(world, monkeypatch):
+    monkeypatch.setattr(audit, "CHUNK_WORDS", 8)
+    here = world("qwen3")
+    checkpoint = make_checkpoint(here.metadata)
+    here.load(checkpoint)
+    name = "model.layers.0.mlp.down_proj.weight"
+    changed = checkpoint[name].clone()
+    changed.view(-1)[[0, 100, -1]] += torch.tensor([1.0, -7.0, 2.0])
+    (one,) = here.differences({**checkpoint, name: changed})
+    assert (one.num_different, one.largest) == (3, 7.0)
+
+
+def test_a_difference_says_as_much_as_is_known():
+    one = WeightDifference(name="w", replica_id="1", rank=0)
+    assert str(one) == "w on worker 0 of replica 1"
+    one = WeightDifference(name="w", replica_id="1", rank=0, num_different=3, largest=0.25)
+    assert str(one) == "w on worker 0 of replica 1 (3 elements differ, by up to 0.25)"
+
+
+def test_what_is_not_finite_is_refused_wherever_it_is():
+    good = {"a": torch.ones(3, dtype=torch.float16), "b": torch.arange(3), "c": torch.zeros(0)}
+    check_finite(MappingSource(good))
+    check_finite(MappingSource({}))
+    for value in (torch.nan, torch.inf, -torch.inf):
+        bad = {**good, "d": torch.tensor([1.0, value]), "e": torch.tensor([value]).bfloat16()}
+        with pytest.raises(NonFiniteWeightsError, match="d, as one of 2 tensors") as caught:
+            check_finite(MappingSource(bad))
+        assert caught.value.names == ["d", "e"]
+
+
+def test_of_adapters_the_parameters_are_looked_at():
+    import peft
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=1, target_modules=["0"]))
+    source = as_weight_source(adapted)
+    check_finite(source)
+    with torch.no_grad():
+        next(one for n, one in adapted.named_parameters() if "lora_A" in n)[0, 0] = torch.nan
+    with pytest.raises(NonFiniteWeightsError, match="lora_A"):
+        check_finite(source)

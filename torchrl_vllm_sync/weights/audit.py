@@ -1,0 +1,274 @@
+"""Whether engines compute with what a trainer holds: checksums, compared slice by slice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from torchrl_vllm_sync.errors import NonFiniteWeightsError
+from torchrl_vllm_sync.weights.metadata import checked, from_json, metadata_digest, to_json
+from torchrl_vllm_sync.weights.module import local
+from torchrl_vllm_sync.weights.source import StableSource, views_of
+from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from torchrl_vllm_sync.weights.metadata import ParamMeta
+    from torchrl_vllm_sync.weights.source import WeightSource
+    from torchrl_vllm_sync.weights.transport import ReplicaClient
+
+# ---- Checksums
+
+# 32 MiB at a time; with the temporaries of a step about 160 MiB.
+CHUNK_WORDS = 2**22
+WORD_BYTES = 8
+# The mixer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
+# 2014), its constants as the signed numbers torch computes with.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
+
+
+def checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Checksums of named tensors, against misplaced or stale weights, not forged ones."""
+    sums = {name: _sum(tensor) for name, tensor in parameters}
+    return dict(zip(sums, _numbers([*sums.values()]), strict=True))
+
+
+def tensor_checksum(tensor: torch.Tensor) -> int:
+    return int(_sum(tensor).item())
+
+
+def _numbers(sums: list[torch.Tensor]) -> list[int]:
+    """All at once, as each alone would wait for its device."""
+    return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
+
+
+@torch.no_grad()
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Words of 64 bits, mixed with their positions and added up; alike on all devices."""
+    total = torch.full((), tensor.nbytes, dtype=torch.int64, device=tensor.device)
+    position = 1
+    for chunk in _chunks(tensor):
+        words = torch.zeros(-(-len(chunk) // WORD_BYTES), dtype=torch.int64, device=tensor.device)
+        words.view(torch.uint8)[: len(chunk)].copy_(chunk)
+        end = position + len(words)
+        words ^= torch.arange(position, end, device=tensor.device).mul_(_GAMMA)
+        for shift, factor in _STEPS:
+            # Shifted without regard to the sign, which torch would keep.
+            words ^= (words >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+            words *= factor
+        total += words.sum()
+        position = end
+    return total
+
+
+def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return data.split(CHUNK_WORDS * WORD_BYTES)
+
+
+def chunk_of(tensor: torch.Tensor, index: int) -> bytes:
+    """A part of a tensor's bytes, to be sent; empty behind the last."""
+    found = _chunks(tensor)[index : index + 1]
+    return b"".join(one.cpu().numpy().tobytes() for one in found)
+
+
+# ---- Before a push
+
+
+def check_finite(source: WeightSource) -> None:
+    """Refuses NaN and infinity; of computed tensors a module's parameters stand for them."""
+    owner = source.owner if isinstance(source, StableSource) else None
+    named: Iterable[tuple[str, torch.Tensor]] = views_of(source) or ()
+    if not named and isinstance(owner, torch.nn.Module):
+        named = [(name, local(one)) for name, one in owner.named_parameters()]
+    # Of these norms are known; the others have no infinity, or are no weights.
+    tensors = {
+        n: one for n, one in named if one.is_floating_point() and one.itemsize > 1 and one.numel()
+    }
+    largest = torch.nn.utils.get_total_norm(tensors.values(), math.inf, foreach=None)
+    if not largest.isfinite():
+        bad = [name for name, one in tensors.items() if not one.isfinite().all()]
+        raise NonFiniteWeightsError(bad)
+
+
+# ---- What is compared
+
+
+class Slice(NamedTuple):
+    """What a worker holds of one tensor of a push, in elements of that, whole and contiguous."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype  # in which it is held
+
+    @classmethod
+    def read(cls, rows: Iterable[Any]) -> list[Slice]:
+        """From what a worker says."""
+        rows = list(rows)
+        held = from_json([(name, dtype, shape) for name, _, shape, _, dtype in rows])
+        return [
+            cls(meta.name, row[1], meta.shape, tuple(row[3]), meta.dtype)
+            for meta, row in zip(held, rows, strict=True)
+        ]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The values that the trainer's tensor has here, cast as a load casts them."""
+        begin = whole.storage_offset() + self.offset
+        return whole.as_strided(self.shape, self.stride, begin).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDifference:
+    """A tensor of which a worker serves other values than the trainer holds.
+
+    Attributes:
+        name: The tensor, as checkpoints name it.
+        replica_id, rank: The replica, and the worker's rank in it.
+        num_different, largest: Elements of the worker's share that differ in any bit, and the
+            greatest absolute difference, NaN where either value is. Known of the first tensor that
+            differs in a replica, otherwise ``None``.
+    """
+
+    name: str
+    replica_id: str
+    rank: int
+    num_different: int | None = None
+    largest: float | None = None
+
+    def __str__(self) -> str:
+        told = f"{self.name} on worker {self.rank} of replica {self.replica_id}"
+        if self.largest is None:
+            return told
+        return f"{told} ({self.num_different} elements differ, by up to {self.largest:.3g})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """An audit that found no difference.
+
+    Attributes:
+        versions: Replica id to the policy version that it serves.
+        num_tensors, num_bytes: Tensors that were compared, and the trainer's bytes of them.
+        seconds: How long it took.
+    """
+
+    versions: dict[str, int]
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Findings:
+    """What an audit found: by replica its version, or why it gave no answer; and differences."""
+
+    versions: dict[str, int]
+    failures: dict[str, BaseException]
+    differences: list[WeightDifference]
+
+
+class Auditor:
+    """Compares what workers compute with to a source's tensors, through their load plans."""
+
+    def __init__(self, client: ReplicaClient) -> None:
+        self._client = client
+        self._metadata: list[ParamMeta] = []
+        self._digest = ""
+        # Replica id to its incarnation and the metadata's digest, and to its workers' slices.
+        self._known: dict[str, tuple[str, str]] = {}
+        self._held: dict[str, list[list[Slice]]] = {}
+
+    def plan(
+        self, incarnations: Mapping[str, str], metadata: list[ParamMeta], timeout_s: float
+    ) -> None:
+        """Asks replicas what their workers hold of such tensors; raises if one cannot tell."""
+        if metadata is not self._metadata:
+            self._metadata, self._digest = metadata, metadata_digest(metadata)
+        known = {name: (one, self._digest) for name, one in incarnations.items()}
+        new = {name: one for name, one in known.items() if self._known.get(name) != one}
+        if new:
+            calls = dict.fromkeys(new, (to_json(metadata),))
+            answers = self._ask("plan_audit", calls, timeout_s)
+            raise_exceptions(answers)
+            self._held |= {n: [Slice.read(rows) for rows in one] for n, one in answers.items()}
+            self._known |= new
+
+    def compare(
+        self, source: WeightSource, replica_ids: Collection[str], timeout_s: float
+    ) -> Findings:
+        """Compares the planned source's tensors with those that these replicas serve now."""
+        calls = dict.fromkeys(replica_ids, (self._digest,))
+        pending = self._client.start_calls("audit_weights", calls, timeout_s=timeout_s)
+        held = {name: self._held[name] for name in replica_ids}
+        wanted = {one for workers in held.values() for slices in workers for one in slices}
+        own = self._own(source, wanted)
+        answers = pending.answers(timeout_s + GRACE_S)
+        failures = failed(answers)
+        found = Findings({}, failures, [])
+        for name in answers.keys() - failures.keys():
+            found.versions[name] = answers[name]["version"]
+            theirs = zip(held[name], answers[name]["workers"], strict=True)
+            wrong = [
+                (rank, at, one)
+                for rank, (slices, sums) in enumerate(theirs)
+                for at, (one, value) in enumerate(zip(slices, sums, strict=True))
+                if own[one] != value
+            ]
+            found.differences += [
+                self._measured(source, name, rank, at, one, timeout_s)
+                if one is wrong[0][2]
+                else WeightDifference(name=one.name, replica_id=name, rank=rank)
+                for rank, at, one in wrong
+            ]
+        return found
+
+    def _tensors(
+        self, source: WeightSource, names: Collection[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for meta, tensor in checked(source, self._metadata):
+            if meta.name in names:
+                yield meta.name, tensor.detach().to(meta.dtype).contiguous()
+
+    def _own(self, source: WeightSource, wanted: set[Slice]) -> dict[Slice, int]:
+        by_name: dict[str, list[Slice]] = {}
+        for one in wanted:
+            by_name.setdefault(one.name, []).append(one)
+        slices: list[Slice] = []
+        sums: list[torch.Tensor] = []
+        with torch.no_grad():
+            for name, tensor in self._tensors(source, by_name):
+                slices += by_name[name]
+                sums += [_sum(one.of(tensor)) for one in by_name[name]]
+        return dict(zip(slices, _numbers(sums), strict=True))
+
+    @torch.no_grad()
+    def _measured(
+        self, source: WeightSource, name: str, rank: int, at: int, one: Slice, timeout_s: float
+    ) -> WeightDifference:
+        """How far a worker's slice is from the source's."""
+        ((_, tensor),) = self._tensors(source, [one.name])
+        num_different, largest = 0, list[torch.Tensor]()
+        for index, chunk in enumerate(_chunks(one.of(tensor))):
+            answers = self._ask("audit_values", {name: (self._digest, rank, at, index)}, timeout_s)
+            raise_exceptions(answers)
+            mine = chunk.cpu()
+            theirs = torch.frombuffer(bytearray(answers[name]), dtype=torch.uint8)
+            bits = (mine != theirs).view(-1, one.dtype.itemsize).any(1)
+            num_different += int(bits.sum())
+            far = (mine.view(one.dtype).double() - theirs.view(one.dtype).double()).abs()
+            largest += [far[bits].max()] if bits.any() else []
+        found = {"num_different": num_different, "largest": torch.stack(largest).max().item()}
+        return WeightDifference(name=one.name, replica_id=name, rank=rank, **found)
+
+    def _ask(
+        self, method: str, calls: Mapping[str, tuple[Any, ...]], timeout_s: float
+    ) -> dict[str, Any]:
+        pending = self._client.start_calls(method, calls, timeout_s=timeout_s)
+        return pending.answers(timeout_s + GRACE_S)
