@@ -171,7 +171,7 @@ def test_a_load_that_hangs_runs_into_the_time_limit_and_is_repaired(faulty, trai
     perturbed(trained, seed=8)
     plan(faulty, 1, at=0, touch=str(marker))
     with pytest.raises(WeightSyncError, match=r"replica 1: loading took longer than \d") as caught:
-        faulty.push_weights(trained, timeout_s=3)
+        faulty.push_weights(trained, timeout_s=10)
     assert marker.exists()  # it still hangs
     marker.unlink()
     assert states(faulty) == [SERVING, STALE, SERVING]
@@ -303,7 +303,7 @@ def test_an_actor_that_does_not_answer_is_named_in_time(faulty, trained):
         begin = time.monotonic()
         with pytest.raises(WeightSyncError, match=r"replica 1: no answer within 1[0-9] s"):
             faulty.push_weights(trained, timeout_s=2)
-        assert time.monotonic() - begin < 25
+        assert time.monotonic() - begin < 40  # 17 s on a quiet machine
     finally:
         os.kill(pid, signal.SIGCONT)
     faulty.push_weights(trained)
