@@ -4,8 +4,6 @@ The tests share two replicas, of which 0 is what things happen to, and follow ea
 the last two leave both serving.
 """
 
-import os
-import signal
 import sys
 import time
 
@@ -210,9 +208,11 @@ def test_a_replica_of_which_everything_has_stopped_is_ended_whole(service):
 
 def test_a_worker_that_is_killed_takes_its_replica_down(service):
     """Last: nobody is left."""
+    worker = processes_of(service, 1)["worker"]
+    ray.get(service.actors[1].collective_rpc.remote("sync_pace", None, (STEP_S,)))
     stream = service.generate([5, 6], endless(), actor_index=1, stream=True)
     next(stream)
-    os.kill(processes_of(service, 1)["worker"].pid, signal.SIGKILL)
+    worker.kill()
     with pytest.raises(ReplicaUnavailableError, match="replica 1 is failed"):
         list(stream)
     eventually(lambda: state_of(service, 1) == "failed", timeout_s=NOTICE_S)
