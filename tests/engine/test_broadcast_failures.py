@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.faults import engine_core_pid
-from tests.engine.requests import eventually, slowed
+from tests.engine.requests import eventually, num_running, slowed
 from tests.engine.trainers import Breaking, Rival, Trainer, broadcast
 from torchrl_vllm_sync import ReplicaState, attach
 from torchrl_vllm_sync.errors import (
@@ -298,7 +298,7 @@ def test_requests_in_flight_on_a_replica_that_fails_finish_elsewhere(faulty, tra
     generate = ray.remote(num_cpus=0)(lambda service: service.generate(prompts, long))
     with slowed(faulty):
         running = generate.remote(faulty)
-        eventually(lambda: sum(report.num_running or 0 for report in reports(faulty)) >= 9)
+        eventually(lambda: num_running(faulty) >= 9)
         with pytest.raises(WeightSyncError):
             faulty.push_weights(trained)
     outputs = ray.get(running, timeout=60)

@@ -11,7 +11,7 @@ from torchrl.envs.llm.chat import ChatEnv
 from torchrl.envs.transforms import PolicyAgeFilter
 
 from tests.engine.checks import TOLERANCE, perturbed
-from tests.engine.requests import eventually, slowed
+from tests.engine.requests import eventually, num_running, slowed
 from tests.engine.test_torchrl_faces import TOKENIZER, asked, flat, policy_of
 from torchrl_vllm_sync import vLLMWrapper
 from torchrl_vllm_sync.rl import keys
@@ -34,14 +34,9 @@ def lists_are_stacks():
 
 def generate_and_push(service, policy, data, weights, num_rows=ROWS):
     """Pushes while the policy generates, once its rows have tokens."""
-
-    def num_running():
-        reports = service.replicas.call_replicas("report").values()
-        return sum(one.num_running or 0 for one in reports)
-
     with ThreadPoolExecutor(1) as pool, slowed(service, step_s=0.02):
         result = pool.submit(policy, data)
-        eventually(lambda: num_running() >= num_rows)
+        eventually(lambda: num_running(service) >= num_rows)
         service.push_weights(weights)
     return result.result()
 
