@@ -449,10 +449,11 @@ def stay_away(rank):
     """Rank 1 takes no part, and then joins the next push."""
     whole, sharded = models("tied")
     if rank:
-        time.sleep(2.0)
+        dist.barrier()
         return push(as_weight_source(sharded), None)
     with pytest.raises(TrainerRankError, match=r"trainer rank 1: was not ready within 0\.5 s"):
         push(ShardedModuleSource(sharded, timeout_s=0.5), read)
+    dist.barrier()
     return push(as_weight_source(sharded), lambda source: compare(read(source), whole) or "found")
 
 
