@@ -39,6 +39,12 @@ def eventually(condition, timeout_s=60.0):
     return value
 
 
+def num_running(service):
+    """Samples that the engines have given tokens, as of their last steps."""
+    reports = service.replicas.call_replicas("report").values()
+    return sum(one.num_running or 0 for one in reports)
+
+
 def is_idle(service):
     """Whether neither this process nor any engine has a request in flight."""
     unfinished = service.get_num_unfinished_requests()

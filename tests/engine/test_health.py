@@ -4,8 +4,6 @@ The tests share two replicas, of which 0 is what things happen to, and follow ea
 the last two leave both serving.
 """
 
-import os
-import signal
 import sys
 import time
 
@@ -15,7 +13,7 @@ import ray
 
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
-from tests.engine.requests import endless, eventually, token_ids
+from tests.engine.requests import STEP_S, endless, eventually, token_ids
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.processes import end_replica
@@ -115,6 +113,8 @@ def test_an_engine_that_stops_has_failed_and_stays_so_when_it_goes_on(service, w
     processes = processes_of(service, 0)
     streams = []
     if busy:
+        pace = service.actors[0].collective_rpc
+        ray.get(pace.remote("sync_pace", None, (STEP_S,)))  # until they are looked at again
         streams = [service.generate([7, i], endless(), actor_index=0, stream=True) for i in (5, 6)]
         for stream in streams:
             next(stream)
@@ -141,6 +141,8 @@ def test_an_engine_that_stops_has_failed_and_stays_so_when_it_goes_on(service, w
     assert {output.replica_id for output in outputs} == {"1"}
     assert service.load.total_in_flight == 0
     ray.get(service.actors[0].revive.remote())
+    if busy:
+        ray.get(pace.remote("sync_pace"))
     eventually(lambda: state_of(service, 0) == "serving")
 
 
@@ -206,9 +208,11 @@ def test_a_replica_of_which_everything_has_stopped_is_ended_whole(service):
 
 def test_a_worker_that_is_killed_takes_its_replica_down(service):
     """Last: nobody is left."""
+    worker = processes_of(service, 1)["worker"]
+    ray.get(service.actors[1].collective_rpc.remote("sync_pace", None, (STEP_S,)))
     stream = service.generate([5, 6], endless(), actor_index=1, stream=True)
     next(stream)
-    os.kill(processes_of(service, 1)["worker"].pid, signal.SIGKILL)
+    worker.kill()
     with pytest.raises(ReplicaUnavailableError, match="replica 1 is failed"):
         list(stream)
     eventually(lambda: state_of(service, 1) == "failed", timeout_s=NOTICE_S)

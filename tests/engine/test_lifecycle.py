@@ -357,7 +357,7 @@ def test_a_detached_service_outlives_its_creator(nothing_stays, checkpoint):
     assert len(groups_alive()) == 1
     assert named_actors("kept")
     service.shutdown()
-    assert not named_actors("kept")
+    eventually(lambda: not named_actors("kept"))
 
 
 def own_job():

@@ -88,10 +88,14 @@ def test_prometheus_finds_the_engines_figures(service):
         found = [one for one in lines if one.startswith(f"ray_torchrl_vllm_sync_{metric}{{")]
         return [float(one.rpartition(" ")[2]) for one in found if f'"{service.name}"' in one]
 
+    def counted():
+        reports = service.replicas.call_replicas("report").values()
+        return sum(one.counters.num_generated_tokens for one in reports)
+
+    before = counted()
     service.generate(["Hello"] * 4, PARAMS)
     with service.export_metrics(interval_s=0.5):
-        eventually(lambda: sum(scraped("replica_generated_tokens_total")) >= 32, timeout_s=60)
-        counted = sum(one.counters.num_generated_tokens for one in service.status().replicas)
-        eventually(lambda: sum(scraped("replica_generated_tokens_total")) == counted)
-        assert scraped("weight_version") == [service.weight_version]
-        assert len(scraped("replica_kv_cache_usage")) == 2
+        eventually(lambda: sum(scraped("replica_generated_tokens_total")) == counted())
+        assert counted() >= before + 32
+        eventually(lambda: scraped("weight_version") == [service.weight_version])
+        eventually(lambda: len(scraped("replica_kv_cache_usage")) == 2)

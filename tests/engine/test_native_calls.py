@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from tests.engine.checks import SEQUENCES, TOLERANCE, assert_holds, distance, perturbed
+from tests.engine.requests import slowed
 from tests.engine.salts import freeze_salt, thaw_salt
 from torchrl_vllm_sync import as_weight_source
 from torchrl_vllm_sync.errors import (
@@ -192,19 +193,20 @@ def test_a_broadcast_push_takes_the_workers_back(service, trainer, model, other_
 def test_requests_in_flight_outlive_an_update_that_nobody_paused_for(service, trainer, model):
     trainer.meet()
     version = service.weight_version + 1
-    thread, results = in_background(
-        lambda: service.generate([{"prompt_token_ids": [7, 8, 9]}] * 4, greedy(200))
-    )
-    wait_for(lambda: sum(service.get_num_unfinished_requests()) == 4)
-    service.start_weight_update()
-    assert service.is_paused()
-    late, answers = in_background(
-        lambda: service.generate(prompt_token_ids=[5, 6], sampling_params=greedy(4))
-    )
-    trainer.send(perturbed(model, seed=70))
-    time.sleep(0.2)
-    assert late.is_alive()  # it waits at the gate
-    service.finish_weight_update(str(version))
+    with slowed(service):
+        thread, results = in_background(
+            lambda: service.generate([{"prompt_token_ids": [7, 8, 9]}] * 4, greedy(200))
+        )
+        wait_for(lambda: sum(service.get_num_unfinished_requests()) == 4)
+        service.start_weight_update()
+        assert service.is_paused()
+        late, answers = in_background(
+            lambda: service.generate(prompt_token_ids=[5, 6], sampling_params=greedy(4))
+        )
+        trainer.send(perturbed(model, seed=70))
+        time.sleep(0.2)
+        assert late.is_alive()  # it waits at the gate
+        service.finish_weight_update(str(version))
     late.join(30)
     thread.join(60)
     assert [len(one.outputs[0].token_ids) for one in results[0]] == [200] * 4
@@ -485,11 +487,12 @@ def test_a_pause_outlives_a_push(service, model):
 
 
 def test_vllms_defaults_end_requests_in_flight(service):
-    thread, results = in_background(
-        lambda: service.generate(prompt_token_ids=[5, 6], sampling_params=greedy(240))
-    )
-    wait_for(lambda: sum(service.get_num_unfinished_requests()) == 1)
-    service.pause_generation()
+    with slowed(service):
+        thread, results = in_background(
+            lambda: service.generate(prompt_token_ids=[5, 6], sampling_params=greedy(240))
+        )
+        wait_for(lambda: sum(service.get_num_unfinished_requests()) == 1)
+        service.pause_generation()
     thread.join(30)
     service.resume_generation()
     (completion,) = results[0].outputs

@@ -11,7 +11,7 @@ import ray
 from vllm import SamplingParams
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
-from tests.engine.requests import eventually, slowed
+from tests.engine.requests import eventually, num_running, slowed
 from torchrl_vllm_sync import MemmapTransport, ReplicaState, SnapshotWriter
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
@@ -142,7 +142,7 @@ def test_requests_in_flight_on_a_replica_that_fails_finish_elsewhere(faulty, tra
     generate = ray.remote(num_cpus=0)(lambda service: service.generate(prompts, LONG))
     with slowed(faulty):
         running = generate.remote(faulty)
-        wait_until_running(faulty, 8)
+        eventually(lambda: num_running(faulty) >= 8)
         with pytest.raises(WeightSyncError):
             faulty.push_weights(trained)
     outputs = ray.get(running, timeout=60)
@@ -171,7 +171,7 @@ def test_a_load_that_hangs_runs_into_the_time_limit_and_is_repaired(faulty, trai
     perturbed(trained, seed=8)
     plan(faulty, 1, at=0, touch=str(marker))
     with pytest.raises(WeightSyncError, match=r"replica 1: loading took longer than \d") as caught:
-        faulty.push_weights(trained, timeout_s=3)
+        faulty.push_weights(trained, timeout_s=10)
     assert marker.exists()  # it still hangs
     marker.unlink()
     assert states(faulty) == [SERVING, STALE, SERVING]
@@ -303,7 +303,7 @@ def test_an_actor_that_does_not_answer_is_named_in_time(faulty, trained):
         begin = time.monotonic()
         with pytest.raises(WeightSyncError, match=r"replica 1: no answer within 1[0-9] s"):
             faulty.push_weights(trained, timeout_s=2)
-        assert time.monotonic() - begin < 25
+        assert time.monotonic() - begin < 40  # 17 s on a quiet machine
     finally:
         os.kill(pid, signal.SIGCONT)
     faulty.push_weights(trained)
@@ -340,14 +340,6 @@ def test_an_engine_that_dies_while_loading_is_named_and_the_others_go_on(faulty,
 
 
 # ---------------------------------------------------------------- helpers
-
-
-def wait_until_running(service, number):
-    """Waits until the engines have ``number`` requests that all have tokens."""
-    deadline = time.monotonic() + 60
-    while sum(report.num_running or 0 for report in reports(service)) < number:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def wait_until_admitted(service):

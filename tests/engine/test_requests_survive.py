@@ -197,9 +197,10 @@ def test_without_any_replica_each_call_says_so_and_shutdown_is_clean(doomed):
     """Last: it ends the service."""
     pids = [ray.get(doomed.actors[2].describe.remote()).pid]
     pids.append(engine_core_pid(doomed.actors[2]))
-    stream = doomed.generate([5, 6], endless(), stream=True)
-    next(stream)
-    kill_actor(doomed, 2)()
+    with slowed(doomed):
+        stream = doomed.generate([5, 6], endless(), stream=True)
+        next(stream)
+        kill_actor(doomed, 2)()
     with pytest.raises(ReplicaUnavailableError, match="replica 2 is failed"):
         list(stream)
     with pytest.raises(NoReplicaAvailableError, match="replica 2 is failed"):

@@ -346,7 +346,7 @@ def test_engines_that_refuse_are_heard_of_on_both(service, ranks, whole):
         assert isinstance(second, TrainerRankError), second
         assert second.rank == 0
         assert f"StaleVersionError: version must be at least {version}" in second.reason
-        assert max(first_s, second_s) < 10
+        assert max(first_s, second_s) < 30
     assert_holds(service, whole.model)
     whole.step()
     assert [version + 1] * 2 == [one[0] for one in ranks.all("push")]

@@ -1,6 +1,6 @@
 """What the wrapper stamps on each row, in every layout, and prompts that siblings share."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torchrl.envs.llm.chat import ChatEnv
 from torchrl.envs.transforms import PolicyAgeFilter
 
 from tests.engine.checks import TOLERANCE, perturbed
-from tests.engine.requests import eventually
+from tests.engine.requests import eventually, num_running, slowed
 from tests.engine.test_torchrl_faces import TOKENIZER, asked, flat, policy_of
 from torchrl_vllm_sync import vLLMWrapper
 from torchrl_vllm_sync.rl import keys
@@ -32,15 +32,13 @@ def lists_are_stacks():
         yield
 
 
-def generate_and_push(service, policy, data, weights):
+def generate_and_push(service, policy, data, weights, num_rows=ROWS):
     """Pushes while the policy generates, once its rows have tokens."""
-    result = []
-    thread = threading.Thread(target=lambda: result.append(policy(data)))
-    thread.start()
-    eventually(lambda: sum(service.get_num_unfinished_requests()) >= ROWS)
-    service.push_weights(weights)
-    thread.join(120)
-    return result[0]
+    with ThreadPoolExecutor(1) as pool, slowed(service, step_s=0.02):
+        result = pool.submit(policy, data)
+        eventually(lambda: num_running(service) >= num_rows)
+        service.push_weights(weights)
+    return result.result()
 
 
 def rows_of(tensordict):
@@ -68,9 +66,10 @@ def test_each_token_carries_its_version(service, model, mode, pad_output, num_sa
         sampling=sampling,
     )
     data = asked(mode, (ROWS,))
-    out = generate_and_push(service, policy, data, perturbed(model, seed=12))
+    num_rows = ROWS * (num_samples or 1)
+    out = generate_and_push(service, policy, data, perturbed(model, seed=12), num_rows)
     rows = rows_of(out)
-    assert len(rows) == ROWS * (num_samples or 1)
+    assert len(rows) == num_rows
     assert out[keys.POLICY_VERSION].shape == out.shape
     assert out[keys.MAX_POLICY_VERSION].dtype == torch.int64
     switched = 0

@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 from tests.engine.checks import TOLERANCE, assert_labelled
 from tests.engine.faults import engine_core_pid
-from tests.engine.requests import eventually, is_idle, sampling, token_ids
+from tests.engine.requests import eventually, is_idle, sampling, slowed, token_ids
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import RequestLostError
 from torchrl_vllm_sync.service.requests import _reserver
@@ -32,7 +32,8 @@ def doomed(hurt):
     for actor in hurt.actors:
         ray.get(actor.__ray_call__.remote(listen))
     hurt.create_load_balancer("round-robin")
-    yield hurt
+    with slowed(hurt, 0.01):  # whoever is hit has tokens left to send
+        yield hurt
     hurt.replicas.call_replicas("__ray_call__", fall_silent)
 
 

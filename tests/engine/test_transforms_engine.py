@@ -16,6 +16,7 @@ from torchrl.envs.llm.chat import ChatEnv
 from torchrl.modules.llm.policies import ChatHistory
 
 from tests.engine.checks import perturbed
+from tests.engine.requests import eventually, num_running, slowed
 from tests.engine.test_torchrl_faces import TOKENIZER, asked, make_env, policy_of
 from torchrl_vllm_sync import (
     GenerationStatistics,
@@ -128,13 +129,12 @@ def test_rows_age_with_each_push(service, model, padded):
 @LAYOUTS
 def test_rows_that_live_through_a_push_are_as_old_as_their_first_token(service, model, padded):
     before = service.weight_version
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, slowed(service, step_s=0.02):
         sampling = pool.submit(sampled, service, padded=padded, sampling={"max_tokens": 200})
-        while not service.load.snapshots()[0].in_flight:
-            assert not sampling.done()
+        eventually(lambda: num_running(service) == 4)
         for seed in range(3):
             service.push_weights(perturbed(model, seed=seed))
-        rows = sampling.result(120)
+    rows = sampling.result()
     statistics = GenerationStatistics()
     spans = statistics(rows)["statistics", "staleness_span"]
     assert (spans > 0).any()

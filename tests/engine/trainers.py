@@ -36,12 +36,13 @@ class Breaking(MappingSource):
             yield item
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, max_concurrency=2)
 class Rival:
     """A trainer in a process of its own that pushes whenever no other does."""
 
     def __init__(self, service_name, checkpoint, transport):
         self._checkpoint, self._service = checkpoint, attach(service_name)
+        self._refusals = []
         self._service.use_transport(
             {"broadcast": broadcast, "memmap": MemmapTransport}[transport]()
         )
@@ -55,7 +56,7 @@ class Rival:
         Returns the version of each seed, and of each refusal the seconds it took and the pid it
         named.
         """
-        versions, refusals = {}, []
+        versions = {}
         for seed in seeds:
             model = perturbed(load_tiny_model(self._checkpoint), seed=seed)
             while seed not in versions:
@@ -63,9 +64,13 @@ class Rival:
                 try:
                     versions[seed] = self._service.push_weights(model).version
                 except PushUnderWayError as error:
-                    refusals.append((time.monotonic() - begin, error.pid))
+                    self._refusals.append((time.monotonic() - begin, error.pid))
                     time.sleep(0.02)
-        return versions, refusals
+        return versions, self._refusals
+
+    def num_refused(self):
+        """How often it was refused so far; other calls may be under way."""
+        return len(self._refusals)
 
 
 @ray.remote(num_cpus=0)

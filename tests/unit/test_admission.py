@@ -295,7 +295,7 @@ async def test_one_that_the_engine_does_not_take_up_ends_in_time_and_keeps_no_re
         await add(engine_id, *args, **kwargs)
 
     engine.add_request = hanging
-    hangs, later = request("hangs", prompt=prompt, timeout_s=0.2), request("later", timeout_s=0.2)
+    hangs, later = request("hangs", prompt=prompt, timeout_s=1.0), request("later", timeout_s=1.0)
     task = started(answers, request("first"), hangs, later)
     await inside()
     engine.put("first~1")

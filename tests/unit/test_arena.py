@@ -117,9 +117,14 @@ def test_memory_of_another_size_is_refused():
         new_memory(300_000, CPU, memory.export())
 
 
+def descriptors():
+    """What this process has open."""
+    return {*os.listdir("/proc/self/fd")}
+
+
 def test_descriptors_are_handed_over_and_closed(tmp_path):
     memory, door = new_memory(1000, CPU), Handover()
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = descriptors()
     giving = threading.Thread(
         target=hand_over, args=(door.path, {"rank": 3}, memory.export(), 10.0)
     )
@@ -128,7 +133,7 @@ def test_descriptors_are_handed_over_and_closed(tmp_path):
     giving.join()
     assert said == {"rank": 3}
     new_memory(1000, CPU, [descriptor]).close()
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert descriptors() <= open_before  # garbage of other tests may close some
     assert os.stat(os.path.dirname(door.path)).st_mode & 0o077 == 0
     door.close()
     assert not os.path.exists(os.path.dirname(door.path))

@@ -230,6 +230,22 @@ def test_report_asked_for_before_a_mark_does_not_undo_it():
     assert snapshot_of(tracker, "0").num_unfinished == 4
 
 
+def test_report_asked_for_before_the_last_one_is_dropped():
+    clock = Clock()
+    tracker = LoadTracker(["0"], state=SERVING, clock=clock)
+    asked_at = clock()
+    tracker.set_floor("0", 5)
+    clock.now += 1
+    tracker.observe(report(weight_version=5, num_unfinished=1), asked_at=clock())
+    late = report(state=ReplicaState.STALE, weight_version=4, num_unfinished=9)
+    tracker.observe(late, asked_at=asked_at)  # from before the push that the first is from after
+    known = snapshot_of(tracker, "0")
+    assert (known.state, known.weight_version, known.num_unfinished) == (SERVING, 5, 1)
+    tracker.renew("0", ReplicaState.STARTING)
+    tracker.observe(late, asked_at=clock())
+    assert snapshot_of(tracker, "0").state is ReplicaState.STALE
+
+
 def test_membership_changes_keep_order_and_late_releases():
     tracker = LoadTracker(["a", "b"], state=SERVING)
     tracker.reserve("a")

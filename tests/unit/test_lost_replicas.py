@@ -224,7 +224,8 @@ async def test_a_late_answer_of_a_replica_that_was_given_up_is_dropped():
     assert rig.load.total_in_flight == 0
 
 
-async def test_what_a_failed_replica_had_sent_still_counts():
+async def test_what_a_failed_replica_had_sent_still_counts(monkeypatch):
+    monkeypatch.setattr(dispatch, "LINGER_S", 10.0)  # it comes at once
     arrived = asyncio.Event()
     dying, other = FakeActor("a", 10**6), FakeActor("b")
     batch = dying._run_batch

@@ -398,7 +398,8 @@ class ByGroup(CannedService):
     def __init__(self, *shut):
         super().__init__()
         self.gates = [Future() for _ in range(20)]
-        self.sent, self.answered, self.cancelled = [], threading.Semaphore(0), []
+        self.sent, self.cancelled = [], []
+        self.begun, self.answered = threading.Semaphore(0), threading.Semaphore(0)
         for at, gate in enumerate(self.gates):
             if at not in shut:
                 gate.set_result(None)
@@ -410,6 +411,7 @@ class ByGroup(CannedService):
         assert len({*map(tuple, prompt_token_ids)}) == 1
         at = number(TOKENIZER.decode(prompt_token_ids[0]))
         self.sent.append(at)
+        self.begun.release()
         try:
             await asyncio.wrap_future(self.gates[at])
         except asyncio.CancelledError:
@@ -452,6 +454,7 @@ def test_groups_that_end_first_are_handed_on_first():
     rolled = by_group(service, total_dialog_turns=16)
     batches = iter(rolled)
     assert groups(next(batches)) == [1, 2]
+    assert all(service.begun.acquire(timeout=20) for _ in range(4))
     assert service.sent == [0, 1, 2, 3]
     service.gates[3].set_result(None)
     second = groups(next(batches))
@@ -530,6 +533,7 @@ def test_groups_on_their_way_are_cancelled_at_the_end():
     service = ByGroup(0, 3)
     rolled = by_group(service)
     next(iter(rolled))
+    assert all(service.begun.acquire(timeout=20) for _ in range(4))
     ends = [*rolled._groups]
     rolled.shutdown()
     assert all(service.answered.acquire(timeout=20) for _ in range(4))

@@ -72,20 +72,34 @@ CONFIGS = {
 
 # ---------------------------------------------------------------- processes
 
+BEGAN_AT = [0.0]
+
+
+def together():
+    """Waits until all ranks have been here: time limits are for pushes, and times count from now.
+
+    Not by a collective, as some tests leave the process group out of step.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    if store.add("there", 1) == dist.get_world_size():
+        store.set("all there", "")
+    store.wait(["all there"], timedelta(seconds=30))
+    BEGAN_AT[0] = time.monotonic()
+
 
 def child(pipe, scenario, rank, world_size, port, kwargs):
     """Runs ``scenario`` as one rank, and sends its result or the exception it ended with."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    begin = time.monotonic()
+    BEGAN_AT[0] = time.monotonic()
     try:
         result = scenario(rank, **kwargs)
     except Exception as error:  # noqa: BLE001  whatever it is, it is the result
         traceback.print_exc()
         result = error
     finally:
-        pipe.send((result, time.monotonic() - begin))
+        pipe.send((result, time.monotonic() - BEGAN_AT[0]))
         with contextlib.suppress(RuntimeError):  # a peer may be gone
             dist.destroy_process_group()
 
@@ -149,6 +163,7 @@ def models(kind, *, wrap="layers"):
             fully_shard(projection, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     ignored = {sharded.model.norm.weight} if wrap == "mixed" else set()
     fully_shard(sharded, mesh=mesh, ignored_params=ignored)
+    together()
     return whole, sharded
 
 
@@ -449,10 +464,11 @@ def stay_away(rank):
     """Rank 1 takes no part, and then joins the next push."""
     whole, sharded = models("tied")
     if rank:
-        time.sleep(2.0)
+        dist.barrier()
         return push(as_weight_source(sharded), None)
     with pytest.raises(TrainerRankError, match=r"trainer rank 1: was not ready within 0\.5 s"):
         push(ShardedModuleSource(sharded, timeout_s=0.5), read)
+    dist.barrier()
     return push(as_weight_source(sharded), lambda source: compare(read(source), whole) or "found")
 
 

@@ -84,7 +84,7 @@ class LoadSnapshot:
             are ``num_unfinished`` (samples inside the engine, from every process), ``num_running``,
             ``num_waiting``, ``kv_cache_usage`` (share of blocks, 0 to 1), ``weight_version``,
             ``membership_epoch``, ``counters`` and ``last_push``.
-        measured_at: Time of the last report; None before it.
+        measured_at, asked_at: Time of the last report, None before it, and of the question to it.
         num_elsewhere: Samples in its engine beyond those of this process, when the last report
             came; None until reported.
         held_when_measured: ``held_tokens`` at the time of the last report.
@@ -101,6 +101,7 @@ class LoadSnapshot:
     held_tokens: int = 0
     report: EngineReport = _NOT_REPORTED
     measured_at: float | None = None
+    asked_at: float = -math.inf
     num_elsewhere: int | None = None
     held_when_measured: int = 0
     kv_cache_tokens: int | None = None
@@ -400,13 +401,15 @@ class LoadTracker:
         asked_at: float | None = None,
         in_flight_then: int | None = None,
     ) -> None:
-        """Records an engine's report; one of a replica that is not tracked is dropped."""
+        """Records an engine's report; one that was asked for before the last one is dropped."""
         now = self.clock()
+        asked_at = now if asked_at is None else asked_at
         with self.lock:
-            if report.replica_id not in self._snapshots:
+            known = self._snapshots.get(report.replica_id)
+            if known is None or asked_at < known.asked_at:
                 return
             with self._changing(report.replica_id) as known:
-                outdated = asked_at is not None and asked_at < known.marked_at
+                known.asked_at, outdated = asked_at, asked_at < known.marked_at
                 alive = report.state in (ReplicaState.SERVING, ReplicaState.STALE)
                 is_away = known.away_since is not None  # and may be back in any state
                 stays_failed = known.state is ReplicaState.FAILED and not alive and not is_away
