@@ -26,7 +26,7 @@ class Service:
         self.weight_version, self.pushes, self.failures, self.opened = 0, [], 0, []
         self.listeners = []
 
-    def push_weights(self, weights, *, version, transport, timeout_s, clear_cache, mode, strict):
+    def push_weights(self, weights, *, version, transport, mode, **options):
         version = self.weight_version + 1 if version is None else version
         self.weight_version = version
         self.pushes.append((weights, version))
