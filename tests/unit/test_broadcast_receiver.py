@@ -500,9 +500,7 @@ def test_bad_settings_are_refused(options, culprit):
 
 def test_a_trainer_on_another_kind_of_device_is_refused(world, transports):
     here = world("qwen3")
-    with pytest.raises(
-        UnsupportedArgumentError, match="the engines are on cpu and the trainer is on"
-    ):
+    with pytest.raises(UnsupportedArgumentError, match="the engines are on cpu, the trainer is on"):
         here.push(transports(device="cuda:0"), here.checkpoint())
 
 

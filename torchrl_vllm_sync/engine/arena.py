@@ -138,10 +138,3 @@ class WeightArena:
         self._memories.reverse()
         self._numbers.reverse()
         self._live.show(self._memories[0])
-
-    def close(self) -> None:
-        """Gives the memory back: nothing may use the model any more."""
-        self._live.close()
-        self._spare.close()
-        for one in self._memories:
-            one.close()

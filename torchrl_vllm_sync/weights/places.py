@@ -132,3 +132,28 @@ def current_device(kind: str) -> torch.device:
     if kind == "cuda":
         return torch.device(kind, torch.cuda.current_device())
     return torch.device(kind)
+
+
+def sending_device(
+    transport: str,
+    engines: Mapping[str, EngineDescription],
+    source: WeightSource | None,
+    given: torch.device | None,
+) -> torch.device:
+    """Returns the trainer's device, which must be of the engines' kind."""
+    kind, *others = sorted({one.device_type for one in engines.values()})
+    device = given or home_device(source, kind) or torch.device(kind)
+    if others:
+        places = (f"replica {name} is on {one.device_type}" for name, one in engines.items())
+        where = ", ".join(places)
+    elif kind == "cuda" and not torch.cuda.is_available():
+        where = "the engines are on cuda, the trainer is on a host without CUDA"
+    elif device.type != kind:
+        where = f"the engines are on {kind}, the trainer is on {device}"
+    else:
+        is_indexed = kind == "cuda" and device.index is not None
+        return device if is_indexed else current_device(kind)
+    raise UnsupportedArgumentError(
+        f"the {transport} transport needs trainer and engines on one kind of device, and {where}: "
+        "use the memmap transport"
+    )

@@ -22,7 +22,7 @@ from torchrl_vllm_sync.weights.broadcast import buckets
 from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, StreamingPacker
 from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup, Rendezvous
 from torchrl_vllm_sync.weights.metadata import to_json
-from torchrl_vllm_sync.weights.places import current_device, home_device
+from torchrl_vllm_sync.weights.places import home_device, sending_device
 from torchrl_vllm_sync.weights.source import StableSource, views_of
 from torchrl_vllm_sync.weights.transport import GRACE_S, failed, is_lost, raise_exceptions
 
@@ -132,25 +132,10 @@ class BroadcastTransport:
                 return
             self._leave()
         described = members.describe()
-        device = self._device_for(source, {one.device_type for one in described.values()})
+        device = sending_device(self.name, described, source, self._given_device)
         while not self._form(members, described, device):
             pass
         self._announced, self._views, self._packer, self._buffers = None, None, None, []
-
-    def _device_for(self, source: WeightSource | None, engines: set[str]) -> torch.device:
-        if len(engines) > 1:
-            raise UnsupportedArgumentError(
-                f"a broadcast reaches engines of one kind of device, these are on {sorted(engines)}"
-            )
-        (kind,) = engines
-        device = self._given_device or home_device(source, kind) or torch.device(kind)
-        if device.type != kind or (kind == "cuda" and not torch.cuda.is_available()):
-            raise UnsupportedArgumentError(
-                f"the engines are on {kind} and the trainer is on "
-                f"{device if device.type != kind else 'a host without CUDA'}: broadcast needs one "
-                "kind of device on both sides, the memmap transport does not"
-            )
-        return device if device.index is not None else current_device(kind)
 
     def _form(
         self, members: Members, described: Mapping[str, EngineDescription], device: torch.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import uuid
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
+from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy
 from torchrl_vllm_sync.weights.metadata import checked, metadata_digest, to_json
 from torchrl_vllm_sync.weights.p2p.handover import Handover
 from torchrl_vllm_sync.weights.p2p.memory import new_memory, new_range
-from torchrl_vllm_sync.weights.places import current_device, home_device, this_node
+from torchrl_vllm_sync.weights.places import sending_device, this_node
 from torchrl_vllm_sync.weights.source import views_of
 from torchrl_vllm_sync.weights.transport import GRACE_S, failed
 
@@ -33,53 +35,39 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.transport import Members, Push
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedWrite:
-    """A slice of a tensor, by elements of the whole one, and where in the memory it goes."""
-
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    place: int  # first byte
-    target_stride: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class Mapped:
     """A memory of one worker, in this process."""
 
     memory: Memory
     range: Range
-    # By name of a tensor.
-    targets: dict[str, list[tuple[PlannedWrite, torch.Tensor]]]
+    copies: dict[str, list[TensorCopy]]  # by name of the tensor that they take parts of
 
     def close(self) -> None:
-        self.targets = {}
+        self.copies = {}
         self.range.close()
         self.memory.close()
 
 
 @dataclass(slots=True)
 class Worker:
-    """What is known of one worker."""
+    """What one worker says of itself, see ``BroadcastReceiver.plan_writes``, and its memories."""
 
     num_bytes: int
-    writes: dict[str, list[PlannedWrite]]
+    writes: list[list[Any]]
     memories: dict[int, Mapped] = field(default_factory=dict)
 
     def bind(self, number: int, device: torch.device, descriptors: list[int]) -> None:
         memory = new_memory(self.num_bytes, device, descriptors)
         within = new_range(self.num_bytes, device)
         within.show(memory)
-        targets: dict[str, list[tuple[PlannedWrite, torch.Tensor]]] = {}
-        for name, writes in self.writes.items():
-            for one in writes:
-                size = one.dtype.itemsize
-                flat = within.data[: within.data.numel() // size * size].view(one.dtype)
-                target = flat.as_strided(one.shape, one.target_stride, one.place // size)
-                targets.setdefault(name, []).append((one, target))
-        self.memories[number] = Mapped(memory, within, targets)
+        copies: dict[str, list[TensorCopy]] = {}
+        for name, offset, shape, stride, dtype_name, place, target_stride in self.writes:
+            dtype = getattr(torch, dtype_name)
+            flat = within.data[: within.data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            target = flat.as_strided(shape, target_stride, place // dtype.itemsize)
+            copies.setdefault(name, []).append(TensorCopy(name, offset, shape, stride, target))
+        self.memories[number] = Mapped(memory, within, copies)
         while len(self.memories) > 2:  # one that the worker has given up
             self.memories.pop(min(self.memories)).close()
 
@@ -127,7 +115,8 @@ class P2PTransport:
         new = members.incarnations.keys() - self._joined.keys()
         if not new:
             return
-        self._device = _device_for(self._given_device, source, members.describe())
+        _check_node(engines := members.describe())
+        self._device = sending_device(self.name, engines, source, self._given_device)
         self._handover = self._handover or Handover()
 
     def _drop(self, name: str) -> None:
@@ -186,7 +175,7 @@ class P2PTransport:
         answers = calls.answers(limit_s + GRACE_S)
         for name, planned in answers.items():
             if name not in failed(answers):
-                self._workers[name] = [_worker(one) for one in planned]
+                self._workers[name] = [Worker(one["num_bytes"], one["writes"]) for one in planned]
                 self._joined[name] = members.incarnations[name]
         return dict.fromkeys(members.incarnations) | failed(answers)
 
@@ -221,8 +210,8 @@ class P2PTransport:
 
     @torch.no_grad()
     def _write(self, source: WeightSource, numbers: dict[str, Any]) -> None:
-        places = [
-            worker.memories[number].targets
+        mapped = [
+            worker.memories[number].copies
             for name, of in numbers.items()
             for worker, number in zip(self._workers[name], of, strict=True)
         ]
@@ -231,12 +220,10 @@ class P2PTransport:
         for meta, tensor in checked(tensors, metadata):
             _check_place(meta.name, tensor, self._device)
             dense = tensor.detach().contiguous()
-            for targets in places:
-                for write, target in targets.get(meta.name, ()):
-                    begin = dense.storage_offset() + write.offset
-                    target.copy_(
-                        dense.as_strided(write.shape, write.stride, begin), non_blocking=True
-                    )
+            for one in itertools.chain(*(copies.get(meta.name, ()) for copies in mapped)):
+                begin = dense.storage_offset() + one.offset
+                part = dense.as_strided(one.shape, one.stride, begin)
+                one.target.copy_(part, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -252,34 +239,13 @@ class P2PTransport:
         self._forget()
 
 
-def _device_for(
-    given: torch.device | None,
-    source: WeightSource | None,
-    engines: Mapping[str, EngineDescription],
-) -> torch.device:
-    """Returns the trainer's device; refuses engines whose memory it cannot write to."""
+def _check_node(engines: Mapping[str, EngineDescription]) -> None:
+    """Refuses engines whose memory this process cannot reach."""
     need, here = "the p2p transport needs trainer and engines on one host, and", this_node()
     for name, one in engines.items():
         if one.node_id != here:
             where = f"replica {name} is on {one.node_id or 'an unknown one'}, the trainer on {here}"
             raise UnsupportedArgumentError(f"{need} {where}: use the broadcast transport")
-    need = "the p2p transport needs trainer and engines on one kind of device, and"
-    kinds = {one.device_type for one in engines.values()}
-    if len(kinds) > 1:
-        where = ", ".join(
-            f"replica {name} is on {one.device_type}" for name, one in engines.items()
-        )
-        raise UnsupportedArgumentError(f"{need} {where}: use the memmap transport")
-    (kind,) = kinds
-    if kind == "cuda" and not torch.cuda.is_available():
-        where = "the engines are on cuda, the trainer is on a host without CUDA"
-        raise UnsupportedArgumentError(f"{need} {where}: use the memmap transport")
-    device = given or home_device(source, kind) or current_device(kind)
-    if device.type != kind:
-        where = f"the engines are on {kind}, the trainer is on {device}"
-        raise UnsupportedArgumentError(f"{need} {where}: use the memmap transport")
-    is_indexed = kind == "cuda" and device.index is not None
-    return device if is_indexed else current_device(kind)
 
 
 def _check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -290,13 +256,3 @@ def _check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
             f"{name} is on {tensor.device}, but this transport writes from {device}: move the "
             "weights there, or use the memmap transport"
         )
-
-
-def _worker(planned: dict[str, Any]) -> Worker:
-    writes: dict[str, list[PlannedWrite]] = {}
-    for name, offset, shape, stride, dtype, place, target_stride in planned["writes"]:
-        one = PlannedWrite(
-            offset, tuple(shape), tuple(stride), getattr(torch, dtype), place, tuple(target_stride)
-        )
-        writes.setdefault(name, []).append(one)
-    return Worker(planned["num_bytes"], writes)
