@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 from dataclasses import asdict, replace
 
 import pytest
@@ -110,6 +111,27 @@ def test_a_gpu_without_room_is_named(world, transport, monkeypatch):
 
     monkeypatch.setattr(receiver, "WeightArena", refuse)
     assert_refused_untouched(world("qwen3", stage=True), transport, "staged weights need 9.00 GB")
+
+
+@pytest.mark.parametrize("num_pushes", [1, 2, 3])
+def test_whichever_memory_another_trainer_took_the_next_pushes_arrive(transport, num_pushes):
+    client, sources = Client(P2PReplica), itertools.count(1)
+
+    def push():
+        value = next(sources)
+        source = MappingSource({"t0": torch.full((4,), float(value))})
+        assert send(transport, client, source, value).failures == {}
+        assert all((one.values["t0"] == value).all() for one in client.replicas.values())
+
+    for _ in range(num_pushes):  # the memory served is one or the other by now
+        push()
+    for _ in range(3):
+        for replica in client.replicas.values():
+            replica.arena.begin("one that ended half-way")
+        for _ in range(3):
+            push()
+    held = [worker.memories for of in transport._workers.values() for worker in of]
+    assert [len(one) for one in held] == [2] * len(client.replicas)
 
 
 HERE = {"node_id": this_node()}

@@ -55,7 +55,7 @@ class Worker:
 
     num_bytes: int
     writes: list[list[Any]]
-    memories: dict[int, Mapped] = field(default_factory=dict)
+    memories: dict[int, Mapped] = field(default_factory=dict)  # the last used one last
 
     def bind(self, number: int, device: torch.device, descriptors: list[int]) -> None:
         memory = new_memory(self.num_bytes, device, descriptors)
@@ -68,8 +68,12 @@ class Worker:
             target = flat.as_strided(shape, target_stride, place // dtype.itemsize)
             copies.setdefault(name, []).append(TensorCopy(name, offset, shape, stride, target))
         self.memories[number] = Mapped(memory, within, copies)
-        while len(self.memories) > 2:  # one that the worker has given up
-            self.memories.pop(min(self.memories)).close()
+
+    def use(self, number: int) -> None:
+        """Keeps this memory and the one used before, which may be served: the worker has two."""
+        self.memories[number] = self.memories.pop(number)
+        while len(self.memories) > 2:
+            self.memories.pop(next(iter(self.memories))).close()
 
 
 class P2PTransport:
@@ -206,6 +210,9 @@ class P2PTransport:
             expected.remove(one)
             name, rank, number = one
             self._workers[name][rank].bind(number, self._device, descriptors)
+        for name in answers.keys() - failed(answers):
+            for worker, number in zip(self._workers[name], answers[name], strict=True):
+                worker.use(number)
         return answers
 
     @torch.no_grad()
