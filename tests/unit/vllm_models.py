@@ -7,6 +7,7 @@ from unittest.mock import patch
 import torch
 from transformers import (
     Gemma3TextConfig,
+    Gemma4TextConfig,
     LlamaConfig,
     MixtralConfig,
     Qwen2Config,
@@ -38,6 +39,11 @@ CONFIGS = {
         "Gemma3ForCausalLM",
         Gemma3TextConfig,
         {"tie_word_embeddings": True, "query_pre_attn_scalar": 8},
+    ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        Gemma4TextConfig,
+        {"tie_word_embeddings": True, "hidden_size_per_layer_input": 0, "num_hidden_layers": 6},
     ),
     "mixtral": ("MixtralForCausalLM", MixtralConfig, {"num_local_experts": 4}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", Qwen3MoeConfig, EXPERTS),
