@@ -20,6 +20,8 @@ SRC ?=
 CELLS ?= *
 CHAOS_ARGS ?=
 KILLS_ARGS ?=
+CURVE_ARGS ?=
+FLAT_ARGS ?=
 UPSTREAM_FILES ?= test_wrapper.py test_vllm.py test_llm_updaters.py test_llm_collectors.py
 UPSTREAM_ARGS ?=
 ADDRESS ?=
@@ -33,7 +35,7 @@ ENGINE_TESTS := tests/engine tests/ray tests/chaos tests/gpu
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 REPORTS := $(sort $(wildcard benchmarks/*_report.py))
 
-.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos kills soak lint format bench-smoke bench-table sync-table routing-table pictures tutorial-smoke tutorial-pages docs upstream-tests public-api lock dist extras clean
+.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos chaos-curve kills soak lint format bench-smoke bench-table sync-table routing-table pictures tutorial-smoke tutorial-pages docs upstream-tests public-api lock dist extras clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -78,14 +80,20 @@ test-unit: $(STAMP)
 chaos: $(STAMP)  ## Kill and stop every process at every point of a push, and print the matrix
 	$(BIN)/python -m tests.chaos.matrix --cells "$(CELLS)" $(CHAOS_ARGS)
 
+# CURVE_ARGS="--steps 80 --seed 7" runs another one. The record and its picture are in benchmarks/results.
+chaos-curve: $(STAMP)  ## Train with and without kills, compare every bit, and draw both curves
+	$(BIN)/python -m benchmarks.kill_in_run $(CURVE_ARGS)
+	$(BIN)/python -m benchmarks.kill_in_run_report
+
 # Some ten minutes a layout on two free cores; KILLS_ARGS="--kills 200 --reads 5000 --seed 7" is
 # shorter, and --record keeps what was found in benchmarks/results.
 kills: $(STAMP)  ## Kill, stop and replace 2,000 writers and readers of snapshots, in 50,000 reads
 	$(BIN)/python -m tests.unit.test_torn_reads slots versions --kills 2000 --reads 50000 $(KILLS_ARGS)
 
-# SOAK_ARGS="--requests 20000 --events 40 --seed 7" runs another one.
-soak: $(STAMP)  ## Run 10,000 requests while replicas are killed, join, leave and get new weights
+# SOAK_ARGS="--requests 20000 --events 40 --seed 7" runs another one, FLAT_ARGS="--pushes 50" a shorter second part.
+soak: $(STAMP)  ## Run 10,000 requests while replicas are killed, join and leave; then push 1,500 times
 	$(BIN)/python -m tests.soak.soak $(SOAK_ARGS)
+	$(BIN)/python -m tests.soak.flat $(FLAT_ARGS)
 
 # A few minutes and another seed each time; make test runs the same properties on fixed examples.
 fuzz: $(STAMP)  ## Search longer for damage and prompts that get past the checks

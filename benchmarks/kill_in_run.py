@@ -1,19 +1,21 @@
-"""A replica is killed in the middle of training: reward, version and rows go on.
+"""Replicas are killed at random moments of a training run, and what it computes stays the same.
 
-Two runs of the set-up ``ours`` of ``learning_curves`` with the same seeds, each on two new engines
-of the tiny model: ``undisturbed``, and ``killed``, where the engine process of one replica gets
-SIGKILL in step ``--kill-at``, from another thread, when the service has said for ``STRIKE_AFTER_S``
-that rows are in flight there. Nobody helps: the other replica gets its rows, and the service
-restarts it.
+Two runs of the set-up ``ours`` of ``learning_curves`` from the same weights, on two engines of the
+tiny model: ``undisturbed``, and ``killed``, where the actor or the engine core of a replica gets
+SIGKILL while rows are in flight there, again and again when all replicas have served for a while.
+Nobody helps: the other replica gets the rows, and the service restarts the lost one.
 
-Each series has the seconds of its samples (``at_s``), from the beginning of the first step: reward,
-version and number of rows of each step, and the number of replicas that serve, at each change.
-Rows that were begun again are those that the killed replica got in that step and did not answer:
-a collector does not stream, so their first tokens are lost and sampled anew. A run ends after
-``--seconds``, or later, when all replicas have served again for a while.
+Each row has a seed of its own, and engines compute it alike whoever answers: one row at a time,
+without a prefix cache. So tokens, log-probabilities, versions, rewards, advantages and losses of
+both runs are compared to the last bit, and the benchmark fails at the first that differs. A third
+run, ``ordinary``, with kills, has neither seeds nor such engines.
 
-``python -m benchmarks.kill_in_run`` takes some minutes on two cores; ``--smoke`` only kills, and
-ends when the replica is back. ``benchmarks.kill_in_run_report`` draws the records.
+Each series has the seconds of its samples (``at_s``), from the beginning of the first step: reward
+and loss of each step; the number of replicas that serve, at each change; and for each kill how many
+rows were begun again, since a collector does not stream.
+
+``python -m benchmarks.kill_in_run`` takes some minutes on two cores; ``--smoke`` takes a few steps.
+``benchmarks.kill_in_run_report`` draws the records.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import random  # noqa: TID251  seeded below
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,33 +44,65 @@ import torch
 from tensordict import set_list_to_stack
 
 from benchmarks.grpo_systems import Case, options_of
-from benchmarks.learning_curves import OverService
+from benchmarks.learning_curves import SAMPLING, OverService
 from benchmarks.record import Recorder
 from torchrl_vllm_sync import AsyncVLLM, ReplicaState
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
-SYSTEMS = ("undisturbed", "killed")
-BEGUN_AGAIN = "rows begun again on the other replica"
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SYSTEMS = ("undisturbed", "killed", "ordinary")
+KILLS = "rows begun again"
 NUM_REPLICAS, LIMIT_S = 2, 300.0
-CASE = Case("tiny", rows=32, tokens=64, minibatch=32, group=8)
-TRAINING = {"case": CASE, "dataset": "low-ids", "held_out": 0, "seed": 0, "lr": 1e-3}
-STRIKE_AFTER_S, POLL_S = 0.1, 0.002
-Series = dict[tuple[str, str], list[tuple[float, float]]]
+CASE = Case("tiny", rows=32, tokens=32, minibatch=32, group=8)
+TRAINING = {"case": CASE, "dataset": "low-ids", "held_out": 0, "lr": 1e-3}
+# A row is computed alike by every replica, whatever else it computes.
+ALIKE = {"max_num_seqs": 1, "enable_prefix_caching": False}
+# At the moment of a kill so many rows at least are with the replica: the last one takes a while.
+LEAST_ROWS = 2
+PAUSE_S, POLL_S = 5.0, 0.002
+# Entries of a batch, as it is trained on.
+COMPARED = {
+    "tokens": ("tokens", "full"),
+    "log-probabilities": ("log_probs", "response"),
+    "versions": ("policy_versions", "response"),
+    "reward": ("next", "reward"),
+    "advantage": "advantage",
+}
+Series = dict[tuple[str, str], list[tuple[float, ...]]]
+Batch = dict[str, torch.Tensor]
 
 
-class Answers(OverService):
-    """The set-up, with the rows that each replica answered in this step, and their versions."""
+class Compared(OverService):
+    """The set-up, which keeps what it has trained on; a seed for each row."""
 
-    def step(self) -> float:
-        self.rows, self.versions = Counter[str](), set[int]()
-        return super().step()
+    def __init__(self, arguments: argparse.Namespace, service: Any, *, seeded: bool) -> None:
+        self.sampling = SAMPLING | ({"seed": arguments.seed} if seeded else {})
+        super().__init__("ours", arguments, service)
+        self.batches, self._began_at = list[Batch](), service.weight_version
+        self._loss, self.system.loss = self.system.loss, self._noted
 
-    def counted(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().counted(*args, **kwargs)
-        for of in outputs:
-            self.rows[of.replica_id] += len(of.outputs)
-            self.versions |= {of.min_version, of.max_version}
-        return outputs
+    def _noted(self, rows: Any) -> Any:
+        loss = self._loss(rows)
+        batch = {name: rows[key].detach().clone() for name, key in COMPARED.items()}
+        batch["versions"] -= self._began_at * (batch["versions"] >= 0)  # not of padding
+        self.batches.append(batch | {"loss": loss.detach()[None]})
+        return loss
+
+
+def differences(one: list[Batch], other: list[Batch]) -> Iterator[str]:
+    """Says where what two runs have trained on differs in any bit, in their order."""
+    if len(one) != len(other):
+        yield f"{len(one)} batches and {len(other)}"
+    for at, (mine, its) in enumerate(zip(one, other, strict=False)):
+        for name, values in mine.items():
+            if values.shape != its[name].shape:
+                yield f"batch {at}: {name} of {[*values.shape]} and of {[*its[name].shape]}"
+                continue
+            for row, (a, b) in enumerate(zip(values.numpy(), its[name].numpy(), strict=True)):
+                if a.tobytes() != b.tobytes():
+                    yield f"batch {at}: {name} of row {row}"
 
 
 def own_children(_: object) -> list[Any]:
@@ -74,102 +110,145 @@ def own_children(_: object) -> list[Any]:
     return [one.pid for one in multiprocessing.active_children()]
 
 
-def strike(service: Any, pid: int, deadline: float) -> tuple[float, int]:
-    """Kills the last replica's engine at work; returns when, and how many rows it had got."""
-    while time.monotonic() < deadline:
-        if held := service.status().replicas[-1].in_flight:
-            time.sleep(STRIKE_AFTER_S)
-            if service.status().replicas[-1].in_flight:
-                os.kill(pid, signal.SIGKILL)
-                return time.monotonic(), held
-        time.sleep(POLL_S)
-    raise TimeoutError("the last replica was never seen with rows in flight")
+def num_serving(service: Any) -> int:
+    states = [one.state for one in service.load.snapshots()]
+    return sum(one in (ReplicaState.SERVING, ReplicaState.UPDATING) for one in states)
 
 
-def train(setup: Any, service: Any, *, seconds: float, kill_at: int | None) -> Series:
-    """Trains until all replicas serve at the end; returns times and samples by metric and unit."""
-    (pid,) = ray.get(service.actors[-1].__ray_call__.remote(own_children), timeout=60)
+class Killer:
+    """Sends SIGKILL to a replica's actor or engine core, whenever all have served for a while.
+
+    Attributes:
+        kills: Of each kill ``time.monotonic()``, the number of rows that were begun again, and
+            which process it was.
+    """
+
+    def __init__(self, service: Any, seed: int, pause_s: float) -> None:
+        self._service, self._random, self._pause_s = service, random.Random(seed), pause_s
+        self.kills = list[tuple[float, int, str]]()
+
+    def run(self, ended: threading.Event) -> None:
+        """Kills at random moments until told to end."""
+        while not ended.wait(self._random.uniform(0, self._pause_s) + POLL_S):
+            if num_serving(self._service) == self._service.num_replicas:
+                self._strike(ended)
+
+    def _strike(self, ended: threading.Event) -> None:
+        """Waits until a replica has rows, kills it, and waits until others have them."""
+        victim = self._random.choice([*self._service.replicas])
+        (core,) = ray.get(victim.actor.__ray_call__.remote(own_children), timeout=60)
+        described: Any = ray.get(victim.actor.describe.remote(), timeout=60)
+        word, pid = self._random.choice([("actor", described.pid), ("engine core", core)])
+        held, counts = self._service.load.in_flight, self._service.requests.counts
+        while held(victim.replica_id) < LEAST_ROWS:
+            if ended.wait(POLL_S):
+                return
+        before, deadline = counts.totals()["retried"], time.monotonic() + LIMIT_S
+        os.kill(pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        while (again := counts.totals()["retried"] - before) == 0 or held(victim.replica_id):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rows of replica {victim.replica_id}, killed by its {word}")
+            time.sleep(POLL_S)
+        self.kills.append((killed_at, again, word))
+
+
+def train(setup: Any, service: Any, *, steps: int, killer: Killer | None = None) -> Series:
+    """Trains for so many steps; returns times and samples by metric and unit."""
     begin = time.monotonic()
     found: Series = defaultdict(list)
-    serving = found["replicas serving", "replicas"]
+    serving, ended = found["replicas serving", "replicas"], threading.Event()
 
     def note() -> None:
-        states = [one.state for one in service.load.snapshots()]
-        number = sum(one in (ReplicaState.SERVING, ReplicaState.UPDATING) for one in states)
+        number = num_serving(service)
         if not serving or serving[-1][1] != number:
             serving.append((time.monotonic() - begin, number))
 
-    steps, now = 0, 0.0
     with ThreadPoolExecutor(1) as pool, service.load.watched(note):
         note()
-        while (
-            steps <= (kill_at or 0)
-            or serving[-1][1] < NUM_REPLICAS
-            or now < max(seconds, serving[-1][0] + seconds / 8)
-        ):
-            if now > LIMIT_S:
-                raise TimeoutError(f"{serving[-1][1]} replicas serve after {LIMIT_S:g} s")
-            steps += 1
-            struck = None
-            if steps == kill_at:
-                struck = pool.submit(strike, service, pid, begin + LIMIT_S)
-            setup.step()
-            now = time.monotonic() - begin
-            (version,) = setup.versions
-            found["reward", "reward"].append((now, setup.sampled()[0]))
-            found["version", "version"].append((now, version))
-            found["rows", "rows"].append((now, setup.rows.total()))
-            if struck is not None:
-                killed_at, held = struck.result(timeout=LIMIT_S)
-                lost = held - setup.rows[service.status().replicas[-1].replica_id]
-                found[BEGUN_AGAIN, "rows"].append((killed_at - begin, lost))
+        killing = None if killer is None else pool.submit(killer.run, ended)
+        try:
+            for _ in range(steps):
+                setup.step()
+                now = time.monotonic() - begin
+                found["reward", "reward"].append((now, setup.sampled()[0]))
+                found["loss", "loss"].append((now, setup.batches[-1]["loss"].item()))
+        finally:
+            ended.set()
+    if killing is not None and killer is not None:
+        killing.result()
+        if not killer.kills:
+            raise RuntimeError(f"nothing was killed in {steps} steps")
+        found[KILLS, "rows"] = [(at - begin, again) for at, again, _ in killer.kills]
     return found
 
 
-def run(arguments: argparse.Namespace, kill_at: int | None) -> Series:
-    """Launches engines, and trains on them."""
+def launch(checkpoint: Path, seed: int, **options: Any) -> AsyncVLLM:
+    """Engines of the tiny model, which are restarted as often as they are killed."""
+    return AsyncVLLM.from_pretrained(
+        str(checkpoint),
+        num_replicas=NUM_REPLICAS,
+        num_cpus_per_replica=0,
+        max_restarts=1000,
+        verbose=False,
+        seed=seed,
+        **options_of(True, CASE.rows) | options,
+    )
+
+
+def run(
+    service: AsyncVLLM, arguments: argparse.Namespace, *, seeded: bool, killed: bool
+) -> tuple[Series, list[Batch]]:
+    """Trains from the beginning; returns the series, and what was trained on."""
     torch.manual_seed(arguments.seed)
-    with contextlib.ExitStack() as cleanup:
-        service = AsyncVLLM.from_pretrained(
-            str(arguments.checkpoint),
-            num_replicas=NUM_REPLICAS,
-            num_cpus_per_replica=0,
-            verbose=False,
-            seed=arguments.seed,
-            **options_of(True, CASE.rows),
-        )
-        cleanup.enter_context(service)
-        setup = cleanup.enter_context(contextlib.closing(Answers("ours", arguments, service)))
-        return train(setup, service, seconds=arguments.seconds, kill_at=kill_at)
+    killer = Killer(service, arguments.seed, arguments.pause_s) if killed else None
+    with contextlib.closing(Compared(arguments, service, seeded=seeded)) as setup:
+        found = train(setup, service, steps=arguments.steps, killer=killer)
+        return found, setup.batches
 
 
 def main(argv: list[str] | None = None) -> Path:
     """Runs the benchmark and returns the path of its record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="no longer than the restart takes")
-    parser.add_argument("--seconds", type=float, default=110, help="of a run, at least")
-    parser.add_argument("--kill-at", type=int, default=20, help="step")
+    parser.add_argument("--smoke", action="store_true", help="two steps, and no ordinary run")
+    parser.add_argument("--steps", type=int, default=40, help="of a run")
+    parser.add_argument("--pause-s", type=float, default=5, help="at most, from all serve to kill")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="directory of the record")
     arguments = parser.parse_args(argv)
     vars(arguments).update(TRAINING)
     if arguments.smoke:
-        arguments.seconds, arguments.kill_at = 2, 2
+        arguments.steps, arguments.pause_s = 2, 0
     recorder = Recorder("kill_in_run")
     recorder.check(smoke=arguments.smoke)
     set_list_to_stack(True).set()
+    batches: dict[str, list[Batch]] = {}
+
+    def keep(service: AsyncVLLM, system: str) -> None:
+        how = {"seeded": system != "ordinary", "killed": system != "undisturbed"}
+        found, batches[system] = run(service, arguments, **how)
+        for (metric, unit), points in found.items():
+            at_s, samples = zip(*points, strict=True)
+            what: Any = {"case": arguments.dataset, "system": system, "metric": metric}
+            recorder.add(**what, unit=unit, samples=samples, at_s=at_s)
+            print(f"{system}: {len(points)} of {metric}, {samples[0]:g} to {samples[-1]:g}")
+
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as cleanup:
         arguments.checkpoint = make_tiny_checkpoint(folder, seed=arguments.seed, diverse=False)
         ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
         cleanup.callback(ray.shutdown)
-        for system in SYSTEMS[1:] if arguments.smoke else SYSTEMS:
-            found = run(arguments, arguments.kill_at if system == "killed" else None)
-            for (metric, unit), points in found.items():
-                at_s, samples = zip(*points, strict=True)
-                what: Any = {"case": arguments.dataset, "system": system, "metric": metric}
-                recorder.add(**what, unit=unit, samples=samples, at_s=at_s)
-                print(f"{system}: {metric} {samples[0]:g} to {samples[-1]:g}", flush=True)
+        with launch(arguments.checkpoint, arguments.seed, **ALIKE) as service:
+            for system in SYSTEMS[:2]:
+                keep(service, system)
+        if not arguments.smoke:
+            with launch(arguments.checkpoint, arguments.seed) as service:
+                keep(service, SYSTEMS[2])
+    if found := [*differences(batches["undisturbed"], batches["killed"])]:
+        raise RuntimeError(f"{len(found)} differences, the first in {found[0]}")
+    rows = arguments.steps * CASE.rows
+    recorder.notes.append(f"{rows} rows and {arguments.steps} losses are equal to the last bit")
     path = recorder.write(smoke=arguments.smoke, directory=arguments.out)
-    print(path)
+    print(recorder.notes[-1], path, sep="\n")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Reward and serving replicas of a run in which one is killed, as a picture beside its record.
+"""Reward and loss of runs with and without kills, as a picture beside their record.
 
 ``python -m benchmarks.kill_in_run_report`` draws one PNG for each record of ``kill_in_run`` in
 ``benchmarks/results``.
@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LINES = {
-    "undisturbed": ("undisturbed", "tab:gray"),
-    "killed": ("a replica is killed", "tab:blue"),
+    "undisturbed": {"label": "undisturbed", "color": "tab:gray", "linewidth": 4, "alpha": 0.4},
+    "killed": {"label": "replicas are killed", "color": "tab:blue", "linewidth": 1.2},
+    "ordinary": {"label": "killed, without seeds", "color": "tab:orange", "linewidth": 0.8},
 }
 Points = tuple[list[float], list[float]]
 
@@ -27,54 +29,49 @@ def series(run: dict[str, Any]) -> dict[tuple[str, str], Points]:
     return {(one["system"], one["metric"]): (one["at_s"], one["samples"]) for one in run["records"]}
 
 
-def returned_at(serving: Points, killed_at: float) -> float:
-    """When as many replicas served as before the kill, for the first time after fewer did."""
-    whole, is_short = serving[1][0], False
-    for at, number in zip(*serving, strict=True):
-        is_short |= at >= killed_at and number < whole
-        if is_short and number == whole:
-            return at
-    raise ValueError(f"the replica that was killed at {killed_at:g} s did not return")
+def step_of(at: float, ends: list[float]) -> float:
+    """A moment as a number of steps that have ended, and a share of the next."""
+    number = bisect.bisect_left(ends, at)
+    if number == len(ends):
+        return float(number)
+    begin = ends[number - 1] if number else 0.0
+    return number + (at - begin) / (ends[number] - begin)
 
 
 def picture(run: dict[str, Any], path: Path) -> None:
-    """Draws rewards, and below them the number of replicas that serve."""
+    """Draws reward and loss over steps, and below them the number of replicas that serve."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     found = series(run)
-    figure, (above, below) = pyplot.subplots(
-        2, sharex=True, figsize=(7, 3.6), height_ratios=(3, 1), layout="constrained"
+    figure, axes = pyplot.subplots(
+        3, sharex=True, figsize=(7, 4.6), height_ratios=(3, 3, 1), layout="constrained"
     )
-    for system, (label, colour) in LINES.items():
-        above.plot(*found[system, "reward"], color=colour, label=label, linewidth=1.2)
-    serving = found["killed", "replicas serving"]
-    end = found["killed", "reward"][0][-1]
-    below.step(
-        [*serving[0], end], [*serving[1], serving[1][-1]], where="post", color=LINES["killed"][1]
-    )
-    ((killed_at, *_), (lost, *_)) = found["killed", "rows begun again on the other replica"]
-    marks = {
-        killed_at: f" killed, {lost:.0f} rows begun again",
-        returned_at(serving, killed_at): " serves again",
-    }
-    for at, text in marks.items():
-        for axes in (above, below):
-            axes.axvline(at, color="tab:red", linestyle=":", linewidth=1)
-        above.text(
-            at, 0.02, text, color="tab:red", fontsize=8, transform=above.get_xaxis_transform()
-        )
-    for axes in (above, below):
-        axes.grid(alpha=0.2)
-        axes.spines[["top", "right"]].set_visible(False)
-    above.set_ylabel("reward")
-    above.legend(frameon=False, fontsize=8, loc="upper left")
-    below.set_ylabel("replicas\nserving")
-    below.set_ylim(0, 1.2 * max(serving[1]))
-    below.set_xlim(0, 1.1 * end)
-    below.set_xlabel(f"seconds, {run['records'][0]['case']} on {run['hardware']}")
+    for metric, one in zip(("reward", "loss"), axes, strict=False):
+        for system, style in LINES.items():
+            samples = found.get((system, metric), ([], []))[1]
+            one.plot(range(1, 1 + len(samples)), samples, **style)
+        one.set_ylabel(metric)
+    ends = found["killed", "reward"][0]
+    serving, numbers = found["killed", "replicas serving"]
+    at = [*(step_of(one, ends) for one in serving), len(ends)]
+    axes[2].step(at, [*numbers, numbers[-1]], where="post", color=LINES["killed"]["color"])
+    for killed_at, rows in zip(*found["killed", "rows begun again"], strict=True):
+        place = step_of(killed_at, ends)
+        for one in axes:
+            one.axvline(place, color="tab:red", linestyle=":", linewidth=1)
+        where = axes[0].get_xaxis_transform()
+        told = f" {rows:.0f} rows"
+        axes[0].text(place, 0.02, told, color="tab:red", fontsize=7, transform=where)
+    for one in axes:
+        one.grid(alpha=0.2)
+        one.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=8, loc="upper left")
+    axes[2].set_ylabel("replicas\nserving")
+    axes[2].set_ylim(0, 1.2 * max(numbers))
+    axes[2].set_xlabel(f"steps of {run['records'][0]['case']} on {run['hardware']}; red: kills")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

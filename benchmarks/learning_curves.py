@@ -36,7 +36,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -68,6 +68,8 @@ NUM_TRL_STEPS = 2000  # whose problems are made before it begins
 class OverService:
     """A system over this library's service, and a trainer in this process."""
 
+    sampling: ClassVar = SAMPLING
+
     def __init__(self, name: str, arguments: argparse.Namespace, service: AsyncVLLM) -> None:
         case, dataset = arguments.case, arguments.dataset
         learner = Learner(arguments.checkpoint, Clock(), arguments.lr, MAX_NORM)
@@ -81,7 +83,7 @@ class OverService:
             case,
             Task(
                 first_twice(questions, case.rows // case.group),
-                SAMPLING,
+                self.sampling,
                 partial(reward, dataset),
                 transport,
             ),

@@ -24,7 +24,7 @@ from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 
 from tests.unit.test_columns import across_ray
 from torchrl_vllm_sync import AsyncVLLM, VersionSpan, expand_spans, vLLMWrapper
-from torchrl_vllm_sync.errors import TokenizerMismatchError
+from torchrl_vllm_sync.errors import TokenizerMismatchError, UnsupportedArgumentError
 from torchrl_vllm_sync.requests.columns import PackedResults
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, SampleReport
 from torchrl_vllm_sync.rl import keys
@@ -297,6 +297,51 @@ def test_preferred_tokens_may_be_of_unequal_lengths(pad_output, name):
     assert [one[one != policy.padding_value].tolist() for one in found] == [
         one.tolist() for one in tokens
     ]
+
+
+class Seeded(CannedService):
+    """Notes the seeds of rows, which are answered alike."""
+
+    def generate(self, prompts, sampling_params, **kwargs):
+        assert isinstance(prompts, list)
+        assert len({*map(id, sampling_params)}) == len(sampling_params) == len(prompts)
+        self.seeds = [one.seed for one in sampling_params]
+        return super().generate(prompts, sampling_params[0], **kwargs)
+
+
+@pytest.mark.parametrize("num_samples", [None, 2])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_each_row_has_a_seed_of_its_own(mode, num_samples):
+    def policy(seed):
+        sampling = {"seed": seed}
+        return policy_of(vLLMWrapper, mode=mode, sampling=sampling, num_samples=num_samples)
+
+    def seeds(policy, calls=2):
+        policy.model, found = Seeded(), []
+        for _ in range(calls):
+            policy(asked(mode, (4,), lazy=True))
+            found += policy.model.seeds
+        return found
+
+    first, other = seeds(used := policy(7)), seeds(policy(8))
+    assert len({*first, *other}) == 16
+    assert all(0 <= one < 2**62 for one in first)
+    assert seeds(policy(7)) == first
+    assert not {*first} & {*seeds(used)}  # it counts on
+    used.model = None
+    assert seeds(pickle.loads(pickle.dumps(used))) == first
+
+
+def test_without_a_seed_all_rows_have_the_same_parameters():
+    policy, given = policy_of(vLLMWrapper, mode="tokens"), []
+    generate = policy.model.generate
+    policy.model.generate = lambda prompts, sampling_params, **kwargs: (
+        given.append(sampling_params) or generate(prompts, sampling_params, **kwargs)
+    )
+    policy(asked("tokens", (4,), lazy=True))
+    assert given == [policy.sampling_params]
+    with pytest.raises(UnsupportedArgumentError, match="seed must be at least 0"):
+        policy_of(vLLMWrapper, mode="tokens", sampling={"seed": -1})
 
 
 @pytest.mark.parametrize("num_samples", [None, 2])

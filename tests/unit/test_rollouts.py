@@ -428,11 +428,11 @@ def number(question):
     return int(re.search(r"What is (\d+) \+", question)[1]) - 2
 
 
-def by_group(service, reward=length, staleness=2, env=None, **settings):
+def by_group(service, reward=length, staleness=2, env=None, policy=None, **settings):
     """Batches of two groups of two."""
     made = collector(
         env=env or make_env(StepCounter(max_steps=1), TextReward(reward)),
-        policy=make_policy(service),
+        policy=policy or make_policy(service),
         max_staleness=staleness,
         yield_completed_trajectories=True,
         **settings,
@@ -447,6 +447,19 @@ def groups(rows):
     found = [number(one) for one in rows["query"]]
     assert found[::2] == found[1::2]
     return found[::2]
+
+
+def test_the_rows_of_a_group_have_seeds_of_their_own():
+    seeds = []
+
+    class Seeded(ByGroup):
+        async def agenerate(self, *, sampling_params, **kwargs):
+            seeds.extend(one.seed for one in sampling_params)
+            return await super().agenerate(sampling_params=sampling_params[0], **kwargs)
+
+    policy = make_policy(Seeded(), generate_kwargs={"max_tokens": 9, "seed": 0})
+    assert len([*by_group(policy.model, policy=policy, total_dialog_turns=8)]) == 2
+    assert len({*seeds}) == len(seeds) == 8
 
 
 def test_groups_that_end_first_are_handed_on_first():

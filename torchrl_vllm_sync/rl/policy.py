@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import secrets
@@ -23,6 +24,7 @@ from torchrl.modules.llm.policies import vllm_wrapper as _torchrl
 from torchrl.modules.llm.policies.common import ChatHistory, LogProbs, Masks, Text, Tokens
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import TokenizerMismatchError, UnsupportedArgumentError
 from torchrl_vllm_sync.requests.columns import sampled_log_probs
 from torchrl_vllm_sync.rl import keys
@@ -254,6 +256,26 @@ Chat: TypeAlias = "list[dict[str, Any]]"
 """Messages, each with its role and content."""
 
 
+class _Seeds:
+    """A seed for each row: with one seed all samples of a group would be the same answer."""
+
+    def __init__(self) -> None:
+        self._rows = itertools.count()
+
+    def __reduce__(self) -> tuple[type[_Seeds], tuple[()]]:
+        return type(self), ()
+
+    def of(self, params: Any, num_rows: int) -> Any:
+        """Parameters for so many rows: these, or if they have a seed, those of each row."""
+        if params is None or params.seed is None:
+            return params
+        own = [copy.copy(params) for _ in range(num_rows)]
+        for one in own:
+            mixed = xxhash.xxh3_64_intdigest(b"%d %d" % (params.seed, next(self._rows)))
+            one.seed = mixed >> 2  # vLLM takes 63 bits, and counts on for further samples
+        return own
+
+
 class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     """TorchRL's ``vLLMWrapper`` over a service, with what TorchRL drops of each response kept.
 
@@ -276,6 +298,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     Prompt log-probabilities are NaN, which ``GRPOLoss`` masks, unless ``generate_kwargs`` has
     ``prompt_logprobs``: asking for them makes vLLM skip its prefix cache.
+
+    With a ``seed`` in ``generate_kwargs`` each row that the policy asks for has a seed of its own,
+    made from that one and the row's number, which it keeps on another replica. So a run whose
+    engines compute batch-invariantly samples the same rows again, whatever is killed meanwhile. A
+    copy in another process counts anew: give it another seed.
 
     Conversations, and groups of rows that began with the same prompt, are found in the data
     (``input_mode="history"``, or rows that number their trajectories) and passed to the service as
@@ -322,10 +349,13 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             if not {"stop", "stop_sequences"} & generate_kwargs.keys():
                 generate_kwargs.setdefault("detokenize", False)  # all text is decoded here
         super().__init__(model, generate=generate, generate_kwargs=generate_kwargs, **kwargs)
+        if (seed := generate_kwargs.get("seed")) is not None:  # which TorchRL 0.14 drops
+            check_integer("seed", seed, 0)
+            self.sampling_params.seed = int(seed)
         if generate:
             self.out_keys = [*self.out_keys, *_STAMPS]
         self.find_sessions = find_sessions
-        self._finder = ConversationFinder()
+        self._finder, self._seeds = ConversationFinder(), _Seeds()
         self._knows_tokenizer = self.tokenizer is None or self.input_mode == "tokens"
 
     def get_new_version(self, **kwargs: Any) -> vLLMWrapper:
@@ -343,6 +373,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         if not self._knows_tokenizer:
             self._check_tokenizer()
         kwargs.setdefault("use_tqdm", False)  # the loop that collects has its own bar
+        prompts = args[0] if args else kwargs["prompt_token_ids"]
+        if isinstance(prompts, list):
+            kwargs["sampling_params"] = self._seeds.of(kwargs["sampling_params"], len(prompts))
         return super()._call_generate(*args, **kwargs)
 
     def _check_tokenizer(self) -> None:
@@ -407,10 +440,12 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         if not self._knows_tokenizer:
             self._check_tokenizer()
         ids, _, names = self._encoded_chats(chats)
-        params: dict[str, Any] = {"sampling_params": self.sampling_params}
+        params = (self._seeds.of(self.sampling_params, num_rows) for _ in ids)
         return [
-            self.model.agenerate(prompt_token_ids=[one] * num_rows, group_id=name, **params)
-            for one, name in zip(ids, names, strict=True)
+            self.model.agenerate(
+                prompt_token_ids=[one] * num_rows, sampling_params=own, group_id=name
+            )
+            for one, name, own in zip(ids, names, params, strict=True)
         ]
 
     def _encoded_chats(self, chats: Sequence[Chat]) -> tuple[list[list[int]], list[str], list[Any]]:
