@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 SYSTEMS = ("undisturbed", "killed", "ordinary")
 KILLS = "rows begun again"
 NUM_REPLICAS, LIMIT_S = 2, 300.0
-CASE = Case("tiny", rows=32, tokens=32, minibatch=32, group=8)
+CASE = Case("tiny", rows=16, tokens=16, minibatch=16, group=8)
 TRAINING = {"case": CASE, "dataset": "low-ids", "held_out": 0, "lr": 1e-3}
 # A row is computed alike by every replica, whatever else it computes.
 ALIKE = {"max_num_seqs": 1, "enable_prefix_caching": False}

@@ -6,19 +6,17 @@ import pytest
 import torch
 from tensordict import set_list_to_stack
 
-from benchmarks.grpo_systems import Case
 from benchmarks.kill_in_run import ALIKE, KILLS, TRAINING, differences, launch, run
 from tests.engine.rollouts import QUIET
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
-CASE = Case("tiny", rows=16, tokens=32, minibatch=16, group=8)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), *QUIET]
 
 
 @pytest.mark.usefixtures("cluster")
 def test_a_run_with_a_kill_is_the_undisturbed_one_to_the_last_bit(tmp_path):
     checkpoint = make_tiny_checkpoint(tmp_path, seed=0, diverse=False)
-    how = {"case": CASE, "checkpoint": checkpoint, "seed": 0, "pause_s": 0, "steps": 3}
+    how = {"checkpoint": checkpoint, "seed": 0, "pause_s": 0, "steps": 3}
     arguments = argparse.Namespace(**TRAINING | how)
     with set_list_to_stack(True), launch(checkpoint, 0, **ALIKE) as service:
         _, wanted = run(service, arguments, seeded=True, killed=False)
