@@ -130,7 +130,7 @@ class Killer:
     def run(self, ended: threading.Event) -> None:
         """Kills at random moments until told to end."""
         while not ended.wait(self._random.uniform(0, self._pause_s) + POLL_S):
-            if num_serving(self._service) == self._service.num_replicas:
+            if num_serving(self._service) == NUM_REPLICAS:  # one that restarts is no member
                 self._strike(ended)
 
     def _strike(self, ended: threading.Event) -> None:
@@ -210,7 +210,8 @@ def run(
 def main(argv: list[str] | None = None) -> Path:
     """Runs the benchmark and returns the path of its record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="two steps, and no ordinary run")
+    parser.add_argument("--smoke", action="store_true", help="a pair of two steps")
+    parser.add_argument("--pair", action="store_true", help="no ordinary run")
     parser.add_argument("--steps", type=int, default=40, help="of a run")
     parser.add_argument("--pause-s", type=float, default=5, help="at most, from all serve to kill")
     parser.add_argument("--seed", type=int, default=0)
@@ -231,7 +232,8 @@ def main(argv: list[str] | None = None) -> Path:
             at_s, samples = zip(*points, strict=True)
             what: Any = {"case": arguments.dataset, "system": system, "metric": metric}
             recorder.add(**what, unit=unit, samples=samples, at_s=at_s)
-            print(f"{system}: {len(points)} of {metric}, {samples[0]:g} to {samples[-1]:g}")
+            told = f"{len(points)} of {metric}, {samples[0]:g} to {samples[-1]:g}"
+            print(f"{system}: {told}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as cleanup:
         arguments.checkpoint = make_tiny_checkpoint(folder, seed=arguments.seed, diverse=False)
@@ -240,7 +242,7 @@ def main(argv: list[str] | None = None) -> Path:
         with launch(arguments.checkpoint, arguments.seed, **ALIKE) as service:
             for system in SYSTEMS[:2]:
                 keep(service, system)
-        if not arguments.smoke:
+        if not (arguments.smoke or arguments.pair):
             with launch(arguments.checkpoint, arguments.seed) as service:
                 keep(service, SYSTEMS[2])
     if found := [*differences(batches["undisturbed"], batches["killed"])]:

@@ -19,8 +19,6 @@ SERVING, STARTING = ReplicaState.SERVING, ReplicaState.STARTING
 class Scripted:
     """Service and set-up in one: of two replicas one is killed, and is away from then on."""
 
-    num_replicas = 2
-
     def __init__(self):
         self.steps, self.retried, self.rows = 0, 0, 0
         self.states = [SERVING, SERVING]

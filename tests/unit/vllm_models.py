@@ -43,7 +43,7 @@ CONFIGS = {
     "gemma4": (
         "Gemma4ForCausalLM",
         Gemma4TextConfig,
-        {"tie_word_embeddings": True, "hidden_size_per_layer_input": 0, "num_hidden_layers": 6},
+        {"tie_word_embeddings": True, "hidden_size_per_layer_input": 0, "global_head_dim": 8},
     ),
     "mixtral": ("MixtralForCausalLM", MixtralConfig, {"num_local_experts": 4}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", Qwen3MoeConfig, EXPERTS),
