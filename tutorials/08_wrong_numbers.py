@@ -1,0 +1,230 @@
+"""Five ways to train on wrong numbers without a word, each with its guard off and on.
+
+Usage:
+    python tutorials/08_wrong_numbers.py               # tiny random model, no GPU, a minute
+    python tutorials/08_wrong_numbers.py --smoke       # fewer answers, as CI runs it
+    python tutorials/08_wrong_numbers.py --model PATH  # any chat model's checkpoint or name
+
+The last line is ``PASS ess <least, guards on> off <greatest, guards off>``, or ``FAIL`` and why.
+PASS claims that with its guard on each scene's engine gave every token the probability that the
+trainer gives it, as far as rounding goes, and with its guard off did not; and that each mistake was
+noticed by what the scene says notices it.
+"""
+
+# %% [markdown]
+# # Wrong numbers
+#
+# A loss divides the trainer's probability of each sampled token by the engine's. For equal weights
+# the ratio is 1. If it is not, training goes on all the same: the reward rises a little less, or
+# falls a hundred steps later. Each scene makes one such mistake, and then does the same with the
+# guard against it. You will see
+#
+# - `|Δ log p|`, the mean distance of the trainer's log-probability of a token from the engine's;
+# - ESS, the effective sample size of the ratios, as a share of the tokens: what is left of a batch.
+
+# %%
+import copy
+import sys
+from functools import partial
+
+import torch
+from common.engines import engine_args, ray_running, scenario
+from common.results import STYLE, verdict
+from common.settings import ESS_TOLERANCE, TINY, finish, make_parser
+from matplotlib import pyplot as plt
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchrl_vllm_sync import AsyncVLLM, RolloutCorrection, TrainerPolicy, vLLMWrapper
+from torchrl_vllm_sync.errors import TransferError, UncorrectableSamplingError, WeightAuditError
+from torchrl_vllm_sync.testing import make_tiny_checkpoint
+
+# %% Settings
+PRESET = {
+    "model": TINY, "steps": 1, "lr": 0.0, "group_size": 8, "groups": 8, "rows_per_pass": 32,
+    "max_tokens": 24, "max_model_len": 256,
+}  # fmt: skip
+SMOKE_GROUPS = 2
+
+
+def parse_args(argv=None):
+    """Reads the command line and finds the devices."""
+    parser = make_parser(__doc__, "08_wrong_numbers", has_dataset=False)
+    parser.set_defaults(replicas=1)
+    args = parser.parse_args(argv)
+    preset = PRESET | ({"groups": SMOKE_GROUPS} if args.smoke else {})
+    return finish(parser, args, preset, smoke_steps=1)
+
+
+# %% What every scene does: the engine answers some questions, and the trainer scores the answers.
+class Stage:
+    """An engine, its tokenizer, and what the trainer starts from."""
+
+    def __init__(self, args, service, checkpoint):
+        self.args, self.service, self.checkpoint = args, service, checkpoint
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+
+    def model(self):
+        """The checkpoint, as a trainer holds it."""
+        loaded = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.float32)
+        return loaded.eval().to(self.args.device)
+
+    def trained(self):
+        """The same behind an optimizer step, of which noise will do here."""
+        model = self.model()
+        with torch.no_grad():
+            for one in model.parameters():
+                one += 0.1 * one.std(correction=0) * torch.randn_like(one)
+        return model
+
+    def sample(self, sampling=None, **guards):
+        """Dense rows of a batch, a group for each question."""
+        policy = vLLMWrapper(
+            self.service, tokenizer=self.tokenizer, input_mode="history",
+            chat_template=self.tokenizer.chat_template, return_log_probs=True,
+            generate_kwargs={"max_tokens": self.args.max_tokens, **(sampling or {})}, **guards,
+        )  # fmt: skip
+        questions = (f"What is {at + 3} + {at + 4}?" for at in range(self.args.groups))
+        chats = [[{"role": "user", "content": one}] for one in questions]
+        of_row = [at for at in range(len(chats)) for _ in range(self.args.group_size)]
+        return policy.answer_chats(chats, of_row).to(self.args.device)
+
+
+def mismatch(rows, trainer):
+    """Mean distance and ESS, which ``RolloutCorrection`` knows of every batch."""
+    rows["advantage"] = torch.ones(len(rows), 1, 1, device=rows.device)
+    correct = RolloutCorrection(trainer, weigh="token", cap=None)
+    correct(rows)
+    found = correct.summary()
+    return found["abs_log_ratio"], found["ess"]
+
+
+# %% A push is missed
+# An exception swallowed, a rank that returned early: the engine goes on with the weights of the
+# step before. Each row says which version sampled it, and the trainer knows its own.
+def push_missed(stage):
+    model = stage.trained()
+    rows = stage.sample()
+    step = stage.service.weight_version + 1
+    sampled = int(rows["policy_version"].min())
+    noticed = f"rows of version {sampled} at step {step}" if sampled < step else ""
+    off = mismatch(rows, TrainerPolicy(model))
+    stage.service.push_weights(model)
+    return off, mismatch(stage.sample(), TrainerPolicy(model)), noticed
+
+
+# %% An adapter is not merged
+# The push went well and the version is right, but it sent the base model. An audit compares the
+# trainer's weights with what the workers compute with, and names tensors. vLLM's CPU backend has
+# repacked them; there the distance itself tells, since nothing else can be wrong with fresh rows.
+def adapter_not_merged(stage):
+    base = stage.model()
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(copy.deepcopy(base), lora).eval()
+    stage.service.push_weights(base)
+    off = mismatch(stage.sample(), TrainerPolicy(model))
+    try:
+        stage.service.audit(model)
+        noticed = ""
+    except WeightAuditError as error:
+        noticed = str(error)
+    except TransferError:
+        noticed = f"fresh rows are off by {off[0]:.3f}" if off[0] > 0.01 else ""
+    stage.service.push_weights(model)  # merges
+    return off, mismatch(stage.sample(), TrainerPolicy(model)), noticed
+
+
+# %% A turn is tokenised again
+# Text is decoded, kept, and encoded again for the trainer. The tokens are not those that were
+# sampled: one that is missing moves all behind it. Rows keep the engine's tokens; use them.
+def tokenised_again(stage):
+    model = stage.model()
+    stage.service.push_weights(model)
+    rows = stage.sample()
+    again, width = rows.clone(), rows["tokens", "response"].shape[1]
+    texts = stage.tokenizer.batch_decode(rows["tokens", "response"], skip_special_tokens=True)
+    encoded = stage.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for answer, ids in zip(again["tokens", "full"][:, -width:], encoded, strict=True):
+        some = torch.tensor(ids[:width], device=answer.device)
+        answer[: len(some)] = some
+    others = int((again["tokens", "full"] != rows["tokens", "full"]).any(1).sum())
+    noticed = f"{others} of {len(rows)} answers have other tokens" if others else ""
+    trainer = TrainerPolicy(model)
+    return mismatch(again, trainer), mismatch(rows, trainer), noticed
+
+
+# %% Sampling that the loss does not know of
+# The engine sharpens its distribution, or cuts its tail off, and says how likely each token was
+# then. The trainer computes without: `vLLMWrapper` refuses, unless `allow` has it go on. Told of
+# the trainer's temperature, or asked for masks of what could be sampled, it has no reason to.
+def unknown_sampling(stage, *, settings, **guards):
+    trainer = TrainerPolicy(stage.model(), temperature=settings["temperature"])
+    stage.service.push_weights(trainer.model)
+    try:
+        stage.sample(settings)
+        noticed, allow = "", ()
+    except UncorrectableSamplingError as error:
+        noticed, allow = str(error), [*error.settings]
+    off = mismatch(stage.sample(settings, allow=allow), TrainerPolicy(trainer.model))
+    return off, mismatch(stage.sample(settings, trainer=trainer, **guards), trainer), noticed
+
+
+COOL, NUCLEUS = {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9, "top_k": 50}
+SCENES = {
+    "a push missed": push_missed,
+    "an adapter not merged": adapter_not_merged,
+    "a turn tokenised again": tokenised_again,
+    "temperature 0.7": partial(unknown_sampling, settings=COOL),
+    "top-p 0.9": partial(unknown_sampling, settings=NUCLEUS, return_sampling_mask=True),
+}
+
+
+# %% All of them, and a picture
+def draw(found, output):
+    """Both figures of each scene, guards off and on."""
+    output.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, 2, figsize=(8, 3), sharey=True, layout="constrained")
+        for at, (axis, label) in enumerate(zip(axes, ("mean |Δ log p|", "ESS"), strict=True)):
+            for side, (name, color) in enumerate({"off": "tab:red", "on": "tab:green"}.items()):
+                places = [place + 0.4 * side - 0.2 for place in range(len(found))]
+                values = [scene[side][at] for scene in found.values()]
+                axis.barh(places, values, 0.38, color=color, label=f"guard {name}")
+            axis.set_xlabel(label)
+        axes[0].set_yticks(range(len(found)), found)
+        axes[0].invert_yaxis()
+        axes[0].legend(frameon=False)
+        figure.savefig(output / "curve.png", dpi=150)
+
+
+def run(args, directory):
+    """Everything in order; returns what is wrong, and the figures."""
+    checkpoint, found, problems = args.model, {}, []
+    if checkpoint == TINY:
+        checkpoint = str(make_tiny_checkpoint(directory, seed=args.seed))
+    least = 1 - ESS_TOLERANCE[args.dtype]
+    print("Starting an engine", flush=True)
+    with AsyncVLLM.from_pretrained(checkpoint, **engine_args(args)) as service:
+        for name, scene in SCENES.items():
+            off, on, noticed = found[name] = scene(Stage(args, service, checkpoint))
+            print(f"{name}: {noticed or 'not noticed'}")
+            for side, (mean, ess) in {"off": off, "on": on}.items():
+                print(f"  guard {side:3}  |Δ log p| {mean:.6f}  ESS {ess:.4f}", flush=True)
+            if not (noticed and off[1] < least <= on[1] and on[0] < off[0] / 4):
+                problems.append(f"{name}: ESS of {least} or more only with the guard on is claimed")
+    draw(found, args.output)
+    off, on, _ = zip(*found.values(), strict=True)
+    least, most = min(ess for _, ess in on), max(ess for _, ess in off)
+    return problems, f"ess {least:.4f} off {most:.4f}"
+
+
+def main(argv=None):
+    """Runs the tutorial; what was started is ended, also on Ctrl-C."""
+    args = parse_args(argv)
+    with scenario("wrong-numbers", ray_running(args.engine_gpus)) as directory:
+        problems, figures = run(args, directory)
+    return verdict(problems, figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
