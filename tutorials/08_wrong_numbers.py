@@ -48,7 +48,6 @@ SMOKE_GROUPS = 2
 
 
 def parse_args(argv=None):
-    """Reads the command line and finds the devices."""
     parser = make_parser(__doc__, "08_wrong_numbers", has_dataset=False)
     parser.set_defaults(replicas=1)
     args = parser.parse_args(argv)
@@ -58,8 +57,6 @@ def parse_args(argv=None):
 
 # %% What every scene does: the engine answers some questions, and the trainer scores the answers.
 class Stage:
-    """An engine, its tokenizer, and what the trainer starts from."""
-
     def __init__(self, args, service, checkpoint):
         self.args, self.service, self.checkpoint = args, service, checkpoint
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
@@ -68,14 +65,6 @@ class Stage:
         """The checkpoint, as a trainer holds it."""
         loaded = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.float32)
         return loaded.eval().to(self.args.device)
-
-    def trained(self):
-        """The same behind an optimizer step, of which noise will do here."""
-        model = self.model()
-        with torch.no_grad():
-            for one in model.parameters():
-                one += 0.1 * one.std(correction=0) * torch.randn_like(one)
-        return model
 
     def sample(self, sampling=None, **guards):
         """Dense rows of a batch, a group for each question."""
@@ -103,9 +92,11 @@ def mismatch(rows, trainer):
 # An exception swallowed, a rank that returned early: the engine goes on with the weights of the
 # step before. Each row says which version sampled it, and the trainer knows its own.
 def push_missed(stage):
-    model = stage.trained()
-    rows = stage.sample()
-    step = stage.service.weight_version + 1
+    model = stage.model()
+    with torch.no_grad():  # in place of an optimizer step
+        for one in model.parameters():
+            one += 0.1 * one.std(correction=0) * torch.randn_like(one)
+    rows, step = stage.sample(), stage.service.weight_version + 1
     sampled = int(rows["policy_version"].min())
     noticed = f"rows of version {sampled} at step {step}" if sampled < step else ""
     off = mismatch(rows, TrainerPolicy(model))
@@ -171,38 +162,35 @@ def unknown_sampling(stage, *, settings, **guards):
 
 COOL, NUCLEUS = {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9, "top_k": 50}
 SCENES = {
-    "a push missed": push_missed,
-    "an adapter not merged": adapter_not_merged,
+    "a push missed": push_missed, "an adapter not merged": adapter_not_merged,
     "a turn tokenised again": tokenised_again,
     "temperature 0.7": partial(unknown_sampling, settings=COOL),
     "top-p 0.9": partial(unknown_sampling, settings=NUCLEUS, return_sampling_mask=True),
-}
+}  # fmt: skip
 
 
 # %% All of them, and a picture
 def draw(found, output):
-    """Both figures of each scene, guards off and on."""
     output.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 2, figsize=(8, 3), sharey=True, layout="constrained")
-        for at, (axis, label) in enumerate(zip(axes, ("mean |Δ log p|", "ESS"), strict=True)):
+        for at, axis in enumerate(axes):
+            axis.set_xlabel(("mean |Δ log p|", "ESS")[at])
             for side, (name, color) in enumerate({"off": "tab:red", "on": "tab:green"}.items()):
                 places = [place + 0.4 * side - 0.2 for place in range(len(found))]
                 values = [scene[side][at] for scene in found.values()]
                 axis.barh(places, values, 0.38, color=color, label=f"guard {name}")
-            axis.set_xlabel(label)
-        axes[0].set_yticks(range(len(found)), found)
-        axes[0].invert_yaxis()
-        axes[0].legend(frameon=False)
+        axis.legend(frameon=False)
+        axis.set_yticks(range(len(found)), found)
+        axis.invert_yaxis()
         figure.savefig(output / "curve.png", dpi=150)
 
 
 def run(args, directory):
     """Everything in order; returns what is wrong, and the figures."""
-    checkpoint, found, problems = args.model, {}, []
-    if checkpoint == TINY:
-        checkpoint = str(make_tiny_checkpoint(directory, seed=args.seed))
-    least = 1 - ESS_TOLERANCE[args.dtype]
+    is_tiny, least = args.model == TINY, 1 - ESS_TOLERANCE[args.dtype]
+    checkpoint = str(make_tiny_checkpoint(directory)) if is_tiny else args.model
+    found, problems = {}, []
     print("Starting an engine", flush=True)
     with AsyncVLLM.from_pretrained(checkpoint, **engine_args(args)) as service:
         for name, scene in SCENES.items():
@@ -213,13 +201,11 @@ def run(args, directory):
             if not (noticed and off[1] < least <= on[1] and on[0] < off[0] / 4):
                 problems.append(f"{name}: ESS of {least} or more only with the guard on is claimed")
     draw(found, args.output)
-    off, on, _ = zip(*found.values(), strict=True)
-    least, most = min(ess for _, ess in on), max(ess for _, ess in off)
-    return problems, f"ess {least:.4f} off {most:.4f}"
+    off, on = ([scene[side][1] for scene in found.values()] for side in (0, 1))
+    return problems, f"ess {min(on):.4f} off {max(off):.4f}"
 
 
 def main(argv=None):
-    """Runs the tutorial; what was started is ended, also on Ctrl-C."""
     args = parse_args(argv)
     with scenario("wrong-numbers", ray_running(args.engine_gpus)) as directory:
         problems, figures = run(args, directory)
