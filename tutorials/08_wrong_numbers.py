@@ -22,7 +22,6 @@ with its guard off they are at least twice as far apart, and the mistake was not
 # %%
 import copy
 import sys
-from functools import partial
 
 import torch
 from common.engines import engine_args, ray_running, scenario
@@ -59,11 +58,10 @@ class Stage:
             chat_template=self.tokenizer.chat_template, return_log_probs=True,
             generate_kwargs={"max_tokens": self.args.max_tokens, **(sampling or {})}, **guards,
         )  # fmt: skip
-        chats = [
-            [{"role": "user", "content": f"{at} + {at} = ?"}] for at in range(self.args.groups)
-        ]
-        of_row = [at for at in range(len(chats)) for _ in range(self.args.group_size)]
-        return policy.answer_chats(chats, of_row).to(self.args.device)
+        args = self.args
+        chats = [[{"role": "user", "content": f"{at} + {at} = ?"}] for at in range(args.groups)]
+        of_row = [at for at in range(args.groups) for _ in range(args.group_size)]
+        return policy.answer_chats(chats, of_row).to(args.device)
 
 
 # %% `RolloutCorrection` knows of every batch how far trainer and engine are apart.
@@ -131,7 +129,7 @@ def tokenised_again(stage):
 # The engine sharpens its distribution, or cuts its tail off, and says how likely each token was
 # then. The trainer computes without: `vLLMWrapper` refuses, unless `allow` has it go on. Told of
 # the trainer's temperature, or asked for masks of what could be sampled, it has no reason to.
-def unknown_sampling(stage, *, settings, **guards):
+def unknown_sampling(stage, settings, **guards):
     trainer = TrainerPolicy(stage.model(), temperature=settings["temperature"])
     stage.service.push_weights(trainer.model)
     try:
@@ -147,8 +145,8 @@ NUCLEUS = {"temperature": 1.0, "top_p": 0.9, "top_k": 50}
 SCENES = {
     "a push missed": push_missed, "an adapter not merged": adapter_not_merged,
     "a turn tokenised again": tokenised_again,
-    "temperature 0.7": partial(unknown_sampling, settings={"temperature": 0.7}),
-    "top-p 0.9": partial(unknown_sampling, settings=NUCLEUS, return_sampling_mask=True),
+    "temperature 0.7": lambda stage: unknown_sampling(stage, {"temperature": 0.7}),
+    "top-p 0.9": lambda stage: unknown_sampling(stage, NUCLEUS, return_sampling_mask=True),
 }  # fmt: skip
 
 

@@ -228,3 +228,60 @@ def test_masks_that_are_not_whole_are_refused():
 def test_masks_that_engines_cannot_give_are_not_asked_for(sampling, engine, message):
     with pytest.raises(UnsupportedArgumentError, match=message):
         sample_with(sampling, engine.pop("mode", PROCESSED), engine=engine, **MASKED)
+
+
+# ---------------------------------------------------------------- routed experts
+
+
+class RoutedService(MaskedService):
+    """Answers with what vLLM says of its experts: of all tokens but the last, prompt and answer."""
+
+    missing = 0
+
+    def __init__(self, **engine):
+        super().__init__(enable_return_routed_experts=True, **engine)
+
+    def answer(self, request, generator):
+        made = super().answer(request, generator)
+        for sample in made.output.outputs:
+            num = len(request.prompt["prompt_token_ids"]) + len(sample.token_ids) - 1
+            shape = num - self.missing, 3, 2
+            sample.routed_experts = generator.integers(0, 200, shape).astype(np.uint8)
+        return made
+
+
+@pytest.mark.parametrize("pad_output", [True, False])
+@pytest.mark.parametrize("mode", ["history", "tokens"])
+def test_experts_stand_at_the_tokens_that_they_computed(mode, pad_output):
+    service = RoutedService()
+    policy = policy_of(vLLMWrapper, mode=mode, service=service, pad_output=pad_output)
+    rows = policy(asked(mode, (4,), lazy=True))
+    for row, output in zip(rows.unbind(0), service.outputs, strict=True):
+        assert_routed(row, output)
+
+
+def test_they_do_in_dense_rows():
+    service = RoutedService()
+    policy = policy_of(vLLMWrapper, mode="history", service=service)
+    chats = [[{"role": "user", "content": text}] for text in ("Hello", "Tell me more, please")]
+    rows = policy.answer_chats(chats, [0, 0, 1])
+    for row, output in zip(rows.unbind(0), service.outputs, strict=True):
+        assert_routed(row, output)
+
+
+def assert_routed(row, output):
+    experts, tokens = row[keys.ROUTED_EXPERTS], row["tokens", "full"]
+    assert experts.dtype == torch.int16
+    assert experts.shape == (*tokens.shape, 3, 2)
+    mask = row["masks", "all_attention_mask"]
+    there = experts[mask]
+    assert there[:-1].tolist() == output.outputs[0].routed_experts.tolist()
+    assert (there[-1] == keys.NO_EXPERT).all()
+    assert (experts[~mask] == keys.NO_EXPERT).all()
+
+
+def test_experts_of_fewer_tokens_are_refused():
+    service = RoutedService()
+    service.missing = 1
+    with pytest.raises(RowLayoutError, match=r"routed_experts.*row 0: \d+ for \d+ tokens"):
+        policy_of(vLLMWrapper, mode="history", service=service)(asked("history", (2,), lazy=True))

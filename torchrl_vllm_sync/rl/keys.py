@@ -28,3 +28,7 @@ UNCORRECTED = (GENERATION, "uncorrected")  # text: what was let through by allow
 # the likeliest first, NO_TOKEN behind the last. Where there is none, all of the vocabulary could.
 SAMPLING_MASK = ("sampling_mask", "response")
 NO_TOKEN = -1
+# int16 [num_tokens, layers, experts a token], laid out as ("tokens", "full"), of engines that have
+# them: ids of the experts that computed the token, NO_EXPERT on the last one and on padding.
+ROUTED_EXPERTS = ("routed_experts", "full")
+NO_EXPERT = -1

@@ -255,6 +255,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     - ``("sampling_mask", "response")``, int32 of the shape of ``("tokens", "response")`` and
       ``top_k + 8``, with ``return_sampling_mask``: the tokens that could be sampled there, by the
       engines' own log-probabilities; -1 behind the last.
+    - ``("routed_experts", "full")``, int16 of the shape of ``("tokens", "full")``, layers, and
+      experts a token, from engines launched with ``enable_return_routed_experts``: which experts
+      computed each token; -1 on the last one, which none has computed, and on padding.
 
     Prompt log-probabilities are NaN, which ``GRPOLoss`` masks, unless ``generate_kwargs`` has
     ``prompt_logprobs``: asking for them makes vLLM skip its prefix cache.
@@ -326,6 +329,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         super().__init__(model, generate=generate, generate_kwargs=generate_kwargs, **kwargs)
         if generate:
             self.out_keys = [*self.out_keys, *_STAMPS]
+            if getattr(model.engine_args, "enable_return_routed_experts", False):
+                self.out_keys.append(keys.ROUTED_EXPERTS[0])
         self.find_sessions = find_sessions
         self._finder = ConversationFinder()
         self._set_guards(trainer, return_sampling_mask, allow)
@@ -488,7 +493,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         entries = {
             self.text_key: (Text, told),
             self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),
-            **self._columns(answers.dense(self.padding_value), prompt, is_prompt),
+            **self._columns(answers, answers.dense(self.padding_value), prompt, is_prompt),
             **answers.stamps(),
             **self._mask(answers, is_padded=True),
         }
@@ -595,7 +600,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         response = self._laid_out(answers.tokens, self.padding_value)
         versions = self._laid_out(answers.versions(), keys.NO_VERSION)
         is_answer = self._laid_out([one >= 0 for one in answers.tokens], False)
-        entries |= self._columns((response, versions, is_answer), prompt, is_prompt)
+        entries |= self._columns(answers, (response, versions, is_answer), prompt, is_prompt)
         entries |= answers.stamps() | self._mask(answers, is_padded=self.pad_output)
         if self.return_log_probs:
             entries[self.log_probs_key] = LogProbs, self._log_probs(answers, prompts)
@@ -607,21 +612,30 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return lazy_stack(rows)
 
     def _columns(
-        self, answers: tuple[_Entry, _Entry, _Entry], prompt: _Entry, is_prompt: _Entry
+        self,
+        answers: _Answers,
+        columns: tuple[_Entry, _Entry, _Entry],
+        prompt: _Entry,
+        is_prompt: _Entry,
     ) -> dict[Any, Any]:
         """Tokens, masks and versions of all rows; of prompts there may be no tokens."""
-        response, versions, is_answer = answers
+        response, versions, is_answer = columns
         tokens, stamps, masks = {"response": response}, {"response": versions}, {}
         if prompt is not None:
             tokens |= {"prompt": prompt, "full": _joined(prompt, response)}
             masks["all_attention_mask"] = _joined(is_prompt, is_answer)
             masks["all_assistant_mask"] = _joined(_filled(is_prompt, False), is_answer)
             stamps["full"] = _joined(_filled(prompt, keys.NO_VERSION), versions)
-        return {
+        made = {
             self.tokens_key: (Tokens, tokens),
             self.masks_key: (Masks, masks),
             keys.POLICY_VERSIONS: stamps,
         }
+        if prompt is not None and (experts := answers.experts(masks["all_attention_mask"])):
+            name, full = keys.ROUTED_EXPERTS
+            is_dense = isinstance(prompt, torch.Tensor)
+            made[name] = {full: torch.stack(experts) if is_dense else experts}
+        return made
 
     def _mask(self, answers: _Answers, *, is_padded: bool) -> dict[Any, Any]:
         if not (self.return_sampling_mask and self.return_log_probs):
@@ -736,6 +750,22 @@ class _Answers:
                 )
             ids = np.where(np.isfinite(log_probs), ids.astype(np.int32), keys.NO_TOKEN)
             made.append(torch.from_numpy(ids))
+        return made
+
+    def experts(self, attention: _Entry) -> list[torch.Tensor]:
+        """Those of each row, where its mask is; none of engines that return none."""
+        given = [getattr(one, "routed_experts", None) for one in self.samples]
+        if all(one is None for one in given):
+            return []
+        made = []
+        for row, (mask, one) in enumerate(zip(attention, given, strict=True)):
+            at = mask.nonzero()[:-1, 0]
+            if one is None or len(one) != len(at):
+                told = f"row {row}: {None if one is None else len(one)} for {len(at)} tokens"
+                raise RowLayoutError(keys.ROUTED_EXPERTS, told)
+            experts = torch.full((len(mask), *one.shape[1:]), keys.NO_EXPERT, dtype=torch.int16)
+            experts[at] = torch.from_numpy(one.astype(np.int16))
+            made.append(experts)
         return made
 
     def log_probs(self) -> list[Any]:
