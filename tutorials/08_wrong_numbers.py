@@ -161,7 +161,7 @@ def draw(found, output):
                 places = [place + 0.4 * side - 0.2 for place in range(len(found))]
                 values = [scene[side][at] for scene in found.values()]
                 axis.barh(places, values, 0.38, color=color, label=f"guard {name}")
-        axis.legend(frameon=False)
+        axes[0].legend(frameon=False, loc="lower right")
         axis.set_yticks(range(len(found)), found)
         axis.invert_yaxis()
         figure.savefig(output / "curve.png", dpi=150)

@@ -1,22 +1,8 @@
 """Whether a loss can take what engines sample for what it is: settings, templates, tokenizers.
 
 A loss divides the trainer's probability of a token by that which the engine reports. That is right
-if both are of the distribution that the token was sampled from. ``T`` is the temperature of
-sampling, ``t`` that of the trainer.
-
-============================== =========================== ========================================
-sampling                       ``raw_logprobs``            ``processed_logprobs``
-============================== =========================== ========================================
-``T = t = 1``, nothing else    right                       right, the same numbers
-``T = t``, not 1               wrong: reported before T    right
-``T`` is not ``t``             wrong                       wrong: equal weights have other ratios
-tokens removed, by top-k,      wrong: the trainer gives    right if ``return_sampling_mask`` has
-top-p, min-p, bad words,       probability to what could   :class:`TrainerPolicy` leave out the
-allowed tokens, a grammar      not be sampled              same tokens, else wrong
-tokens weighed otherwise, by   wrong                       wrong: no mask says by how much
-penalties or a logit bias
-``T = 0``                      not judged: it is evaluation, nobody's loss takes it
-============================== =========================== ========================================
+if both are of the distribution that the token was sampled from; ``tutorials/guides/sampling.md``
+has a table of when they are.
 """
 
 from __future__ import annotations
