@@ -631,8 +631,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             self.masks_key: (Masks, masks),
             keys.POLICY_VERSIONS: stamps,
         }
-        if prompt is not None and (experts := answers.experts(masks["all_attention_mask"])):
-            name, full = keys.ROUTED_EXPERTS
+        name, full = keys.ROUTED_EXPERTS
+        if prompt is not None and name in self.out_keys:
+            experts = answers.experts(masks["all_attention_mask"])
             is_dense = isinstance(prompt, torch.Tensor)
             made[name] = {full: torch.stack(experts) if is_dense else experts}
         return made
@@ -753,13 +754,10 @@ class _Answers:
         return made
 
     def experts(self, attention: _Entry) -> list[torch.Tensor]:
-        """Those of each row, where its mask is; none of engines that return none."""
-        given = [getattr(one, "routed_experts", None) for one in self.samples]
-        if all(one is None for one in given):
-            return []
+        """Those of each row, where its mask is."""
         made = []
-        for row, (mask, one) in enumerate(zip(attention, given, strict=True)):
-            at = mask.nonzero()[:-1, 0]
+        for row, (mask, sample) in enumerate(zip(attention, self.samples, strict=True)):
+            one, at = sample.routed_experts, mask.nonzero()[:-1, 0]
             if one is None or len(one) != len(at):
                 told = f"row {row}: {None if one is None else len(one)} for {len(at)} tokens"
                 raise RowLayoutError(keys.ROUTED_EXPERTS, told)
