@@ -41,6 +41,22 @@ class TokenizerMismatchError(SyncError, ValueError):
         return f"{self.first} is not {self.second}: {self.difference}"
 
 
+class UncorrectableSamplingError(SyncError, ValueError):
+    """Engines would sample what the loss cannot take for what it is; nothing was generated.
+
+    Attributes:
+        settings: Name of each setting to its value and what to do about it.
+    """
+
+    def __init__(self, settings: dict[str, tuple[Any, str]]) -> None:
+        super().__init__(settings)
+        self.settings = settings
+
+    def __str__(self) -> str:
+        told = "; ".join(f"{name}={value!r}: {do}" for name, (value, do) in self.settings.items())
+        return f"{told}. allow={tuple(self.settings)} samples all the same, and says so in the rows"
+
+
 class UnstampedRowsError(SyncError, KeyError):
     """Rows reached a transform without an entry that ``vLLMWrapper`` stamps on them.
 

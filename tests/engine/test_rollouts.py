@@ -36,7 +36,7 @@ def lists_are_stacks():
         yield
 
 
-def make_collector(service, reward, *, tokenizer=TOKENIZER, **settings):
+def make_collector(service, reward, *, tokenizer=TOKENIZER, sampling=None, guards=None, **settings):
     questions = ({"query": [f"{text} {at}"]} for at in itertools.count() for text in TEXTS)
     env = ChatEnv.from_dataloader(
         questions, batch_size=(ROWS,), repeats=GROUP, tokenizer=tokenizer, input_mode="history"
@@ -46,9 +46,10 @@ def make_collector(service, reward, *, tokenizer=TOKENIZER, **settings):
         tokenizer=tokenizer,
         input_mode="history",
         chat_template=TOKENIZER.chat_template,
-        generate_kwargs={"max_tokens": 12, "temperature": 1.0},
+        generate_kwargs={"max_tokens": 12, "temperature": 1.0} | (sampling or {}),
         return_log_probs=True,
         pad_output=False,
+        **guards or {},
     )
     made = RolloutCollector(
         env.append_transform(StepCounter(max_steps=1)).append_transform(TextReward(reward)),
@@ -91,6 +92,30 @@ def test_a_step_scores_what_the_engines_sampled(service, checkpoint):
         assert (before - sampled)[mask].abs().mean() > 0.05
         texts = TOKENIZER.batch_decode(rows["tokens", "response"], skip_special_tokens=True)
         assert rows["next", "reward"].flatten().tolist() == length(None, texts)
+
+
+def test_equal_weights_have_a_ratio_of_1_whatever_tokens_sampling_removes(service, checkpoint):
+    trained = TrainerPolicy(load_tiny_model(checkpoint), temperature=0.7)
+    service.push_weights(trained.model)
+    guarded = {
+        "sampling": {"temperature": 0.7, "top_p": 0.9, "top_k": 40},
+        "guards": {"trainer": trained, "return_sampling_mask": True},
+    }
+    (rows,) = make_collector(service, length, total_dialog_turns=ROWS, **guarded)
+    mask, sampled = rows["masks", "all_assistant_mask"], rows["log_probs", "full"].clone()
+
+    def apart(rows):
+        scored = trained(rows.clone())["log_probs", "full"]
+        return (scored - sampled)[mask].abs()
+
+    assert apart(rows).max() < 1e-4
+    assert rows["sampling_mask", "response"].ge(0).sum(-1)[rows["tokens", "response"] > 0].min() > 1
+    rows["advantage"] = rows["next", "reward"].view(-1, 1, 1)
+    assert GRPOLoss(trained, kl_to_ref_coeff=None)(rows).ESS > 0.9999
+    # The twins: without the mask, and with the temperature of others.
+    assert apart(rows.exclude("sampling_mask")).mean() > 0.02
+    trained.temperature = 1.0
+    assert apart(rows).mean() > 0.02
 
 
 def test_a_tokenizer_that_is_not_the_engines_is_refused(service, checkpoint):

@@ -48,7 +48,14 @@ def lists_are_stacks():
 class CannedService(AsyncVLLM):
     """Answers each prompt with tokens, log-probabilities and reports drawn from it."""
 
-    engine_args = SimpleNamespace(skip_tokenizer_init=False, tokenizer=None, model="a model")
+    engine_args = SimpleNamespace(
+        skip_tokenizer_init=False,
+        tokenizer=None,
+        model="a model",
+        logprobs_mode="processed_logprobs",
+        max_logprobs=256,
+        logits_processors=None,
+    )
     requests = SimpleNamespace(tokenizer=lambda: TOKENIZER)
 
     def __init__(self, *, lengths=(3, 9), seed=0):
@@ -521,7 +528,9 @@ def test_what_cannot_be_wrong_is_not_refused(why):
     service.requests = Counted(TOKENIZER)
     tokenizer = retold(add_token if why == "more tokens" else swap)
     if why == "no tokenizer":
-        service.engine_args = SimpleNamespace(skip_tokenizer_init=True)
+        service.engine_args = SimpleNamespace(
+            **vars(CannedService.engine_args) | {"skip_tokenizer_init": True}
+        )
     mode = "tokens" if why == "token ids" else "history"
     policy = policy_of(vLLMWrapper, mode=mode, service=service, tokenizer=tokenizer)
     policy(asked(mode, (2,), lazy=True))

@@ -69,6 +69,22 @@ def test_rows_of_different_widths_come_back():
     assert isinstance(everything.get("query"), NonTensorStack)
 
 
+def test_sampling_masks_are_as_wide_as_the_responses():
+    buffer = ReplayBuffer(storage=RolloutStorage(8), batch_size=8)
+    for answers in ([2, 3], [5, 1]):
+        rows = dense_rows([4, 2], answers)
+        ids = rows["tokens", "response"]
+        masks = torch.stack([ids, ids + 1, torch.full_like(ids, -1)], -1)
+        rows["sampling_mask"] = {"response": masks.masked_fill((ids == PAD)[..., None], -1).int()}
+        buffer.extend(rows)
+    rows = buffer[:]
+    ids, masks = rows["tokens", "response"], rows["sampling_mask", "response"]
+    assert masks.shape == (4, 5, 3)
+    is_there = ids != PAD
+    assert (masks[..., 0] == torch.where(is_there, ids, -1)).all()
+    assert (masks[..., 1] == torch.where(is_there, ids + 1, -1)).all()
+
+
 def test_samples_have_the_columns_that_their_rows_use():
     buffer = ReplayBuffer(storage=RolloutStorage(8))
     buffer.extend(dense_rows([2, 5], [7, 1]))

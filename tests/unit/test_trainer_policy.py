@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -533,6 +534,116 @@ def test_gradients_at_a_temperature_are_those_of_finite_differences(checkpoint, 
         weight -= 2 * step * direction
         slope = (above - total()) / (2 * step)
     torch.testing.assert_close(slope, weight.grad.norm(), rtol=5e-3, atol=0)
+
+
+# ---------------------------------------------------------------- sampling masks
+
+MASK = "sampling_mask", "response"
+
+
+@pytest.fixture(scope="module")
+def masked(rows):
+    """The rows, with 1 to 9 tokens that could be sampled in place of each, its own among them."""
+    made, generator = rows.clone(), torch.Generator().manual_seed(4)
+    for row, (_, answer) in zip(made.unbind(0), LENGTHS, strict=True):
+        ids = torch.stack([torch.randperm(500, generator=generator) for _ in range(answer)])[:, :9]
+        own = row["tokens", "full"][-answer:, None]
+        ids = torch.where(ids == own, 500, ids)
+        nums = torch.randint(1, 10, (answer, 1), generator=generator)
+        at = torch.rand(answer, 1, generator=generator).mul(nums).long()
+        ids.scatter_(1, at, own)
+        row["sampling_mask"] = {"response": torch.where(torch.arange(9) < nums, ids, -1).int()}
+    return made
+
+
+def dense_masked(masked):
+    width = max(answer for _, answer in LENGTHS) + 5  # as dense() has it
+    masks = [row[MASK] for row in masked.unbind(0)]
+    masks = [torch.nn.functional.pad(one, (0, 0, 0, width - len(one)), value=-1) for one in masks]
+    return dense(masked).set(MASK, torch.stack(masks))
+
+
+def numpy_scores(model, row, temperature):
+    """Of a row's answer: log-probabilities and entropies over the mask, by their definitions."""
+    ids, answer = row["tokens", "full"], len(row[MASK])
+    with torch.no_grad():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, -answer - 1 : -1].numpy()
+    log_probs, entropies = [], []
+    for of_all, mask, token in zip(logits, row[MASK].tolist(), ids[-answer:].tolist(), strict=True):
+        known = [one for one in mask if one >= 0]
+        weights = np.exp(of_all[known].astype(np.float64) / temperature)
+        shares = weights / weights.sum()
+        log_probs.append(np.log(shares[known.index(token)]))
+        entropies.append(-(shares * np.log(shares)).sum())
+    return log_probs, entropies
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch": 2, "chunk_tokens": 3}, {"packed": True}])
+@pytest.mark.parametrize("path", ["head", "logits"])
+@pytest.mark.parametrize("layout", ["ragged", "dense"])
+def test_masked_scores_are_those_of_the_definition(model, masked, layout, path, settings):
+    policy = TrainerPolicy(model, temperature=0.7, **settings)
+    policy.path = path
+    given = masked if layout == "ragged" else dense_masked(masked)
+    dist = policy._get_sft_dist(given)
+    tokens = trainer._padded(given, ("tokens", "full"))
+    found = [one[dist.mask].tolist() for one in (dist.log_prob(tokens), dist.entropy())]
+    wanted = zip(*(numpy_scores(model, row, 0.7) for row in masked.unbind(0)), strict=True)
+    for mine, exact in zip(found, wanted, strict=True):
+        exact = [one for of_row in exact for one in of_row]
+        assert np.allclose(mine, exact, rtol=0, atol=1e-5)
+    # The negative control: without masks these are others.
+    plain = policy._get_sft_dist(given.exclude("sampling_mask")).log_prob(tokens)[dist.mask]
+    assert (plain - torch.tensor(found[0])).abs().mean() > 1
+
+
+@pytest.mark.parametrize("path", ["head", "logits"])
+def test_prompts_have_no_mask(model, masked, path):
+    policy = TrainerPolicy(model)
+    policy.path = path
+    mine, plain = (
+        policy(one.clone()).get(("log_probs", "full"), as_list=True)
+        for one in (masked, masked.exclude("sampling_mask"))
+    )
+    for one, other, row in zip(mine, plain, masked.unbind(0), strict=True):
+        answer = len(row[MASK])
+        torch.testing.assert_close(one[:-answer], other[:-answer], rtol=1e-5, atol=1e-6)
+        exact, _ = numpy_scores(model, row, 1.0)
+        assert np.allclose(one[-answer:].numpy(force=True), exact, rtol=0, atol=1e-5)
+
+
+def test_gradients_of_masked_scores_are_those_of_masked_logits(model, masked):
+    weight = model.model.norm.weight
+
+    def gradient(scores):
+        log_probs, entropies = scores
+        return torch.autograd.grad(log_probs.sum() + 0.3 * entropies.sum(), weight)[0]
+
+    def plainly():
+        pairs = []
+        for row in masked.unbind(0):
+            ids, answer = row["tokens", "full"], len(row[MASK])
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, -answer - 1 : -1] / 0.7
+            known = torch.zeros_like(logits, dtype=torch.bool)
+            for at, mask in enumerate(row[MASK].tolist()):
+                known[at, [one for one in mask if one >= 0]] = True
+            log_p = logits.masked_fill(~known, -1e9).log_softmax(-1)
+            pairs.append((log_p.gather(1, ids[-answer:, None]), -(log_p.exp() * log_p).sum(-1)))
+        return [torch.cat([*map(torch.ravel, one)]) for one in zip(*pairs, strict=True)]
+
+    for settings in ({}, {"chunk_tokens": 3, "micro_batch": 2}):
+        dist = TrainerPolicy(model, temperature=0.7, **settings)._get_sft_dist(masked)
+        tokens = trainer._padded(masked, ("tokens", "full"))
+        mine = gradient((dist.log_prob(tokens), dist.entropy()))
+        torch.testing.assert_close(mine, gradient(plainly()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_that_could_not_be_sampled_is_refused(model, masked):
+    wrong = masked.clone()
+    wrong[2][MASK][3] = torch.tensor([5, 6, -1, -1, -1, -1, -1, -1, -1])
+    token = int(wrong[2]["tokens", "full"][4 + 3])
+    with pytest.raises(InvalidPromptError, match=f"token {token} is outside its sampling mask"):
+        TrainerPolicy(model)(wrong)
 
 
 def with_token(rows, token):

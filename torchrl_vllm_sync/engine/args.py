@@ -26,6 +26,8 @@ WORKER_EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
 # vLLM's own defaults take most of a host's memory for the KV cache of one CPU engine.
 CPU_KV_CACHE_BYTES = 256 * 2**20
 CPU_MEMORY_FRACTION = 0.05
+# How many log-probabilities of a token can be asked for: sampling masks of a top_k up to 248.
+MAX_LOGPROBS = 256
 # A service has fewer replicas than this, so that no two engines of it ever have the same seed.
 SEEDS_OF_A_START = 10_007
 # torchrl/modules/llm/backends/vllm/vllm_plugin.py: turns on TorchRL's FP32 output layers.
@@ -79,6 +81,10 @@ def make_engine_args(
     settings: dict[str, Any] = {
         "model": os.fspath(model_name),
         "enable_prefix_caching": True,
+        # Those of the distribution that tokens are sampled from: at temperature 1, with no token
+        # removed or weighed otherwise, vLLM's raw ones.
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_LOGPROBS,  # nothing is reserved for them
         "tensor_parallel_size": tensor_parallel_size,
         "data_parallel_size": 1 if data_parallel_size is None else data_parallel_size,
         "pipeline_parallel_size": 1 if pipeline_parallel_size is None else pipeline_parallel_size,

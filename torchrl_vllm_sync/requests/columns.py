@@ -306,6 +306,17 @@ class _LogProbs:
         starts = flat.fields["start_indices"].array(self.at)
         return flat.fields["logprobs"].array(self.at)[starts]
 
+    def listed(self, num: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """The ``num`` likeliest tokens of each position behind the sampled one, if so many are."""
+        flat = self.column
+        if not isinstance(flat, _Records):
+            return None
+        ids, logprobs = (flat.fields[name].array(self.at) for name in ("token_ids", "logprobs"))
+        shape = len(flat.fields["start_indices"].array(self.at)), num + 1
+        if ids.size != shape[0] * shape[1]:
+            return None
+        return ids.reshape(shape)[:, 1:], logprobs.reshape(shape)[:, 1:]
+
 
 def sampled_log_probs(sample: Any) -> Sequence[float] | np.ndarray:
     """Log-probabilities of a ``CompletionOutput``'s tokens, if any, which stays unread."""
@@ -313,6 +324,22 @@ def sampled_log_probs(sample: Any) -> Sequence[float] | np.ndarray:
         return unread
     positions = zip(sample.logprobs or (), sample.token_ids, strict=False)
     return [entries[token].logprob for entries, token in positions]
+
+
+def listed_tokens(sample: Any, num: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probabilities ``[num_tokens, num]`` of the likeliest tokens at each position.
+
+    ``sample`` is a ``CompletionOutput``, asked for ``logprobs=num``, and stays unread.
+    """
+    if isinstance(sample, _Unread) and (unread := sample._rest.listed(num)) is not None:
+        return unread
+    ids = np.zeros((len(sample.token_ids), num), np.int64)
+    logprobs = np.full(ids.shape, -np.inf)
+    for at, entries in enumerate(sample.logprobs or ()):
+        first = sorted(entries.items(), key=lambda one: -one[1].logprob)[:num]
+        ids[at, : len(first)] = [token for token, _ in first]
+        logprobs[at, : len(first)] = [one.logprob for _, one in first]
+    return ids, logprobs
 
 
 def as_dicts(flat: Any) -> Any:

@@ -23,3 +23,12 @@ QUEUE_TIME = (GENERATION, "queue_time")  # from vLLM's queue to its scheduler's 
 PREFILL_TIME = (GENERATION, "prefill_time")  # from there to the first token
 DECODE_TIME = (GENERATION, "decode_time")  # from there to the last; the pauses of pushes are in it
 REPLICA_ID = (GENERATION, "replica_id")  # text: of the replica that answered
+UNCORRECTED = (GENERATION, "uncorrected")  # text: what was let through by allow=
+# int32 [num_tokens, width], laid out as ("tokens", "response"): ids that could be sampled there,
+# the likeliest first, NO_TOKEN behind the last. Where there is none, all of the vocabulary could.
+SAMPLING_MASK = ("sampling_mask", "response")
+NO_TOKEN = -1
+# int16 [num_tokens, layers, experts a token], laid out as ("tokens", "full"), of engines that have
+# them: ids of the experts that computed the token, NO_EXPERT on the last one and on padding.
+ROUTED_EXPERTS = ("routed_experts", "full")
+NO_EXPERT = -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import math
 import secrets
 import threading
@@ -22,24 +23,28 @@ from torchrl.data.llm import History
 from torchrl.modules.llm import vLLMWrapper as _TorchRLWrapper
 from torchrl.modules.llm.policies import vllm_wrapper as _torchrl
 from torchrl.modules.llm.policies.common import ChatHistory, LogProbs, Masks, Text, Tokens
-from transformers import PreTrainedTokenizerBase
 
 from torchrl_vllm_sync.checks import check_integer
-from torchrl_vllm_sync.errors import TokenizerMismatchError, UnsupportedArgumentError
-from torchrl_vllm_sync.requests.columns import sampled_log_probs
-from torchrl_vllm_sync.rl import keys
+from torchrl_vllm_sync.errors import (
+    RowLayoutError,
+    UncorrectableSamplingError,
+    UnsupportedArgumentError,
+)
+from torchrl_vllm_sync.requests.columns import listed_tokens, sampled_log_probs
+from torchrl_vllm_sync.rl import guards, keys
 from torchrl_vllm_sync.rl.texts import Texts, objects
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import max_version, min_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 
     from tensordict import TensorDictBase
     from tensordict.utils import NestedKey
 
     from torchrl_vllm_sync.versions import VersionSpan
 
+logger = logging.getLogger(__name__)
 
 # Where TorchRL's collectors and its TrajCounter write the number of a row's trajectory.
 TRAJECTORY_KEYS: tuple[NestedKey, ...] = (("collector", "traj_ids"), "traj_ids", "traj_count")
@@ -209,36 +214,6 @@ def _numbers(rows: TensorDictBase, names: Sequence[NestedKey]) -> list[int] | No
     return None
 
 
-# Tokens of an engine's tokenizer whose text a policy's must encode alike.
-_PROBED_TOKENS = 4096
-
-
-def named(tokenizer: Any) -> str:
-    """A tokenizer in messages."""
-    return f"{type(tokenizer).__name__} {tokenizer.name_or_path!r}"
-
-
-def check_tokenizers(one: Any, other: Any, names: tuple[str, str]) -> None:
-    """Refuses a tokenizer that has not all tokens of another, or encodes otherwise."""
-    if one is other:
-        return
-    if isinstance(other, PreTrainedTokenizerBase):  # vLLM's own spell tokens in other ways
-        known = one.get_vocab()
-        wrong = {at: token for token, at in other.get_vocab().items() if known.get(token) != at}
-        if wrong:
-            at, token = min(wrong.items())
-            told = f"{token!r} is {known.get(token)} there and {at} here, as one of {len(wrong)}"
-            raise TokenizerMismatchError(*names, f"{told} tokens")
-    some = range(0, len(other), -(-len(other) // _PROBED_TOKENS))
-    text = other.decode([*some], skip_special_tokens=True)
-    mine, its = (each.encode(text, add_special_tokens=False) for each in (one, other))
-    if mine != its:
-        pairs = enumerate(itertools.zip_longest(mine, its))
-        at = next(at for at, (my, its_own) in pairs if my != its_own)
-        told = f"the same text is {mine[at : at + 5]} there and {its[at : at + 5]} here"
-        raise TokenizerMismatchError(*names, f"{told}, after {at} tokens")
-
-
 # Top-level entries of what is stamped.
 _STAMPS = [keys.POLICY_VERSION, keys.MAX_POLICY_VERSION, keys.POLICY_VERSIONS]
 _STAMPS += [keys.FINISH_REASON, keys.GENERATION]
@@ -249,6 +224,8 @@ _FIGURES = (
     (keys.PREFILL_TIME, "prefill_s", math.nan, torch.float32),
     (keys.DECODE_TIME, "decode_s", math.nan, torch.float32),
 )
+# Of the probability may be outside a sampling mask, by rounding.
+_MISSING = 1e-3
 _joined = _torchrl._cat_prompt_response
 # The values of one entry: a tensor of all rows, or a list with a value for each.
 _Entry: TypeAlias = Any
@@ -295,6 +272,13 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
       from vLLM's queue to its first batch, to the first token, to the last. Pauses count where they
       fall; what a request did before an update sent it back does not. NaN where vLLM did not say.
     - ``("generation", "replica_id")``, text: the replica that answered.
+    - ``("generation", "uncorrected")``, text: settings that ``allow`` let through; else absent.
+    - ``("sampling_mask", "response")``, int32 of the shape of ``("tokens", "response")`` and
+      ``top_k + 8``, with ``return_sampling_mask``: the tokens that could be sampled there, by the
+      engines' own log-probabilities; -1 behind the last.
+    - ``("routed_experts", "full")``, int16 of the shape of ``("tokens", "full")``, layers, and
+      experts a token, from engines launched with ``enable_return_routed_experts``: which experts
+      computed each token; -1 on the last one, which none has computed, and on padding.
 
     Prompt log-probabilities are NaN, which ``GRPOLoss`` masks, unless ``generate_kwargs`` has
     ``prompt_logprobs``: asking for them makes vLLM skip its prefix cache.
@@ -309,20 +293,36 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     ``session_id`` and ``group_id``: the turns of a conversation go to one replica, and the samples
     of a GRPO group go together while it is not overloaded.
 
+    Where rows get log-probabilities to train on, settings are refused with which a loss would
+    divide by those of another distribution: a temperature other than the trainer's, or not in the
+    log-probabilities; top-k, top-p and what else removes tokens, unless ``TrainerPolicy`` replays
+    the mask; penalties and biases. Sampling at temperature 0 is evaluation, and not refused.
+
     Example:
         >>> policy = vLLMWrapper(service, tokenizer=tokenizer, input_mode="history")
+        >>> policy = vLLMWrapper(service, tokenizer=tokenizer, input_mode="history",
+        ...     generate_kwargs={"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+        ...     trainer=TrainerPolicy(model, temperature=0.7), return_sampling_mask=True)
 
     Args:
         model: The service.
         generate: Generate; ``False`` scores given tokens.
         generate_kwargs: Sampling parameters.
         find_sessions: Name sessions and groups; ``False`` leaves each request to the strategy.
+        trainer: What scores the rows for the loss: a ``TrainerPolicy``, TorchRL's wrapper, or
+            anything that has its ``temperature``; only looked at. ``None`` stands for temperature
+            1, and for a trainer that reads tokens.
+        return_sampling_mask: Rows say which tokens could be sampled, for ``TrainerPolicy`` to leave
+            out the others. Needs a ``top_k`` and engines that report processed log-probabilities;
+            each token brings ``top_k + 8`` of them.
+        allow: Names of settings that are not refused. Each is warned of once and noted in the rows.
         **kwargs: Everything else of TorchRL's wrapper.
 
     Raises:
         UnsupportedArgumentError: ``model`` is not a service of this library.
         TokenizerMismatchError: At the first call, unless rows are token ids: the engines' tokenizer
-            has tokens that the policy's has not, or encodes otherwise.
+            has tokens that the policy's has not, or encodes otherwise; or the trainer's does.
+        UncorrectableSamplingError: At the first call: see above.
         ValueError: See TorchRL's wrapper.
     """
 
@@ -336,8 +336,12 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         generate: bool = True,
         generate_kwargs: dict[str, Any] | None = None,
         find_sessions: bool = True,
+        trainer: Any = None,
+        return_sampling_mask: bool = False,
+        allow: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
+        guards.check_allowed(allow)
         if not isinstance(model, AsyncVLLM):
             raise UnsupportedArgumentError(
                 f"model must be a torchrl_vllm_sync.AsyncVLLM, got {type(model).__name__}; "
@@ -354,8 +358,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             self.sampling_params.seed = int(seed)
         if generate:
             self.out_keys = [*self.out_keys, *_STAMPS]
+            if getattr(model.engine_args, "enable_return_routed_experts", False):
+                self.out_keys.append(keys.ROUTED_EXPERTS[0])
         self.find_sessions = find_sessions
         self._finder, self._seeds = ConversationFinder(), _Seeds()
+        self._set_guards(trainer, return_sampling_mask, allow)
         self._knows_tokenizer = self.tokenizer is None or self.input_mode == "tokens"
 
     def get_new_version(self, **kwargs: Any) -> vLLMWrapper:
@@ -365,9 +372,43 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             **kwargs: Arguments of the constructor that differ.
         """
         find_sessions = kwargs.pop("find_sessions", self.find_sessions)
+        names = "trainer", "return_sampling_mask", "allow"
+        guarded = [kwargs.pop(name, getattr(self, name)) for name in names]
         other: vLLMWrapper = super().get_new_version(**kwargs)
         other.find_sessions = find_sessions
+        other._set_guards(*guarded)
         return other
+
+    def _set_guards(self, trainer: Any, return_sampling_mask: bool, allow: Collection[str]) -> None:
+        guards.check_allowed(allow)
+        self.return_sampling_mask, self.allow = return_sampling_mask, allow
+        # No module of this one: it would travel to collectors with its weights.
+        self.trainer = trainer if trainer is None else guards.Trainer.of(self, trainer)
+        if self.generate and return_sampling_mask:
+            self.out_keys = [*self.out_keys, keys.SAMPLING_MASK[0]]
+        self._judged: tuple[Any, Any, str] = None, None, ""
+
+    def _judge(self, params: Any) -> tuple[Any, str]:
+        """The parameters to sample with, and those of them that the loss cannot correct for."""
+        known, mine, note = self._judged
+        if not self.return_log_probs:
+            return params, ""
+        if known is params:
+            return mine, note
+        engine, mine = self.model.engine_args, params
+        is_masked = self.return_sampling_mask and not guards.is_greedy(params)
+        if is_masked:
+            mine = copy.copy(params)
+            mine.logprobs = guards.mask_width(params.top_k)
+            guards.check_mask(mine, engine)
+        found = guards.judge_sampling(mine, engine, self.trainer, has_mask=is_masked)
+        if refused := {name: one for name, one in found.items() if name not in self.allow}:
+            raise UncorrectableSamplingError(refused)
+        note = ", ".join(f"{name}={value!r}" for name, (value, _) in found.items())
+        if note and note != self._judged[2]:
+            logger.warning("rows are sampled with what the loss cannot correct for: %s", note)
+        self._judged = params, mine, note
+        return mine, note
 
     def _call_generate(self, *args: Any, **kwargs: Any) -> Any:
         if not self._knows_tokenizer:
@@ -381,9 +422,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     def _check_tokenizer(self) -> None:
         args = self.model.engine_args
         if not args.skip_tokenizer_init:  # else the engines have none
-            mine, its = named(self.tokenizer), args.tokenizer or args.model
+            mine, its = guards.named(self.tokenizer), args.tokenizer or args.model
             names = f"the policy's {mine}", f"the engines' {its!r}"
-            check_tokenizers(self.tokenizer, self.model.requests.tokenizer(), names)
+            guards.check_tokenizers(self.tokenizer, self.model.requests.tokenizer(), names)
         self._knows_tokenizer = True
 
     def _from_vllm_generate_history(
@@ -429,18 +470,21 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             InvalidPromptError: As :meth:`AsyncVLLM.generate`, whose other errors pass, too.
         """
         ids, texts, names = self._encoded_chats(chats)
+        params, note = self._judge(self.sampling_params)
         if outputs is None:
-            options: dict[str, Any] = {"sampling_params": self.sampling_params}
+            options: dict[str, Any] = {"sampling_params": params}
             options["group_id"] = [names[at] for at in of_row]
             outputs = self._call_generate(prompt_token_ids=[ids[at] for at in of_row], **options)
-        return self._dense(_Answers(outputs, [], 1), ids, texts, chats, torch.tensor(of_row))
+        answers = _Answers(outputs, [], 1, params, note)
+        return self._dense(answers, ids, texts, chats, torch.tensor(of_row))
 
     def _asked(self, chats: Sequence[Chat], num_rows: int) -> list[Coroutine[Any, Any, list[Any]]]:
         """For each chat what sends it, so many times, and returns its ``outputs``."""
         if not self._knows_tokenizer:
             self._check_tokenizer()
         ids, _, names = self._encoded_chats(chats)
-        params = (self._seeds.of(self.sampling_params, num_rows) for _ in ids)
+        judged, _ = self._judge(self.sampling_params)
+        params = (self._seeds.of(judged, num_rows) for _ in ids)
         return [
             self.model.agenerate(
                 prompt_token_ids=[one] * num_rows, sampling_params=own, group_id=name
@@ -484,8 +528,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         entries = {
             self.text_key: (Text, told),
             self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),
-            **self._columns(answers.dense(self.padding_value), prompt, is_prompt),
+            **self._columns(answers, answers.dense(self.padding_value), prompt, is_prompt),
             **answers.stamps(),
+            **self._mask(answers, is_padded=True),
         }
         if self.return_log_probs:
             log_probs, _ = _right_padded(answers.log_probs(), torch.float32, 0.0)
@@ -566,17 +611,19 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         self, prompts: _Entry, sampling_params: Any, conversations: list[Conversation] | None
     ) -> _Answers:
         """Generates for texts or tokens."""
+        sampling_params, note = self._judge(sampling_params)
         options: dict[str, Any] = {"sampling_params": sampling_params}
+        of: Any = self.num_samples or 1, sampling_params, note
         if conversations is not None:
             options["session_id"] = [one.session_id for one in conversations]
             options["group_id"] = [one.group_id for one in conversations]
         if isinstance(prompts[0], str):
-            return _Answers(self._call_generate(prompts, **options), [], self.num_samples or 1)
+            return _Answers(self._call_generate(prompts, **options), [], *of)
         if isinstance(prompts, torch.Tensor):
             prompts = [self._unpadded(one) for one in prompts]
         ids = [one.tolist() for one in prompts]
         outputs = self._call_generate(prompt_token_ids=ids, **options)
-        return _Answers(outputs, prompts, self.num_samples or 1)
+        return _Answers(outputs, prompts, *of)
 
     def _rows(self, answers: _Answers, prompts: _Entry, entries: dict[Any, Any]) -> TensorDictBase:
         """The rows of TorchRL's wrapper, and this library's entries; ``prompts`` are tokens."""
@@ -588,8 +635,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         response = self._laid_out(answers.tokens, self.padding_value)
         versions = self._laid_out(answers.versions(), keys.NO_VERSION)
         is_answer = self._laid_out([one >= 0 for one in answers.tokens], False)
-        entries |= self._columns((response, versions, is_answer), prompt, is_prompt)
-        entries |= answers.stamps()
+        entries |= self._columns(answers, (response, versions, is_answer), prompt, is_prompt)
+        entries |= answers.stamps() | self._mask(answers, is_padded=self.pad_output)
         if self.return_log_probs:
             entries[self.log_probs_key] = LogProbs, self._log_probs(answers, prompts)
         self._mark_padded(entries, [MetaData(self.pad_output)] * len(answers.samples))
@@ -600,21 +647,39 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return lazy_stack(rows)
 
     def _columns(
-        self, answers: tuple[_Entry, _Entry, _Entry], prompt: _Entry, is_prompt: _Entry
+        self,
+        answers: _Answers,
+        columns: tuple[_Entry, _Entry, _Entry],
+        prompt: _Entry,
+        is_prompt: _Entry,
     ) -> dict[Any, Any]:
         """Tokens, masks and versions of all rows; of prompts there may be no tokens."""
-        response, versions, is_answer = answers
+        response, versions, is_answer = columns
         tokens, stamps, masks = {"response": response}, {"response": versions}, {}
         if prompt is not None:
             tokens |= {"prompt": prompt, "full": _joined(prompt, response)}
             masks["all_attention_mask"] = _joined(is_prompt, is_answer)
             masks["all_assistant_mask"] = _joined(_filled(is_prompt, False), is_answer)
             stamps["full"] = _joined(_filled(prompt, keys.NO_VERSION), versions)
-        return {
+        made = {
             self.tokens_key: (Tokens, tokens),
             self.masks_key: (Masks, masks),
             keys.POLICY_VERSIONS: stamps,
         }
+        name, full = keys.ROUTED_EXPERTS
+        if prompt is not None and name in self.out_keys:
+            experts = answers.experts(masks["all_attention_mask"])
+            is_dense = isinstance(prompt, torch.Tensor)
+            made[name] = {full: torch.stack(experts) if is_dense else experts}
+        return made
+
+    def _mask(self, answers: _Answers, *, is_padded: bool) -> dict[Any, Any]:
+        if not (self.return_sampling_mask and self.return_log_probs):
+            return {}
+        masks: Any = answers.masks()
+        masks = self._padded(masks, keys.NO_TOKEN, "right") if is_padded else masks
+        name, response = keys.SAMPLING_MASK
+        return {name: {response: masks}}
 
     def _mark_padded(self, entries: dict[Any, Any], padded: MetaData | list[MetaData]) -> None:
         for name in (self.tokens_key, self.masks_key, self.log_probs_key):
@@ -669,8 +734,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 class _Answers:
     """What an engine has answered: a row for each sample, those of one prompt side by side."""
 
-    def __init__(self, outputs: Any, prompts: list[torch.Tensor], num_samples: int) -> None:
+    def __init__(
+        self, outputs: Any, prompts: list[torch.Tensor], num_samples: int, params: Any, note: str
+    ) -> None:
         self.outputs = outputs if isinstance(outputs, list) else [outputs]
+        self._params, self._note = params, note
         self._prompts, self._num_samples = prompts, num_samples
         self.samples = [one for output in self.outputs for one in output.outputs]
         self._reports = [(one, of) for of in self.outputs for one in of.sample_reports]
@@ -700,6 +768,39 @@ class _Answers:
         versions[is_answer] = _expanded([span for one, _ in self._reports for span in one.spans])
         return tokens, versions, is_answer
 
+    def masks(self) -> list[torch.Tensor]:
+        """The tokens that could be sampled in place of each, of shape ``(num_tokens, width)``."""
+        width, made = guards.mask_width(self._params.top_k), []
+        for row, sample in enumerate(self.samples):
+            if guards.is_greedy(self._params):
+                made.append(torch.full((len(self.ids[row]), width), keys.NO_TOKEN).int())
+                continue
+            ids, log_probs = listed_tokens(sample, width)
+            total = np.exp(log_probs).sum(-1)
+            if (short := np.flatnonzero(total < 1 - _MISSING)).size:
+                at = int(short[0])
+                raise RowLayoutError(
+                    keys.SAMPLING_MASK,
+                    f"row {row}, token {at}: the {width} likeliest tokens hold {total[at]:.4f} of "
+                    "the probability: too many are as likely as the last of top_k",
+                )
+            ids = np.where(np.isfinite(log_probs), ids.astype(np.int32), keys.NO_TOKEN)
+            made.append(torch.from_numpy(ids))
+        return made
+
+    def experts(self, attention: _Entry) -> list[torch.Tensor]:
+        """Those of each row, where its mask is."""
+        made = []
+        for row, (mask, sample) in enumerate(zip(attention, self.samples, strict=True)):
+            one, at = sample.routed_experts, mask.nonzero()[:-1, 0]
+            if one is None or len(one) != len(at):
+                told = f"row {row}: {None if one is None else len(one)} for {len(at)} tokens"
+                raise RowLayoutError(keys.ROUTED_EXPERTS, told)
+            experts = torch.full((len(mask), *one.shape[1:]), keys.NO_EXPERT, dtype=torch.int16)
+            experts[at] = torch.from_numpy(one.astype(np.int16))
+            made.append(experts)
+        return made
+
     def log_probs(self) -> list[Any]:
         return [sampled_log_probs(one) for one in self.samples]
 
@@ -717,6 +818,8 @@ class _Answers:
             values = [unknown if one is None else one for one in known]
             generation[key[-1]] = torch.tensor(values, dtype=dtype)
         generation[keys.REPLICA_ID[-1]] = [of.replica_id for _, of in self._reports]
+        if self._note:
+            generation[keys.UNCORRECTED[-1]] = [self._note] * len(self._reports)
         return {
             keys.POLICY_VERSION: torch.tensor(oldest),
             keys.MAX_POLICY_VERSION: torch.tensor(newest),

@@ -23,7 +23,8 @@ from torchrl.modules.llm.policies import ChatHistory
 
 from torchrl_vllm_sync.errors import InvalidPromptError, RewardError, UnsupportedArgumentError
 from torchrl_vllm_sync.requests.background import start
-from torchrl_vllm_sync.rl.policy import check_tokenizers, named, vLLMWrapper
+from torchrl_vllm_sync.rl.guards import check_tokenizers, named
+from torchrl_vllm_sync.rl.policy import vLLMWrapper
 from torchrl_vllm_sync.rl.rows import ATTENTION, Columns, Padding, joined
 from torchrl_vllm_sync.rl.texts import Texts
 

@@ -24,7 +24,12 @@ from tensordict import (
 from torch.nn.functional import pad
 
 from torchrl_vllm_sync.errors import RowLayoutError
-from torchrl_vllm_sync.rl.keys import NO_VERSION, POLICY_VERSIONS
+from torchrl_vllm_sync.rl.keys import (
+    NO_VERSION,
+    POLICY_VERSIONS,
+    ROUTED_EXPERTS,
+    SAMPLING_MASK,
+)
 from torchrl_vllm_sync.rl.texts import TextCell, Texts
 
 if TYPE_CHECKING:
@@ -244,6 +249,6 @@ class Padding:
             return False
         if dtype.is_floating_point:
             return self.answers.get(key, torch.nan) if is_right else torch.nan
-        if key[0] == POLICY_VERSIONS:
-            return NO_VERSION
+        if key[0] in (POLICY_VERSIONS, SAMPLING_MASK[0], ROUTED_EXPERTS[0]):
+            return NO_VERSION  # and NO_TOKEN, NO_EXPERT
         return self.token or 0

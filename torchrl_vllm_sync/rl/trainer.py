@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, MetaData, TensorDict, lazy_stack
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from torchrl.modules.llm.policies.common import LLMWrapperBase, LogProbs
 from transformers import PreTrainedModel
 
 from torchrl_vllm_sync.checks import check_integer, check_number
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
+from torchrl_vllm_sync.rl.keys import NO_TOKEN, SAMPLING_MASK
 from torchrl_vllm_sync.weights.module import base_model, unwrap
 from torchrl_vllm_sync.weights.sharded import is_sharded
 
@@ -34,6 +36,9 @@ _ASSISTANT: NestedKey = ("masks", "all_assistant_mask")
 # Tokens of the two rows by which a model shows whether it keeps packed ones apart.
 _PROBE = 16
 
+# A logit beside which any other is certain, at any temperature.
+_NOTHING = -1e30
+
 # Of N token ids [N]: their log-probabilities and the entropies of their positions, float32 [N].
 _Scorer: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
 
@@ -51,6 +56,11 @@ class TrainerPolicy(LLMWrapperBase):
     boolean ``("masks", "all_attention_mask")`` and ``("masks", "all_assistant_mask")`` of the same
     shape, or TorchRL's lazy stacks of ragged rows, which are padded on the left as its losses do.
     A row's first token follows nothing: its log-probability is 0.
+
+    Rows may say which tokens could be sampled, in ``("sampling_mask", "response")`` of
+    :class:`vLLMWrapper`, whose columns end where those of the tokens do. There log-probabilities
+    and entropies are of these tokens alone, as the engine's are: for equal weights with top-k,
+    top-p or min-p the ratio is 1.
 
     A called policy writes ``(log_probs_key, "full")`` into the rows, float32 and 0 on padding.
 
@@ -75,8 +85,8 @@ class TrainerPolicy(LLMWrapperBase):
             are wanted with ``gradient_checkpointing`` of a model in evaluation mode, or its
             attention does not keep ``packed`` rows apart.
         InvalidPromptError: Of a call or a loss: an entry is missing or of a wrong shape, a token is
-            outside the vocabulary, a row is longer than the model's positions, or has no token that
-            the loss asks for.
+            outside the vocabulary or its sampling mask, a row is longer than the model's positions,
+            or has no token that the loss asks for.
 
     Example:
         >>> policy = TrainerPolicy(model, micro_batch=16)
@@ -90,6 +100,7 @@ class TrainerPolicy(LLMWrapperBase):
     input_mode = "tokens"
     return_log_probs = True
     layout = torch.strided
+    replays_sampling_masks = True  # which vLLMWrapper asks of its trainer
 
     def __init__(
         self,
@@ -272,10 +283,11 @@ class TrainerPolicy(LLMWrapperBase):
         num_tokens = inner.get_input_embeddings().weight.shape[0]
         longest = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         rows = _Rows.of(tokens, attention.bool(), mask, num_tokens, longest)
+        masks = _sampling_masks(tensordict, rows.positions, tokens.shape[1])
         if self.path == "head":
-            scorer = partial(self._scores_by_head, self._states(rows))
+            scorer = partial(self._scores_by_head, self._states(rows), masks)
         else:
-            scorer = partial(self._scores_by_model, rows)
+            scorer = partial(self._scores_by_model, rows, masks)
         return TokenDistribution(mask, tokens, rows.positions, scorer)
 
     def _states(self, rows: _Rows) -> Tensor:
@@ -290,31 +302,38 @@ class TrainerPolicy(LLMWrapperBase):
         parts = [rows.part(at, step, packed=self.packed)[0] for at in rows.starts(step)]
         return torch.cat(_each(one, parts))
 
-    def _scores_by_head(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _scores_by_head(
+        self, states: Tensor, masks: Tensor | None, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
         inner: Any = base_model(self.model)
         head = inner.get_output_embeddings()
 
-        def one(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return _Scores.apply(head(states), targets, self.temperature)
+        def one(states: Tensor, *of_tokens: Tensor) -> tuple[Tensor, Tensor]:
+            return _scored(head(states), self.temperature, *of_tokens)
 
-        chunks = zip(states.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
+        given = [states, targets] if masks is None else [states, targets, masks]
+        chunks = zip(*(one.split(self.chunk_tokens) for one in given), strict=True)
         return _joined(_each(one, list(chunks)))
 
-    def _scores_by_model(self, rows: _Rows, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _scores_by_model(
+        self, rows: _Rows, masks: Tensor | None, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
         step = min(self.micro_batch or len(rows.ids), self.chunk_tokens // max(*rows.ends, 1) or 1)
         keeps = self._takes("logits_to_keep")
 
         def one(
-            targets: Tensor, ids: Tensor, predicts: Tensor, *places: Tensor
+            of_tokens: tuple[Tensor, ...], ids: Tensor, predicts: Tensor, *places: Tensor
         ) -> tuple[Tensor, Tensor]:
             columns = predicts.any(0).nonzero()[:, 0]
             chosen: Any = {"logits_to_keep": columns} if keeps else {}
             logits = self.model(**_input(ids, *places), use_cache=False, **chosen).logits
             logits = logits if keeps else logits[:, columns]
-            return _Scores.apply(logits[predicts[:, columns]], targets, self.temperature)
+            return _scored(logits[predicts[:, columns]], self.temperature, *of_tokens)
 
         parts = [rows.part(at, step, packed=self.packed) for at in rows.starts(step)]
-        splits = targets.split([num for _, num in parts])
+        counts = [num for _, num in parts]
+        of_tokens = [targets] if masks is None else [targets, masks]
+        splits = zip(*(one.split(counts) for one in of_tokens), strict=True)
         runs = [(own, *given) for (given, _), own in zip(parts, splits, strict=True)]
         return _joined(_each(one, runs))
 
@@ -414,6 +433,30 @@ def _input(ids: Tensor, *places: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids, **({"position_ids": places[0]} if places else {})}
 
 
+def _scored(
+    logits: Tensor, temperature: float, targets: Tensor, masks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of tokens [N] and entropies from logits [N, V], masked by ids [N, K]."""
+    if masks is None:
+        return _Scores.apply(logits, targets, temperature)
+    is_there = masks >= 0
+    masked, is_target = is_there.any(1), masks == targets[:, None]
+    num, outside = torch.stack([masked.sum(), (masked & ~is_target.any(1)).sum()]).tolist()
+    if outside:
+        at = int((masked & ~is_target.any(1)).nonzero()[0])
+        raise InvalidPromptError(f"token {int(targets[at])} is outside its sampling mask")
+    if not num:
+        return _Scores.apply(logits, targets, temperature)
+    if num < len(masks):  # tokens of prompts have no mask
+        at = masked.nonzero(as_tuple=True)
+        whole = _Scores.apply(logits, targets, temperature)
+        some = _scored(logits[at], temperature, targets[at], masks[at])
+        return whole[0].index_put(at, some[0]), whole[1].index_put(at, some[1])
+    # Columns of the mask in place of the vocabulary; those behind its last token weigh nothing.
+    few = logits.gather(1, masks.clamp(min=0).long()).float().masked_fill(~is_there, _NOTHING)
+    return _Scores.apply(few, is_target.byte().argmax(1), temperature)
+
+
 class _Scores(torch.autograd.Function):
     """Log-probabilities of tokens and entropies from logits [N, V], in float32."""
 
@@ -470,6 +513,26 @@ def _padded(tensordict: Any, key: NestedKey) -> Tensor:
     if value.ndim != 2:
         raise InvalidPromptError(f"{key!r} must be of shape [B, T], got {_shape(value)}")
     return value
+
+
+def _sampling_masks(
+    tensordict: Any, positions: tuple[Tensor, ...], num_columns: int
+) -> Tensor | None:
+    """The tokens [N, K] that could be sampled at some positions, if rows tell of any."""
+    if isinstance(tensordict, LazyStackedTensorDict):
+        each = tensordict.get(SAMPLING_MASK, None, as_list=True)
+        if not each:
+            return None
+        longest = max(map(len, each))
+        padded = [pad(one, (0, 0, longest - len(one), 0), value=NO_TOKEN) for one in each]
+        masks = torch.stack(padded)
+    else:
+        masks = tensordict.get(SAMPLING_MASK, None)
+    if masks is None:
+        return None
+    rows, columns = positions
+    columns = columns - (num_columns - masks.shape[1])
+    return masks[rows, columns.clamp(min=0)].masked_fill(columns[:, None] < 0, NO_TOKEN)
 
 
 def _lengths(tensordict: Any) -> list[int]:
