@@ -68,13 +68,13 @@ class CannedService(AsyncVLLM):
         generator = np.random.default_rng(self.seed)
         is_batch = isinstance(prompts, list)
         requests = []
-        for prompt in prompts if is_batch else [prompts]:
+        many = isinstance(sampling_params, list)
+        for at, prompt in enumerate(prompts if is_batch else [prompts]):
+            params = sampling_params[at] if many else sampling_params
             if isinstance(prompt, str):
                 prompt = {"prompt_token_ids": TOKENIZER.encode(prompt), "prompt": prompt}
             requests.append(
-                EngineRequest(
-                    request_id="r", prompt=prompt, sampling_params=sampling_params, timeout_s=9.0
-                )
+                EngineRequest(request_id="r", prompt=prompt, sampling_params=params, timeout_s=9.0)
             )
         results = [self.answer(one, generator) for one in requests]
         packed = across_ray(PackedResults(results, want_prompt=False))
@@ -313,7 +313,7 @@ class Seeded(CannedService):
         assert isinstance(prompts, list)
         assert len({*map(id, sampling_params)}) == len(sampling_params) == len(prompts)
         self.seeds = [one.seed for one in sampling_params]
-        return super().generate(prompts, sampling_params[0], **kwargs)
+        return super().generate(prompts, sampling_params, **kwargs)
 
 
 @pytest.mark.parametrize("num_samples", [None, 2])
