@@ -5,9 +5,14 @@ The engines' side is in this process, the trainer's ranks in others, the first o
 
 import contextlib
 import copy
+import gc
 import itertools
+import os
+import signal
 import threading
+import time
 from multiprocessing import connection
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,14 +20,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from tests.contract.test_transports import Client, P2PReplica
+from tests.engine.requests import eventually
 from tests.fakes.weights import SERVING, Answered, send
 from tests.unit import test_broadcast_receiver as broadcast
 from tests.unit.test_p2p import Replica
+from tests.unit.test_sharded_source import STEP_S, run, succeed, together
 from tests.unit.test_sharded_source import push as push_on_every_rank
-from tests.unit.test_sharded_source import succeed
 from tests.unit.vllm_models import single_process_group
 from torchrl_vllm_sync import P2PTransport, as_weight_source
 from torchrl_vllm_sync.weights import sharded as sharded_module
@@ -30,6 +37,12 @@ from torchrl_vllm_sync.weights.module import ModuleSource
 from torchrl_vllm_sync.weights.p2p import transport as transport_module
 from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.p2p.writes import Cut, parts
+from torchrl_vllm_sync.weights.sharded import (
+    Origin,
+    ShardedModuleSource,
+    TrainerRankError,
+    TrainerRanks,
+)
 from torchrl_vllm_sync.weights.source import fit_to_model
 
 CPU = torch.device("cpu")
@@ -297,3 +310,175 @@ def test_every_rank_writes_its_own_part_and_nothing_is_gathered(engines, world_s
             assert sum(written) < 3 * here.num_planned
             with pytest.raises(AssertionError):
                 here.assert_hold(wanted)
+
+
+# ---------------------------------------------------------------- failures
+
+
+def break_off(rank, address, names, expected, config, how, path):
+    """A push in which rank 1 writes one half, and is killed, raises, or goes on much later."""
+    model = shard(whole_model(config), "layers")
+    client = Remote(address, names) if rank == 0 else None
+    transport = P2PTransport()
+
+    def push(version):
+        with torch.no_grad():
+            for one in model.parameters():
+                one.mul_(-1.5)
+        return push_on_every_rank(
+            ShardedModuleSource(model, timeout_s=STEP_S),
+            lambda now: send(transport, client, fit_to_model(now, expected), version).failures,
+        )
+
+    def half(tensors, copies, device):
+        tensors = list(tensors)
+        WRITE(tensors[::2], copies, device)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raises":
+            raise OSError("out of luck")
+        eventually(Path(path).exists, timeout_s=60)
+        WRITE(tensors[1::2], copies, device)
+
+    together()
+    assert push(1) == {}
+    if rank == 1:
+        sharded_module.write = half
+    begin = time.monotonic()
+    with pytest.raises(OSError if rank and how == "raises" else TrainerRankError) as caught:
+        push(2)
+    seconds = time.monotonic() - begin
+    if how == "late" and rank == 0:
+        assert send(transport, client, ModuleSource(whole_model(config, 3)), 3).failures == {}
+        Path(path).touch()
+    transport.close()
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("killed", "was not ready within 6 s"),
+        ("raises", "OSError: out of luck"),
+        ("late", "was not ready within 6 s"),
+    ],
+)
+def test_a_rank_that_breaks_off_is_named_and_the_engines_serve_whole_weights(
+    engines, tmp_path, how, reason
+):
+    """One that goes on later writes where nobody reads."""
+    here = engines("qwen3")
+    with here.reached() as about:
+        first, second = run(break_off, how=how, path=str(tmp_path / "go on"), **about)
+    said, seconds = first[0]
+    assert said == f"trainer rank 1: {reason}"
+    assert seconds < STEP_S + 5
+    if how == "killed":
+        assert second is None
+    else:
+        assert second[0][0] == (reason.removeprefix("OSError: ") if how == "raises" else said)
+    here.assert_hold(whole_model(here.config, 3 if how == "late" else 1))
+    transport = P2PTransport()  # of a trainer that holds all
+    source = fit_to_model(ModuleSource(whole_model(here.config, 4)), here.metadata)
+    assert send(transport, here.client, source, 4).failures == {}
+    here.assert_hold(whole_model(here.config, 4))
+    transport.close()
+
+
+# ---------------------------------------------------------------- what is gathered all the same
+
+
+def mixed_layouts(rank, is_away):
+    """A model of tensors that are cut in two dimensions, computed, and cut plainly."""
+    grid = init_device_mesh("cpu", (1, dist.get_world_size()))
+    whole, sharded = torch.nn.Module(), torch.nn.Module()
+    layouts = {"two": [Shard(0), Shard(1)], "computed": [Replicate(), Shard(0)]}
+    layouts |= {"plain": [Replicate(), Shard(0)], "same": [Replicate()] * 2}
+    for number, (name, placements) in enumerate(layouts.items()):
+        values = torch.arange(24.0).reshape(6, 4) + 100 * number
+        whole.register_parameter(name, torch.nn.Parameter(values))
+        part = distribute_tensor(values.clone(), grid, placements)
+        sharded.register_parameter(name, torch.nn.Parameter(part))
+    origins, transport, client = ShardedModuleSource.origins, P2PTransport(), Client(P2PReplica)
+    ShardedModuleSource.origins = lambda source, renamed: (
+        origins(source, renamed) | {"computed": Origin(("computed",), None)}
+    )
+    if is_away and rank:
+        sharded_module.this_node = lambda: "elsewhere"
+    counted, gathered = Counted(), []
+    prepare = ShardedModuleSource._prepare
+    ShardedModuleSource._prepare = lambda source, group: (
+        gathered.append(set(group.tensors)) or prepare(source, group)
+    )
+    for version in (1, 2):
+        for one in (*whole.parameters(), *sharded.parameters()):
+            one.data.mul_(-1.5)
+        failures = push_on_every_rank(
+            as_weight_source(sharded),
+            lambda now, at=version: send(transport, client, now, at).failures,
+        )
+        assert failures == {}
+        for replica in client.replicas.values() if rank == 0 else ():
+            for name, tensor in whole.named_parameters():
+                assert torch.equal(replica.values[name], tensor), name
+    transport.close()
+    return gathered, counted.num_written
+
+
+def test_what_ranks_cannot_write_is_gathered_and_nothing_else():
+    (gathered, first), (_, second) = succeed(mixed_layouts, is_away=False)
+    assert gathered == [{"two", "computed"}] * 2
+    # Of two versions and replicas: the second rank half of the plain and of the equal tensor.
+    assert (first, second) == (4 * (24 + 48), 4 * 24)
+
+
+def test_ranks_on_another_host_have_everything_gathered():
+    (gathered, first), (_, second) = succeed(mixed_layouts, is_away=True)
+    assert gathered == [{"two", "computed", "plain", "same"}] * 2
+    assert (first, second) == (4 * 96, 0)
+
+
+def test_the_engines_memory_is_let_go_with_the_model_or_when_pushes_go_another_way():
+    assert succeed(let_go) == [True, True]
+
+
+def let_go(rank):
+    def held():
+        return Path("/proc/self/maps").read_text().count("memfd:weights")
+
+    model = torch.nn.Linear(8, 6)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    for ending in ("another way", "model"):
+        transport, client = P2PTransport(), Client(P2PReplica)
+        for version in (1, 2, 3):
+            push_on_every_rank(
+                as_weight_source(model),
+                lambda now, at=version, by=(transport, client): send(*by, now, at).failures,
+            )
+        if rank:
+            assert held() == 4  # two of each replica
+        transport.close()
+        if ending == "another way":
+            push_on_every_rank(as_weight_source(model), lambda now: len(list(now)))
+        else:
+            del model
+            gc.collect()
+        assert rank == 0 or held() == 0
+    return True
+
+
+# ---------------------------------------------------------------- what strangers write
+
+
+@pytest.mark.parametrize("strange", ["", "[]", '{"node": 1, "tokens": []}', "[" * 100_000])
+def test_strange_offers_end_in_a_typed_error(strange):
+    store = dist.HashStore()
+    leader, follower = (TrainerRanks([0, 1], rank, store, timeout_s=5) for rank in (0, 1))
+    leading = leader.begin("digest")
+    followed = follower.join(timeout_s=5)
+    followed.ready(f"digest {strange}")
+    with pytest.raises(TrainerRankError, match="trainer rank 1: wrote no offer"):
+        leading.offers()
+    leading.call(f"w{strange}")
+    with pytest.raises(TrainerRankError, match="trainer rank 0: wrote no passed"):
+        followed.next()
