@@ -96,7 +96,6 @@ def test_a_ragged_region_is_left():
     row = ["one", 3, (6,), (1,), "float32", 0, (1,)]
     assert parts(row, Cut(2, 5, 1, 0, 3, 0, 3)) is None
     assert parts(row, Cut(2, 5, 1, 3, 2, 3, 5)) is None
-    assert [one[1:4] for one in parts(row, Cut(1, 10, 1, 0, 5, 0, 5))] == [(3, (2,), (1,))] or True
 
 
 # ---------------------------------------------------------------- engines here, ranks elsewhere
